@@ -1,0 +1,1 @@
+"""Where programs run: emission, runtimes and launchers."""

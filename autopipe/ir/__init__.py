@@ -1,0 +1,1 @@
+"""The data every pass works on, and nothing else."""

@@ -1,0 +1,57 @@
+"""What can go wrong, as one small family of exceptions; only the command line catches them."""
+
+from __future__ import annotations
+
+
+class AutopipeError(Exception):
+    """A user's mistake or an impossible request, said in one line.
+
+    `message` says what is wrong, `where` the file, line, node or stage it is wrong at, `hint` what to do about it.
+    """
+
+    exit_code = 70
+
+    def __init__(self, message: str, hint: str = "", where: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.where = where
+
+    def __str__(self) -> str:
+        place = f"{self.where}: " if self.where else ""
+        advice = f" ({self.hint})" if self.hint else ""
+        return f"{place}{self.message}{advice}"
+
+
+class ConfigurationError(AutopipeError):
+    """A YAML file, a flag or a plan folder that cannot be taken as it is."""
+
+    exit_code = 2
+
+
+class ModelError(AutopipeError):
+    """An ONNX file that cannot be read, or an operator that is not supported."""
+
+    exit_code = 3
+
+
+class InfeasibleError(AutopipeError):
+    """A pass found no answer within the limits; the message names the limit and by how much it is missed."""
+
+    exit_code = 4
+
+
+class LaunchError(AutopipeError):
+    """Ranks failed while running; the message names the first failing rank and its task."""
+
+    exit_code = 5
+
+
+class VerificationError(LaunchError):
+    """Two results that must be equal differ; the message names the worst tensor and the difference."""
+
+
+class CodegenError(AutopipeError):
+    """A program cannot be written for this plan."""
+
+    exit_code = 2

@@ -1,0 +1,255 @@
+"""A model as a graph of typed, statically shaped values: what every pass reads.
+
+Grammar::
+
+    Graph     = name, opset, inputs, parameters, constants, nodes (topologically ordered), outputs
+    Node      = operator, attributes, names of the values it reads ("" where an optional one is absent) and writes
+    Value     = name, element type, static shape
+    Parameter = value + where its numbers lie in the ONNX file (they are never held here)
+    Constant  = value + its numbers (small, known while compiling)
+
+Each value is written once. Names come from the model: they are untrusted text and serve as keys and in messages only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from autopipe.ir.dtype import DType
+from autopipe.ir.errors import ModelError
+
+Attribute = int | float | str | tuple[int, ...] | tuple[float, ...] | tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor: unique name, element type, static shape."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes."""
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class FileSlice:
+    """Numbers stored little-endian and row-major at an offset of a file.
+
+    `file` is relative to the folder of the ONNX file; "" is the ONNX file itself. `dtype` is the type as stored.
+    """
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """All elements equal, as a ConstantOfShape node says."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Initializer:
+    """How to draw a parameter that has no stored numbers."""
+
+    scheme: str
+    """One of `normal` (mean 0, standard deviation `scale`), `uniform` (in [-scale, scale]), `zeros`, `ones`."""
+    scale: float = 0.0
+
+
+Storage = FileSlice | Fill | Initializer
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A value kept from step to step: a weight (trained) or a buffer such as a running mean (not trained)."""
+
+    value: Value
+    storage: Storage
+    trainable: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant:
+    """A value known while compiling. `array` is read-only."""
+
+    value: Value
+    array: np.ndarray
+
+    def __post_init__(self) -> None:
+        self.array.setflags(write=False)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Constant):
+            return NotImplemented
+        return self.value == other.value and self.array.tobytes() == other.array.tobytes()
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operator applied to values.
+
+    `inputs` names values, "" where an optional operand is absent; trailing absent operands are dropped. `outputs`
+    likewise. `attributes` holds only what the file states, as (name, value) pairs sorted by name; defaults are the
+    operator's business. `domain` is "" for ONNX's own operators and "com.microsoft" and the like for others.
+    """
+
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: tuple[tuple[str, Attribute], ...] = ()
+    domain: str = ""
+
+    def integer(self, name: str, default: int = 0) -> int:
+        """The integer attribute `name`, or `default` where the file does not state it."""
+        return int(self._attribute(name, int, default))
+
+    def number(self, name: str, default: float = 0.0) -> float:
+        """The float attribute `name`, or `default`."""
+        return float(self._attribute(name, (int, float), default))
+
+    def text(self, name: str, default: str = "") -> str:
+        """The string attribute `name`, or `default`."""
+        return str(self._attribute(name, str, default))
+
+    def integers(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The attribute `name`, a list of integers, or `default`."""
+        return tuple(self._attribute(name, tuple, default))
+
+    def numbers(self, name: str, default: tuple[float, ...] = ()) -> tuple[float, ...]:
+        """The attribute `name`, a list of floats, or `default`."""
+        return tuple(self._attribute(name, tuple, default))
+
+    def texts(self, name: str, default: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """The attribute `name`, a list of strings, or `default`."""
+        return tuple(self._attribute(name, tuple, default))
+
+    def has(self, name: str) -> bool:
+        """Whether the file states the attribute."""
+        return any(key == name for key, _ in self.attributes)
+
+    def _attribute(self, name: str, kind: type | tuple[type, ...], default: Any) -> Any:
+        for key, value in self.attributes:
+            if key == name:
+                if not isinstance(value, kind):
+                    raise ModelError(f"attribute {name!r} of {self.op} has an unexpected type", where=repr(self.name))
+                return value
+        return default
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A whole model, or one evaluation of it on one micro-batch.
+
+    `values` types every value that a node writes, in the order written. `opset` is the version of the "" domain that
+    gives the nodes their meaning. `batch_axes` says, for each input that carries samples, which of its axes counts them.
+    """
+
+    name: str
+    opset: int
+    inputs: tuple[Value, ...]
+    parameters: tuple[Parameter, ...]
+    constants: tuple[Constant, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[str, ...]
+    values: tuple[Value, ...]
+    batch_axes: tuple[tuple[str, int], ...] = ()
+    _types: dict[str, Value] = field(init=False, repr=False, compare=False)
+    _producers: dict[str, int] = field(init=False, repr=False, compare=False)
+    _held: dict[str, Parameter | Constant] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        types: dict[str, Value] = {}
+        sources = (
+            self.inputs,
+            (parameter.value for parameter in self.parameters),
+            (constant.value for constant in self.constants),
+            self.values,
+        )
+        for value in itertools.chain.from_iterable(sources):
+            if value.name in types:
+                raise ModelError(f"value {value.name!r} is defined twice", where=repr(self.name))
+            types[value.name] = value
+        producers = {name: index for index, node in enumerate(self.nodes) for name in node.outputs if name}
+        object.__setattr__(self, "_types", types)
+        object.__setattr__(self, "_producers", producers)
+        held = {each.value.name: each for each in (*self.parameters, *self.constants)}
+        object.__setattr__(self, "_held", held)
+
+    def type_of(self, name: str) -> Value:
+        """The value called `name`; raises KeyError if there is none."""
+        return self._types[name]
+
+    def producer(self, name: str) -> int | None:
+        """Index of the node that writes `name`; None for inputs, parameters and constants."""
+        return self._producers.get(name)
+
+    def parameter(self, name: str) -> Parameter | None:
+        """The parameter called `name`, if it is one."""
+        found = self._held.get(name)
+        return found if isinstance(found, Parameter) else None
+
+    def constant(self, name: str) -> Constant | None:
+        """The constant called `name`, if it is one."""
+        found = self._held.get(name)
+        return found if isinstance(found, Constant) else None
+
+    def consumers(self) -> dict[str, tuple[int, ...]]:
+        """For each value, the indices of the nodes that read it, ascending, each once."""
+        found: dict[str, list[int]] = {}
+        for index, node in enumerate(self.nodes):
+            for name in dict.fromkeys(node.inputs):
+                if name:
+                    found.setdefault(name, []).append(index)
+        return {name: tuple(indices) for name, indices in found.items()}
+
+    def verify(self) -> None:
+        """Raise ModelError unless values are written before they are read, once, and every output exists."""
+        known = {value.name for value in self.inputs}
+        known |= {parameter.value.name for parameter in self.parameters}
+        known |= {constant.value.name for constant in self.constants}
+        for node in self.nodes:
+            for name in node.inputs:
+                if name and name not in known:
+                    raise ModelError(f"{node.op} reads {name!r} before it is written", where=repr(node.name))
+            for name in node.outputs:
+                if name and name not in self._types:
+                    raise ModelError(f"{node.op} writes {name!r}, whose type is unknown", where=repr(node.name))
+                if name in known:
+                    raise ModelError(f"{node.op} writes {name!r} a second time", where=repr(node.name))
+                known.add(name)
+            known.discard("")
+        for name in self.outputs:
+            if name not in known:
+                raise ModelError(f"output {name!r} is never written", where=repr(self.name))
+
+    def digest(self) -> str:
+        """SHA-256 over structure, types, constants and where parameters lie; equal for equal graphs."""
+        digest = hashlib.sha256()
+        for part in (self.opset, self.inputs, self.parameters, self.nodes, self.outputs, self.values, self.batch_axes):
+            digest.update(repr(part).encode())
+        for constant in self.constants:
+            digest.update(repr(constant.value).encode())
+            digest.update(constant.array.tobytes())
+        return digest.hexdigest()

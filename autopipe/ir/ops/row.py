@@ -1,0 +1,130 @@
+"""The shape of a row: everything the compiler knows of one operator.
+
+A row is data and small pure functions. How an operator is spelled in PyTorch is not here: see the backends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopipe.ir.dtype import DType
+from autopipe.ir.graph import Graph, Node, Value
+from autopipe.ir.space import Space, parse
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """One use of an operator: the node, the types of what it reads and writes, and what is known while compiling.
+
+    `operands[i]` and `results[i]` are None where an optional tensor is absent. `constants[i]` holds an operand's
+    numbers where they are known, else None. `opset` gives the "" domain's meaning.
+    """
+
+    node: Node
+    operands: tuple[Value | None, ...]
+    results: tuple[Value | None, ...]
+    constants: tuple[np.ndarray | None, ...]
+    opset: int
+
+    def operand(self, index: int) -> Value:
+        """Operand `index`, which must be present."""
+        value = self.operands[index]
+        assert value is not None, f"{self.node.op} lacks operand {index}"
+        return value
+
+    def result(self, index: int = 0) -> Value:
+        """Result `index`, which must be present."""
+        value = self.results[index]
+        assert value is not None, f"{self.node.op} lacks result {index}"
+        return value
+
+    def present(self, index: int) -> bool:
+        """Whether operand `index` is given."""
+        return index < len(self.operands) and self.operands[index] is not None
+
+    def constant(self, index: int) -> np.ndarray | None:
+        """The numbers of operand `index` where they are known while compiling."""
+        return self.constants[index] if index < len(self.constants) else None
+
+
+def signature_of(graph: Graph, node: Node) -> Signature:
+    """The signature of `node` in `graph`."""
+    constants = [graph.constant(name) if name else None for name in node.inputs]
+    return Signature(
+        node=node,
+        operands=tuple(graph.type_of(name) if name else None for name in node.inputs),
+        results=tuple(graph.type_of(name) if name else None for name in node.outputs),
+        constants=tuple(None if each is None else each.array for each in constants),
+        opset=graph.opset,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of notation (see `autopipe.ir.space`), with extents of axes that shapes alone do not tell."""
+
+    text: str
+    extents: tuple[tuple[str, int], ...] = ()
+
+
+def no_flops(signature: Signature, space: Space) -> float:
+    """For operators that only move data."""
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """What the compiler knows of one operator."""
+
+    name: str
+    """Operator type; of other domains with the domain in front: `com.microsoft.Gelu`."""
+    notation: Callable[[Signature], Line]
+    """Its line of notation for one use."""
+    kind: str
+    """Class for costs: matmul, convolution, recurrent, normalization, reduction, elementwise, memory (copies), or
+    view (neither work nor traffic: the result aliases the operand)."""
+    flops: Callable[[Signature, Space], float] = no_flops
+    """Floating-point operations of one forward evaluation; a multiply-add counts two."""
+    backward: float = 1.0
+    """Operations of backward, as a multiple of forward (2 for products: one for each operand's gradient)."""
+    keeps: tuple[str, ...] = ()
+    """What backward needs kept: "0", "1" … operands, ">0" … results, "*" all operands, "mask" one byte an element
+    of the first result. Values kept by several consumers count once; parameters and constants are kept anyway."""
+    static: tuple[int, ...] = ()
+    """Operands whose numbers must be known while compiling (Reshape's shape)."""
+    differentiable: bool = True
+    """Whether gradients flow from the results to floating operands."""
+    mixes_samples: bool = False
+    """Whether a result of one sample depends on other samples of the batch in a way that a micro-batch changes
+    (BatchNormalization in training mode); the frontend warns."""
+    types: frozenset[DType] = field(default_factory=lambda: frozenset(DType))
+    """Element types the operator can take on all backends."""
+
+    def space(self, signature: Signature) -> Space:
+        """The iteration space of one use. Raises NotationError where the row does not fit the tensors."""
+        line = self.notation(signature)
+        return parse(
+            line.text,
+            tuple(None if value is None else value.shape for value in signature.operands),
+            tuple(None if value is None else value.shape for value in signature.results),
+            dict(line.extents),
+        )
+
+
+def notated(text: str) -> Callable[[Signature], Line]:
+    """The same line for every use."""
+    return lambda signature: Line(text)
+
+
+def per_point(coefficient: float) -> Callable[[Signature, Space], float]:
+    """Operations: `coefficient` for each point of the iteration space."""
+    return lambda signature, space: coefficient * space.points
+
+
+def per_result(coefficient: float) -> Callable[[Signature, Space], float]:
+    """Operations: `coefficient` for each element of the first result."""
+    return lambda signature, space: coefficient * math.prod(signature.result().shape)

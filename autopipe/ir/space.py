@@ -1,0 +1,195 @@
+"""Iteration spaces: which axes an operator runs over, and which dimension of which tensor each one indexes.
+
+One line of notation a node, for instance of a batched product::
+
+    b m k, k n -> b m n
+
+Grammar::
+
+    notation  = operands "->" results           operands, results = tensor {"," tensor}     (either may be empty)
+    tensor    = {dimension}                     a scalar is the empty string; "?" stands for an absent operand
+    dimension = axis | "1" | "(" axis {axis} ")"
+    axis      = letter {letter | digit | "_"} [mark]
+
+`1` is a dimension that no axis indexes: extent one where others broadcast, or an extent the operator makes up itself.
+`(a b)` is a dimension made of several axes, outer to inner (row-major). Marks, given where the axis first stands:
+
+    !   the axis must stay whole: the operator cannot be split along it (yet)
+    +   partial results over a split of this axis add up            (MatMul's k, ReduceSum)
+    ~   partial results over a split average, with equal shares    (ReduceMean)
+
+An axis absent from the results and without a mark is treated as whole.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from dataclasses import dataclass
+
+from autopipe.ir.errors import AutopipeError
+
+Dimension = tuple[str, ...]
+"""Names of the axes that make up a dimension, outer to inner; () where none does."""
+
+
+class AxisKind(enum.Enum):
+    """What a split along the axis means."""
+
+    PARALLEL = "parallel"
+    """Indexes every result: shards are independent."""
+    WHOLE = "whole"
+    """Cannot be split."""
+    SUM = "sum"
+    """Reduced: shards hold partial sums."""
+    MEAN = "mean"
+    """Reduced: shards hold means of equal shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of an iteration space."""
+
+    name: str
+    extent: int
+    kind: AxisKind
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A node's iteration space. `operands[i]` is None where the operand is absent."""
+
+    axes: tuple[Axis, ...]
+    operands: tuple[tuple[Dimension, ...] | None, ...]
+    results: tuple[tuple[Dimension, ...] | None, ...]
+
+    @property
+    def points(self) -> int:
+        """Number of points: the product of all extents."""
+        return math.prod(axis.extent for axis in self.axes)
+
+    def axis(self, name: str) -> Axis:
+        """The axis called `name`; raises KeyError if there is none."""
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        raise KeyError(name)
+
+    def extents(self) -> dict[str, int]:
+        """Extent by axis name."""
+        return {axis.name: axis.extent for axis in self.axes}
+
+    def __str__(self) -> str:
+        marks = {AxisKind.WHOLE: "!", AxisKind.SUM: "+", AxisKind.MEAN: "~", AxisKind.PARALLEL: ""}
+        kinds = {axis.name: marks[axis.kind] for axis in self.axes}
+
+        def spell(tensor: tuple[Dimension, ...] | None) -> str:
+            if tensor is None:
+                return "?"
+            words = []
+            for dimension in tensor:
+                names = [name + kinds[name] for name in dimension]
+                words.append("1" if not names else names[0] if len(names) == 1 else f"({' '.join(names)})")
+            return " ".join(words)
+
+        return f"{', '.join(map(spell, self.operands))} -> {', '.join(map(spell, self.results))}"
+
+
+class NotationError(AutopipeError):
+    """A line of notation that does not fit the tensors it is meant for: a mistake in an operator's row."""
+
+
+_TOKEN = re.compile(r"\(|\)|\?|1(?![\w])|[A-Za-z_]\w*[!+~]?")
+
+
+def parse(
+    notation: str,
+    operand_shapes: tuple[tuple[int, ...] | None, ...],
+    result_shapes: tuple[tuple[int, ...] | None, ...],
+    extents: dict[str, int] | None = None,
+) -> Space:
+    """The space that `notation` describes for tensors of these shapes (None where a tensor is absent).
+
+    Extents follow from the shapes; those of axes inside merged dimensions that occur alone nowhere must be given in
+    `extents`. Raises NotationError where notation and shapes disagree.
+    """
+    left, arrow, right = notation.partition("->")
+    if not arrow:
+        raise NotationError(f"no arrow in notation {notation!r}")
+    marks: dict[str, str] = {}
+    operands = _tensors(left, len(operand_shapes), marks)
+    results = _tensors(right, len(result_shapes), marks)
+    known = dict(extents or {})
+    pairs = [*zip(operands, operand_shapes, strict=True), *zip(results, result_shapes, strict=True)]
+    _solve_extents(pairs, known, notation)
+    in_results = {name for tensor in results if tensor is not None for dim in tensor for name in dim}
+    axes = tuple(Axis(name, known[name], _kind(name, mark, in_results)) for name, mark in marks.items())
+    return Space(axes, tuple(operands), tuple(results))
+
+
+def _kind(name: str, mark: str, in_results: set[str]) -> AxisKind:
+    if mark == "+":
+        return AxisKind.SUM
+    if mark == "~":
+        return AxisKind.MEAN
+    return AxisKind.PARALLEL if not mark and name in in_results else AxisKind.WHOLE
+
+
+def _tensors(side: str, count: int, marks: dict[str, str]) -> list[tuple[Dimension, ...] | None]:
+    parts = side.split(",") if count else []
+    if len(parts) != count:
+        raise NotationError(f"notation {side!r} names {len(parts)} tensors, the node has {count}")
+    return [_tensor(part.strip(), marks) for part in parts]
+
+
+def _tensor(text: str, marks: dict[str, str]) -> tuple[Dimension, ...] | None:
+    if text == "?":
+        return None
+    dimensions: list[Dimension] = []
+    group: list[str] | None = None
+    for token in _TOKEN.findall(text):
+        if token == "(":
+            group = []
+        elif token == ")":
+            dimensions.append(tuple(group or ()))
+            group = None
+        elif token == "1":
+            if group is None:
+                dimensions.append(())
+        else:
+            name = token.rstrip("!+~")
+            mark = token[len(name) :]
+            marks[name] = marks.get(name) or mark
+            if group is None:
+                dimensions.append((name,))
+            else:
+                group.append(name)
+    return tuple(dimensions)
+
+
+def _solve_extents(
+    pairs: list[tuple[tuple[Dimension, ...] | None, tuple[int, ...] | None]], known: dict[str, int], notation: str
+) -> None:
+    for tensor, shape in pairs:
+        if tensor is None or shape is None:
+            continue
+        if len(tensor) != len(shape):
+            raise NotationError(f"notation {notation!r} does not fit shape {shape}")
+        for dimension, extent in zip(tensor, shape, strict=True):
+            if len(dimension) == 1:
+                if known.setdefault(dimension[0], extent) != extent:
+                    raise NotationError(f"axis {dimension[0]!r} of {notation!r} is both {known[dimension[0]]} and {extent}")
+    for tensor, shape in pairs:
+        if tensor is None or shape is None:
+            continue
+        for dimension, extent in zip(tensor, shape, strict=True):
+            missing = [name for name in dimension if name not in known]
+            if len(missing) > 1:
+                raise NotationError(f"extents of {', '.join(missing)} in {notation!r} cannot be told")
+            product = math.prod(known[name] for name in dimension if name in known)
+            if missing:
+                known[missing[0]] = extent // max(product, 1)
+                product *= known[missing[0]]
+            if dimension and product != extent:
+                raise NotationError(f"dimension {dimension} of {notation!r} has extent {product}, the tensor {extent}")

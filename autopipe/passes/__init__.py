@@ -1,0 +1,1 @@
+"""Transforms between the values of `autopipe.ir`."""
