@@ -1,0 +1,13 @@
+"""The table of commands, so that the group can list them without importing any."""
+
+from __future__ import annotations
+
+from typing import Final
+
+COMMANDS: Final[dict[str, tuple[str, str]]] = {}
+"""A command's name -> (`module:attribute` of its click command, what the list of commands says of it).
+
+One line a command, in the order a user meets them:
+
+    "plan": ("autopipe.cli.plan:plan", "Decide which device computes what, and when."),
+"""

@@ -1,0 +1,133 @@
+"""The `autopipe` command: finds the sub-command, and turns what goes wrong into one line and an exit code."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Final
+
+import click
+
+from autopipe import __version__
+from autopipe.cli.commands import COMMANDS
+from autopipe.ir.errors import AutopipeError, ConfigurationError
+
+INTERNAL_ERROR: Final = 70
+INTERRUPTED: Final = 130
+BROKEN_PIPE: Final = 141
+RUN_EXTRA: Final = frozenset({"torch", "safetensors"})
+"""Modules that come with the extra `run`; everything else autopipe imports is always installed."""
+
+
+class CommandTable(click.Group):
+    """A group that lists its commands from `COMMANDS` and imports one only when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the command `cmd_name`; None where there is none of that name."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[cmd_name][0].split(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command), f"{module}:{attribute} is no click command"
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that `args` begin with; raises ConfigurationError with the nearest match for an unknown one."""
+        if args[0] not in COMMANDS:
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else "see 'autopipe --help' for the commands there are"
+            raise ConfigurationError(f"no such command '{args[0]}'", hint=hint)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands from the table alone."""
+        if COMMANDS:
+            with formatter.section("Commands"):
+                formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+@click.group(cls=CommandTable, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="autopipe")
+def autopipe() -> None:
+    """Turn an ONNX model into one readable PyTorch program per device.
+
+    \b
+    Example:
+      autopipe zoo build gpt -o gpt.onnx --set loss=true
+      autopipe plan gpt.onnx --gpus 4
+      autopipe codegen gpt.onnx.plan
+      autopipe launch gpt.onnx.plan/program --device cpu --steps 5
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line `arguments` (default: those of the process) and return the exit code.
+
+    Nothing else catches: an AutopipeError becomes `error:` and `hint:` lines and its own exit code, a mistake in the
+    command line 2, an interrupt 130, anything else 70. With --json the error also goes to stdout as one object,
+    with --debug the traceback to stderr.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = words[: words.index("--")] if "--" in words else words
+    try:
+        code = autopipe.main(args=words, prog_name="autopipe", standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has gone (`autopipe show … | head`); keep the interpreter from flushing into the closed pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted", err=True)
+        return INTERRUPTED
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001 - the one place where every error becomes a line and an exit code
+        if "--debug" in options:
+            traceback.print_exception(error)
+        failure = _described(error)
+        _report(failure, as_json="--json" in options)
+        return failure.exit_code
+    return code if isinstance(code, int) else 0
+
+
+def _described(error: Exception) -> AutopipeError:
+    """The error as the user shall read it."""
+    match error:
+        case AutopipeError():
+            return error
+        case click.UsageError():
+            command = error.ctx.command_path if error.ctx else "autopipe"
+            return ConfigurationError(error.format_message().rstrip("."), hint=f"see '{command} --help'")
+        case click.ClickException():
+            return ConfigurationError(error.format_message())
+        case ModuleNotFoundError() if error.name in RUN_EXTRA:
+            return ConfigurationError(f"this command needs {error.name}", hint="pip install 'autopipe[run]'")
+        case _:
+            return AutopipeError(f"internal error: {type(error).__name__}: {error}", hint="rerun with --debug")
+
+
+def _report(error: AutopipeError, as_json: bool) -> None:
+    """Print the error's lines on stderr and, for `as_json`, its object on stdout."""
+    place = f"{error.where}: " if error.where else ""
+    click.echo(f"error: {place}{' '.join(error.message.split())}", err=True)
+    if error.hint:
+        click.echo(f"hint: {error.hint}", err=True)
+    if as_json:
+        parts = {"message": error.message, "hint": error.hint, "where": error.where, "exit_code": error.exit_code}
+        click.echo(json.dumps({"error": {"kind": type(error).__name__, **parts}}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
