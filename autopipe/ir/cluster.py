@@ -146,11 +146,11 @@ class Cluster:
         low, high = self._index(first), self._index(second)
         if low == high:
             return None
-        for level in self.levels:
+        for level in self.levels[:-1]:
             low, high = low // level.size, high // level.size
             if low == high:
                 return level
-        raise AssertionError("the outermost level holds every device")
+        return self.levels[-1]
 
     def link(self, first: int, second: int) -> Link:
         """The link between two devices; a device reaches itself at the bandwidth of its memory, without latency."""

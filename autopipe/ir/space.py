@@ -179,7 +179,9 @@ def _solve_extents(
         for dimension, extent in zip(tensor, shape, strict=True):
             if len(dimension) == 1:
                 if known.setdefault(dimension[0], extent) != extent:
-                    raise NotationError(f"axis {dimension[0]!r} of {notation!r} is both {known[dimension[0]]} and {extent}")
+                    raise NotationError(
+                        f"axis {dimension[0]!r} of {notation!r} is both {known[dimension[0]]} and {extent}"
+                    )
     for tensor, shape in pairs:
         if tensor is None or shape is None:
             continue

@@ -1,0 +1,1 @@
+"""PyTorch: emission, runtime, launcher, checkpoint."""

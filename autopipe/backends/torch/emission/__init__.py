@@ -1,0 +1,1 @@
+"""From a `Program` to Python text."""

@@ -1,0 +1,85 @@
+"""One use of an operator as an emitter sees it: local types and the code of its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopipe.ir.dtype import DType
+from autopipe.ir.graph import Node, Value
+from autopipe.ir.ops.row import Signature
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One use of an operator. All shapes in `signature` are local: what this rank really holds.
+
+    An emitter returns one Python expression: a tensor where the operator has one result, else a tuple with one entry
+    for each output the node lists. It may use `torch`, `F` (torch.nn.functional), `operators` (the runtime's library
+    for what torch lacks), `p.device`, and nothing else; text from the model only through `repr`.
+    """
+
+    signature: Signature
+    codes: tuple[str | None, ...]
+
+    @property
+    def node(self) -> Node:
+        """The node: attributes are read from it."""
+        return self.signature.node
+
+    @property
+    def opset(self) -> int:
+        """Version of ONNX's own operators."""
+        return self.signature.opset
+
+    def arg(self, index: int) -> str:
+        """The code of operand `index`, which must be present."""
+        code = self.codes[index]
+        assert code is not None, f"{self.node.op} lacks operand {index}"
+        return code
+
+    def optional(self, index: int) -> str:
+        """The code of operand `index`, or "None"."""
+        code = self.codes[index] if index < len(self.codes) else None
+        return "None" if code is None else code
+
+    def present(self, index: int) -> bool:
+        """Whether operand `index` is given."""
+        return self.signature.present(index)
+
+    def operand(self, index: int) -> Value:
+        """Local type of operand `index`."""
+        return self.signature.operand(index)
+
+    def result(self, index: int = 0) -> Value:
+        """Local type of result `index`."""
+        return self.signature.result(index)
+
+    def constant(self, index: int) -> np.ndarray | None:
+        """The numbers of operand `index` where they are known while compiling."""
+        return self.signature.constant(index)
+
+    def scalar(self, index: int) -> str | None:
+        """A Python literal for operand `index` where it is a known tensor of one element, else None.
+
+        Mixing it with a tensor keeps the tensor's type, as ONNX asks.
+        """
+        array = self.constant(index)
+        return None if array is None or array.size != 1 else literal(array.reshape(()).item())
+
+
+def literal(value: bool | int | float | complex) -> str:
+    """A Python literal; infinities and NaN become calls of `float`."""
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return f'float("{value}")'
+    return repr(value)
+
+
+def torch_dtype(dtype: DType) -> str:
+    """The torch type's code: `torch.float32`."""
+    return f"torch.{dtype.value}"
+
+
+Emitter = Callable[[Call], str]

@@ -1,0 +1,137 @@
+"""The *what* of a stage as text: its forward on local shards, one operator a line."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from autopipe.backends.torch.emission.call import Call
+from autopipe.backends.torch.emission.table import EMITTERS
+from autopipe.ir.errors import CodegenError
+from autopipe.ir.graph import Value
+from autopipe.ir.ops import qualified_name
+from autopipe.ir.program import Collective, Compute, Operation, StageCode
+
+_LINE = 120
+
+
+@dataclass(slots=True)
+class _Names:
+    """Identifiers by value: made by index, never from the model's own names."""
+
+    codes: dict[str, str] = field(default_factory=dict)
+    count: int = 0
+
+    def fresh(self, value: Value) -> str:
+        code = f"x{self.count}"
+        self.count += 1
+        self.codes[value.name] = code
+        return code
+
+
+def emit_forward(stage: StageCode) -> str:
+    """The function `forward(p, …)` of a stage. Raises CodegenError for an operator without emission."""
+    names = _Names()
+    for index, value in stage.parameters:
+        names.codes[value.name] = f"p.w{index}"
+    for index, constant in stage.constants:
+        names.codes[constant.value.name] = f"p.c{index}"
+    arguments = [names.fresh(value) for value in stage.inputs]
+    last_use = _last_uses(stage)
+    lines = [f"def forward({', '.join(['p', *arguments])}):"]
+    for position, operation in enumerate(stage.operations):
+        lines.extend(_statement(operation, names, last_use.get(position, ())))
+    lines.append(f"    return {_results(stage, names)}")
+    return "\n".join(lines) + "\n"
+
+
+def _results(stage: StageCode, names: _Names) -> str:
+    codes = [names.codes[value.name] for value in stage.outputs]
+    return f"({', '.join(codes)}{',' if len(codes) == 1 else ''})"
+
+
+def _last_uses(stage: StageCode) -> dict[int, tuple[str, ...]]:
+    """For each operation, the values that nothing reads afterwards; forward drops them there to free memory."""
+    last: dict[str, int] = {value.name: -1 for value in stage.inputs}
+    for position, operation in enumerate(stage.operations):
+        for name in (*_reads(operation), *_writes(operation)):
+            last[name] = position
+    kept = {value.name for value in stage.outputs}
+    kept |= {value.name for _, value in stage.parameters} | {constant.value.name for _, constant in stage.constants}
+    dead: dict[int, list[str]] = {}
+    for name, position in last.items():
+        if name not in kept and position >= 0:
+            dead.setdefault(position, []).append(name)
+    return {position: tuple(names) for position, names in dead.items()}
+
+
+def _reads(operation: Operation) -> tuple[str, ...]:
+    if isinstance(operation, Collective):
+        return (operation.source.name,)
+    return tuple(value.name for value in operation.signature.operands if value is not None)
+
+
+def _writes(operation: Operation) -> tuple[str, ...]:
+    if isinstance(operation, Collective):
+        return (operation.result.name,)
+    return tuple(value.name for value in operation.signature.results if value is not None)
+
+
+def _statement(operation: Operation, names: _Names, dead: tuple[str, ...]) -> list[str]:
+    if isinstance(operation, Collective):
+        code, comment = _collective(operation, names), _collective_comment(operation)
+        target = names.fresh(operation.result)
+    else:
+        code, comment = _expression(operation, names), _comment(operation)
+        results = operation.signature.results
+        target = ", ".join(
+            "_" if value is None or value.name in dead else names.fresh(value) for value in results
+        )
+        if target == "_":
+            return []
+    written = set(_writes(operation))
+    freed = [names.codes[name] for name in dead if name not in written]
+    drop = f"; del {', '.join(freed)}" if freed else ""
+    statement = f"    {target} = {code}{drop}"
+    pad = max(2, 72 - len(statement))
+    if len(statement) + pad + len(comment) <= _LINE:
+        return [f"{statement}{' ' * pad}# {comment}"]
+    return [f"    # {comment}", statement]
+
+
+def _expression(operation: Compute, names: _Names) -> str:
+    signature = operation.signature
+    name = qualified_name(signature.node)
+    emitter = EMITTERS.get(name)
+    if emitter is None:
+        raise CodegenError(f"operator {name} cannot be written as PyTorch", where=repr(signature.node.name))
+    codes = tuple(None if value is None else names.codes[value.name] for value in signature.operands)
+    return emitter(Call(signature, codes))
+
+
+def _comment(operation: Compute) -> str:
+    node = operation.signature.node
+    shapes = ", ".join(str(list(value.shape)) for value in operation.signature.results[:1] if value is not None)
+    splits = "".join(f"  {split}" for split in operation.splits)
+    return f"{_quoted(node.name)} {shapes}{splits}"
+
+
+_UNSAFE = re.compile(r"[^\x20-\x7e]")
+
+
+def _quoted(name: str) -> str:
+    """A model's name as a comment can hold it: one line of printable ASCII, shortened in the middle."""
+    shown = _UNSAFE.sub("?", repr(name))
+    return shown if len(shown) <= 60 else f"{shown[:28]}…{shown[-28:]}"
+
+
+def _collective(operation: Collective, names: _Names) -> str:
+    source = names.codes[operation.source.name]
+    if operation.kind == "all_reduce":
+        return f"g.all_reduce({source}{', average=True' if operation.average else ''})"
+    return f"g.{operation.kind}({source}, {operation.dimension})"
+
+
+def _collective_comment(operation: Collective) -> str:
+    size = max(operation.source.bytes, operation.result.bytes)
+    return f"{operation.kind} over {len(operation.ranks)} ranks, {size / 2**20:.3g} MiB"

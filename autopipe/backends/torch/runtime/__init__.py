@@ -1,0 +1,1 @@
+"""What generated programs import: this and torch, nothing else of autopipe."""

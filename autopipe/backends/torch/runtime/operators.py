@@ -1,0 +1,1 @@
+"""Operators that torch spells with more than one expression. Generated code calls them by name."""

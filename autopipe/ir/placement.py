@@ -1,0 +1,107 @@
+"""Which operators run where, split how: the decision a strategy makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.graph import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One axis of a node's iteration space cut into `degree` equal parts."""
+
+    axis: str
+    degree: int
+
+    def __str__(self) -> str:
+        return f"{self.axis}:{self.degree}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A set of nodes that run as one task on a group of devices.
+
+    `nodes` are indices into the graph's nodes, ascending. `splits` holds, for the nodes that are split, their splits,
+    outer to inner, over `devices` in order; devices that the degrees leave over replicate (they are innermost).
+    `micro_batch_size` is the number of samples of one forward of the stage. `recompute` drops what backward keeps and
+    runs forward again.
+    """
+
+    nodes: tuple[int, ...]
+    devices: tuple[int, ...]
+    micro_batch_size: int
+    splits: tuple[tuple[int, tuple[Split, ...]], ...] = ()
+    recompute: bool = False
+    _splits: dict[int, tuple[Split, ...]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_splits", dict(self.splits))
+
+    def splits_of(self, node: int) -> tuple[Split, ...]:
+        """The splits of a node; () where every device of the stage computes it whole."""
+        return self._splits.get(node, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A DAG of stages. Edges between stages follow from the graph: see `stage_edges`."""
+
+    stages: tuple[Stage, ...]
+
+    @property
+    def devices(self) -> int:
+        """Number of devices: one more than the largest used."""
+        return 1 + max(device for stage in self.stages for device in stage.devices)
+
+    def stage_of(self) -> dict[int, int]:
+        """Stage by node index."""
+        return {node: index for index, stage in enumerate(self.stages) for node in stage.nodes}
+
+    def verify(self, graph: Graph) -> None:
+        """Raise InfeasibleError unless the stages partition the nodes and their graph is acyclic in stage order."""
+        seen: dict[int, int] = {}
+        for index, stage in enumerate(self.stages):
+            if not stage.devices or len(set(stage.devices)) != len(stage.devices):
+                raise InfeasibleError(f"stage {index} has devices {stage.devices}")
+            for node in stage.nodes:
+                if node in seen:
+                    raise InfeasibleError(f"node {graph.nodes[node].name!r} is in stages {seen[node]} and {index}")
+                seen[node] = index
+        missing = [node.name for position, node in enumerate(graph.nodes) if position not in seen]
+        if missing:
+            raise InfeasibleError(f"{len(missing)} nodes are in no stage, the first is {missing[0]!r}")
+        for source, target in stage_edges(graph, self):
+            if source > target:
+                raise InfeasibleError(f"stage {target} needs a value of the later stage {source}")
+
+
+def crossing_values(graph: Graph, placement: Placement) -> Iterator[tuple[str, int, int]]:
+    """Each (value, producing stage, consuming stage) with different stages, in topological order, each once."""
+    stage_of = placement.stage_of()
+    seen: set[tuple[str, int]] = set()
+    for index, node in enumerate(graph.nodes):
+        for name in node.inputs:
+            producer = graph.producer(name) if name else None
+            if producer is None or stage_of[producer] == stage_of[index] or (name, stage_of[index]) in seen:
+                continue
+            seen.add((name, stage_of[index]))
+            yield name, stage_of[producer], stage_of[index]
+
+
+def stage_edges(graph: Graph, placement: Placement) -> tuple[tuple[int, int], ...]:
+    """The edges of the stage graph, sorted, each once."""
+    return tuple(sorted({(source, target) for _, source, target in crossing_values(graph, placement)}))
+
+
+def node_ranges(nodes: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending indices as half-open ranges: 0 1 2 5 → (0, 3) (5, 6)."""
+    ranges: list[tuple[int, int]] = []
+    for node in nodes:
+        if ranges and ranges[-1][1] == node:
+            ranges[-1] = (ranges[-1][0], node + 1)
+        else:
+            ranges.append((node, node + 1))
+    return tuple(ranges)

@@ -1,0 +1,103 @@
+"""When each device runs which stage on which micro-batch: the decision a scheduler makes."""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+
+
+class Phase(enum.Enum):
+    """What a task does: a forward, a whole backward, or the two halves of a split backward."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
+
+
+_TASK = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+@dataclass(frozen=True, slots=True, order=False)
+class Task:
+    """One phase of one stage on one micro-batch, printed and parsed as `2F0`."""
+
+    stage: int
+    phase: Phase
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.phase.value}{self.micro_batch}"
+
+    @staticmethod
+    def parse(text: str) -> Task:
+        """The task that `text` spells. Raises ConfigurationError."""
+        match = _TASK.fullmatch(text)
+        if match is None:
+            raise ConfigurationError(f"{text!r} is not a task", hint="tasks are written like 2F0: stage, phase, micro-batch")
+        return Task(int(match[1]), Phase(match[2]), int(match[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class Repetend:
+    """The part of a device's list that repeats, each time with all micro-batch indices one `stride` further."""
+
+    start: int
+    """Index of its first task in the device's list."""
+    length: int
+    """Tasks of one repetition; 0 where the device has none."""
+    count: int
+    """How often it stands in the list."""
+    stride: int = 1
+    """Micro-batches that one repetition advances by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """For each device the tasks it runs, in order. A task of a stage on several devices is in each one's list.
+
+    `repetends`, where known, marks the steady state of each device's list. `period` is the simulated length of one
+    repetition in seconds or in the scheduler's own units.
+    """
+
+    micro_batches: int
+    tasks: tuple[tuple[Task, ...], ...]
+    repetends: tuple[Repetend, ...] | None = None
+    period: float | None = None
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return len(self.tasks)
+
+    def grid(self) -> str:
+        """The order as text, one line a device."""
+        return "\n".join(f"{device}: {' '.join(map(str, order))}" for device, order in enumerate(self.tasks))
+
+    def verify(self, stage_devices: tuple[tuple[int, ...], ...], edges: tuple[tuple[int, int], ...], train: bool) -> None:
+        """Raise InfeasibleError, with the grid and the offending cell marked, unless the schedule can run.
+
+        Every stage runs each phase of each micro-batch once on each of its devices; and some execution respects every
+        device's order, F before F along `edges`, backwards against them, and F before B (I before W) of a stage.
+        Stages are assumed to have equal micro-batches.
+        """
+        from autopipe.ir.ordering import check_order
+
+        check_order(self, stage_devices, edges, train)
+
+
+def marked_grid(schedule: Schedule, device: int, position: int) -> str:
+    """The grid with one cell in brackets."""
+    lines = []
+    for index, order in enumerate(schedule.tasks):
+        cells = [f"[{task}]" if (index, place) == (device, position) else str(task) for place, task in enumerate(order)]
+        lines.append(f"{index}: {' '.join(cells)}")
+    return "\n".join(lines)
+
+
+def wrong_schedule(schedule: Schedule, device: int, position: int, reason: str) -> InfeasibleError:
+    """The error for a cell that cannot run."""
+    return InfeasibleError(f"{reason}\n{marked_grid(schedule, device, position)}", where=f"device {device}")
