@@ -1,0 +1,48 @@
+"""A finished plan: what was decided, for which graph, and what it is expected to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopipe.ir.placement import Placement
+from autopipe.ir.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The figures of a plan that users compare; the keys of `summary` in `plan.json`."""
+
+    strategy: str
+    schedule: str
+    devices: int
+    stages: int
+    micro_batches: int
+    micro_batch_size: int
+    depth: int
+    """Stages on the longest path of the stage graph."""
+    step_time_s: float
+    samples_per_s: float
+    bubble_rate: float
+    peak_memory_bytes: tuple[int, ...]
+    search_time_s: tuple[tuple[str, float], ...]
+    """Wall-clock seconds by pass."""
+    lower_bound_s: float
+    """No plan of this strategy's kind can take less: the larger of perfectly shared work and the slowest stage."""
+    optimal: bool
+    """Whether the strategy's and the scheduler's answers are proven optimal for their objectives."""
+    gap: float | None
+    """Relative distance to what is proven, where something is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A placement and a schedule for one graph. `graph_digest` says for which."""
+
+    model: str
+    """Path of the ONNX file."""
+    graph_digest: str
+    mode: str
+    batch_size: int
+    placement: Placement
+    schedule: Schedule
+    summary: Summary

@@ -1,0 +1,107 @@
+"""What a strategy and a scheduler are given: everything that is known and nothing that is decided."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.graph import Graph
+
+
+class Mode(enum.Enum):
+    """Whether a step trains (forward, backward, update) or infers (forward alone)."""
+
+    TRAIN = "train"
+    INFER = "infer"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one evaluation of one node costs, whatever the device: the annotation that makes a graph a costed graph.
+
+    All figures are for the whole node on one micro-batch; a node split into n equal parts does a share of 1/n each.
+    """
+
+    kind: str
+    """Class of the operator, as `Operator.kind`."""
+    forward_flops: float
+    backward_flops: float
+    forward_bytes: float
+    """Bytes read and written by forward, parameters included."""
+    backward_bytes: float
+    kept_bytes: int
+    """Bytes of values that this node makes backward keep, counted at the first node that does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """How parameters are updated: names and fields as torch's SGD and AdamW have them."""
+
+    name: str = "sgd"
+    """`sgd` or `adamw`."""
+    lr: float = 0.01
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    @property
+    def states(self) -> int:
+        """fp32 numbers kept for each parameter beside it and its gradient."""
+        if self.name == "adamw":
+            return 2
+        return 1 if self.momentum else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A user's wish for the nodes whose name matches: obeyed, or refused with the reason.
+
+    `match` is a glob, or a regular expression after `re:`. `devices` is None where the user leaves it open, () for all.
+    """
+
+    match: str
+    stage: int | None = None
+    devices: tuple[int, ...] | None = None
+    split: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A costed graph of one micro-batch on one cluster, and the limits that an answer must keep.
+
+    `graph` is one evaluation: `batch_size / micro_batches` samples. `work` has one entry a node. `memory_limit` is in
+    bytes a device (the device's own memory where the user gives none).
+    """
+
+    graph: Graph
+    work: tuple[Work, ...]
+    cluster: Cluster
+    batch_size: int
+    micro_batches: int
+    mode: Mode
+    loss: str | None = None
+    optimizer: Optimizer = Optimizer()
+    precision: str = "fp32"
+    recompute: str = "none"
+    """`none`, `full` (every stage runs its forward again for backward) or `auto` (where memory asks for it)."""
+    memory_limit: int | None = None
+    constraints: tuple[Constraint, ...] = ()
+    time_limit: float | None = None
+    seed: int = 0
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of one evaluation of the graph."""
+        return self.batch_size // self.micro_batches
+
+    @property
+    def train(self) -> bool:
+        """Whether backward and update are part of a step."""
+        return self.mode is Mode.TRAIN
+
+    def memory_of(self, device: int) -> int:
+        """Bytes that may be used on a device."""
+        own = self.cluster.devices[device].memory_bytes
+        return own if self.memory_limit is None else self.memory_limit
