@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
@@ -162,9 +163,10 @@ class Cluster:
         members = sorted(set(group))
         if not members:
             raise ConfigurationError("an empty group of devices has no link")
-        # Two members part at some level; so do two members that are neighbours in order of index.
-        pairs: Iterable[tuple[int, int]] = zip(members, members[1:]) if len(members) > 1 else [(members[0], members[0])]
-        links = {self.link(first, second) for first, second in pairs}
+        if len(members) == 1:
+            return self.link(members[0], members[0])
+        # Wherever two members part at some level, so do two members that are neighbours in order of index.
+        links = {self.link(first, second) for first, second in itertools.pairwise(members)}
         return min(links, key=lambda link: (link.bandwidth_bytes_per_s, -link.latency_s))
 
     def take(self, count: int) -> Cluster:

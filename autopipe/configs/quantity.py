@@ -1,0 +1,73 @@
+"""Sizes, rates and times as a person writes them: `14GiB`, `900GB/s`, `15.7TFLOP/s`, `5us`."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+_DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+_FRACTIONS = {"": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_WRITTEN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z/]*)\s*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A unit with the prefixes that may stand before it."""
+
+    symbol: str
+    """What is written after the prefix, such as `B`."""
+
+    example: str
+    """A quantity that shows how it is written."""
+
+    whole: bool = False
+    """Whether a quantity is a whole number of units."""
+
+    def parse(self, text: str) -> float | None:
+        """The quantity in plain units, or None where `text` is none of this unit; a bare number counts plain units."""
+        written = _WRITTEN.fullmatch(text)
+        if written is None:
+            return None
+        number, suffix = written.groups()
+        if suffix and not suffix.endswith(self.symbol):
+            return None
+        scale = self._prefixes().get(suffix.removesuffix(self.symbol))
+        if scale is None:
+            return None
+        if not self.whole:
+            value = float(number) * scale
+            return value if math.isfinite(value) else None
+        whole = float(number) * scale if "." in number else int(number) * int(scale)
+        return int(whole) if math.isfinite(whole) and whole == int(whole) else None
+
+    def format(self, value: float) -> str:
+        """The shortest exact way to write a whole quantity with a prefix; otherwise the plain number."""
+        if self.whole and value >= 1:
+            for prefix, scale in sorted((_BINARY | _DECIMAL).items(), key=lambda pair: -pair[1]):
+                if value % scale == 0 and prefix != "k":
+                    return f"{int(value) // scale}{prefix}{self.symbol}"
+        return repr(value)
+
+    def _prefixes(self) -> dict[str, float]:
+        if self.symbol == "s":
+            return dict(_FRACTIONS)
+        return {**_DECIMAL, **_BINARY}
+
+
+BYTES = Unit("B", "14GiB", whole=True)
+BYTES_PER_SECOND = Unit("B/s", "900GB/s")
+FLOPS = Unit("FLOP/s", "15.7TFLOP/s")
+SECONDS = Unit("s", "5us")
+
+
+def parse_bytes(text: str) -> int | None:
+    """A size such as `14GiB` or `512MB` in bytes, or None where it is not one."""
+    value = BYTES.parse(text)
+    return None if value is None else int(value)
+
+
+def format_bytes(size: int) -> str:
+    """A size in the largest unit that writes it exactly, such as `14GiB`."""
+    return BYTES.format(size)

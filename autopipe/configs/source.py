@@ -1,0 +1,241 @@
+"""YAML text turned into entries that know where they stand; YAML's own traps are refused here.
+
+The file is untrusted. Beyond `yaml.safe_load`, which takes them silently, these are refused: duplicate keys, keys that
+are not text, anchors, aliases and tags, several documents, numbers in base 8 or 60, not-a-number and infinity, deep
+nesting and large files.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from autopipe.ir.errors import ConfigurationError
+
+MOST_BYTES = 2**20
+DEEPEST = 32
+_DECIMAL_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
+_BASE_SIXTY = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an entry was written."""
+
+    source: str
+    """A file's path, or a flag such as `--set seed=1`."""
+
+    line: int | None = None
+    """Line in the file, from 1; None for a flag."""
+
+    folder: str = ""
+    """Folder that relative paths start from."""
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether it was given on the command line."""
+        return self.line is None
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One value of a YAML file: a scalar, a list of entries or named entries."""
+
+    value: str | int | float | bool | tuple[Entry, ...] | dict[str, Entry] | None
+    """The value; a mapping keeps the order of the file."""
+
+    place: Place = field(compare=False)
+    """Where it stands."""
+
+    text: str = field(default="", compare=False)
+    """A scalar as it was written."""
+
+    quoted: bool = field(default=False, compare=False)
+    """Whether a scalar was written in quotes or as a block."""
+
+    def plain(self) -> object:
+        """The value without places, as lists, dicts and scalars."""
+        if isinstance(self.value, tuple):
+            return [entry.plain() for entry in self.value]
+        if isinstance(self.value, dict):
+            return {key: entry.plain() for key, entry in self.value.items()}
+        return self.value
+
+
+def read_file(path: str | Path) -> Entry:
+    """The one YAML document in a file; its outermost value is a mapping.
+
+    Raises ConfigurationError with `file:line` for a file that cannot be read, is not UTF-8 or is not plain YAML.
+    """
+    name = str(path)
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the file: {error.strerror}", where=name) from error
+    except ValueError as error:
+        raise ConfigurationError(f"cannot read the file: {error}", where=repr(name)) from error
+    if len(content) > MOST_BYTES:
+        raise ConfigurationError("the file is too large for a configuration", hint="at most 1 MiB", where=name)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigurationError("not UTF-8 text", hint="save the file as UTF-8", where=f"{name}:{line}") from error
+    return read_text(text, name, folder=os.path.dirname(os.path.abspath(name)))
+
+
+def read_text(text: str, source: str, folder: str = "") -> Entry:
+    """The one YAML document in `text`; `source` names it in errors. Its outermost value is a mapping."""
+    entry = _read(text, Place(source, 1, folder))
+    if entry is None:
+        raise ConfigurationError("the file is empty", hint="write at least one key", where=source)
+    if not isinstance(entry.value, dict):
+        raise ConfigurationError(
+            "the document is not a mapping", hint="write `key: value` lines", where=str(entry.place)
+        )
+    return entry
+
+
+def read_setting(text: str, flag: str) -> Entry:
+    """The value of a flag, written as YAML; relative paths start from the working folder."""
+    place = Place(flag, None, os.getcwd())
+    entry = _read(text, place)
+    return entry if entry is not None else Entry(None, place)
+
+
+def _read(text: str, start: Place) -> Entry | None:
+    loader: _Composer | None = None
+    try:
+        loader = _Composer(text, start)
+        node = loader.get_single_node()
+        return None if node is None else loader.entry(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        problem = " ".join(part for part in (error.context, error.problem) if part)
+        if problem.startswith("expected a single document"):
+            problem = "the file holds several documents, one is expected"
+        raise ConfigurationError(f"not YAML: {problem}", where=str(_at(start, mark))) from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        place = start if start.is_flag else Place(start.source, line)
+        raise ConfigurationError("a control character stands in the text", where=str(place)) from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+class _Composer(yaml.SafeLoader):
+    """Composes nodes, refusing what a configuration has no use for before it can do harm."""
+
+    def __init__(self, text: str, start: Place) -> None:
+        super().__init__(text)
+        self.start = start
+        self.depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        place = str(_at(self.start, event.start_mark))
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            raise ConfigurationError("anchors and aliases are not taken", hint="write the value out", where=place)
+        if event.tag is not None:
+            raise ConfigurationError(
+                f"the tag {quote(event.tag)} is not taken", hint="write the plain value", where=place
+            )
+        if self.depth >= DEEPEST:
+            raise ConfigurationError(f"nested deeper than {DEEPEST} levels", where=place)
+        self.depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def entry(self, node: yaml.Node, key: Place | None = None) -> Entry:
+        """The node as an entry, which stands where its key does."""
+        place = key or _at(self.start, node.start_mark)
+        if isinstance(node, yaml.SequenceNode):
+            return Entry(tuple(self.entry(item) for item in node.value), place)
+        if isinstance(node, yaml.MappingNode):
+            return Entry(self._mapping(node), place)
+        assert isinstance(node, yaml.ScalarNode)
+        return Entry(_scalar(node, place), place, node.value, quoted=node.style is not None)
+
+    def _mapping(self, node: yaml.MappingNode) -> dict[str, Entry]:
+        entries: dict[str, Entry] = {}
+        lines: dict[str, Place] = {}
+        for key_node, value_node in node.value:
+            place = _at(self.start, key_node.start_mark)
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigurationError("a key is text, not a list or a mapping", where=str(place))
+            key = key_node.value
+            if key_node.style is None and key_node.tag != "tag:yaml.org,2002:str":
+                raise ConfigurationError(
+                    f"YAML does not read the key {key or 'of this line'} as text",
+                    hint=f'write "{key}" in quotes',
+                    where=str(place),
+                )
+            if key in entries:
+                first = f" (first in line {lines[key].line})" if lines[key].line is not None else ""
+                raise ConfigurationError(
+                    f"the key {quote(key)} stands twice{first}", hint="keep one of them", where=str(place)
+                )
+            lines[key] = place
+            entries[key] = self.entry(value_node, place)
+        return entries
+
+
+def _scalar(node: yaml.ScalarNode, place: Place) -> str | int | float | bool | None:
+    text: str = node.value
+    kind = node.tag.rpartition(":")[2]
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() in ("yes", "true", "on")
+    if kind == "int":
+        return _integer(text, place)
+    if kind == "float":
+        return _real(text, place)
+    return text
+
+
+def _integer(text: str, place: Place) -> int:
+    if not _DECIMAL_INTEGER.fullmatch(text):
+        raise ConfigurationError(
+            f"YAML does not read {text} as a decimal number", hint=f'write a decimal number, or "{text}" in quotes',
+            where=str(place),
+        )
+    if len(text) > 19 or abs(int(text)) >= 2**63:
+        raise ConfigurationError("the number is too large", hint="at most 2^63 - 1", where=str(place))
+    return int(text)
+
+
+def _real(text: str, place: Place) -> float:
+    if _BASE_SIXTY.fullmatch(text):
+        raise ConfigurationError(
+            f"YAML reads {text} in base 60", hint=f'write a decimal number, or "{text}" in quotes', where=str(place)
+        )
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan  # `.nan` and `.inf`, as YAML writes them
+    if not math.isfinite(value):
+        raise ConfigurationError(f"{text} is not a finite number", hint="write a finite number", where=str(place))
+    return value
+
+
+def _at(start: Place, mark: yaml.Mark | None) -> Place:
+    if start.is_flag or mark is None:
+        return start
+    return Place(start.source, mark.line + 1, start.folder)
+
+
+def quote(text: str) -> str:
+    """A user's text for an error message: in quotes, on one line, not too long."""
+    return repr(text if len(text) <= 60 else text[:57] + "...")
