@@ -6,6 +6,7 @@ The *when*: for each rank, a list of instructions, loops rolled up (`RankCode`).
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Constant, Parameter, Value
@@ -59,3 +60,145 @@ class StageCode:
     constants: tuple[tuple[int, Constant], ...]
     operations: tuple[Operation, ...]
     recompute: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A block of a tensor that one rank sends to another when a task is done.
+
+    `tensor` names the value; `sent` is the block in coordinates of the sender's local tensor, `received` in the
+    receiver's. `needs_gradient` says that its gradient travels the same way back.
+    """
+
+    tensor: str
+    source_stage: int
+    target_stage: int
+    source_rank: int
+    target_rank: int
+    sent: Box
+    received: Box
+    needs_gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DataInput:
+    """A block of a graph input that a rank reads for one micro-batch of one stage."""
+
+    tensor: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank's block of a parameter, and the ranks whose gradients for the same block add up to its gradient."""
+
+    parameter: int
+    box: Box
+    gradient_ranks: tuple[int, ...]
+
+
+class Verb(enum.Enum):
+    """What one line of a rank's program does, always for one stage and one micro-batch."""
+
+    RECEIVE = "receive"
+    FORWARD = "forward"
+    SEND = "send"
+    RECEIVE_GRADIENT = "receive_gradient"
+    BACKWARD = "backward"
+    SEND_GRADIENT = "send_gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One verb on one stage and micro-batch. `receive` posts, `forward` and `backward` wait, `send` returns at once."""
+
+    verb: Verb
+    stage: int
+    micro_batch: int
+
+    def shifted(self, distance: int) -> Instruction:
+        """The same on a micro-batch `distance` further."""
+        return Instruction(self.verb, self.stage, self.micro_batch + distance)
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """`body`, `count` times, each time on micro-batches `stride` further."""
+
+    body: tuple[Instruction, ...]
+    count: int
+    stride: int = 1
+
+
+Section = tuple["Instruction | Loop", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageOnRank:
+    """How one stage is wired on one rank: what it reads of the batch, receives and sends."""
+
+    stage: int
+    data: tuple[DataInput, ...]
+    receives: tuple[Piece, ...]
+    sends: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankCode:
+    """One rank's program: its stages, its parameter shards, and its step in three sections."""
+
+    rank: int
+    stages: tuple[StageOnRank, ...]
+    shards: tuple[Shard, ...]
+    warm_up: Section
+    repetend: Section
+    cool_down: Section
+
+
+@dataclass(frozen=True, slots=True)
+class OutputShard:
+    """Where a block of a graph's output lies when a stage's forward is done."""
+
+    rank: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A value that the graph gives: its stage, the blocks that make it up, and how the copies combine.
+
+    `combine` is `concat` where the blocks are parts (or copies) of the value, `sum` or `mean` where each rank's block
+    is a share of it.
+    """
+
+    value: Value
+    stage: int
+    shards: tuple[OutputShard, ...]
+    combine: str
+    batch_axis: int | None
+    """The axis that counts samples, along which micro-batches are concatenated; None where they are averaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputRange:
+    """What random data for a graph input must keep to: whole numbers in [0, `below`), or any real number."""
+
+    value: Value
+    batch_axis: int | None
+    below: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Everything that code is generated from."""
+
+    world_size: int
+    train: bool
+    micro_batches: int
+    micro_batch_size: int
+    loss: str | None
+    parameters: tuple[Parameter, ...]
+    inputs: tuple[InputRange, ...]
+    outputs: tuple[Output, ...]
+    stages: tuple[StageCode, ...]
+    ranks: tuple[RankCode, ...]

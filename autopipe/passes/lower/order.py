@@ -1,0 +1,89 @@
+"""Each rank's instructions: its tasks in the schedule's order, with communication placed around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopipe.ir.program import Instruction, Loop, Section, Verb
+from autopipe.ir.schedule import Phase, Task
+
+_COMPUTE = {Phase.FORWARD: Verb.FORWARD, Phase.BACKWARD: Verb.BACKWARD}
+_BEFORE = {Phase.FORWARD: Verb.RECEIVE, Phase.BACKWARD: Verb.RECEIVE_GRADIENT}
+_AFTER = {Phase.FORWARD: Verb.SEND, Phase.BACKWARD: Verb.SEND_GRADIENT}
+
+
+def instructions(tasks: Sequence[Task], talking: frozenset[tuple[int, Verb]]) -> tuple[Instruction, ...]:
+    """The rank's instructions for a step. `talking` holds the (stage, verb) that have anything to exchange.
+
+    A task's receives are posted one task ahead, before the previous task computes, so that they overlap with it.
+    """
+    found: list[Instruction] = []
+
+    def add(verb: Verb, task: Task) -> None:
+        if verb in _COMPUTE.values() or (task.stage, verb) in talking:
+            found.append(Instruction(verb, task.stage, task.micro_batch))
+
+    for position, task in enumerate(tasks):
+        if position == 0:
+            add(_BEFORE[task.phase], task)
+        if position + 1 < len(tasks):
+            following = tasks[position + 1]
+            add(_BEFORE[following.phase], following)
+        add(_COMPUTE[task.phase], task)
+        add(_AFTER[task.phase], task)
+    return tuple(found)
+
+
+def sections(flat: Sequence[Instruction]) -> tuple[Section, Section, Section]:
+    """Warm-up, repetend and cool-down: the loop that covers most, and what stands before and after it, rolled up too."""
+    loop = _longest_loop(flat)
+    if loop is None:
+        return tuple(flat), (), ()
+    start, length, count, stride = loop
+    body = Loop(tuple(flat[start : start + length]), count, stride)
+    return _rolled(flat[:start]), (body,), _rolled(flat[start + length * count :])
+
+
+def _rolled(flat: Sequence[Instruction]) -> Section:
+    loop = _longest_loop(flat)
+    if loop is None:
+        return tuple(flat)
+    start, length, count, stride = loop
+    body = Loop(tuple(flat[start : start + length]), count, stride)
+    return (*_rolled(flat[:start]), body, *_rolled(flat[start + length * count :]))
+
+
+_LONGEST_BODY = 256
+
+
+def _longest_loop(flat: Sequence[Instruction]) -> tuple[int, int, int, int] | None:
+    """(start, body length, count, stride) of the loop that covers most instructions; the shortest body among equals."""
+    best: tuple[int, int, int, int] | None = None
+    covered = 0
+    for length in range(1, min(_LONGEST_BODY, len(flat) // 2) + 1):
+        for start, count, stride in _loops_of(flat, length):
+            if length * count > covered:
+                best, covered = (start, length, count, stride), length * count
+    return best
+
+
+def _loops_of(flat: Sequence[Instruction], length: int) -> list[tuple[int, int, int]]:
+    """Maximal runs in which each instruction equals the one `length` before it, moved on by one same distance."""
+    distances = [_distance(flat[index], flat[index + length]) for index in range(len(flat) - length)]
+    found = []
+    start = 0
+    while start < len(distances):
+        stride = distances[start]
+        stop = start
+        while stop < len(distances) and distances[stop] == stride:
+            stop += 1
+        count = 1 + (stop - start) // length
+        if stride is not None and count >= 2:
+            found.append((start, count, stride))
+        start = stop if stop > start else start + 1
+    return found
+
+
+def _distance(first: Instruction, second: Instruction) -> int | None:
+    same = first.verb is second.verb and first.stage == second.stage and second.micro_batch > first.micro_batch
+    return second.micro_batch - first.micro_batch if same else None

@@ -1,0 +1,227 @@
+"""A stage's nodes on local shards, with the exchanges that its splits ask for.
+
+Gradients follow one rule: the ranks of a group together compute one function, and each rank's gradient of a value it
+holds is its own share: shares of copies add up to the whole. Then the backward of every exchange is its transpose
+(all-reduce of all-reduce, reduce-scatter of all-gather, padding of slice), and a parameter's gradient is the sum over
+the ranks that hold it, whatever is split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from autopipe.ir.errors import CodegenError
+from autopipe.ir.graph import Constant, Graph, Node, Value
+from autopipe.ir.layout import Layout, Partial, operand_layout, replicated, result_layout
+from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
+from autopipe.ir.ops.row import Signature
+from autopipe.ir.placement import Split, Stage
+from autopipe.ir.program import Collective, Compute, Operation, StageCode
+from autopipe.ir.space import Space
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedStage:
+    """A stage's code and how its group holds what it takes and gives."""
+
+    code: StageCode
+    inputs: dict[str, Layout]
+    parameters: dict[str, Layout]
+    outputs: dict[str, Layout]
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """One node of the stage with its space and splits."""
+
+    index: int
+    node: Node
+    signature: Signature
+    space: Space
+    splits: tuple[Split, ...]
+
+
+def shard_stage(
+    graph: Graph, number: int, stage: Stage, nodes: tuple[tuple[int, tuple[Split, ...]], ...], outputs: tuple[str, ...]
+) -> ShardedStage:
+    """The local forward of `stage` computing `nodes` (with their splits) and giving `outputs`.
+
+    A partial output stays partial where it is a scalar (a loss is added up when it is reported); other partial results
+    are reduced at once. Raises CodegenError for splits that cannot be executed.
+    """
+    group = len(stage.devices)
+    uses = tuple(_use(graph, index, splits, group) for index, splits in nodes)
+    worker = _Sharding(graph, stage, _needs(graph, uses), outputs)
+    for use in uses:
+        worker.place(use)
+    return worker.finish(number)
+
+
+def _use(graph: Graph, index: int, splits: tuple[Split, ...], group: int) -> _Use:
+    node = graph.nodes[index]
+    signature = signature_of(graph, node)
+    space = OPERATORS[qualified_name(node)].space(signature)
+    splits = tuple(split for split in splits if split.degree > 1)
+    if splits and (len(splits) > 1 or splits[0].degree != group):
+        wanted = " ".join(map(str, splits))
+        raise CodegenError(
+            f"a node split as {wanted} over {group} devices cannot be executed",
+            hint="one axis, split over all devices of the stage, can",
+            where=repr(node.name),
+        )
+    return _Use(index, node, signature, space, splits)
+
+
+def _needs(graph: Graph, uses: tuple[_Use, ...]) -> dict[str, Layout]:
+    """For each value the stage does not compute, the layout to hold it in: the one all users need, else whole."""
+    written = {name for use in uses for name in use.node.outputs}
+    wanted: dict[str, set[Layout]] = {}
+    for use in uses:
+        for position, name in enumerate(use.node.inputs):
+            if name and name not in written:
+                constant = graph.constant(name) is not None
+                whole = replicated(graph.type_of(name).shape)
+                wanted.setdefault(name, set()).add(whole if constant else _operand_layout(use, position))
+    return {
+        name: next(iter(layouts)) if len(layouts) == 1 else replicated(graph.type_of(name).shape)
+        for name, layouts in wanted.items()
+    }
+
+
+def _operand_layout(use: _Use, position: int) -> Layout:
+    dimensions = use.space.operands[position]
+    shape = use.signature.operand(position).shape
+    return _plain(operand_layout(use.space, dimensions or (), shape, use.splits))
+
+
+def _plain(layout: Layout) -> Layout:
+    """The one spelling of a layout: whole tensors carry no splits."""
+    return replicated(layout.shape) if layout.is_whole else layout
+
+
+@dataclass(slots=True)
+class _Sharding:
+    """The state of walking through a stage's nodes once."""
+
+    graph: Graph
+    stage: Stage
+    taken: dict[str, Layout]
+    outputs: tuple[str, ...]
+    operations: list[Operation] = field(default_factory=list)
+    held: dict[str, tuple[Value, Layout]] = field(default_factory=dict)
+    converted: dict[tuple[str, Layout], Value] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, layout in self.taken.items():
+            local = self._local(name, layout)
+            self.held[name] = (local, layout)
+        for name in self.outputs:
+            if name not in self.held and self.graph.producer(name) is None:
+                layout = replicated(self.graph.type_of(name).shape)
+                self.taken[name] = layout
+                self.held[name] = (self._local(name, layout), layout)
+
+    def _local(self, name: str, layout: Layout) -> Value:
+        value = self.graph.type_of(name)
+        return Value(name, value.dtype, layout.local_shape())
+
+    def place(self, use: _Use) -> None:
+        operands = tuple(
+            self._in_layout(name, _operand_layout(use, position)) if name else None
+            for position, name in enumerate(use.node.inputs)
+        )
+        layouts = [
+            None if value is None else result_layout(use.space, use.space.results[position] or (), value.shape, use.splits)
+            for position, value in enumerate(use.signature.results)
+        ]
+        results = tuple(
+            None if layout is None else self._local(name, layout)
+            for name, layout in zip(use.node.outputs, layouts, strict=True)
+        )
+        signature = replace(use.signature, operands=operands, results=results, constants=self._constants(use, operands))
+        self.operations.append(Compute(use.index, signature, use.splits))
+        for name, local, layout in zip(use.node.outputs, results, layouts, strict=True):
+            if local is not None and layout is not None:
+                self._hold(name, local, layout if layout.partial else _plain(layout))
+
+    def _constants(self, use: _Use, operands: tuple[Value | None, ...]) -> tuple:  # type: ignore[type-arg]
+        """Numbers stay known only where the operand is the whole constant."""
+        return tuple(
+            None if value is None or array is None or value.shape != array.shape else array
+            for value, array in zip(operands, use.signature.constants, strict=True)
+        )
+
+    def _hold(self, name: str, local: Value, layout: Layout) -> None:
+        if layout.partial is None or (name in self.outputs and not layout.shape):
+            self.held[name] = (local, layout)
+            return
+        reduced_layout = _plain(replace(layout, partial=None, partial_over=()))
+        partial = replace(local, name=f"{name}\0partial")
+        self._rename_last_result(name, partial)
+        self._exchange("all_reduce", partial, local, average=layout.partial is Partial.MEAN)
+        self.held[name] = (local, reduced_layout)
+
+    def _rename_last_result(self, name: str, partial: Value) -> None:
+        last = self.operations[-1]
+        assert isinstance(last, Compute)
+        results = tuple(
+            partial if value is not None and value.name == name else value for value in last.signature.results
+        )
+        self.operations[-1] = replace(last, signature=replace(last.signature, results=results))
+
+    def _exchange(self, kind: str, source: Value, result: Value, dimension: int = 0, average: bool = False) -> None:
+        self.operations.append(Collective(kind, source, result, self.stage.devices, dimension, average))
+
+    def _in_layout(self, name: str, need: Layout) -> Value:
+        """The value in the layout a node needs, exchanging where it is held in another."""
+        local, have = self.held[name]
+        if have == need:
+            return local
+        if (name, need) in self.converted:
+            return self.converted[name, need]
+        if not have.is_whole:
+            local = self._gathered(name, local, have)
+        if not need.is_whole:
+            dimension = next(index for index, cuts in enumerate(need.cuts) if cuts)
+            result = Value(f"{name}\0{dimension}", local.dtype, need.local_shape())
+            self._exchange("slice", local, result, dimension)
+            local = result
+        self.converted[name, need] = local
+        return local
+
+    def _gathered(self, name: str, local: Value, have: Layout) -> Value:
+        whole = replicated(have.shape)
+        if (name, whole) in self.converted:
+            return self.converted[name, whole]
+        dimension = next(index for index, cuts in enumerate(have.cuts) if cuts)
+        result = Value(f"{name}\0whole", local.dtype, have.shape)
+        self._exchange("all_gather", local, result, dimension)
+        self.converted[name, whole] = result
+        return result
+
+    def finish(self, number: int) -> ShardedStage:
+        graph = self.graph
+        held = {name: self.held[name] for name in self.taken}
+        indices = {parameter.value.name: index for index, parameter in enumerate(graph.parameters)}
+        constant_indices = {constant.value.name: index for index, constant in enumerate(graph.constants)}
+        arguments = [name for name in held if name not in indices and name not in constant_indices]
+        parameters = sorted((indices[name], held[name][0]) for name in held if name in indices)
+        code = StageCode(
+            stage=number,
+            devices=self.stage.devices,
+            inputs=tuple(held[name][0] for name in arguments),
+            outputs=tuple(self.held[name][0] for name in self.outputs),
+            parameters=tuple(parameters),
+            constants=self._local_constants(constant_indices),
+            operations=tuple(self.operations),
+            recompute=self.stage.recompute,
+        )
+        return ShardedStage(
+            code=code,
+            inputs={name: held[name][1] for name in arguments},
+            parameters={name: held[name][1] for name in held if name in indices},
+            outputs={name: self.held[name][1] for name in self.outputs},
+        )
+
+    def _local_constants(self, indices: dict[str, int]) -> tuple[tuple[int, Constant], ...]:
+        return tuple((indices[name], self.graph.constants[indices[name]]) for name in self.taken if name in indices)

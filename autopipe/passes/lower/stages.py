@@ -1,0 +1,100 @@
+"""Which nodes each stage really computes, and which values it must give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopipe.ir.graph import Graph
+from autopipe.ir.layout import is_block
+from autopipe.ir.ops import space_of
+from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
+
+
+@dataclass(frozen=True, slots=True)
+class StageNodes:
+    """A stage's nodes in topological order, each with its splits, and the values others need of it."""
+
+    nodes: tuple[tuple[int, tuple[Split, ...]], ...]
+    outputs: tuple[str, ...]
+
+
+def assign_nodes(graph: Graph, placement: Placement, wanted: tuple[str, ...]) -> tuple[StageNodes, ...]:
+    """What each stage computes so that the graph gives `wanted`.
+
+    Nodes that nothing wanted depends on are left out. A recomputed node (see `recomputed_nodes`) stands in every stage
+    that needs its values.
+    """
+    stage_of = placement.stage_of()
+    recomputed = recomputed_nodes(graph)
+    live = _live_nodes(graph, wanted)
+    consumed: dict[int, set[int]] = {index: set() for index in range(len(placement.stages))}
+    outputs: dict[int, dict[str, None]] = {index: {} for index in range(len(placement.stages))}
+    for name in wanted:
+        producer = graph.producer(name)
+        if producer is None:
+            continue
+        stage = stage_of[producer]
+        outputs[stage][name] = None
+        if producer in recomputed:
+            consumed[stage].add(producer)
+    for index in live:
+        if index in recomputed:
+            continue
+        stage = stage_of[index]
+        consumed[stage].add(index)
+        for name in graph.nodes[index].inputs:
+            producer = graph.producer(name) if name else None
+            if producer is None:
+                continue
+            if producer in recomputed:
+                consumed[stage].add(producer)
+            elif stage_of[producer] != stage:
+                outputs[stage_of[producer]][name] = None
+    return tuple(
+        StageNodes(
+            nodes=tuple(
+                (node, _splits(graph, placement, stage_of, node, stage))
+                for node in _with_recomputed(graph, consumed[number], recomputed)
+            ),
+            outputs=tuple(outputs[number]),
+        )
+        for number, stage in enumerate(placement.stages)
+    )
+
+
+def _live_nodes(graph: Graph, wanted: tuple[str, ...]) -> list[int]:
+    live: set[int] = set()
+    names = set(wanted)
+    for index in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[index]
+        if any(name in names for name in node.outputs):
+            live.add(index)
+            names.update(name for name in node.inputs if name)
+    return sorted(live)
+
+
+def _with_recomputed(graph: Graph, nodes: set[int], recomputed: frozenset[int]) -> list[int]:
+    """The nodes and, for the recomputed ones among them, everything those start from; ascending."""
+    found = set(nodes)
+    waiting = [node for node in nodes if node in recomputed]
+    while waiting:
+        for name in graph.nodes[waiting.pop()].inputs:
+            producer = graph.producer(name) if name else None
+            if producer is not None and producer not in found:
+                found.add(producer)
+                waiting.append(producer)
+    return sorted(found)
+
+
+def _splits(
+    graph: Graph, placement: Placement, stage_of: dict[int, int], node: int, stage: Stage
+) -> tuple[Split, ...]:
+    """The splits of a node on a stage's group: its own where it lives there, else the same axis over this group."""
+    home = placement.stages[stage_of[node]]
+    if home is stage:
+        return stage.splits_of(node)
+    degree = len(stage.devices)
+    own = home.splits_of(node)
+    if degree == 1 or len(own) != 1:
+        return ()
+    return (Split(own[0].axis, degree),) if is_block(space_of(graph, graph.nodes[node]), own[0].axis, degree) else ()
