@@ -76,6 +76,11 @@ def no_flops(signature: Signature, space: Space) -> float:
     return 0.0
 
 
+def separates_samples(signature: Signature) -> bool:
+    """For operators that never mix samples."""
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Operator:
     """What the compiler knows of one operator."""
@@ -98,9 +103,9 @@ class Operator:
     """Operands whose numbers must be known while compiling (Reshape's shape)."""
     differentiable: bool = True
     """Whether gradients flow from the results to floating operands."""
-    mixes_samples: bool = False
-    """Whether a result of one sample depends on other samples of the batch in a way that a micro-batch changes
-    (BatchNormalization in training mode); the frontend warns."""
+    mixes_samples: Callable[[Signature], bool] = separates_samples
+    """Whether one use's result of a sample depends on other samples of the batch in a way that a micro-batch changes
+    (BatchNormalization in training mode, a mean loss that ignores some labels); the frontend warns."""
     types: frozenset[DType] = field(default_factory=lambda: frozenset(DType))
     """Element types the operator can take on all backends."""
 

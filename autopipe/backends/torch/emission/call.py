@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import numpy as np
 from autopipe.ir.dtype import DType
 from autopipe.ir.graph import Node, Value
 from autopipe.ir.ops.row import Signature
+from autopipe.ir.placement import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class Call:
 
     signature: Signature
     codes: tuple[str | None, ...]
+    splits: tuple[Split, ...] = ()
 
     @property
     def node(self) -> Node:
@@ -60,6 +63,10 @@ class Call:
     def constant(self, index: int) -> np.ndarray | None:
         """The numbers of operand `index` where they are known while compiling."""
         return self.signature.constant(index)
+
+    def share(self, count: int, axis: str) -> int:
+        """This rank's share of `count` things that lie along `axis`: an attribute's number of heads or groups."""
+        return count // math.prod(split.degree for split in self.splits if split.axis == axis)
 
     def scalar(self, index: int) -> str | None:
         """A Python literal for operand `index` where it is a known tensor of one element, else None.

@@ -106,7 +106,7 @@ def _expression(operation: Compute, names: _Names) -> str:
     if emitter is None:
         raise CodegenError(f"operator {name} cannot be written as PyTorch", where=repr(signature.node.name))
     codes = tuple(None if value is None else names.codes[value.name] for value in signature.operands)
-    return emitter(Call(signature, codes))
+    return emitter(Call(signature, codes, operation.splits))
 
 
 def _comment(operation: Compute) -> str:
