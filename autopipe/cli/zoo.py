@@ -1,0 +1,78 @@
+"""`autopipe zoo`: the models of the papers as ONNX files."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import click
+from rich.table import Table
+
+from autopipe.cli.options import standard_options
+from autopipe.cli.output import Output
+from autopipe.configs import zoo as models
+from autopipe.configs.zoo.settings import parse_words
+
+
+@click.group()
+def zoo() -> None:
+    """Build models of the papers as ONNX files, of any size, with or without weights.
+
+    \b
+    Example:
+      autopipe zoo list
+      autopipe zoo build gpt -o gpt.onnx --set size=11b --set weights=none
+    """
+
+
+@zoo.command("list")
+@standard_options
+def list_models(output: Output) -> None:
+    """List the models with their settings and published sizes.
+
+    \b
+    Example:
+      autopipe zoo list
+      autopipe zoo list --json
+    """
+    table = Table("model", "what it is", "sizes", "settings", box=None, pad_edge=False)
+    entries = []
+    for name, (_, summary) in models.MODELS.items():
+        kind = models.model_class(name)
+        defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+        entries.append({"name": name, "summary": summary, "sizes": list(kind.presets), "settings": defaults})
+        table.add_row(name, summary, " ".join(kind.presets), " ".join(defaults))
+    output.result({"models": entries}, table)
+
+
+@zoo.command()
+@click.argument("name")
+@click.option("-o", "--output", "path", type=click.Path(path_type=Path), help="File to write; default NAME.onnx.")
+@click.option("--set", "words", multiple=True, metavar="KEY=VALUE", help="A size or setting; may be repeated.")
+@standard_options
+def build(output: Output, name: str, path: Path | None, words: tuple[str, ...]) -> None:
+    """Write model NAME as an ONNX file; `autopipe zoo list` shows the names and their settings.
+
+    \b
+    Example:
+      autopipe zoo build gpt --set layers=12 --set hidden=768 --set heads=12 --set sequence=256 --set loss=true
+      autopipe zoo build llama -o llama.onnx --set size=70b --set weights=none
+    """
+    model = models.configure(name, parse_words(words))
+    built = models.build(model)
+    target = path or Path(f"{name}.onnx")
+    with output.progress("writing", total=built.data_bytes or None) as bar:
+        built.save(target, bar.advance)
+    graph = built.skeleton.graph
+    data = {
+        "path": target,
+        "model": name,
+        "settings": dataclasses.asdict(model),
+        "parameters": built.parameter_count,
+        "weights_bytes": built.data_bytes,
+        "nodes": len(graph.node),
+        "inputs": [value.name for value in graph.input],
+        "outputs": [value.name for value in graph.output],
+    }
+    weights = f"{built.data_bytes / 2**20:.1f} MiB of weights" if built.data_bytes else "no weights"
+    output.result(data, f"{target}: {built.parameter_count:,} parameters, {len(graph.node)} nodes, {weights}")

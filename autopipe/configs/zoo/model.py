@@ -1,0 +1,47 @@
+"""What every model of the zoo has in common: the settings that are not sizes, and what it must be able to do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from autopipe.configs.zoo.builder import GraphBuilder
+
+Setting = int | float | bool | str | tuple[int, ...] | None
+"""The value of a field of a model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZooModel(ABC):
+    """A model as a value: its fields are its sizes and what `zoo build --set KEY=VALUE` changes."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {}
+    """A published size's name -> the fields it sets, for `--set size=NAME`."""
+
+    multiples: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Pairs of fields of which the first must be a multiple of the second."""
+
+    least: ClassVar[Mapping[str, int]] = {}
+    """Fields that must not be below a bound other than 1."""
+
+    batch: int | None = None
+    """Extent of axis 0 of every data input; `symbolic` leaves it a dimension called `batch`."""
+
+    loss: bool = False
+    """Whether labels are an input and the scalar `loss` is the output."""
+
+    weights: Literal["random", "none"] = "random"
+    """`random` initialises the parameters; `none` writes the graph without their data."""
+
+    seed: int = 0
+    """What the initial values are drawn from."""
+
+    opset: int = 20
+    """Version of the operator set, 20 to 23."""
+
+    @abstractmethod
+    def build(self, graph: GraphBuilder) -> None:
+        """Add the model's inputs, operators and outputs to `graph`."""
