@@ -1,0 +1,186 @@
+"""The frame of the command line: help, errors and their exit codes, and what is not imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import click
+import pytest
+
+from autopipe import __version__
+from autopipe.cli import commands
+from autopipe.cli.main import main
+from autopipe.cli.options import standard_options
+from autopipe.cli.output import Output
+from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, LaunchError, ModelError
+
+HEAVY = ("torch", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "ortools", "pulp", "numpy", "yaml", "rich")
+
+failure: BaseException | None = None
+"""What the command `fail` raises; set by `failing`."""
+
+
+@click.command()
+@click.option("--count", type=int, default=1)
+@standard_options
+def fail(output: Output, count: int) -> None:
+    """Raise the failure that the test chose."""
+    output.warn(f"about to fail {count} times", hint="as asked")
+    if failure is not None:
+        raise failure
+    output.result({"count": count}, f"count is {count}")
+
+
+Failing = Callable[[BaseException | None], None]
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
+    """Put the command `fail` into the table; the value is a setter of what it raises."""
+    monkeypatch.setitem(commands.COMMANDS, "fail", (f"{__name__}:fail", "Fail as the test asks."))
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[fail.callback.__module__])
+
+    def choose(error: BaseException | None) -> None:
+        monkeypatch.setattr(sys.modules[__name__], "failure", error)
+
+    return choose
+
+
+def test_help_lists_every_command_with_its_summary(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert "Turn an ONNX model into one readable PyTorch program per device." in listed
+    assert "autopipe plan gpt.onnx --gpus 4" in listed
+    for name, (_, summary) in commands.COMMANDS.items():
+        assert f"  {name} " in listed
+        assert summary.split()[0] in listed
+
+
+@pytest.mark.parametrize("name", list(commands.COMMANDS))
+def test_every_listed_command_exists_and_shows_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert f"Usage: autopipe {name}" in text
+    assert "Example" in text
+
+
+def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+
+
+def test_unknown_command_names_the_nearest_one(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fial"]) == 2
+    assert capsys.readouterr().err == "error: no such command 'fial'\nhint: did you mean 'fail'?\n"
+
+
+def test_unknown_option_is_a_usage_error(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fail", "--cuont", "3"]) == 2
+    captured = capsys.readouterr()
+    assert "--cuont" in captured.err
+    assert "--count" in captured.err
+    assert "autopipe fail --help" in captured.err
+    assert captured.out == ""
+
+
+def test_quiet_and_verbose_contradict(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fail", "-q", "-v"]) == 2
+    assert "contradict" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigurationError("bad key"), 2),
+        (ModelError("bad file"), 3),
+        (InfeasibleError("too large"), 4),
+        (LaunchError("rank 1 failed"), 5),
+        (AutopipeError("ours"), 70),
+        (ZeroDivisionError("ours as well"), 70),
+        (KeyboardInterrupt(), 130),
+        (click.UsageError("no such thing"), 2),
+    ],
+)
+def test_an_error_ends_in_its_exit_code_without_traceback(
+    failing: Failing, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
+) -> None:
+    failing(error)
+    assert main(["fail"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+
+
+def test_an_error_is_one_line_with_its_place_and_a_hint(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+    failing(ModelError("operator 'Foo' is\n  not supported", hint="remove it", where="node [red]7[/red]"))
+    main(["fail", "-q"])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-2:] == ["error: node [red]7[/red]: operator 'Foo' is not supported", "hint: remove it"]
+
+
+def test_an_internal_error_asks_for_debug_which_shows_the_traceback(
+    failing: Failing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing(KeyError("block"))
+    main(["fail"])
+    assert capsys.readouterr().err.endswith("error: internal error: KeyError: 'block'\nhint: rerun with --debug\n")
+    main(["fail", "--debug"])
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_missing_extra_says_how_to_get_it(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+    failing(ModuleNotFoundError("No module named 'torch'", name="torch"))
+    assert main(["fail"]) == 2
+    assert "pip install 'autopipe[run]'" in capsys.readouterr().err
+
+
+def test_json_error_is_one_object_on_stdout(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+    failing(InfeasibleError("stage 2 needs 3 GiB more", hint="more devices", where="stage 2"))
+    assert main(["fail", "--json"]) == 4
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {
+        "error": {
+            "kind": "InfeasibleError",
+            "message": "stage 2 needs 3 GiB more",
+            "hint": "more devices",
+            "where": "stage 2",
+            "exit_code": 4,
+        }
+    }
+    assert "error: stage 2: stage 2 needs 3 GiB more" in captured.err
+
+
+def test_json_usage_error_is_an_object_too(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fail", "--json", "--count", "many"]) == 2
+    assert "many" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+def test_json_result_is_alone_on_stdout(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fail", "--json", "--count", "7"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"count": 7}
+    assert captured.err == "warning: about to fail 7 times (as asked)\n"
+
+
+def test_help_imports_nothing_heavy_and_no_command() -> None:
+    program = (
+        "import sys\n"
+        "from autopipe.cli.main import main\n"
+        "assert main(['--help']) == 0\n"
+        "print(*sys.modules, sep='\\n', file=sys.stderr)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    loaded = set(run.stderr.split())
+    assert "autopipe.cli.main" in loaded
+    assert loaded.isdisjoint(HEAVY)
+    assert loaded.isdisjoint(location.split(":")[0] for location, _ in commands.COMMANDS.values())
+    assert not any(name.startswith(("autopipe.passes", "autopipe.backends", "autopipe.configs")) for name in loaded)
+
+
+def test_the_module_runs_as_the_command_does() -> None:
+    run = subprocess.run([sys.executable, "-m", "autopipe", "nothing"], capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert run.stderr.startswith("error: no such command 'nothing'")

@@ -1,0 +1,37 @@
+"""What every test may ask for: comparison with golden files, and one thread a process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+# Two workers share the machine; threads of numerical libraries would only get in each other's way.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write what is found into tests/golden")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(text, "plan/gpt.txt")` asserts that `text` is what tests/golden/plan/gpt.txt holds.
+
+    `./test --update-golden` writes the file instead; read the difference in git before committing it.
+    """
+
+    def compare(text: str, name: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            return
+        assert path.exists(), f"tests/golden/{name} is missing; write it with --update-golden"
+        assert text == path.read_text(encoding="utf-8"), f"differs from tests/golden/{name}"
+
+    return compare
