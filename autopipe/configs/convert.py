@@ -55,7 +55,7 @@ def convert(entry: Entry, schema: type[Shape], path: str = "") -> Shape:
                 f"{path or 'the file'} lacks the key {key.name!r}", hint=f"it is {describe(key.hint)}",
                 where=str(entry.place),
             )
-    _check_exclusive(entry, schema, path)
+    _check_exclusive(entry, schema, values, path)
     if rest is not None:
         values[rest] = tuple(extra)
     return schema(**values)
@@ -239,13 +239,15 @@ def _number_hint(entry: Entry, expected: str) -> str:
     return f"YAML reads it as text; write {mantissa}e{sign}{exponent}"
 
 
-def _check_exclusive(entry: Entry, schema: type[Dataclass], path: str) -> None:
+def _check_exclusive(entry: Entry, schema: type[Dataclass], values: dict[str, object], path: str) -> None:
     given = typing.cast("dict[str, Entry]", entry.value)
+    defaults = {key.name: key.default for key in keys(schema)}
     for group in getattr(schema, "exclusive", ()):
-        together = [name for name in group if name in given and given[name].value is not None]
+        together = [name for name in group if name in values and values[name] != defaults[name]]
         if len(together) > 1:
             raise ConfigurationError(
-                f"{' and '.join(join(path, name) for name in together)} exclude each other", hint="keep one of them",
+                f"{' and '.join(join(path, name) for name in together)} exclude each other",
+                hint="keep one of them",
                 where=str(given[together[-1]].place),
             )
 

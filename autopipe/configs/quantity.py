@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 
 _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
-_FRACTIONS = {"": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-_WRITTEN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z/]*)\s*", re.ASCII)
+_FRACTIONS = {"": Fraction(1), "m": Fraction(1, 10**3), "u": Fraction(1, 10**6), "n": Fraction(1, 10**9)}
+_WRITTEN = re.compile(r"\s*(\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})\s*([a-zA-Z/]*)\s*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,10 @@ class Unit:
         scale = self._prefixes().get(suffix.removesuffix(self.symbol))
         if scale is None:
             return None
+        value = Fraction("0" + number) * scale
         if not self.whole:
-            value = float(number) * scale
-            return value if math.isfinite(value) else None
-        whole = float(number) * scale if "." in number else int(number) * int(scale)
-        return int(whole) if math.isfinite(whole) and whole == int(whole) else None
+            return float(value)
+        return int(value) if value.denominator == 1 else None
 
     def format(self, value: float) -> str:
         """The shortest exact way to write a whole quantity with a prefix; otherwise the plain number."""
@@ -50,10 +49,10 @@ class Unit:
                     return f"{int(value) // scale}{prefix}{self.symbol}"
         return repr(value)
 
-    def _prefixes(self) -> dict[str, float]:
+    def _prefixes(self) -> dict[str, Fraction]:
         if self.symbol == "s":
-            return dict(_FRACTIONS)
-        return {**_DECIMAL, **_BINARY}
+            return _FRACTIONS
+        return {prefix: Fraction(scale) for prefix, scale in (_DECIMAL | _BINARY).items()}
 
 
 BYTES = Unit("B", "14GiB", whole=True)

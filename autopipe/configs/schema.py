@@ -128,7 +128,7 @@ def describe(hint: Any) -> str:
             return f"a list of {describe(members[0])}"
         return f"a list of {len(members)}: " + ", ".join(describe(member) for member in members)
     if dataclasses.is_dataclass(base):
-        return "a mapping"
+        return "a mapping with " + ", ".join(key.name for key in keys(typing.cast("type[Dataclass]", base)))
     return _describe_scalar(base, marks)
 
 

@@ -106,10 +106,23 @@ def read_text(text: str, source: str, folder: str = "") -> Entry:
 
 
 def read_setting(text: str, flag: str) -> Entry:
-    """The value of a flag, written as YAML; relative paths start from the working folder."""
+    """A value written as YAML on the command line; relative paths start from the working folder."""
     place = Place(flag, None, os.getcwd())
     entry = _read(text, place)
     return entry if entry is not None else Entry(None, place)
+
+
+def read_word(text: str, flag: str) -> Entry:
+    """The value of a flag: a number where it is one, otherwise text as it stands."""
+    place = Place(flag, None, os.getcwd())
+    for number in (int, float):
+        try:
+            value = number(text)
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            return Entry(value, place, text)
+    return Entry(text, place, text)
 
 
 def _read(text: str, start: Place) -> Entry | None:

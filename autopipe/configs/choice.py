@@ -1,0 +1,33 @@
+"""A strategy or a scheduler by name, with options that only its own dataclass can check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+from autopipe.configs.convert import convert
+from autopipe.configs.schema import Rest, Shape
+from autopipe.configs.source import Entry, Place
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is chosen and the options it is to have, not checked yet."""
+
+    selectors: ClassVar[tuple[str, ...]] = ("name",)
+
+    name: str
+    """Name of the strategy or scheduler."""
+
+    options: Annotated[tuple[tuple[str, Entry], ...], Rest()] = field(default=())
+    """Its options as they were written, each with its place."""
+
+
+def build(choice: Choice, schema: type[Shape], path: str) -> Shape:
+    """An instance of `schema`, the dataclass that `choice.name` stands for, with the options chosen.
+
+    `path` is `strategy` or `schedule`. Raises ConfigurationError, with the place of the option, for an option that
+    `schema` does not have (and names the nearest) or that is of the wrong type.
+    """
+    options = Entry(dict(choice.options), Place(path))
+    return convert(options, schema, path)

@@ -1,0 +1,186 @@
+"""What a user can configure: the declaration that YAML, flags, `--set` and the reference are all made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from autopipe.configs.choice import Choice
+from autopipe.configs.cluster_file import ClusterDescription
+from autopipe.configs.quantity import BYTES, SECONDS
+from autopipe.configs.schema import Above, AtLeast, FilePath
+from autopipe.ir import problem
+
+Count = Annotated[int, AtLeast(1)]
+Rate = Annotated[float, AtLeast(0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model and what its file leaves open."""
+
+    path: Annotated[str, FilePath()] | None = None
+    """The ONNX file, where the command line does not name it."""
+
+    dims: tuple[tuple[str, Count], ...] = ()
+    """Extents of symbolic dimensions by name, such as `{seq: 128}`."""
+
+    batch_axes: tuple[tuple[str, Annotated[int, AtLeast(0)] | None], ...] = ()
+    """The batch axis by name of the input; `null` for an input without one. Axis 0 where an input is not listed."""
+
+    frozen: tuple[str, ...] = ()
+    """Parameters that are not trained: globs over their names, or regular expressions after `re:`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEntropy:
+    """The outputs and inputs that a cross-entropy is made of."""
+
+    logits: str
+    """The output with the scores, classes on its last axis."""
+
+    labels: str
+    """The input, added to the graph, with the class of each row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss that the graph does not hold itself."""
+
+    cross_entropy: CrossEntropy
+    """Mean cross-entropy of logits against labels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """How parameters are updated, as torch's SGD and AdamW do it."""
+
+    name: Literal["sgd", "adamw"] = "sgd"
+    """The algorithm."""
+
+    lr: Rate = 0.01
+    """Learning rate."""
+
+    momentum: Rate = 0.0
+    """Momentum of `sgd`."""
+
+    weight_decay: Rate = 0.0
+    """Weight decay: added to the gradient by `sgd`, decoupled from it by `adamw`."""
+
+    betas: tuple[Rate, Rate] = (0.9, 0.999)
+    """Decay rates of `adamw`'s averages, below 1."""
+
+    eps: Annotated[float, Above(0)] = 1e-8
+    """Term added to `adamw`'s denominator."""
+
+    def for_problem(self) -> problem.Optimizer:
+        """The same as the passes know it."""
+        return problem.Optimizer(self.name, self.lr, self.momentum, self.weight_decay, self.betas, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterChoice:
+    """The cluster to plan for: a preset, a file or a description, one of them."""
+
+    selectors: ClassVar[tuple[str, ...]] = ("preset", "file", "inline")
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("preset", "file", "inline"),)
+
+    preset: str | None = None
+    """One of the presets that `autopipe config clusters` lists; `a100-80gb` where no cluster is chosen."""
+
+    file: Annotated[str, FilePath()] | None = None
+    """A YAML file with the description of a cluster."""
+
+    inline: ClusterDescription | None = None
+    """The description itself."""
+
+    nodes: Count | None = None
+    """Number of nodes; as many as `gpus` needs where a preset leaves it open."""
+
+    devices_per_node: Count | None = None
+    """Number of devices in each node, in place of the cluster's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A decision about the nodes whose name matches: obeyed, or refused with the reason."""
+
+    match: str
+    """A glob over names of nodes, or a regular expression after `re:`."""
+
+    stage: Annotated[int, AtLeast(0)] | None = None
+    """The stage the nodes are in."""
+
+    devices: Literal["all"] | tuple[Annotated[int, AtLeast(0)], ...] | None = None
+    """The devices the nodes run on."""
+
+    split: tuple[tuple[str, Count], ...] = ()
+    """Degrees by axis of the iteration space, such as `{n: 2}`."""
+
+    def for_problem(self) -> problem.Constraint:
+        """The same as the passes know it, where no devices stand for all of them."""
+        devices = () if self.devices == "all" else self.devices
+        return problem.Constraint(self.match, self.stage, devices, self.split)
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """Everything a plan is made from besides the model's file."""
+
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("micro_batches", "micro_batch_size"),)
+
+    model: Model = field(default=Model())
+    """The model and what its file leaves open."""
+
+    mode: Literal["train", "infer"] | None = field(default=None, metadata={"flag": "--mode"})
+    """Train or infer; `train` where the graph or `loss` gives a loss, else `infer`."""
+
+    batch_size: Count | None = field(default=None, metadata={"flag": "--batch-size"})
+    """Samples of one step; the batch of one evaluation of the graph times `micro_batches` where it is not given."""
+
+    micro_batches: Count | Literal["auto"] = field(default="auto", metadata={"flag": "--micro-batches"})
+    """Evaluations of the graph in one step; `auto` lets autopipe choose."""
+
+    micro_batch_size: Count | None = field(default=None, metadata={"flag": "--micro-batch-size"})
+    """Samples of one evaluation of the graph, in place of `micro_batches`."""
+
+    loss: str | Loss | None = None
+    """Name of the scalar output to minimise, or a loss to add to the graph."""
+
+    optimizer: Optimizer = field(default=Optimizer())
+    """How parameters are updated."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Precision of the computation; parameters and their updates stay in fp32."""
+
+    recompute: Literal["none", "full", "auto"] = "none"
+    """Run each stage's forward again for its backward: never, always, or where memory asks for it."""
+
+    cluster: ClusterChoice = field(default=ClusterChoice(preset="a100-80gb"), metadata={"flag": "--cluster"})
+    """The cluster to plan for."""
+
+    gpus: Count | None = field(default=None, metadata={"flag": "--gpus"})
+    """Number of devices; all of the cluster's (one node's where its nodes are open) where it is not given."""
+
+    costs: Literal["roofline", "pase-paper"] | Annotated[str, FilePath()] = field(
+        default="roofline", metadata={"flag": "--costs"}
+    )
+    """What operators cost: a model, or a file written by `autopipe profile`."""
+
+    strategy: Choice = field(default=Choice("pipedream"), metadata={"flag": "--strategy"})
+    """The strategy that makes the placement, with its options."""
+
+    schedule: Choice = field(default=Choice("1f1b"), metadata={"flag": "--schedule"})
+    """The scheduler that orders the tasks, with its options."""
+
+    constraints: tuple[Constraint, ...] = ()
+    """Decisions that are already made."""
+
+    memory_limit: Annotated[int, BYTES, AtLeast(1)] | None = field(default=None, metadata={"flag": "--memory-limit"})
+    """Memory of each device that may be used; all of it where it is not given."""
+
+    time_limit: Annotated[float, SECONDS, Above(0)] | None = field(default=None, metadata={"flag": "--time-limit"})
+    """Time that each search may take."""
+
+    seed: Annotated[int, AtLeast(0)] = 0
+    """Seed of searches and of random weights and data."""

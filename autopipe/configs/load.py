@@ -1,0 +1,68 @@
+"""The effective configuration of a command, from the defaults, a YAML file and the command line; and back to YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from autopipe.configs.check import check
+from autopipe.configs.cluster_file import ClusterDescription, build_cluster
+from autopipe.configs.configuration import ClusterChoice, Configuration
+from autopipe.configs.convert import convert
+from autopipe.configs.dump import dump
+from autopipe.configs.merge import Setting, override, settings
+from autopipe.configs.presets import cluster_preset, read_cluster
+from autopipe.configs.source import Entry, Place, read_file, read_text
+from autopipe.ir.cluster import Cluster
+
+
+def load_configuration(
+    file: str | Path | None = None,
+    words: Mapping[str, str] | None = None,
+    dims: Sequence[str] = (),
+    assignments: Sequence[str] = (),
+) -> Configuration:
+    """The defaults, overridden by a YAML file, overridden by the command line.
+
+    `words` are the flags of `merge.flags()` with what follows them, `dims` the words after each `--dim`,
+    `assignments` those after each `--set`. Raises ConfigurationError with `file:line` or the flag.
+    """
+    document = Entry({}, Place("the command line")) if file is None else read_file(file)
+    return _effective(document, settings(words or {}, dims, assignments))
+
+
+def parse_configuration(text: str, source: str) -> Configuration:
+    """The configuration written in a YAML text; `source` names it in errors."""
+    return _effective(read_text(text, source), [])
+
+
+def dump_configuration(configuration: Configuration) -> str:
+    """The configuration as a YAML file that, loaded, gives the same configuration."""
+    text: str = yaml.safe_dump(dump(configuration), sort_keys=False, width=120, allow_unicode=False)
+    return text
+
+
+def resolve_cluster(configuration: Configuration) -> Cluster:
+    """The devices and links that a configuration plans for.
+
+    Raises ConfigurationError for a cluster that cannot be read, InfeasibleError where it has fewer than `gpus` devices.
+    """
+    choice = configuration.cluster
+    return build_cluster(_description(choice), configuration.gpus, choice.nodes, choice.devices_per_node)
+
+
+def _description(choice: ClusterChoice) -> ClusterDescription:
+    if choice.inline is not None:
+        return choice.inline
+    if choice.file is not None:
+        return read_cluster(choice.file)
+    return cluster_preset(choice.preset or "")
+
+
+def _effective(document: Entry, given: Sequence[Setting]) -> Configuration:
+    merged = override(document, given)
+    configuration = convert(merged, Configuration)
+    check(configuration, merged)
+    return configuration

@@ -1,0 +1,36 @@
+"""The clusters and example configurations that ship with autopipe, found by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autopipe.configs.cluster_file import ClusterDescription
+from autopipe.configs.convert import convert, nearest
+from autopipe.configs.source import read_file
+from autopipe.ir.errors import ConfigurationError
+
+_HERE = Path(__file__).parent
+
+
+def cluster_names() -> tuple[str, ...]:
+    """The presets of clusters, in alphabetical order."""
+    return tuple(sorted(path.stem for path in (_HERE / "clusters").glob("*.yaml")))
+
+
+def recipe_paths() -> tuple[Path, ...]:
+    """The example configurations, in alphabetical order."""
+    return tuple(sorted((_HERE / "recipes").glob("*.yaml")))
+
+
+def cluster_preset(name: str, where: str = "") -> ClusterDescription:
+    """The preset `name`; raises ConfigurationError, at `where`, with the nearest name where there is none."""
+    if name not in cluster_names():
+        raise ConfigurationError(
+            f"no cluster preset is named {name!r}", hint=nearest(name, cluster_names()), where=where
+        )
+    return read_cluster(_HERE / "clusters" / f"{name}.yaml")
+
+
+def read_cluster(path: str | Path) -> ClusterDescription:
+    """A cluster's description from a YAML file; raises ConfigurationError with `file:line`."""
+    return convert(read_file(path), ClusterDescription)
