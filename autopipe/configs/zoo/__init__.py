@@ -23,8 +23,23 @@ if TYPE_CHECKING:
     from autopipe.configs.zoo.weights import BuiltModel
 
 MODELS: Final[Mapping[str, tuple[str, str]]] = {
+    "alexnet": ("alexnet:AlexNet", "convolutions and three large linear layers (PaSE)"),
+    "bert": ("bert:Bert", "masked-language-model encoder; DNABert by its preset (TePDist)"),
+    "candle-uno": ("candle_uno:CandleUno", "regression from several branches of linear layers (GraphPipe)"),
+    "dlrm": ("dlrm:Dlrm", "recommendation: dense branches and embedding bags (GraphPipe)"),
+    "flava": ("flava:Flava", "text and image encoders joined by a cross encoder (Tessel)"),
     "gpt": ("gpt:Gpt", "decoder-only language model with a tied head (Tessel, TePDist)"),
+    "inceptionv3": ("inceptionv3:InceptionV3", "convolutional branches, no auxiliary head (PaSE)"),
     "llama": ("llama:Llama", "RMS norms, rotary positions, SwiGLU, grouped-query attention"),
+    "mmt": ("mmt:MultiModalTransformer", "several transformer branches, concatenated (GraphPipe)"),
+    "moe": ("moe:MixtureOfExperts", "language model whose feed-forward layers are gated experts (TePDist)"),
+    "mt5": ("mt5:Mt5", "encoder-decoder with one shared embedding (Tessel)"),
+    "rnnlm": ("rnnlm:RnnLm", "LSTM language model (PaSE)"),
+    "transformer": ("transformer:Transformer", "the encoder-decoder translation model of 2017 (PaSE)"),
+    "two-branch": ("two_branch:TwoBranch", "two branches of attention and linear layers (GraphPipe's case study)"),
+    "unet": ("unet:UNet", "segmentation with skip connections (TePDist)"),
+    "vgg19": ("vgg19:Vgg19", "convolutions and a classifier of any number of classes (TePDist)"),
+    "wide-resnet": ("wide_resnet:WideResNet", "residual network of wide bottlenecks (TePDist)"),
 }
 """A model's name -> (`module:class` in this package, what the list of models says of it)."""
 

@@ -60,6 +60,11 @@ def kaiming(fan_in: int) -> Initializer:
     return normal(math.sqrt(2.0 / fan_in))
 
 
+def lecun(fan_in: int) -> Initializer:
+    """LeCun et al. (1998): keeps the variance of activations through a linear layer."""
+    return normal(math.sqrt(1.0 / fan_in))
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A float32 parameter: its name, shape and how it is initialised."""
@@ -118,9 +123,10 @@ class GraphBuilder:
         self._parameters[full_name] = Parameter(full_name, dims, init)
         return ir.Value(name=full_name, shape=ir.Shape(dims), type=ir.TensorType(ir.DataType.FLOAT))
 
-    def constant(self, value: int | float | Sequence[int]) -> ir.Value:
-        """A Constant node: an int64 scalar, a float32 scalar or an int64 vector."""
-        array = np.asarray(value, dtype=np.float32 if isinstance(value, float) else np.int64)
+    def constant(self, value: float | Sequence[float]) -> ir.Value:
+        """A Constant node: a scalar or vector, int64 of whole numbers and float32 of others."""
+        array = np.asarray(value)
+        array = array.astype(np.int64 if array.dtype.kind == "i" else np.float32)
         return self._node("Constant", (), {"value": ir.tensor(array)}, 1)[0]
 
     def op(self, op_type: str, *inputs: ir.Value | None, **attributes: Attribute) -> ir.Value:

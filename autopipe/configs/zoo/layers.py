@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autopipe.configs.zoo.builder import ONES, ZEROS, GraphBuilder, Initializer, kaiming
+from autopipe.configs.zoo.builder import ONES, ZEROS, GraphBuilder, Initializer, kaiming, lecun
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -31,7 +31,7 @@ def linear(
 def dense(graph: GraphBuilder, name: str, data: ir.Value, inputs: int, outputs: int, *, relu: bool = True) -> ir.Value:
     """[batch, inputs] -> [batch, outputs] as Gemm with a weight [outputs, inputs], then Relu where wanted."""
     with graph.scope(name):
-        weight = graph.parameter("weight", outputs, inputs, init=kaiming(inputs))
+        weight = graph.parameter("weight", outputs, inputs, init=kaiming(inputs) if relu else lecun(inputs))
         result = graph.op("Gemm", data, weight, graph.parameter("bias", outputs, init=ZEROS), transB=1)
         return graph.op("Relu", result) if relu else result
 

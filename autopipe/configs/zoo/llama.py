@@ -139,9 +139,7 @@ class Llama(ZooModel):
         half = self.head_size // 2
         with graph.scope("rotary"):
             place = graph.op("Unsqueeze", float_positions(graph, self.sequence), graph.constant([1]))
-            step = float_positions(graph, half)
-            exponent = graph.op("Mul", step, graph.constant(-1.0 / half))
-            frequency = graph.op("Pow", graph.constant(float(self.rotary_base)), exponent)
+            frequency = graph.constant([self.rotary_base ** (-step / half) for step in range(half)])
             angle = graph.op("Mul", place, frequency)
             angle = graph.op("Concat", angle, angle, axis=-1)
             return graph.op("Cos", angle), graph.op("Sin", angle)
