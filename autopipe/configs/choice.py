@@ -17,10 +17,10 @@ class Choice:
     selectors: ClassVar[tuple[str, ...]] = ("name",)
 
     name: str
-    """Name of the strategy or scheduler."""
+    """Its name."""
 
     options: Annotated[tuple[tuple[str, Entry], ...], Rest()] = field(default=())
-    """Its options as they were written, each with its place."""
+    """The options of the one that is named, under their own names."""
 
 
 def build(choice: Choice, schema: type[Shape], path: str) -> Shape:

@@ -34,3 +34,9 @@ def cluster_preset(name: str, where: str = "") -> ClusterDescription:
 def read_cluster(path: str | Path) -> ClusterDescription:
     """A cluster's description from a YAML file; raises ConfigurationError with `file:line`."""
     return convert(read_file(path), ClusterDescription)
+
+
+def is_cluster(path: str | Path) -> bool:
+    """Whether a YAML file describes a cluster rather than a configuration, by the keys it has."""
+    document = read_file(path).value
+    return isinstance(document, dict) and not {"device", "levels"}.isdisjoint(document)

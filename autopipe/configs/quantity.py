@@ -19,6 +19,9 @@ class Unit:
     symbol: str
     """What is written after the prefix, such as `B`."""
 
+    noun: str
+    """What it measures, with its article."""
+
     example: str
     """A quantity that shows how it is written."""
 
@@ -45,7 +48,7 @@ class Unit:
         """The shortest exact way to write a whole quantity with a prefix; otherwise the plain number."""
         if self.whole and value >= 1:
             for prefix, scale in sorted((_BINARY | _DECIMAL).items(), key=lambda pair: -pair[1]):
-                if value % scale == 0 and prefix != "k":
+                if value % scale == 0 and prefix != "K":
                     return f"{int(value) // scale}{prefix}{self.symbol}"
         return repr(value)
 
@@ -55,10 +58,10 @@ class Unit:
         return {prefix: Fraction(scale) for prefix, scale in (_DECIMAL | _BINARY).items()}
 
 
-BYTES = Unit("B", "14GiB", whole=True)
-BYTES_PER_SECOND = Unit("B/s", "900GB/s")
-FLOPS = Unit("FLOP/s", "15.7TFLOP/s")
-SECONDS = Unit("s", "5us")
+BYTES = Unit("B", "a size", "14GiB", whole=True)
+BYTES_PER_SECOND = Unit("B/s", "a rate", "900GB/s")
+FLOPS = Unit("FLOP/s", "a rate", "15.7TFLOP/s")
+SECONDS = Unit("s", "a time", "5us or 10s")
 
 
 def parse_bytes(text: str) -> int | None:

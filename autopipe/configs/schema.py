@@ -113,7 +113,7 @@ def field_docs(schema: type[Dataclass]) -> dict[str, str]:
 
 
 def describe(hint: Any) -> str:
-    """A type in a reader's words, such as `a whole number, at least 1, or auto`."""
+    """A type in a reader's words, such as "a whole number from 1 or `auto`"."""
     base, marks = unwrap(hint)
     origin = typing.get_origin(base)
     if origin in (typing.Union, types.UnionType):
@@ -140,14 +140,14 @@ def _describe_scalar(base: Any, marks: tuple[object, ...]) -> str:
         return "a path (text)"
     words = {str: "text", bool: "`true` or `false`", int: "a whole number", float: "a number"}.get(base, str(base))
     if unit is not None:
-        words += f" of {unit.symbol} such as {unit.example}"
+        return f"{unit.noun} such as {unit.example}, or {words} of {unit.symbol}"
     for mark in marks:
         if isinstance(mark, AtLeast):
-            words += f", at least {mark.least:g}"
+            words += f" from {mark.least:g}"
         if isinstance(mark, Above):
-            words += f", above {mark.bound:g}"
+            words += f" above {mark.bound:g}"
         if isinstance(mark, AtMost):
-            words += f", at most {mark.most:g}"
+            words += f" up to {mark.most:g}"
     return words
 
 

@@ -1,0 +1,83 @@
+"""`autopipe config`: what a configuration comes to, whether a file is right, which clusters there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.table import Table
+
+from autopipe.cli.configuration_flags import configuration_options
+from autopipe.cli.options import standard_options
+from autopipe.cli.output import Output
+from autopipe.configs.cluster_file import build_cluster
+from autopipe.configs.configuration import Configuration
+from autopipe.configs.dump import dump
+from autopipe.configs.load import dump_configuration, load_configuration, resolve_cluster
+from autopipe.configs.presets import cluster_names, cluster_preset, is_cluster, read_cluster
+from autopipe.configs.quantity import format_bytes
+
+
+@click.group()
+def config() -> None:
+    """Show the effective configuration, check a file, list the cluster presets.
+
+    \b
+    Example:
+      autopipe config show --config train.yaml --set optimizer.lr=0.1
+      autopipe config check train.yaml
+      autopipe config clusters
+    """
+
+
+@config.command()
+@configuration_options
+@standard_options
+def show(output: Output, configuration: Configuration) -> None:
+    """Print the effective configuration: defaults, under the file, under the flags. It is itself a valid --config.
+
+    \b
+    Example:
+      autopipe config show --config train.yaml --gpus 8 > effective.yaml
+    """
+    output.result(dump(configuration), dump_configuration(configuration).rstrip())
+
+
+@config.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@standard_options
+def check(output: Output, file: Path) -> None:
+    """Check FILE, a configuration or the description of a cluster; what is wrong is said with its line.
+
+    \b
+    Example:
+      autopipe config check train.yaml
+    """
+    if is_cluster(file):
+        cluster, kind = build_cluster(read_cluster(file), None), "cluster"
+    else:
+        cluster, kind = resolve_cluster(load_configuration(file)), "configuration"
+    data = {"file": str(file), "kind": kind, "valid": True, "cluster": cluster.name, "devices": cluster.size}
+    output.result(data, f"{file}: a valid {kind} ({cluster.size} devices of {cluster.name})")
+
+
+@config.command()
+@standard_options
+def clusters(output: Output) -> None:
+    """List the cluster presets.
+
+    \b
+    Example:
+      autopipe config clusters
+      autopipe config clusters --json
+    """
+    table = Table("preset", "device", "memory", "fp32 TFLOP/s", "memory GB/s", "links", box=None, pad_edge=False)
+    entries = []
+    for name in cluster_names():
+        description = cluster_preset(name)
+        entries.append({"preset": name, **dump(description)})
+        device = description.device
+        links = ", ".join(f"{level.name} {level.bandwidth / 1e9:g} GB/s" for level in description.levels)
+        figures = (f"{device.peak.fp32 / 1e12:g}", f"{device.bandwidth / 1e9:g}")
+        table.add_row(name, device.name, format_bytes(device.memory), *figures, links)
+    output.result({"clusters": entries}, table)
