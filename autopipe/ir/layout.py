@@ -114,20 +114,22 @@ def replicated(shape: tuple[int, ...]) -> Layout:
     return Layout(shape, (), ((),) * len(shape))
 
 
-def operand_layout(space: Space, dimensions: tuple[Dimension, ...], shape: tuple[int, ...], splits: tuple[Split, ...]) -> Layout:
+def operand_layout(
+    space: Space, dimensions: tuple[Dimension, ...], shape: tuple[int, ...], splits: tuple[Split, ...]
+) -> Layout:
     """What a device needs of an operand, or holds of a result, under `splits` of the node's iteration space.
 
     A cut inside a merged dimension is a block only where the axis is the outermost of extent above one; callers keep
     to such splits (see `is_block`). Results reduced over a split axis are partial.
     """
     axes = {split.axis: position for position, split in enumerate(splits)}
-    cuts = tuple(
-        tuple(axes[name] for name in dimension if name in axes) for dimension in dimensions
-    )
+    cuts = tuple(tuple(axes[name] for name in dimension if name in axes) for dimension in dimensions)
     return Layout(shape, tuple(split.degree for split in splits), cuts)
 
 
-def result_layout(space: Space, dimensions: tuple[Dimension, ...], shape: tuple[int, ...], splits: tuple[Split, ...]) -> Layout:
+def result_layout(
+    space: Space, dimensions: tuple[Dimension, ...], shape: tuple[int, ...], splits: tuple[Split, ...]
+) -> Layout:
     """The layout in which a node leaves a result: like an operand's, and partial over split axes that it reduces."""
     held = operand_layout(space, dimensions, shape, splits)
     present = {name for dimension in dimensions for name in dimension}

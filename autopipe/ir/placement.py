@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
+from autopipe.ir.ops import operator_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +79,44 @@ class Placement:
                 raise InfeasibleError(f"stage {target} needs a value of the later stage {source}")
 
 
+_CHEAP_KINDS = frozenset({"view", "memory", "elementwise", "reduction"})
+
+
+def recomputed_nodes(graph: Graph) -> frozenset[int]:
+    """Nodes that every stage which needs their values computes for itself: masks, positions, constant tables.
+
+    Computing them again costs less than sending: they depend on no parameter, so no gradient flows through them, and
+    on no expensive operator; the data inputs they start from can be read by any rank.
+    """
+    found: set[int] = set()
+    for index, node in enumerate(graph.nodes):
+        row = operator_of(node)
+        if row is None or row.kind not in _CHEAP_KINDS:
+            continue
+        producers = [graph.producer(name) for name in node.inputs if name]
+        if any(name and graph.parameter(name) is not None for name in node.inputs):
+            continue
+        if all(producer is None or producer in found for producer in producers):
+            found.add(index)
+    return frozenset(found)
+
+
 def crossing_values(graph: Graph, placement: Placement) -> Iterator[tuple[str, int, int]]:
-    """Each (value, producing stage, consuming stage) with different stages, in topological order, each once."""
+    """Each (value, producing stage, consuming stage) with different stages, in topological order, each once.
+
+    Values of `recomputed_nodes` cross no edge.
+    """
     stage_of = placement.stage_of()
+    recomputed = recomputed_nodes(graph)
     seen: set[tuple[str, int]] = set()
     for index, node in enumerate(graph.nodes):
+        if index in recomputed:
+            continue
         for name in node.inputs:
             producer = graph.producer(name) if name else None
-            if producer is None or stage_of[producer] == stage_of[index] or (name, stage_of[index]) in seen:
+            if producer is None or producer in recomputed:
+                continue
+            if stage_of[producer] == stage_of[index] or (name, stage_of[index]) in seen:
                 continue
             seen.add((name, stage_of[index]))
             yield name, stage_of[producer], stage_of[index]

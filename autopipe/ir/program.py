@@ -66,10 +66,12 @@ class StageCode:
 class Piece:
     """A block of a tensor that one rank sends to another when a task is done.
 
+    `channel` numbers the pieces of a program: messages of one channel arrive in the order in which they are sent.
     `tensor` names the value; `sent` is the block in coordinates of the sender's local tensor, `received` in the
     receiver's. `needs_gradient` says that its gradient travels the same way back.
     """
 
+    channel: int
     tensor: str
     source_stage: int
     target_stage: int

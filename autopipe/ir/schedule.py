@@ -37,7 +37,9 @@ class Task:
         """The task that `text` spells. Raises ConfigurationError."""
         match = _TASK.fullmatch(text)
         if match is None:
-            raise ConfigurationError(f"{text!r} is not a task", hint="tasks are written like 2F0: stage, phase, micro-batch")
+            raise ConfigurationError(
+                f"{text!r} is not a task", hint="tasks are written like 2F0: stage, phase, micro-batch"
+            )
         return Task(int(match[1]), Phase(match[2]), int(match[3]))
 
 
@@ -77,7 +79,9 @@ class Schedule:
         """The order as text, one line a device."""
         return "\n".join(f"{device}: {' '.join(map(str, order))}" for device, order in enumerate(self.tasks))
 
-    def verify(self, stage_devices: tuple[tuple[int, ...], ...], edges: tuple[tuple[int, int], ...], train: bool) -> None:
+    def verify(
+        self, stage_devices: tuple[tuple[int, ...], ...], edges: tuple[tuple[int, int], ...], train: bool
+    ) -> None:
         """Raise InfeasibleError, with the grid and the offending cell marked, unless the schedule can run.
 
         Every stage runs each phase of each micro-batch once on each of its devices; and some execution respects every

@@ -34,7 +34,9 @@ def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | No
     Raises CodegenError where the placement or the schedule cannot be executed.
     """
     if loss is not None and math.prod(graph.type_of(loss).shape) != 1:
-        raise CodegenError(f"the loss {loss!r} has shape {list(graph.type_of(loss).shape)}", hint="it must be one number")
+        raise CodegenError(
+            f"the loss {loss!r} has shape {list(graph.type_of(loss).shape)}", hint="it must be one number"
+        )
     wanted = (loss,) if loss is not None else tuple(dict.fromkeys(graph.outputs))
     assigned = assign_nodes(graph, placement, wanted)
     stages = tuple(
@@ -53,9 +55,7 @@ def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | No
         inputs=input_ranges(graph),
         outputs=tuple(_output(graph, name, placement, stages) for name in wanted),
         stages=tuple(stage.code for stage in stages),
-        ranks=tuple(
-            _rank(rank, graph, stages, pieces, shards[rank], schedule) for rank in range(len(schedule.tasks))
-        ),
+        ranks=tuple(_rank(rank, graph, stages, pieces, shards[rank], schedule) for rank in range(len(schedule.tasks))),
     )
 
 
@@ -136,9 +136,7 @@ def _output(graph: Graph, name: str, placement: Placement, stages: tuple[Sharded
     number = placement.stage_of()[producer]
     layout = stages[number].outputs[name]
     devices = placement.stages[number].devices
-    boxes = tuple(
-        OutputShard(rank, layout.box(position, len(devices))) for position, rank in enumerate(devices)
-    )
+    boxes = tuple(OutputShard(rank, layout.box(position, len(devices))) for position, rank in enumerate(devices))
     return Output(graph.type_of(name), number, boxes, _combine(layout), _batch_dimension(graph, name))
 
 

@@ -6,7 +6,21 @@ from autopipe.ir.graph import Graph, Node
 from autopipe.ir.program import InputRange
 
 _PASSING = frozenset(
-    ["Cast", "Concat", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze", "Where"]
+    [
+        "Cast",
+        "Concat",
+        "Expand",
+        "Flatten",
+        "Identity",
+        "Reshape",
+        "Slice",
+        "Split",
+        "Squeeze",
+        "Tile",
+        "Transpose",
+        "Unsqueeze",
+        "Where",
+    ]
 )
 """Operators whose result holds the same numbers."""
 _MASK_LIMIT = 2

@@ -131,7 +131,9 @@ class _Sharding:
             for position, name in enumerate(use.node.inputs)
         )
         layouts = [
-            None if value is None else result_layout(use.space, use.space.results[position] or (), value.shape, use.splits)
+            None
+            if value is None
+            else result_layout(use.space, use.space.results[position] or (), value.shape, use.splits)
             for position, value in enumerate(use.signature.results)
         ]
         results = tuple(

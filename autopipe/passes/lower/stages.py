@@ -86,9 +86,7 @@ def _with_recomputed(graph: Graph, nodes: set[int], recomputed: frozenset[int]) 
     return sorted(found)
 
 
-def _splits(
-    graph: Graph, placement: Placement, stage_of: dict[int, int], node: int, stage: Stage
-) -> tuple[Split, ...]:
+def _splits(graph: Graph, placement: Placement, stage_of: dict[int, int], node: int, stage: Stage) -> tuple[Split, ...]:
     """The splits of a node on a stage's group: its own where it lives there, else the same axis over this group."""
     home = placement.stages[stage_of[node]]
     if home is stage:

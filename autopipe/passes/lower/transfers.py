@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import Layout
@@ -9,7 +11,9 @@ from autopipe.ir.program import Piece
 from autopipe.passes.lower.shard import ShardedStage
 
 
-def transfer_pieces(graph: Graph, stages: tuple[ShardedStage, ...], differentiable: frozenset[str]) -> tuple[Piece, ...]:
+def transfer_pieces(
+    graph: Graph, stages: tuple[ShardedStage, ...], differentiable: frozenset[str]
+) -> tuple[Piece, ...]:
     """All pieces that cross between stages in one micro-batch, by target stage, then value, then target rank."""
     producers = {name: number for number, stage in enumerate(stages) for name in stage.outputs}
     pieces: list[Piece] = []
@@ -19,7 +23,7 @@ def transfer_pieces(graph: Graph, stages: tuple[ShardedStage, ...], differentiab
             if source is None:
                 continue
             pieces.extend(_value_pieces(name, source, target, stages, need, name in differentiable))
-    return tuple(pieces)
+    return tuple(replace(piece, channel=channel) for channel, piece in enumerate(pieces))
 
 
 def _value_pieces(
@@ -42,6 +46,7 @@ def _value_pieces(
             sender = receiver if receiver in holders else holders[position % len(holders)]
             pieces.append(
                 Piece(
+                    channel=0,
                     tensor=name,
                     source_stage=source,
                     target_stage=target,

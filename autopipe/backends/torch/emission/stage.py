@@ -84,9 +84,7 @@ def _statement(operation: Operation, names: _Names, dead: tuple[str, ...]) -> li
     else:
         code, comment = _expression(operation, names), _comment(operation)
         results = operation.signature.results
-        target = ", ".join(
-            "_" if value is None or value.name in dead else names.fresh(value) for value in results
-        )
+        target = ", ".join("_" if value is None or value.name in dead else names.fresh(value) for value in results)
         if target == "_":
             return []
     written = set(_writes(operation))
@@ -128,10 +126,56 @@ def _quoted(name: str) -> str:
 def _collective(operation: Collective, names: _Names) -> str:
     source = names.codes[operation.source.name]
     if operation.kind == "all_reduce":
-        return f"g.all_reduce({source}{', average=True' if operation.average else ''})"
-    return f"g.{operation.kind}({source}, {operation.dimension})"
+        return f"p.group.all_reduce({source}{', average=True' if operation.average else ''})"
+    return f"p.group.{operation.kind}({source}, {operation.dimension})"
 
 
 def _collective_comment(operation: Collective) -> str:
     size = max(operation.source.bytes, operation.result.bytes)
     return f"{operation.kind} over {len(operation.ranks)} ranks, {size / 2**20:.3g} MiB"
+
+
+_CONSTANT = re.compile(r"\bp\.(c\d+)\b")
+
+
+def emit_stage(stage: StageCode, title: str) -> str:
+    """The whole file of a stage: docstring, types of what it takes, and its forward.
+
+    `title` is one line that says what the stage is part of; it must be plain text of our own.
+    """
+    forward = emit_forward(stage)
+    used = dict.fromkeys(_CONSTANT.findall(forward))
+    names = [f"x{position}" for position in range(len(stage.inputs))]
+    outputs = forward.rstrip().rpartition("return ")[2].strip("()").rstrip(",")
+    listed = [name.strip() for name in outputs.split(",")]
+    return (
+        f'"""{title}\n\n{_summary(stage, names, listed)}"""\n\n'
+        "import torch\n"
+        "import torch.nn.functional as F\n\n"
+        "from autopipe.backends.torch.runtime import operators\n\n"
+        f"INPUTS = {_types(names, stage.inputs)}\n"
+        f"OUTPUTS = {_types(listed, stage.outputs)}\n"
+        f"PARAMETERS = {tuple(f'w{index}' for index, _ in stage.parameters)!r}\n"
+        f"CONSTANTS = {tuple(used)!r}\n\n\n"
+        f"{forward}"
+    )
+
+
+def _types(names: list[str], values: tuple[Value, ...]) -> str:
+    """A dict from identifier to element type and local shape."""
+    lines = [
+        f"    {name!r}: (torch.{value.dtype.value}, {value.shape!r}),\n"
+        for name, value in zip(names, values, strict=True)
+    ]
+    return f"{{\n{''.join(lines)}}}" if lines else "{}"
+
+
+def _summary(stage: StageCode, inputs: list[str], outputs: list[str]) -> str:
+    """Lines saying what goes in and out, and how large the parameters are."""
+    rows = [("in", name, value) for name, value in zip(inputs, stage.inputs, strict=True)]
+    rows += [("out", name, value) for name, value in zip(outputs, stage.outputs, strict=True)]
+    lines = [f"{way:<4} {name:<5} {value.dtype.value:<8} {list(value.shape)}" for way, name, value in rows]
+    elements = sum(value.elements for _, value in stage.parameters)
+    size = sum(value.bytes for _, value in stage.parameters)
+    lines.append(f"parameters {elements:,} ({size / 2**20:.1f} MiB)")
+    return "\n".join(lines) + "\n"

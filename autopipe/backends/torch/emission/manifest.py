@@ -1,0 +1,133 @@
+"""The side file of a program: what is data rather than code, names from the model above all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autopipe.ir.graph import FileSlice, Fill, Parameter, Storage
+from autopipe.ir.problem import Optimizer
+from autopipe.ir.program import Output, Program, RankCode
+
+FORMAT = "autopipe.program/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What a program was made from and how its steps are run."""
+
+    model: str
+    """Absolute path of the ONNX file whose weights the ranks read."""
+    model_digest: str
+    """SHA-256 of the ONNX file."""
+    plan_digest: str
+    optimizer: Optimizer
+    precision: str
+    seed: int
+    predicted_step_s: float
+    predicted_bubble: float
+
+
+def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
+    """The manifest as a JSON object; `autopipe.backends.torch.runtime.manifest` reads it."""
+    optimizer = provenance.optimizer
+    return {
+        "format": FORMAT,
+        "model": {"path": provenance.model, "sha256": provenance.model_digest},
+        "plan": provenance.plan_digest,
+        "world_size": program.world_size,
+        "mode": "train" if program.train else "infer",
+        "micro_batches": program.micro_batches,
+        "micro_batch_size": program.micro_batch_size,
+        "loss": program.loss,
+        "precision": provenance.precision,
+        "seed": provenance.seed,
+        "optimizer": {
+            "name": optimizer.name,
+            "lr": optimizer.lr,
+            "momentum": optimizer.momentum,
+            "weight_decay": optimizer.weight_decay,
+            "betas": list(optimizer.betas),
+            "eps": optimizer.eps,
+        },
+        "predicted": {"step_s": provenance.predicted_step_s, "bubble": provenance.predicted_bubble},
+        "inputs": [
+            {
+                "name": each.value.name,
+                "dtype": each.value.dtype.value,
+                "shape": list(each.value.shape),
+                "batch_axis": each.batch_axis,
+                "below": each.below,
+            }
+            for each in program.inputs
+        ],
+        "outputs": [_output(each, program) for each in program.outputs],
+        "parameters": [_parameter(each) for each in program.parameters],
+        "stages": [list(stage.devices) for stage in program.stages],
+        "channels": _channels(program),
+        "ranks": [_rank(each) for each in program.ranks],
+    }
+
+
+def _channels(program: Program) -> list[list[int]]:
+    """[number, source rank, target rank] of every channel between different ranks, by number."""
+    pieces = {
+        piece.channel: piece
+        for rank in program.ranks
+        for stage in rank.stages
+        for piece in stage.sends
+        if piece.source_rank != piece.target_rank
+    }
+    return [[number, piece.source_rank, piece.target_rank] for number, piece in sorted(pieces.items())]
+
+
+def _output(output: Output, program: Program) -> dict[str, Any]:
+    stage = program.stages[output.stage]
+    position = [value.name for value in stage.outputs].index(output.value.name)
+    return {
+        "name": output.value.name,
+        "dtype": output.value.dtype.value,
+        "shape": list(output.value.shape),
+        "stage": output.stage,
+        "position": position,
+        "combine": output.combine,
+        "batch_axis": output.batch_axis,
+        "shards": [
+            {"rank": shard.rank, "starts": list(shard.box.starts), "stops": list(shard.box.stops)}
+            for shard in output.shards
+        ],
+    }
+
+
+def _parameter(parameter: Parameter) -> dict[str, Any]:
+    return {
+        "name": parameter.value.name,
+        "dtype": parameter.value.dtype.value,
+        "shape": list(parameter.value.shape),
+        "trainable": parameter.trainable,
+        "storage": _storage(parameter.storage),
+    }
+
+
+def _storage(storage: Storage) -> dict[str, Any]:
+    if isinstance(storage, FileSlice):
+        return {"kind": "file", "file": storage.file, "offset": storage.offset, "length": storage.length}
+    if isinstance(storage, Fill):
+        return {"kind": "fill", "value": storage.value}
+    return {"kind": "draw", "scheme": storage.scheme, "scale": storage.scale}
+
+
+def _rank(rank: RankCode) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "stages": [stage.stage for stage in rank.stages],
+        "shards": [
+            {
+                "parameter": shard.parameter,
+                "starts": list(shard.box.starts),
+                "stops": list(shard.box.stops),
+                "ranks": list(shard.gradient_ranks),
+            }
+            for shard in rank.shards
+        ],
+    }

@@ -1,0 +1,157 @@
+"""The *when* of a rank as text: what each stage exchanges, and the step in three sections."""
+
+from __future__ import annotations
+
+from autopipe.ir.layout import Box
+from autopipe.ir.program import (
+    Instruction,
+    Loop,
+    Piece,
+    Program,
+    RankCode,
+    Section,
+    StageCode,
+    StageOnRank,
+    Verb,
+)
+
+_LINE = 112
+
+
+def stage_module(stage: int) -> str:
+    """Module name of a stage's file."""
+    return f"stage_{stage:02d}"
+
+
+def rank_module(rank: int) -> str:
+    """Module name of a rank's file."""
+    return f"rank_{rank:03d}"
+
+
+def emit_rank(program: Program, rank: RankCode, title: str) -> str:
+    """The whole file of a rank. `title` is the docstring's text; it must be plain text of our own."""
+    modules = "".join(f"import {stage_module(stage.stage)}\n" for stage in rank.stages)
+    stages = "\n".join(_stage(program, rank.rank, stage) for stage in rank.stages)
+    return (
+        f'"""{title}"""\n\n'
+        f"{modules}"
+        "from autopipe.backends.torch import runtime\n\n"
+        f"rank = runtime.Rank({rank.rank}, __file__)\n\n"
+        f"{stages}\n\n"
+        f"{_step(rank)}\n\n"
+        'if __name__ == "__main__":\n'
+        "    rank.main(step)\n"
+    )
+
+
+def _stage(program: Program, rank: int, wired: StageOnRank) -> str:
+    code = program.stages[wired.stage]
+    arguments = {value.name: f"x{position}" for position, value in enumerate(code.inputs)}
+    module = stage_module(wired.stage)
+    lines = [f"s{wired.stage} = rank.stage(", f"    {wired.stage},", f"    {module},"]
+    lines += [
+        f"    runtime.Data({arguments[data.tensor]!r}, {data.tensor!r}, {_slices(data.box)})," for data in wired.data
+    ]
+    lines += [
+        f"    runtime.Receive({arguments[piece.tensor]!r}, {_piece(piece, piece.source_rank, piece.source_stage)}"
+        f"{_part(piece.received, code.inputs[_position(code, piece)].shape)}),"
+        for piece in wired.receives
+    ]
+    outputs = [value.name for value in code.outputs]
+    for piece in wired.sends:
+        position = outputs.index(piece.tensor)
+        part = _part(piece.sent, code.outputs[position].shape)
+        lines.append(f"    runtime.Send({position}, {_piece(piece, piece.target_rank, piece.target_stage)}{part}),")
+    if program.loss in outputs:
+        share = _loss_share(program, wired.stage)
+        lines.append(f"    runtime.Loss({outputs.index(program.loss)}, share={share!r}),")
+    if code.recompute:
+        lines.append("    runtime.Recompute(),")
+    lines.append(")")
+    return "\n".join(lines)
+
+
+def _position(code: StageCode, piece: Piece) -> int:
+    return next(index for index, value in enumerate(code.inputs) if value.name == piece.tensor)
+
+
+def _piece(piece: Piece, rank: int, stage: int) -> str:
+    gradient = "" if piece.needs_gradient else ", gradient=False"
+    return f"rank={rank}, stage={stage}, channel={piece.channel}{gradient}"
+
+
+def _part(box: Box, shape: tuple[int, ...]) -> str:
+    return "" if box.shape == shape else f", box={_slices(box)}"
+
+
+def _slices(box: Box) -> str:
+    return repr(tuple(zip(box.starts, box.stops, strict=True)))
+
+
+def _loss_share(program: Program, stage: int) -> float:
+    """This rank's share in the step's loss for each micro-batch: shares of all ranks and micro-batches add up to it."""
+    output = next(each for each in program.outputs if each.value.name == program.loss)
+    copies = 1 if output.combine == "sum" else len(output.shards)
+    return 1.0 / (program.micro_batches * copies)
+
+
+def _step(rank: RankCode) -> str:
+    lines = ["def step():"]
+    for title, section in (("warm-up", rank.warm_up), ("repetend", rank.repetend), ("cool-down", rank.cool_down)):
+        if section:
+            lines.append(f"    # {title}")
+            lines.extend(_section(section))
+    if len(lines) == 1:
+        lines.append("    pass")
+    return "\n".join(lines) + "\n"
+
+
+def _section(section: Section) -> list[str]:
+    lines: list[str] = []
+    straight: list[Instruction] = []
+    for item in (*section, None):
+        if isinstance(item, Instruction):
+            straight.append(item)
+            continue
+        lines.extend(_lines(straight, "    ", ""))
+        straight = []
+        if isinstance(item, Loop):
+            lines.append(f"    for i in range({_range(item)}):")
+            first = item.body[0].micro_batch
+            lines.extend(_lines(item.body, "        ", "i", first))
+    return lines
+
+
+def _range(loop: Loop) -> str:
+    """The loop variable is the micro-batch of the body's first instruction."""
+    start = loop.body[0].micro_batch
+    stop = start + loop.count * loop.stride
+    if loop.stride != 1:
+        return f"{start}, {stop}, {loop.stride}"
+    return f"{start}, {stop}" if start else f"{stop}"
+
+
+_TASK_ENDS = (Verb.FORWARD, Verb.BACKWARD)
+
+
+def _lines(items: list[Instruction] | tuple[Instruction, ...], indent: str, variable: str, base: int = 0) -> list[str]:
+    """One line a task: what is posted before it, the task, and what it sends."""
+    lines: list[str] = []
+    current: list[str] = []
+    done = False
+    for item in items:
+        if current and done and item.verb not in (Verb.SEND, Verb.SEND_GRADIENT):
+            lines.append(indent + "; ".join(current))
+            current, done = [], False
+        current.append(f"s{item.stage}.{item.verb.value}({_index(item.micro_batch, variable, base)})")
+        done = done or item.verb in _TASK_ENDS
+    if current:
+        lines.append(indent + "; ".join(current))
+    return lines
+
+
+def _index(micro_batch: int, variable: str, base: int) -> str:
+    if not variable:
+        return str(micro_batch)
+    offset = micro_batch - base
+    return variable if not offset else f"{variable} {'+' if offset > 0 else '-'} {abs(offset)}"

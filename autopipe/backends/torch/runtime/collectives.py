@@ -1,0 +1,67 @@
+"""Exchanges inside a stage's group, as generated code calls them: differentiable, each one's backward its transpose.
+
+The ranks of a group compute one function together. A rank's gradient of a tensor it holds a copy of is its share:
+the shares of all copies add up to the gradient. See `autopipe.passes.lower.shard`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Group:
+    """A stage's group as seen from one of its ranks."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, process_group: dist.ProcessGroup | None) -> None:
+        self.size = len(ranks)
+        self.position = ranks.index(rank)
+        self.process_group = process_group
+
+    def all_reduce(self, tensor: torch.Tensor, average: bool = False) -> torch.Tensor:
+        """The sum, or with `average` the mean, of all ranks' tensors."""
+        total: torch.Tensor = _AllReduce.apply(tensor, self)
+        return total / self.size if average else total
+
+    def all_gather(self, tensor: torch.Tensor, dimension: int) -> torch.Tensor:
+        """The ranks' shards joined along `dimension`."""
+        gathered: torch.Tensor = _AllGather.apply(tensor, self, dimension)
+        return gathered
+
+    def slice(self, tensor: torch.Tensor, dimension: int) -> torch.Tensor:
+        """This rank's shard of a tensor that every rank holds whole."""
+        extent = tensor.shape[dimension] // self.size
+        return tensor.narrow(dimension, self.position * extent, extent)
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+        context.group = group
+        return _sum(tensor, group)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _sum(gradients[0], context.group), None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, group: Group, dimension: int) -> torch.Tensor:
+        context.group, context.dimension = group, dimension
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size)]
+        dist.all_gather(parts, tensor.contiguous(), group=group.process_group)
+        return torch.cat(parts, dimension)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        group: Group = context.group
+        return group.slice(_sum(gradients[0], group), context.dimension).contiguous(), None, None
+
+
+def _sum(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group.process_group)
+    return total

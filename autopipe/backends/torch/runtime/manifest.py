@@ -1,0 +1,192 @@
+"""The manifest of a program folder, read and checked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopipe.ir.errors import ConfigurationError
+
+FORMAT = "autopipe.program/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Where a parameter's numbers come from: `file` (offset and length in bytes), `fill` (value) or `draw` (scheme)."""
+
+    kind: str
+    file: str = ""
+    offset: int = 0
+    length: int = 0
+    value: float = 0.0
+    scheme: str = ""
+    scale: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterEntry:
+    """A parameter of the model."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    trainable: bool
+    storage: Storage
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """A rank's block of a parameter, and the ranks whose gradients of it are added up."""
+
+    parameter: int
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents of the block."""
+        return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class InputEntry:
+    """A graph input of one micro-batch."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    batch_axis: int | None
+    below: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputShard:
+    """A block of an output and the rank that holds it."""
+
+    rank: int
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputEntry:
+    """An output of the graph: which stage gives it, as which result, in which blocks."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stage: int
+    position: int
+    combine: str
+    batch_axis: int | None
+    shards: tuple[OutputShard, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything of a program that is data rather than code."""
+
+    folder: Path
+    model: Path
+    model_digest: str
+    plan: str
+    world_size: int
+    train: bool
+    micro_batches: int
+    micro_batch_size: int
+    loss: str | None
+    precision: str
+    seed: int
+    optimizer: dict[str, Any]
+    predicted_step_s: float
+    predicted_bubble: float
+    inputs: tuple[InputEntry, ...]
+    outputs: tuple[OutputEntry, ...]
+    parameters: tuple[ParameterEntry, ...]
+    shards: tuple[tuple[ShardEntry, ...], ...]
+    """A tuple for each rank."""
+    stage_ranks: tuple[tuple[int, ...], ...]
+    """The group of each stage."""
+    channels: tuple[tuple[int, int, int], ...]
+    """(number, source rank, target rank) of every channel, in global order."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a step."""
+        return self.micro_batches * self.micro_batch_size
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a program folder. Raises ConfigurationError where there is none or it cannot be read."""
+    path = folder / "manifest.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(
+            f"{folder} is not a program folder: {error.strerror}", hint="run autopipe codegen"
+        ) from error
+    except ValueError as error:
+        raise ConfigurationError(f"not valid JSON: {error}", where=str(path)) from error
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise ConfigurationError(
+            f"not a manifest of format {FORMAT}", hint="run autopipe codegen again", where=str(path)
+        )
+    try:
+        return _manifest(folder, raw)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"the manifest is damaged: {error!r}", where=str(path)) from error
+
+
+def _manifest(folder: Path, raw: dict[str, Any]) -> Manifest:
+    return Manifest(
+        folder=folder,
+        model=Path(raw["model"]["path"]),
+        model_digest=str(raw["model"]["sha256"]),
+        plan=str(raw["plan"]),
+        world_size=int(raw["world_size"]),
+        train=raw["mode"] == "train",
+        micro_batches=int(raw["micro_batches"]),
+        micro_batch_size=int(raw["micro_batch_size"]),
+        loss=raw["loss"],
+        precision=str(raw["precision"]),
+        seed=int(raw["seed"]),
+        optimizer=dict(raw["optimizer"]),
+        predicted_step_s=float(raw["predicted"]["step_s"]),
+        predicted_bubble=float(raw["predicted"]["bubble"]),
+        inputs=tuple(
+            InputEntry(each["name"], each["dtype"], tuple(each["shape"]), each["batch_axis"], each["below"])
+            for each in raw["inputs"]
+        ),
+        outputs=tuple(_output(each) for each in raw["outputs"]),
+        parameters=tuple(
+            ParameterEntry(
+                each["name"], each["dtype"], tuple(each["shape"]), bool(each["trainable"]), Storage(**each["storage"])
+            )
+            for each in raw["parameters"]
+        ),
+        shards=tuple(
+            tuple(
+                ShardEntry(each["parameter"], tuple(each["starts"]), tuple(each["stops"]), tuple(each["ranks"]))
+                for each in rank["shards"]
+            )
+            for rank in raw["ranks"]
+        ),
+        stage_ranks=tuple(tuple(ranks) for ranks in raw["stages"]),
+        channels=tuple((number, source, target) for number, source, target in raw["channels"]),
+    )
+
+
+def _output(raw: dict[str, Any]) -> OutputEntry:
+    return OutputEntry(
+        name=raw["name"],
+        dtype=raw["dtype"],
+        shape=tuple(raw["shape"]),
+        stage=raw["stage"],
+        position=raw["position"],
+        combine=raw["combine"],
+        batch_axis=raw["batch_axis"],
+        shards=tuple(OutputShard(each["rank"], tuple(each["starts"]), tuple(each["stops"])) for each in raw["shards"]),
+    )

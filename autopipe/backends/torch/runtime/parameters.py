@@ -1,0 +1,82 @@
+"""A rank's parameters: its own blocks only, read from the ONNX file by offset or drawn from the seed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from autopipe.backends.torch.runtime import philox
+from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry
+from autopipe.ir.errors import LaunchError
+
+_PARAMETER_STREAM = 1
+_NUMPY = {"bfloat16": np.dtype("<u2")}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch type of an element type's name."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def load_parameters(manifest: Manifest, rank: int, device: torch.device, seed: int) -> dict[int, torch.Tensor]:
+    """The rank's blocks by parameter index, on `device`, gradients enabled for the trainable ones when training."""
+    found: dict[int, torch.Tensor] = {}
+    for shard in manifest.shards[rank]:
+        entry = manifest.parameters[shard.parameter]
+        block = read_block(manifest.model.parent, manifest.model, entry, shard, seed)
+        tensor = block.to(device)
+        tensor.requires_grad_(manifest.train and entry.trainable and tensor.is_floating_point())
+        found[shard.parameter] = tensor
+    return found
+
+
+def read_block(folder: Path, model: Path, entry: ParameterEntry, shard: ShardEntry, seed: int) -> torch.Tensor:
+    """One block of one parameter on the CPU. Raises LaunchError where the file is missing or too short."""
+    if entry.storage.kind == "fill":
+        return torch.full(shard.shape, entry.storage.value, dtype=torch_dtype(entry.dtype))
+    if entry.storage.kind == "draw":
+        return torch.from_numpy(draw_block(entry, shard, seed)).to(torch_dtype(entry.dtype))
+    path = folder / entry.storage.file if entry.storage.file else model
+    stored = _NUMPY.get(entry.dtype) or np.dtype(entry.dtype).newbyteorder("<")
+    try:
+        whole = np.memmap(path, dtype=stored, mode="r", offset=entry.storage.offset, shape=entry.shape or (1,))
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"parameter {entry.name!r} cannot be read: {error}", where=str(path)) from error
+    region = tuple(slice(start, stop) for start, stop in zip(shard.starts, shard.stops, strict=True))
+    block = np.array(whole[region] if entry.shape else whole.reshape(()))
+    if entry.dtype == "bfloat16":
+        return torch.from_numpy(block.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(block)
+
+
+def draw_block(entry: ParameterEntry, shard: ShardEntry, seed: int) -> np.ndarray:
+    """The numbers of a block as any sharding draws them: element i of the parameter is element i of its stream."""
+    scheme, scale = entry.storage.scheme, entry.storage.scale
+    if scheme in ("zeros", "ones"):
+        return np.full(shard.shape, float(scheme == "ones"), dtype=np.float32)
+    row = math.prod(entry.shape[1:])
+    first, last = (shard.starts[0] * row, shard.stops[0] * row) if entry.shape else (0, 1)
+    stream = (_PARAMETER_STREAM, shard.parameter)
+    if scheme == "normal":
+        drawn = philox.normal(seed, stream, first, last - first) * scale
+    else:
+        drawn = (philox.uniform(seed, stream, first, last - first) * 2.0 - 1.0) * scale
+    rows = drawn.astype(np.float32).reshape(-1, *entry.shape[1:]) if entry.shape else drawn.astype(np.float32)
+    region = tuple(slice(start, stop) for start, stop in zip(shard.starts[1:], shard.stops[1:], strict=True))
+    return np.ascontiguousarray(rows[(slice(None), *region)]).reshape(shard.shape)
+
+
+def load_constants(folder: Path, names: set[str], device: torch.device) -> dict[str, torch.Tensor]:
+    """The constants called `names`, on `device`."""
+    with np.load(folder / "constants.npz", allow_pickle=False) as stored:
+        return {name: torch.from_numpy(stored[name]).to(device) for name in sorted(names)}
+
+
+class Arguments(SimpleNamespace):
+    """What a stage's forward reaches as `p`: parameters `w…`, constants `c…`, `device` and `group`."""

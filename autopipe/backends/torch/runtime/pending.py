@@ -1,0 +1,39 @@
+"""Messages under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A tensor that is being received."""
+
+    work: dist.Work
+    buffer: torch.Tensor
+    device: torch.device
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, once it is there."""
+        self.work.wait()
+        return self.buffer if self.buffer.device == self.device else self.buffer.to(self.device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A tensor that is being sent; it must not change or go away before it is gone."""
+
+    work: dist.Work | None
+    tensor: torch.Tensor
+
+    def is_gone(self) -> bool:
+        """Whether it has been sent."""
+        return self.work is None or self.work.is_completed()
+
+    def wait(self) -> None:
+        """Wait until it has been sent."""
+        if self.work is not None:
+            self.work.wait()

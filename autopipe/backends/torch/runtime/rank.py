@@ -1,0 +1,157 @@
+"""One rank: sets up what its stages need, and runs steps."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from autopipe.backends.torch.runtime.clock import Clock
+from autopipe.backends.torch.runtime.collectives import Group
+from autopipe.backends.torch.runtime.data import open_source, read_block
+from autopipe.backends.torch.runtime.gradients import GradientReduction
+from autopipe.backends.torch.runtime.manifest import read_manifest
+from autopipe.backends.torch.runtime.optimizers import make_optimizer
+from autopipe.backends.torch.runtime.options import parse_options
+from autopipe.backends.torch.runtime.outputs import OutputCollector
+from autopipe.backends.torch.runtime.parameters import Arguments, load_constants, load_parameters
+from autopipe.backends.torch.runtime.recording import record_gradients
+from autopipe.backends.torch.runtime.report import Reporter
+from autopipe.backends.torch.runtime.stage import Stage
+from autopipe.backends.torch.runtime.transport import Transport
+from autopipe.backends.torch.runtime.wiring import Slices, Wire
+from autopipe.ir.errors import ConfigurationError
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Rank:
+    """The world as one rank sees it. A generated file makes one, adds its stages, and hands over its `step`."""
+
+    def __init__(self, number: int, file: str) -> None:
+        self.number = number
+        self.options = parse_options(sys.argv[1:])
+        self.manifest = read_manifest(Path(file).resolve().parent)
+        self.train = self.manifest.train
+        self.seed = self.manifest.seed if self.options.seed is None else self.options.seed
+        self.transport = Transport(self.options.device)
+        self._check_world()
+        self.device = self.transport.device
+        self.clock = Clock(self.device)
+        self.stages: dict[int, Stage] = {}
+        self.task = "start"
+        self.steps_done = 0
+        self.parameters: dict[int, torch.Tensor] = {}
+        self._modules: dict[int, tuple[ModuleType, Arguments]] = {}
+        self._inputs = {entry.name: entry for entry in self.manifest.inputs}
+
+    def _check_world(self) -> None:
+        if self.transport.world_size != self.manifest.world_size:
+            raise ConfigurationError(
+                f"the program is for {self.manifest.world_size} ranks, {self.transport.world_size} were started",
+                hint="launch as many processes as the plan has devices",
+            )
+        if self.transport.rank != self.number:
+            raise ConfigurationError(f"rank {self.transport.rank} runs the file of rank {self.number}")
+
+    def stage(self, number: int, module: ModuleType, *wires: Wire) -> Stage:
+        """Add a stage: its module, and what it takes and gives."""
+        arguments = Arguments(device=self.device)
+        self._modules[number] = (module, arguments)
+        self.stages[number] = Stage(self, number, module, arguments, wires)
+        return self.stages[number]
+
+    def main(self, step: Callable[[], None]) -> None:
+        """Run as many steps as the command line asks for."""
+        self.transport.start()
+        self._set_up()
+        for _ in range(self.options.steps):
+            self._run(step)
+        self.collector.finish()
+        self.transport.stop()
+
+    def _set_up(self) -> None:
+        manifest, transport = self.manifest, self.transport
+        gradient_groups = {shard.ranks for shards in manifest.shards for shard in shards}
+        transport.make_groups({*gradient_groups, *manifest.stage_ranks})
+        transport.make_channels(manifest.channels)
+        self.parameters = load_parameters(manifest, self.number, self.device, self.seed)
+        names = {name for module, _ in self._modules.values() for name in module.CONSTANTS}
+        constants = load_constants(manifest.folder, names, self.device)
+        named = constants | {f"w{index}": tensor for index, tensor in self.parameters.items()}
+        for number, (module, arguments) in self._modules.items():
+            for name in (*module.PARAMETERS, *module.CONSTANTS):
+                setattr(arguments, name, named[name])
+            ranks = manifest.stage_ranks[number]
+            arguments.group = Group(ranks, self.number, transport.group(ranks))
+        shards = {shard.parameter: shard for shard in manifest.shards[self.number]}
+        self.reduction = GradientReduction(
+            transport, self.parameters, {index: shard.ranks for index, shard in shards.items()}, self._homes()
+        )
+        trained = [tensor for tensor in self.parameters.values() if tensor.requires_grad]
+        self.optimizer = make_optimizer(manifest.optimizer, trained) if self.train else None
+        self.source = open_source(manifest, self.options.data, self.seed)
+        self.collector = OutputCollector(manifest, transport, self.options.outputs)
+        self.reporter = Reporter(self)
+
+    def _homes(self) -> dict[int, int]:
+        """The stage of each parameter that one stage of this rank alone uses, on just the ranks that add it up."""
+        users: dict[int, list[int]] = {}
+        for number, (module, _) in self._modules.items():
+            for name in module.PARAMETERS:
+                users.setdefault(int(name[1:]), []).append(number)
+        ranks = {shard.parameter: shard.ranks for shard in self.manifest.shards[self.number]}
+        return {
+            index: stages[0]
+            for index, stages in users.items()
+            if len(stages) == 1 and ranks[index] == tuple(sorted(self.manifest.stage_ranks[stages[0]]))
+        }
+
+    def _run(self, step: Callable[[], None]) -> None:
+        started = time.perf_counter()
+        self.clock.begin_step()
+        step()
+        self.task = "update"
+        if self.train:
+            self._update()
+        self.transport.finish()
+        self.reporter.end_step(time.perf_counter() - started)
+        for stage in self.stages.values():
+            stage.end_step()
+        self.steps_done += 1
+
+    def _update(self) -> None:
+        self.reduction.finish()
+        if self.options.record is not None and self.steps_done == 0:
+            record_gradients(self.options.record, self.number, self.parameters)
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def before_backward(self, stage: Stage) -> None:
+        """Called as a backward starts; the last one of a step sends gradients off as they come."""
+        if stage.backwards == self.manifest.micro_batches:
+            self.reduction.arm(stage.number)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context in which forwards run."""
+        dtype = _AUTOCAST.get(self.manifest.precision)
+        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+
+    def read(self, name: str, micro_batch: int, box: Slices) -> torch.Tensor:
+        """A block of a graph input for one micro-batch of this step, on the device."""
+        entry = self._inputs[name]
+        batch_size = self.manifest.batch_size
+        sample = self.steps_done * batch_size + micro_batch * self.manifest.micro_batch_size
+        block = torch.from_numpy(read_block(self.source, self.manifest, entry, sample, box))
+        return block.to(self.device, non_blocking=True)
+
+    def collect(self, stage: int, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None:
+        """Keep what this stage gives of the graph's outputs."""
+        self.collector.keep(stage, micro_batch, self.number, results)

@@ -1,0 +1,111 @@
+"""One line a step: loss, time, samples a second, bubble measured and predicted, peak memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from autopipe.ir.errors import LaunchError
+
+if TYPE_CHECKING:
+    from autopipe.backends.torch.runtime.rank import Rank
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step took, over all ranks."""
+
+    step: int
+    loss: float | None
+    step_time_s: float
+    samples_per_s: float
+    bubble_rate: float
+    predicted_bubble_rate: float
+    peak_memory_bytes: tuple[int, ...]
+
+    def line(self) -> str:
+        """The report as a person reads it."""
+        loss = "" if self.loss is None else f"loss {self.loss:.6f}  "
+        return (
+            f"step {self.step}  {loss}{self.step_time_s * 1e3:.1f} ms  {self.samples_per_s:.1f} samples/s  "
+            f"bubble {self.bubble_rate:.1%} (predicted {self.predicted_bubble_rate:.1%})  "
+            f"peak memory {max(self.peak_memory_bytes) / 2**20:.0f} MiB"
+        )
+
+
+_FINE = -1.0
+
+
+class Reporter:
+    """Gathers the ranks' figures after each step; rank 0 prints them. Stops all ranks at a loss that is no number."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def end_step(self, seconds: float) -> None:
+        """Report the step that has just ended. Raises LaunchError for a loss of NaN or infinity."""
+        rank = self._rank
+        spans = rank.clock.spans()
+        busy = sum(span.end - span.start for span in spans)
+        loss, bad_stage, bad_micro_batch = self._loss()
+        numbers = [loss, float(bad_stage), float(bad_micro_batch), seconds, busy, float(_peak_memory(rank.device))]
+        gathered = rank.transport.gather_numbers(numbers)
+        for number, (_, stage, micro_batch, *_) in enumerate(gathered):
+            if stage != _FINE:
+                raise LaunchError(
+                    f"the loss is not a finite number at step {rank.steps_done}",
+                    hint="lower the learning rate or look at the data",
+                    where=f"rank {number}, stage {int(stage)}, micro-batch {int(micro_batch)}",
+                )
+        if rank.options.trace is not None:
+            self._trace([asdict(span) for span in spans])
+        if rank.number == 0:
+            self._print(gathered)
+
+    def _loss(self) -> tuple[float, float, float]:
+        """This rank's share of the step's loss, and the first stage and micro-batch whose loss is no number."""
+        total = 0.0
+        for number, stage in self._rank.stages.items():
+            for micro_batch, loss in sorted(stage.losses.items()):
+                value = float(loss)
+                if not math.isfinite(value):
+                    return 0.0, float(number), float(micro_batch)
+                total += value * stage.loss_share
+        return total, _FINE, _FINE
+
+    def _print(self, gathered: list[list[float]]) -> None:
+        rank = self._rank
+        seconds = max(numbers[3] for numbers in gathered)
+        report = StepReport(
+            step=rank.steps_done,
+            loss=sum(numbers[0] for numbers in gathered) if rank.train else None,
+            step_time_s=seconds,
+            samples_per_s=rank.manifest.batch_size / seconds,
+            bubble_rate=1.0 - sum(numbers[4] for numbers in gathered) / (len(gathered) * seconds),
+            predicted_bubble_rate=rank.manifest.predicted_bubble,
+            peak_memory_bytes=tuple(int(numbers[5]) for numbers in gathered),
+        )
+        print(report.line(), flush=True)
+        if rank.options.report is not None:
+            with rank.options.report.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(report)) + "\n")
+
+    def _trace(self, spans: list[dict[str, object]]) -> None:
+        """Add the step's spans to this rank's file, one JSON object a line."""
+        folder = self._rank.options.trace
+        assert folder is not None
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"rank_{self._rank.number:03d}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": self._rank.steps_done, "spans": spans}) + "\n")
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: what the allocator held at most on a GPU, the process's resident set on the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

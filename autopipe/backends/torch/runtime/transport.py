@@ -1,0 +1,125 @@
+"""Process groups and messages: NCCL where each rank has a GPU of its own, gloo elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from autopipe.backends.torch.runtime.pending import Arrival, Departure
+from autopipe.ir.errors import LaunchError
+
+_START_TIMEOUT = timedelta(minutes=10)
+
+
+class Transport:
+    """This rank's ends of all channels and groups.
+
+    Messages of one channel arrive in the order sent. Work handles are kept until waited for: gloo drops messages whose
+    handle is gone. Where ranks share a GPU, which NCCL refuses, tensors travel through pinned host memory.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.device = _choose_device(device)
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
+        self.nccl = self.device.type == "cuda" and local_world <= torch.cuda.device_count()
+        self.staged = self.device.type == "cuda" and not self.nccl
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._channels: dict[tuple[int, bool], dist.ProcessGroup] = {}
+        self._departures: deque[Departure] = deque()
+
+    def start(self) -> None:
+        """Join the world. A world of one needs no process group."""
+        if self.world_size == 1:
+            return
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29500")
+        backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
+        dist.init_process_group(backend, rank=self.rank, world_size=self.world_size, timeout=_START_TIMEOUT)
+
+    def make_groups(self, members: Iterable[tuple[int, ...]]) -> None:
+        """Make all groups that any rank needs, in the same order everywhere, before the first step."""
+        for ranks in sorted(set(members)):
+            if 1 < len(ranks) < self.world_size and ranks not in self._groups:
+                self._groups[ranks] = dist.new_group(list(ranks))
+
+    def make_channels(self, ends: Iterable[tuple[int, int, int]]) -> None:
+        """For (channel, source rank, target rank) in global order. NCCL orders messages by communicator alone, so
+        every channel and direction has its own there; gloo tells them apart by tag."""
+        if not self.nccl:
+            return
+        for channel, source, target in ends:
+            for gradient in (False, True):
+                self._channels[channel, gradient] = dist.new_group([source, target])
+
+    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The group of these ranks; None stands for the whole world."""
+        return self._groups.get(ranks)
+
+    def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> None:
+        """Send without waiting."""
+        tensor = tensor.detach().contiguous()
+        if self.staged:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host.copy_(tensor)
+            tensor = host
+        work = dist.isend(tensor, rank, group=self._channels.get((channel, gradient)), tag=_tag(channel, gradient))
+        self._departures.append(Departure(work, tensor))
+        while self._departures and self._departures[0].is_gone():
+            self._departures.popleft()
+
+    def receive(self, like: tuple[torch.dtype, tuple[int, ...]], rank: int, channel: int, gradient: bool) -> Arrival:
+        """Post a receive; the arrival is waited for where the tensor is used."""
+        dtype, shape = like
+        place = torch.device("cpu") if self.staged else self.device
+        buffer = torch.empty(shape, dtype=dtype, device=place, pin_memory=self.staged)
+        work = dist.irecv(buffer, rank, group=self._channels.get((channel, gradient)), tag=_tag(channel, gradient))
+        if work is None:
+            raise LaunchError(f"rank {self.rank} cannot receive from rank {rank}")
+        return Arrival(work, buffer, self.device)
+
+    def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> dist.Work:
+        """Start adding up `tensor` over the ranks, in place."""
+        work = dist.all_reduce(tensor, group=self.group(ranks), async_op=True)
+        if work is None:
+            raise LaunchError(f"rank {self.rank} is not among ranks {ranks}")
+        return work
+
+    def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
+        """Every rank's numbers, by rank."""
+        if self.world_size == 1:
+            return [numbers]
+        own = torch.tensor(numbers, dtype=torch.float64)
+        parts = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(parts, own)
+        return [part.tolist() for part in parts]
+
+    def finish(self) -> None:
+        """Wait for every message sent."""
+        while self._departures:
+            self._departures.popleft().wait()
+
+    def stop(self) -> None:
+        """Leave the world."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _tag(channel: int, gradient: bool) -> int:
+    return 2 * channel + int(gradient)
+
+
+def _choose_device(wanted: str) -> torch.device:
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise LaunchError("no CUDA device is at hand", hint="use --device cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
