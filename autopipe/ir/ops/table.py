@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
+from autopipe.ir.ops.activation import ACTIVATION
 from autopipe.ir.ops.elementwise import ELEMENTWISE
+from autopipe.ir.ops.generation import GENERATION
+from autopipe.ir.ops.indexing import INDEXING
+from autopipe.ir.ops.movement import MOVEMENT
 from autopipe.ir.ops.products import PRODUCTS
+from autopipe.ir.ops.reduction import REDUCTION
+from autopipe.ir.ops.regroup import REGROUP
 from autopipe.ir.ops.row import Operator
+from autopipe.ir.ops.sampling import SAMPLING
+from autopipe.ir.ops.spectral import SPECTRAL
 
-OPERATORS: dict[str, Operator] = {row.name: row for row in (*ELEMENTWISE, *PRODUCTS)}
+OPERATORS: dict[str, Operator] = {
+    row.name: row
+    for row in (
+        *ACTIVATION,
+        *ELEMENTWISE,
+        *GENERATION,
+        *INDEXING,
+        *MOVEMENT,
+        *PRODUCTS,
+        *REDUCTION,
+        *REGROUP,
+        *SAMPLING,
+        *SPECTRAL,
+    )
+}

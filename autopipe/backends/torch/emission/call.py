@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -74,14 +75,26 @@ class Call:
         Mixing it with a tensor keeps the tensor's type, as ONNX asks.
         """
         array = self.constant(index)
-        return None if array is None or array.size != 1 else literal(array.reshape(()).item())
+        if array is None or array.size != 1:
+            return None
+        value = array.reshape(()).item()
+        return number(value) if self.operand(index).dtype is DType.FLOAT32 else literal(value)
+
+    def stated(self, name: str, default: float) -> str:
+        """A Python literal for the float attribute `name`."""
+        return number(self.node.number(name, default))
 
 
 def literal(value: bool | int | float | complex) -> str:
     """A Python literal; infinities and NaN become calls of `float`."""
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+    if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     return repr(value)
+
+
+def number(value: float) -> str:
+    """A literal for a number of single precision: the shortest that rounds to it, 1e-05 for 9.999999747378752e-06."""
+    return literal(float(str(np.float32(value))))
 
 
 def torch_dtype(dtype: DType) -> str:

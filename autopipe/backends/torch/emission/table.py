@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+from autopipe.backends.torch.emission.activation import ACTIVATION
 from autopipe.backends.torch.emission.call import Emitter
 from autopipe.backends.torch.emission.elementwise import ELEMENTWISE
+from autopipe.backends.torch.emission.generation import GENERATION
+from autopipe.backends.torch.emission.indexing import INDEXING
+from autopipe.backends.torch.emission.movement import MOVEMENT
 from autopipe.backends.torch.emission.products import PRODUCTS
+from autopipe.backends.torch.emission.reduction import REDUCTION
+from autopipe.backends.torch.emission.regroup import REGROUP
+from autopipe.backends.torch.emission.sampling import SAMPLING
+from autopipe.backends.torch.emission.spectral import SPECTRAL
 
-EMITTERS: dict[str, Emitter] = {**ELEMENTWISE, **PRODUCTS}
+EMITTERS: dict[str, Emitter] = {
+    **ACTIVATION,
+    **ELEMENTWISE,
+    **GENERATION,
+    **INDEXING,
+    **MOVEMENT,
+    **PRODUCTS,
+    **REDUCTION,
+    **REGROUP,
+    **SAMPLING,
+    **SPECTRAL,
+}
