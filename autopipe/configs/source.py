@@ -134,9 +134,9 @@ def _read(text: str, start: Place) -> Entry | None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = " ".join(part for part in (error.context, error.problem) if part)
-        if problem.startswith("expected a single document"):
-            problem = "the file holds several documents, one is expected"
-        raise ConfigurationError(f"not YAML: {problem}", where=str(_at(start, mark))) from error
+        several = problem.startswith("expected a single document")
+        message = "several documents where one is expected" if several else f"not YAML: {problem}"
+        raise ConfigurationError(message, where=str(_at(start, mark))) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         place = start if start.is_flag else Place(start.source, line)
@@ -224,7 +224,7 @@ def _integer(text: str, place: Place) -> int:
             f"YAML does not read {text} as a decimal number", hint=f'write a decimal number, or "{text}" in quotes',
             where=str(place),
         )
-    if len(text) > 19 or abs(int(text)) >= 2**63:
+    if len(text) > 64 or abs(int(text)) >= 2**63:
         raise ConfigurationError("the number is too large", hint="at most 2^63 - 1", where=str(place))
     return int(text)
 

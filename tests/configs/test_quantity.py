@@ -1,0 +1,40 @@
+"""Sizes, rates and times."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopipe.configs.quantity import BYTES_PER_SECOND, FLOPS, SECONDS, format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("14GiB", 14 * 2**30), ("512MB", 512 * 10**6), ("1.5 KiB", 1536), ("7", 7), ("2kB", 2000), ("3MiB", 3 * 2**20)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "3Mi", "14 gib", "14GiBs", "-1B", "0.5B", "1e3B", "14GB/s", "٣B", "nan", "1.2.3B"])
+def test_what_is_no_size(text: str) -> None:
+    assert parse_bytes(text) is None
+
+
+def test_rates_and_times() -> None:
+    assert BYTES_PER_SECOND.parse("900GB/s") == 900e9
+    assert BYTES_PER_SECOND.parse("900GB") is None
+    assert FLOPS.parse("15.7TFLOP/s") == 15.7e12
+    assert SECONDS.parse("15us") == 15e-6
+    assert SECONDS.parse("10s") == 10.0
+    assert SECONDS.parse("1Ms") is None
+
+
+@given(st.integers(0, 2**62))
+def test_a_size_is_printed_exactly(size: int) -> None:
+    assert parse_bytes(format_bytes(size)) == size
+
+
+def test_a_size_is_printed_in_the_largest_exact_unit() -> None:
+    assert [format_bytes(size) for size in (14 * 2**30, 10**9, 1536, 1000, 7)] == ["14GiB", "1GB", "1536B", "1kB", "7B"]
