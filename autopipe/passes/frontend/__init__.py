@@ -1,0 +1,6 @@
+"""Reading ONNX: an untrusted file becomes a typed, cleaned graph whose weights stay where they are."""
+
+from autopipe.passes.frontend.model import Model, Unsupported
+from autopipe.passes.frontend.read import read_model, survey_model
+
+__all__ = ["Model", "Unsupported", "read_model", "survey_model"]

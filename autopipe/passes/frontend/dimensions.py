@@ -1,0 +1,139 @@
+"""Static shapes of a model's inputs: symbolic dimensions bound by name, and the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autopipe.ir.errors import ConfigurationError, ModelError
+from autopipe.ir.graph import Value
+from autopipe.passes.frontend.elements import dtype_of
+
+if TYPE_CHECKING:
+    import onnx
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The data inputs with static shapes, which of their axes count samples, and the extent of every symbol."""
+
+    values: tuple[Value, ...]
+    batch_axes: tuple[tuple[str, int], ...]
+    symbols: dict[str, int]
+    batch: int | None
+    """Samples of one evaluation as bound here; None where no input carries samples."""
+
+
+def bind_inputs(
+    inputs: tuple[onnx.ValueInfoProto, ...],
+    dims: Mapping[str, int],
+    batch: int | None,
+    stated_axes: Mapping[str, int | None],
+) -> Inputs:
+    """Bind symbolic dimensions by `dims`, and those that count samples to `batch` where `dims` does not.
+
+    The batch axis is axis 0 unless `stated_axes` says otherwise (None: the input carries no samples); an input whose
+    axis 0 has extent one where another's has not is broadcast and carries none. Where an exporter fixed the batch,
+    its extent there is the graph's own batch and holds for symbolic batch axes too. Raises ConfigurationError for
+    unbound dimensions and for names that do not occur, ModelError where inputs disagree.
+    """
+    symbols = _checked(dims)
+    axes = _batch_axes(inputs, stated_axes, symbols)
+    own = _own_batch(inputs, axes, symbols)
+    size = own if own is not None else (batch or 1)
+    for info in inputs:
+        axis = axes.get(info.name)
+        if axis is not None:
+            dimension = _dimensions(info)[axis]
+            if not dimension.HasField("dim_value") and dimension.dim_param:
+                symbols.setdefault(dimension.dim_param, size)
+    values = tuple(_bound(info, axes.get(info.name), size, symbols) for info in inputs)
+    _require_used(dims, inputs)
+    for value in values:
+        if value.name in axes and value.shape[axes[value.name]] != size:
+            raise ModelError(
+                f"input {value.name!r} has {value.shape[axes[value.name]]} where others have {size} samples",
+                hint=f"say which axis counts samples: model.batch_axes: {{{value.name}: null}} if none does",
+            )
+    return Inputs(values, tuple(axes.items()), symbols, size if axes else None)
+
+
+def _checked(dims: Mapping[str, int]) -> dict[str, int]:
+    for name, extent in dims.items():
+        if extent <= 0:
+            raise ConfigurationError(f"--dim {name}={extent}: an extent is at least 1")
+    return dict(dims)
+
+
+def _dimensions(info: onnx.ValueInfoProto) -> list[onnx.TensorShapeProto.Dimension]:
+    where = f"input {info.name!r}"
+    if not info.type.HasField("tensor_type"):
+        raise ModelError("only tensors are supported as inputs", where=where)
+    if not info.type.tensor_type.HasField("shape"):
+        raise ModelError("its number of dimensions is unknown", where=where)
+    return list(info.type.tensor_type.shape.dim)
+
+
+def _batch_axes(
+    inputs: tuple[onnx.ValueInfoProto, ...], stated: Mapping[str, int | None], symbols: Mapping[str, int]
+) -> dict[str, int]:
+    unknown = sorted(set(stated) - {info.name for info in inputs})
+    if unknown:
+        raise ConfigurationError(
+            f"model.batch_axes names {unknown[0]!r}, which is no input",
+            hint=f"the inputs are {', '.join(repr(info.name) for info in inputs)}",
+        )
+    axes: dict[str, int] = {}
+    for info in inputs:
+        rank = len(_dimensions(info))
+        axis = stated.get(info.name, 0 if rank else None)
+        if axis is None:
+            continue
+        if not -rank <= axis < rank:
+            raise ConfigurationError(f"model.batch_axes: {info.name!r} has {rank} dimensions, no axis {axis}")
+        axes[info.name] = axis % rank
+    extents = {info.name: _extent(_dimensions(info)[axes[info.name]], symbols) for info in inputs if info.name in axes}
+    if any(extent != 1 for extent in extents.values()):
+        return {name: axis for name, axis in axes.items() if extents[name] != 1 or name in stated}
+    return axes
+
+
+def _extent(dimension: onnx.TensorShapeProto.Dimension, symbols: Mapping[str, int]) -> int | None:
+    return dimension.dim_value if dimension.HasField("dim_value") else symbols.get(dimension.dim_param)
+
+
+def _own_batch(
+    inputs: tuple[onnx.ValueInfoProto, ...], axes: Mapping[str, int], symbols: Mapping[str, int]
+) -> int | None:
+    """The largest extent that the file, or a bound symbol, fixes for a batch axis."""
+    extents = [_extent(_dimensions(info)[axes[info.name]], symbols) for info in inputs if info.name in axes]
+    return max((extent for extent in extents if extent is not None), default=None)
+
+
+def _bound(info: onnx.ValueInfoProto, batch_axis: int | None, size: int, symbols: Mapping[str, int]) -> Value:
+    shape = []
+    for axis, dimension in enumerate(_dimensions(info)):
+        extent = _extent(dimension, symbols)
+        if extent is not None:
+            shape.append(extent)
+        elif axis == batch_axis:
+            shape.append(size)
+        elif dimension.dim_param:
+            name = dimension.dim_param
+            raise ConfigurationError(
+                f"dimension {name!r} (axis {axis} of input {info.name!r}) is symbolic", hint=f"add --dim {name}=EXTENT"
+            )
+        else:
+            raise ModelError(f"axis {axis} of input {info.name!r} has neither extent nor name")
+    if any(extent < 0 for extent in shape):
+        raise ModelError(f"input {info.name!r} has the shape {tuple(shape)}")
+    return Value(info.name, dtype_of(info.type.tensor_type.elem_type, f"input {info.name!r}"), tuple(shape))
+
+
+def _require_used(dims: Mapping[str, int], inputs: tuple[onnx.ValueInfoProto, ...]) -> None:
+    symbols = sorted({dimension.dim_param for info in inputs for dimension in _dimensions(info) if dimension.dim_param})
+    for name in dims:
+        if name not in symbols:
+            known = f"its symbolic dimensions are {', '.join(map(repr, symbols))}" if symbols else "it has none"
+            raise ConfigurationError(f"--dim {name}: the model has no such dimension", hint=known)

@@ -1,0 +1,265 @@
+"""From a parsed file to a graph in one sweep: every value typed, what is known computed, what is nothing removed.
+
+With static inputs one pass in topological order tells every shape, since all that tells shapes is known by then. It is
+linear in the number of nodes, unlike rewriting until nothing changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autopipe.ir.dtype import DType
+from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import Constant, Fill, Graph, Node, Parameter, Value
+from autopipe.passes.frontend.elements import NUMBERS, array_of, attributes_of, dtype_of
+from autopipe.passes.frontend.infer import RANDOM, Inference
+from autopipe.passes.frontend.weights import Weights
+
+if TYPE_CHECKING:
+    import onnx
+
+    from autopipe.passes.frontend.dimensions import Inputs
+    from autopipe.passes.frontend.load import Source
+
+FOLD_LIMIT = 4096
+"""Elements up to which a known result is stored; larger ones (masks) are computed where they are needed."""
+
+
+@dataclass(slots=True)
+class _Sweep:
+    """The state of the sweep: what is known of every value so far."""
+
+    source: Source
+    weights: Weights
+    inference: Inference
+    types: dict[str, Value] = field(default_factory=dict)
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    declared: dict[str, Value] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+
+    def hold(self, name: str, array: np.ndarray, dtype: DType) -> None:
+        """Make `name` a constant."""
+        self.types[name] = Value(name, dtype, array.shape)
+        self.arrays[name] = array
+
+    def keep(self, parameter: Parameter) -> None:
+        """Make a parameter."""
+        self.types[parameter.value.name] = parameter.value
+        self.parameters[parameter.value.name] = parameter
+
+
+def interpret(source: Source, inputs: Inputs, weights: Weights) -> Graph:
+    """The graph of `source` with inputs of these shapes.
+
+    Raises ModelError, naming the node, where shapes do not fit, where they depend on data, and for tensors, types and
+    attributes that are not supported.
+    """
+    sweep = _Sweep(source, weights, Inference(source.opsets))
+    for value in inputs.values:
+        sweep.types[value.name] = value
+    for name, held in weights.initializers().items():
+        if isinstance(held, Parameter):
+            sweep.keep(held)
+        else:
+            sweep.hold(name, held.array, held.value.dtype)
+    sweep.declared.update(_declared(source, inputs))
+    for node in source.nodes:
+        _visit(sweep, node)
+    return _graph(sweep, inputs)
+
+
+def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
+    operands = tuple(sweep.aliases.get(name, name) for name in node.input)
+    missing = [name for name in operands if name and name not in sweep.types]
+    if missing:
+        raise ModelError(f"the type of {missing[0]!r} is unknown", where=f"{node.op_type} {node.name!r}")
+    standard = node.domain in ("", "ai.onnx")
+    if standard and node.op_type == "Constant":
+        _constant(sweep, node)
+    elif standard and _is_filled_weight(sweep, node, operands):
+        _filled(sweep, node, sweep.arrays[operands[0]])
+    elif standard and node.op_type in ("Shape", "Size"):
+        _measured(sweep, node, sweep.types[operands[0]].shape)
+    elif standard and _passes_through(sweep, node, operands):
+        sweep.aliases[node.output[0]] = operands[0]
+        sweep.types[node.output[0]] = sweep.types[operands[0]]
+    else:
+        _operator(sweep, node, operands)
+
+
+def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> None:
+    where = f"{node.op_type} {node.name!r}"
+    attributes = attributes_of(node)
+    known = tuple(sweep.arrays.get(name) if name else None for name in operands)
+    pairs = tuple((sweep.types[name] if name else None, array) for name, array in zip(operands, known, strict=True))
+    types = sweep.inference.types(node, pairs)
+    if all(array is not None for name, array in zip(operands, known, strict=True) if name) and _is_folded(node, types):
+        results = sweep.inference.evaluate(node, known)
+        if results is not None and all(result.size <= FOLD_LIMIT for result in results):
+            for name, array, inferred in zip(node.output, results, types, strict=False):
+                if name:
+                    sweep.hold(name, array, inferred.dtype if inferred else DType(array.dtype.name))
+            return
+    for name, inferred in zip(node.output, types, strict=True):
+        if name:
+            sweep.types[name] = _typed(sweep, name, inferred, where)
+    sweep.nodes.append(
+        Node(_unique(sweep, node), node.op_type, _trimmed(operands), _trimmed(node.output), attributes, _domain(node))
+    )
+
+
+def _is_folded(node: onnx.NodeProto, types: tuple[Value | None, ...]) -> bool:
+    if node.op_type in RANDOM or node.domain not in ("", "ai.onnx"):
+        return False
+    return all(value is None or value.elements <= FOLD_LIMIT for value in types)
+
+
+def _typed(sweep: _Sweep, name: str, inferred: Value | None, where: str) -> Value:
+    if inferred is not None:
+        return Value(name, inferred.dtype, inferred.shape)
+    if name in sweep.declared:
+        return sweep.declared[name]
+    raise ModelError(
+        f"the shape of its result {name!r} cannot be told before running",
+        hint="it depends on the input's values, or the operator is unknown",
+        where=where,
+    )
+
+
+def _constant(sweep: _Sweep, node: onnx.NodeProto) -> None:
+    name, where = node.output[0], f"Constant {node.name!r}"
+    if len(node.attribute) != 1:
+        raise ModelError("it has no value", where=where)
+    attribute = node.attribute[0]
+    if attribute.name == "value":
+        held = sweep.weights.constant(name, attribute.t)
+        if isinstance(held, Parameter):
+            sweep.keep(held)
+        else:
+            sweep.hold(name, held.array, held.value.dtype)
+        return
+    kinds = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
+    if attribute.name not in kinds:
+        raise ModelError(f"its {attribute.name!r} is not supported", where=where)
+    (stated,) = attributes_of(node)
+    array = np.asarray(stated[1], dtype=kinds[attribute.name])
+    sweep.hold(name, array, DType(array.dtype.name))
+
+
+def _is_filled_weight(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> bool:
+    return node.op_type == "ConstantOfShape" and operands[0] in sweep.arrays and sweep.weights.is_filled(node)
+
+
+def _filled(sweep: _Sweep, node: onnx.NodeProto, shape: np.ndarray) -> None:
+    """A ConstantOfShape node that is a weight."""
+    name, where = node.output[0], f"ConstantOfShape {node.name!r}"
+    number, dtype = 0.0, DType.FLOAT32
+    if node.attribute:
+        tensor = node.attribute[0].t
+        dtype = dtype_of(tensor.data_type, where)
+        number = float(array_of(tensor, where).reshape(-1)[0])
+    extents = tuple(int(extent) for extent in shape)
+    sweep.keep(Parameter(Value(name, dtype, extents), Fill(number), sweep.weights.roles.is_trainable(name)))
+
+
+def _measured(sweep: _Sweep, node: onnx.NodeProto, shape: tuple[int, ...]) -> None:
+    """Shape and Size, of a value whose shape is known."""
+    if node.op_type == "Size":
+        sweep.hold(node.output[0], np.asarray(np.prod(shape, dtype=np.int64)), DType.INT64)
+        return
+    stated = dict(attributes_of(node))
+    start, end = stated.get("start", 0), stated.get("end", len(shape))
+    assert isinstance(start, int) and isinstance(end, int)
+    sweep.hold(node.output[0], np.asarray(shape[start:end], dtype=np.int64), DType.INT64)
+
+
+def _passes_through(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> bool:
+    """Whether a node hands on its operand: Identity, Dropout outside training, a Cast to the same type."""
+    readers, results = sweep.weights.roles.uses.readers, {info.name for info in sweep.source.graph.output}
+    if not operands or not operands[0] or any(name in readers or name in results for name in node.output[1:]):
+        return False
+    if node.op_type == "Identity":
+        return True
+    if node.op_type == "Cast":
+        target = next((each.i for each in node.attribute if each.name == "to"), 0)
+        return target == NUMBERS[sweep.types[operands[0]].dtype]
+    if node.op_type != "Dropout":
+        return False
+    training = operands[2] if len(operands) > 2 else ""
+    return not training or (training in sweep.arrays and not sweep.arrays[training].any())
+
+
+def _declared(source: Source, inputs: Inputs) -> dict[str, Value]:
+    """The types that the file states, where they are static."""
+    found: dict[str, Value] = {}
+    for info in (*source.graph.value_info, *source.graph.output):
+        tensor = info.type.tensor_type
+        if not info.type.HasField("tensor_type") or not tensor.HasField("shape"):
+            continue
+        extents = [
+            dimension.dim_value if dimension.HasField("dim_value") else inputs.symbols.get(dimension.dim_param, -1)
+            for dimension in tensor.shape.dim
+        ]
+        if all(extent >= 0 for extent in extents) and tensor.elem_type:
+            found[info.name] = Value(info.name, dtype_of(tensor.elem_type, repr(info.name)), tuple(extents))
+    return found
+
+
+def _unique(sweep: _Sweep, node: onnx.NodeProto) -> str:
+    """The node's name, or one made from its type; told apart by a number where it is taken."""
+    base = node.name or node.op_type
+    name, number = base, 1
+    while name in sweep.names:
+        name, number = f"{base}_{number}", number + 1
+    sweep.names.add(name)
+    return name
+
+
+def _trimmed(names: tuple[str, ...] | list[str]) -> tuple[str, ...]:
+    found = list(names)
+    while found and not found[-1]:
+        found.pop()
+    return tuple(found)
+
+
+def _domain(node: onnx.NodeProto) -> str:
+    return "" if node.domain == "ai.onnx" else node.domain
+
+
+def _graph(sweep: _Sweep, inputs: Inputs) -> Graph:
+    nodes = list(sweep.nodes)
+    values = [sweep.types[name] for node in nodes for name in node.outputs if name]
+    outputs = []
+    for info in sweep.source.graph.output:
+        if info.name not in sweep.types:
+            raise ModelError(f"output {info.name!r} is never written")
+        if info.name in sweep.aliases:  # the output keeps its name; cleaning renames its source where it can
+            nodes.append(Node(_output_name(sweep, info.name), "Identity", (sweep.aliases[info.name],), (info.name,)))
+            source = sweep.types[info.name]
+            values.append(Value(info.name, source.dtype, source.shape))
+        outputs.append(info.name)
+    constants = [Constant(sweep.types[name], array) for name, array in sweep.arrays.items()]
+    return Graph(
+        name=sweep.source.graph.name,
+        opset=sweep.source.opset,
+        inputs=inputs.values,
+        parameters=tuple(sweep.parameters.values()),
+        constants=tuple(constants),
+        nodes=tuple(nodes),
+        outputs=tuple(dict.fromkeys(outputs)),
+        values=tuple(values),
+        batch_axes=inputs.batch_axes,
+    )
+
+
+def _output_name(sweep: _Sweep, name: str) -> str:
+    while name in sweep.names:
+        name += "_"
+    sweep.names.add(name)
+    return name

@@ -1,0 +1,154 @@
+"""An ONNX file as a parsed, ordered, checked list of nodes. The file is untrusted; its weights stay where they are."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import FileSlice
+from autopipe.passes.frontend.wire import Stripped, strip_weights
+
+if TYPE_CHECKING:
+    import onnx
+
+OLDEST_OPSET = 7
+"""Before opset 7 broadcasting was an attribute of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A parsed file: nodes in topological order, functions inlined, without the numbers of its large tensors."""
+
+    path: Path
+    digest: str
+    """SHA-256 of the file without the numbers of its large tensors."""
+    graph: onnx.GraphProto
+    nodes: tuple[onnx.NodeProto, ...]
+    opsets: tuple[tuple[str, int], ...]
+    """Version by domain; "" is ONNX's own."""
+    slices: dict[str, FileSlice]
+    """Where the numbers taken out lie in the file, by value."""
+    metadata: dict[str, str]
+    warnings: tuple[str, ...]
+
+    @property
+    def opset(self) -> int:
+        """Version of ONNX's own domain."""
+        return dict(self.opsets)[""]
+
+
+def load(path: Path) -> Source:
+    """Parse `path`. Raises ModelError, naming the file, where it is no ONNX model or not a sound graph."""
+    try:
+        return _load(path)
+    except ModelError as error:
+        raise located(error, path) from error
+
+
+def located(error: ModelError, path: Path) -> ModelError:
+    """The error with the file's name before the place in it."""
+    return ModelError(error.message, hint=error.hint, where=f"{path}: {error.where}" if error.where else str(path))
+
+
+def _load(path: Path) -> Source:
+    import google.protobuf.message  # type: ignore[import-untyped]
+    import onnx
+
+    stripped = _strip(path)
+    try:
+        model = onnx.ModelProto.FromString(stripped.model)
+    except google.protobuf.message.DecodeError as error:
+        raise ModelError("not an ONNX file: its protobuf cannot be parsed") from error
+    if not model.HasField("graph") or not (model.graph.node or model.graph.output):
+        raise ModelError("not an ONNX model: it holds no graph")
+    warnings = []
+    if model.configuration or any(node.device_configurations for node in model.graph.node):
+        warnings.append("the file's multi-device annotations are ignored")
+    if model.graph.sparse_initializer:
+        raise ModelError(f"sparse weights are not supported: {model.graph.sparse_initializer[0].values.name!r}")
+    opsets = _opsets(model)
+    model = _inlined(model)
+    return Source(
+        path=path,
+        digest=hashlib.sha256(stripped.model).hexdigest(),
+        graph=model.graph,
+        nodes=ordered(model.graph),
+        opsets=opsets,
+        slices=stripped.slices,
+        metadata={entry.key: entry.value for entry in model.metadata_props},
+        warnings=tuple(warnings),
+    )
+
+
+def _strip(path: Path) -> Stripped:
+    if not path.exists():
+        raise ModelError("no such file")
+    if not path.is_file():
+        raise ModelError("not a file", hint="give the .onnx file itself")
+    try:
+        with path.open("rb") as file:
+            if path.stat().st_size == 0:
+                raise ModelError("the file is empty")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
+                return strip_weights(data)
+    except OSError as error:
+        raise ModelError(f"cannot be read: {error.strerror}") from error
+
+
+def _opsets(model: onnx.ModelProto) -> tuple[tuple[str, int], ...]:
+    import onnx.defs
+
+    opsets = {entry.domain if entry.domain != "ai.onnx" else "": entry.version for entry in model.opset_import}
+    version = opsets.setdefault("", 1)
+    newest = onnx.defs.onnx_opset_version()
+    if not OLDEST_OPSET <= version <= newest:
+        raise ModelError(
+            f"opset {version} is not supported: {OLDEST_OPSET} to {newest} are",
+            hint="convert it with onnx.version_converter" if version < OLDEST_OPSET else "is onnx up to date?",
+        )
+    return tuple(sorted(opsets.items()))
+
+
+def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
+    import onnx.inliner
+
+    if not model.functions:
+        return model
+    try:
+        return onnx.inliner.inline_local_functions(model)
+    except (RuntimeError, ValueError) as error:
+        raise ModelError(f"its functions cannot be inlined: {str(error).splitlines()[0]}") from error
+
+
+def ordered(graph: onnx.GraphProto) -> tuple[onnx.NodeProto, ...]:
+    """The nodes in topological order, else as in the file. Raises ModelError on cycles and values written twice."""
+    writer: dict[str, int] = {}
+    sources = {each.name for each in graph.input} | {each.name for each in graph.initializer}
+    for index, node in enumerate(graph.node):
+        for name in node.output:
+            if name and (name in writer or name in sources):
+                raise ModelError(f"value {name!r} is written twice", where=f"{node.op_type} {node.name!r}")
+            writer[name] = index
+    waits: list[set[int]] = [{writer[name] for name in node.input if name and name in writer} for node in graph.node]
+    readers: dict[int, list[int]] = {}
+    for index, needed in enumerate(waits):
+        for source in needed:
+            readers.setdefault(source, []).append(index)
+    ready = [index for index, needed in enumerate(waits) if not needed]
+    order: list[int] = []
+    while ready:
+        index = heapq.heappop(ready)
+        order.append(index)
+        for reader in readers.get(index, ()):
+            waits[reader].discard(index)
+            if not waits[reader]:
+                heapq.heappush(ready, reader)
+    if len(order) < len(graph.node):
+        stuck = graph.node[next(index for index, needed in enumerate(waits) if needed)]
+        raise ModelError("the graph has a cycle", where=f"{stuck.op_type} {stuck.name!r}")
+    return tuple(graph.node[index] for index in order)

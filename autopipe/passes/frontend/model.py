@@ -1,0 +1,38 @@
+"""What reading an ONNX file gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopipe.ir.graph import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """An operator that autopipe has no row for."""
+
+    operator: str
+    count: int
+    node: str
+    """The first node of this kind."""
+    nearest: str
+    """The supported operator with the most similar name, or ""."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The graph of one evaluation (one micro-batch) of an ONNX file."""
+
+    graph: Graph
+    path: Path
+    digest: str
+    """SHA-256 of the file without the numbers of its large tensors."""
+    batch: int | None
+    """Samples of one evaluation; None where no input carries samples."""
+    loss: str
+    """Name of the output that is the loss, "" where there is none."""
+    nodes_before: int
+    """Nodes in the file; `len(graph.nodes)` are left."""
+    unsupported: tuple[Unsupported, ...]
+    warnings: tuple[str, ...]

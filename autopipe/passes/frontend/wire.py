@@ -1,0 +1,166 @@
+"""An ONNX file without its weights: where their numbers lie is read from the protobuf framing, the numbers are not.
+
+Only the framing is looked at (https://protobuf.dev/programming-guides/encoding): field numbers, wire types, lengths.
+Whatever is not a large tensor is copied unread, and the real parser judges it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import FileSlice
+
+LARGE_FLOATS = 1024
+"""Bytes from which the numbers of a floating-point tensor stay in the file."""
+LARGE_TABLE = 16 << 20
+"""Bytes from which those of other tensors do; smaller ones may be needed to tell shapes."""
+
+VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
+MODEL_GRAPH = 7
+GRAPH_NODE, GRAPH_INITIALIZER = 1, 5
+NODE_OUTPUT, NODE_OPERATOR, NODE_ATTRIBUTE = 2, 4, 5
+ATTRIBUTE_TENSOR = 5
+TENSOR_TYPE, TENSOR_FLOATS, TENSOR_NAME, TENSOR_RAW, TENSOR_DOUBLES = 2, 4, 8, 9, 10
+FLOATING = frozenset({1, 10, 11, 16})
+"""TensorProto's numbers for float32, float16, float64 and bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stripped:
+    """A serialised model without the numbers of its large tensors.
+
+    `slices` says where the numbers of its floating-point tensors are, small ones included, by name of the value.
+    """
+
+    model: bytes
+    slices: dict[str, FileSlice]
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    number: int
+    wire: int
+    start: int
+    """Where the field begins, tag included."""
+    payload: int
+    """Where its value begins."""
+    end: int
+
+
+def strip_weights(data: memoryview) -> Stripped:
+    """Take the numbers of large tensors out of a serialised ModelProto; ModelError where the framing is broken."""
+    slices: dict[str, FileSlice] = {}
+    pieces: list[bytes] = []
+    for field in _fields(data, 0, len(data)):
+        if field.number == MODEL_GRAPH and field.wire == LENGTH:
+            pieces.append(_framed(MODEL_GRAPH, _strip_graph(data, field, slices)))
+        else:
+            pieces.append(bytes(data[field.start : field.end]))
+    return Stripped(b"".join(pieces), slices)
+
+
+def _strip_graph(data: memoryview, graph: _Field, slices: dict[str, FileSlice]) -> bytes:
+    pieces: list[bytes | memoryview] = []
+    for field in _fields(data, graph.payload, graph.end):
+        if field.wire == LENGTH and field.number == GRAPH_INITIALIZER:
+            pieces.append(_framed(GRAPH_INITIALIZER, _strip_tensor(data, field, "", slices)))
+        elif field.wire == LENGTH and field.number == GRAPH_NODE and field.end - field.payload >= LARGE_FLOATS:
+            pieces.append(_strip_node(data, field, slices))
+        else:
+            pieces.append(data[field.start : field.end])
+    return b"".join(pieces)
+
+
+def _strip_node(data: memoryview, node: _Field, slices: dict[str, FileSlice]) -> bytes | memoryview:
+    fields = list(_fields(data, node.payload, node.end))
+    operators = [bytes(data[each.payload : each.end]) for each in fields if each.number == NODE_OPERATOR]
+    results = [bytes(data[each.payload : each.end]) for each in fields if each.number == NODE_OUTPUT]
+    if operators != [b"Constant"] or len(results) != 1:
+        return data[node.start : node.end]
+    name = results[0].decode(errors="replace")
+    pieces: list[bytes | memoryview] = []
+    for field in fields:
+        if field.number != NODE_ATTRIBUTE or field.wire != LENGTH:
+            pieces.append(data[field.start : field.end])
+            continue
+        parts: list[bytes | memoryview] = []
+        for part in _fields(data, field.payload, field.end):
+            if part.number == ATTRIBUTE_TENSOR and part.wire == LENGTH:
+                parts.append(_framed(ATTRIBUTE_TENSOR, _strip_tensor(data, part, name, slices)))
+            else:
+                parts.append(data[part.start : part.end])
+        pieces.append(_framed(NODE_ATTRIBUTE, b"".join(parts)))
+    return _framed(GRAPH_NODE, b"".join(pieces))
+
+
+def _strip_tensor(data: memoryview, tensor: _Field, name: str, slices: dict[str, FileSlice]) -> bytes:
+    fields = list(_fields(data, tensor.payload, tensor.end))
+    kind = 0
+    for field in fields:
+        if field.number == TENSOR_TYPE and field.wire == VARINT:
+            kind, _ = _varint(data, field.payload, field.end)
+        elif field.number == TENSOR_NAME and not name:
+            name = bytes(data[field.payload : field.end]).decode(errors="replace")
+    numbers = [
+        field
+        for field in fields
+        if field.wire == LENGTH
+        and field.number in (TENSOR_RAW, TENSOR_FLOATS, TENSOR_DOUBLES)
+        and field.end > field.payload
+    ]
+    size = sum(field.end - field.payload for field in numbers)
+    whole = bytes(data[tensor.payload : tensor.end]) if size < LARGE_TABLE or len(numbers) != 1 else b""
+    if len(numbers) != 1 or not name or (kind not in FLOATING and size < LARGE_TABLE):
+        return whole
+    found = numbers[0]
+    slices[name] = FileSlice("", found.payload, size)
+    if size < LARGE_FLOATS:
+        return whole
+    return bytes(data[tensor.payload : found.start]) + bytes(data[found.end : tensor.end])
+
+
+def _fields(data: memoryview, position: int, end: int) -> Iterator[_Field]:
+    while position < end:
+        start = position
+        tag, position = _varint(data, position, end)
+        number, wire = tag >> 3, tag & 7
+        payload = position
+        if wire == VARINT:
+            _, position = _varint(data, position, end)
+        elif wire == LENGTH:
+            length, payload = _varint(data, position, end)
+            position = payload + length
+        elif wire in (FIXED64, FIXED32):
+            position += 8 if wire == FIXED64 else 4
+        else:
+            raise ModelError(f"not an ONNX file: wire type {wire} at byte {start}")
+        if position > end or number == 0:
+            raise ModelError(f"not an ONNX file, or cut short: broken field at byte {start}")
+        yield _Field(number, wire, start, payload, position)
+
+
+def _varint(data: memoryview, position: int, end: int) -> tuple[int, int]:
+    value = shift = 0
+    while position < end and shift < 70:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    raise ModelError(f"not an ONNX file, or cut short: broken number at byte {position}")
+
+
+def _framed(number: int, payload: bytes) -> bytes:
+    return _encoded(number << 3 | LENGTH) + _encoded(len(payload)) + payload
+
+
+def _encoded(value: int) -> bytes:
+    found = bytearray()
+    while value >= 0x80:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
