@@ -56,8 +56,12 @@ def model_class(name: str) -> type[ZooModel]:
     return kind
 
 
-def configure(name: str, settings: Mapping[str, Setting] | None = None) -> ZooModel:
-    """Model `name` with `settings`, whose values may be text as typed by a user; `size` names a preset.
+Settings = Mapping[str, Setting]
+"""Keys of a model's fields, or `size`, -> values, which may be text as typed by a user."""
+
+
+def configure(name: str, settings: Settings | None = None) -> ZooModel:
+    """Model `name` with `settings`; `size` names a preset, which the other keys then change.
 
     Raises ConfigurationError for an unknown name, key or size and for values that do not fit.
     """
