@@ -1,0 +1,1 @@
+"""Schedulers, one a file, and the simulation that says what a schedule takes."""

@@ -1,0 +1,53 @@
+"""Memory over time on every device, from the spans of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopipe.ir.schedule import Phase
+from autopipe.ir.timeline import Span
+from autopipe.passes.cost.stages import StageCost
+from autopipe.passes.schedule.stage_graph import StageGraph
+
+Curve = tuple[tuple[float, int], ...]
+
+
+def static_memory(graph: StageGraph, costs: Sequence[StageCost]) -> tuple[int, ...]:
+    """Bytes in use all through a step, a device each: parameters, gradients, optimizer state, message buffers."""
+    static = [0] * graph.devices
+    for stage, cost in enumerate(costs):
+        for device in graph.stage_devices[stage]:
+            static[device] += cost.static_bytes
+    return tuple(static)
+
+
+def memory_curves(
+    static: Sequence[int], costs: Sequence[StageCost], spans: Sequence[Span], train: bool
+) -> tuple[Curve, ...]:
+    """(time, bytes in use from then on), a device each.
+
+    What a forward keeps is held from its start to the end of its backward. What comes and goes within a task is held
+    while a backward runs or, without training, a forward.
+    """
+    changes: list[list[tuple[float, int]]] = [[] for _ in static]
+    heavy = Phase.BACKWARD if train else Phase.FORWARD
+    for span in spans:
+        cost = costs[span.task.stage]
+        transient = cost.transient_bytes if span.task.phase is heavy else 0
+        forward = span.task.phase is Phase.FORWARD
+        changes[span.device].append((span.start, transient + (cost.kept_bytes if forward and train else 0)))
+        changes[span.device].append((span.end, -transient - (0 if forward else cost.kept_bytes)))
+    return tuple(_accumulate(base, each) for base, each in zip(static, changes, strict=True))
+
+
+def _accumulate(base: int, changes: list[tuple[float, int]]) -> Curve:
+    """The sum of changes over time; what is freed at an instant is free for what is taken at that instant."""
+    curve = [(0.0, base)]
+    used = base
+    for time, change in sorted(changes):
+        used += change
+        if curve[-1][0] == time:
+            curve[-1] = (time, used)
+        elif curve[-1][1] != used:
+            curve.append((time, used))
+    return tuple(curve)

@@ -1,0 +1,48 @@
+"""GPipe: all forwards, then all backwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from autopipe.ir.placement import Placement
+from autopipe.ir.problem import Problem
+from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.passes.schedule.merge import Ticks, merge_orders
+from autopipe.passes.schedule.repetend import find_repetend
+from autopipe.passes.schedule.stage_graph import StageGraph, require_equal_micro_batches
+from autopipe.passes.schedule.ticks import task_ticks
+
+
+@dataclass(frozen=True, slots=True)
+class GPipe:
+    """Every device runs all forwards of a step, then all backwards, both in the order of the micro-batches.
+
+    Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (2019), section 2.3.
+    A device keeps the activations of all micro-batches at once.
+    """
+
+    name: ClassVar[str] = "gpipe"
+
+    def requires(self, problem: Problem, placement: Placement) -> None:
+        """Raise InfeasibleError where micro-batches differ from stage to stage."""
+        require_equal_micro_batches(self.name, problem, placement)
+
+    def run(self, problem: Problem, placement: Placement) -> Schedule:
+        """The schedule, for any DAG of stages."""
+        graph = StageGraph.of(problem, placement)
+        return order_gpipe(graph, problem.micro_batches, problem.train, task_ticks(problem, placement))
+
+
+def order_gpipe(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks) -> Schedule:
+    """All forwards, list-scheduled, then (in training) all backwards, list-scheduled."""
+    phases = (Phase.FORWARD, Phase.BACKWARD) if train else (Phase.FORWARD,)
+    lists: list[tuple[Task, ...]] = [()] * graph.devices
+    for phase in phases:
+        orders = [
+            [Task(stage, phase, micro_batch) for micro_batch in range(micro_batches)]
+            for stage in range(len(graph.stage_devices))
+        ]
+        merged = merge_orders(orders, graph.stage_devices, graph.edges, graph.devices, ticks)
+        lists = [before + after for before, after in zip(lists, merged, strict=True)]
+    return Schedule(micro_batches, tuple(lists), tuple(find_repetend(order) for order in lists))

@@ -1,0 +1,81 @@
+"""What the devices of one stage send to those of another for each micro-batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from autopipe.ir.placement import Placement
+from autopipe.ir.problem import Problem
+from autopipe.passes.cost.assignment import StageWork, stage_work
+from autopipe.passes.cost.gradients import values_with_gradient
+from autopipe.passes.cost.uses import uses_of
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a device of one stage sends to a device of a later one after a forward, and gets back after its backward."""
+
+    source_stage: int
+    target_stage: int
+    source: int
+    target: int
+    forward_bytes: int
+    backward_bytes: int
+
+
+def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...]:
+    """All messages of one micro-batch, sorted by their stages, then their devices.
+
+    A value that a group holds in n parts lies in equal slices, in order, each on an equal number of neighbouring
+    devices; a device that needs a slice asks one of those that hold it, in turn, and itself where it does.
+    """
+    graph = problem.graph
+    works = stage_work(problem, placement)
+    gradients = values_with_gradient(graph, uses_of(graph)) if problem.train else frozenset()
+    held = {name: (index, parts) for index, work in enumerate(works) for name, parts in _parts_sent(work).items()}
+    forward: Counter[tuple[int, int, int, int]] = Counter()
+    backward: Counter[tuple[int, int, int, int]] = Counter()
+    for target, work in enumerate(works):
+        for name, needed in work.received(graph).items():
+            if name not in held:
+                continue
+            source, parts = held[name]
+            for sender, receiver, share in _slices(works[source].stage.devices, parts, work.stage.devices, needed):
+                size = round(graph.type_of(name).bytes * share)
+                forward[source, target, sender, receiver] += size
+                if name in gradients:
+                    backward[source, target, sender, receiver] += size
+    return tuple(Message(*key, forward[key], backward[key]) for key in sorted(forward))
+
+
+def _parts_sent(work: StageWork) -> dict[str, int]:
+    """For each value that other stages need, the number of parts in which the stage holds it."""
+    outputs = set(work.outputs)
+    found = {}
+    for each in work.nodes:
+        for name, dimensions in zip(each.node.outputs, each.use.space.results, strict=True):
+            if name in outputs:
+                parts = 1
+                for count in each.cuts(dimensions):
+                    parts *= count
+                found[name] = parts
+    return found
+
+
+def _slices(
+    senders: tuple[int, ...], held: int, receivers: tuple[int, ...], needed: int
+) -> Iterator[tuple[int, int, Fraction]]:
+    """(sender, receiver, share of the value) for each slice that moves from one group to another."""
+    copies = len(senders) // held
+    for position, receiver in enumerate(receivers):
+        wanted = position * needed // len(receivers)
+        start, stop = Fraction(wanted, needed), Fraction(wanted + 1, needed)
+        for part in range(int(start * held), held):
+            share = min(stop, Fraction(part + 1, held)) - max(start, Fraction(part, held))
+            if share <= 0:
+                break
+            holders = senders[part * copies : (part + 1) * copies]
+            yield receiver if receiver in holders else holders[position % copies], receiver, share

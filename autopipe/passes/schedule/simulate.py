@@ -1,0 +1,157 @@
+"""A step of a schedule, event by event: compute, messages, gradient all-reduce, update."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.ir.timeline import Span, Timeline, Transfer
+from autopipe.passes.cost.stages import StageCost
+from autopipe.passes.schedule.footprint import memory_curves, static_memory
+from autopipe.passes.schedule.messages import Message
+from autopipe.passes.schedule.stage_graph import StageGraph
+from autopipe.passes.schedule.ticks import task_seconds
+
+
+def simulate(
+    schedule: Schedule, graph: StageGraph, costs: Sequence[StageCost], messages: Sequence[Message], cluster: Cluster
+) -> Timeline:
+    """The timeline of one step.
+
+    A task starts when it is next on every device of its stage and all that is sent to it has arrived. Messages leave as
+    soon as their task is done and overlap with computation; those of one directed link follow one another. When a
+    device has run its last task, gradients are summed stage by stage (a stage's devices together) and parameters
+    updated, as the generated programs do.
+    """
+    run = _Run(schedule, graph, costs, messages, cluster)
+    run.until_done()
+    spans = tuple(sorted(run.spans, key=lambda span: (span.device, span.start, span.end)))
+    train = any(task.phase is not Phase.FORWARD for order in schedule.tasks for task in order)
+    static = static_memory(graph, costs)
+    end = _step_end(schedule, graph, costs, spans)
+    return Timeline(spans, tuple(run.transfers), memory_curves(static, costs, spans, train), static, end)
+
+
+class _Run:
+    """The state of the simulation between two events."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        graph: StageGraph,
+        costs: Sequence[StageCost],
+        messages: Sequence[Message],
+        cluster: Cluster,
+    ) -> None:
+        self.schedule, self.graph, self.costs, self.cluster = schedule, graph, costs, cluster
+        self.spans: list[Span] = []
+        self.transfers: list[Transfer] = []
+        self.made = 0
+        """Number of events so far: those of one instant are handled in the order in which they were made."""
+        self.position = [0] * schedule.devices
+        self.busy = [False] * schedule.devices
+        self.link_free: dict[tuple[int, int], float] = {}
+        self.events: list[tuple[float, int, Task, bool]] = []
+        self.arrived: Counter[Task] = Counter()
+        self.sends = _sends(graph, messages)
+        self.awaited = Counter((target, phase) for (_, phase), sent in self.sends.items() for target, *_ in sent)
+
+    def until_done(self) -> None:
+        for device in range(self.schedule.devices):
+            self._start_next(device, 0.0)
+        while self.events:
+            now, _, task, is_end = heapq.heappop(self.events)
+            group = self.graph.stage_devices[task.stage]
+            if is_end:
+                for device in group:
+                    self.busy[device] = False
+                self._send(task, now)
+                for device in group:
+                    self._start_next(device, now)
+            else:
+                self.arrived[task] += 1
+                self._start_next(group[0], now)
+        for device, order in enumerate(self.schedule.tasks):
+            if self.position[device] < len(order):
+                raise InfeasibleError(f"{order[self.position[device]]} never starts", where=f"device {device}")
+
+    def _start_next(self, device: int, now: float) -> None:
+        """Start the device's next task if nothing keeps it from starting."""
+        order = self.schedule.tasks[device]
+        if self.position[device] == len(order):
+            return
+        task = order[self.position[device]]
+        if self.arrived[task] < self.awaited[task.stage, task.phase]:
+            return
+        group = self.graph.stage_devices[task.stage]
+        if any(self.busy[member] or self._head(member) != task for member in group):
+            return
+        end = now + task_seconds(self.costs, task)
+        for member in group:
+            self.busy[member] = True
+            self.position[member] += 1
+            self.spans.append(Span(member, task, now, end))
+        self._schedule(end, task, is_end=True)
+
+    def _head(self, device: int) -> Task | None:
+        order = self.schedule.tasks[device]
+        return order[self.position[device]] if self.position[device] < len(order) else None
+
+    def _send(self, task: Task, now: float) -> None:
+        for stage, source, target, size in self.sends.get((task.stage, task.phase), ()):
+            receiver = Task(stage, task.phase, task.micro_batch)
+            if source == target or size == 0:
+                self._schedule(now, receiver, is_end=False)
+                continue
+            start = max(now, self.link_free.get((source, target), 0.0))
+            end = start + self.cluster.link(source, target).seconds(size)
+            self.link_free[source, target] = end
+            self.transfers.append(Transfer(source, target, task, size, start, end))
+            self._schedule(end, receiver, is_end=False)
+
+    def _schedule(self, time: float, task: Task, is_end: bool) -> None:
+        self.made += 1
+        heapq.heappush(self.events, (time, self.made, task, is_end))
+
+
+Sent = tuple[int, int, int, int]
+"""Stage that receives, device that sends, device that receives, bytes."""
+
+
+def _sends(graph: StageGraph, messages: Sequence[Message]) -> dict[tuple[int, Phase], list[Sent]]:
+    """What is sent after a task, by its stage and phase. Edges without a message still order their stages."""
+    sends: dict[tuple[int, Phase], list[Sent]] = {}
+    linked = set()
+    for each in messages:
+        linked.add((each.source_stage, each.target_stage))
+        forward = (each.target_stage, each.source, each.target, each.forward_bytes)
+        backward = (each.source_stage, each.target, each.source, each.backward_bytes)
+        sends.setdefault((each.source_stage, Phase.FORWARD), []).append(forward)
+        sends.setdefault((each.target_stage, Phase.BACKWARD), []).append(backward)
+    for source, target in graph.edges:
+        if (source, target) not in linked:
+            sends.setdefault((source, Phase.FORWARD), []).append((target, 0, 0, 0))
+            sends.setdefault((target, Phase.BACKWARD), []).append((source, 0, 0, 0))
+    return sends
+
+
+def _step_end(schedule: Schedule, graph: StageGraph, costs: Sequence[StageCost], spans: Sequence[Span]) -> float:
+    """When the last device has summed its gradients and updated its parameters."""
+    free = [0.0] * schedule.devices
+    for span in spans:
+        free[span.device] = max(free[span.device], span.end)
+    for stage in reversed(range(len(costs))):
+        group = graph.stage_devices[stage]
+        if not costs[stage].gradient_s:
+            continue  # nobody to wait for
+        end = max(free[device] for device in group) + costs[stage].gradient_s
+        for device in group:
+            free[device] = end
+    for stage, cost in enumerate(costs):
+        for device in graph.stage_devices[stage]:
+            free[device] += cost.update_s
+    return max(free, default=0.0)
