@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from autopipe.ir.ops.activation import ACTIVATION
+from autopipe.ir.ops.convolution import CONVOLUTION
 from autopipe.ir.ops.elementwise import ELEMENTWISE
 from autopipe.ir.ops.generation import GENERATION
 from autopipe.ir.ops.indexing import INDEXING
 from autopipe.ir.ops.movement import MOVEMENT
+from autopipe.ir.ops.pooling import POOLING
 from autopipe.ir.ops.products import PRODUCTS
+from autopipe.ir.ops.quantization import QUANTIZATION
 from autopipe.ir.ops.reduction import REDUCTION
 from autopipe.ir.ops.regroup import REGROUP
 from autopipe.ir.ops.row import Operator
@@ -22,6 +25,9 @@ OPERATORS: dict[str, Operator] = {
         *GENERATION,
         *INDEXING,
         *MOVEMENT,
+        *CONVOLUTION,
+        *POOLING,
+        *QUANTIZATION,
         *PRODUCTS,
         *REDUCTION,
         *REGROUP,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from autopipe.backends.torch.emission.activation import ACTIVATION
 from autopipe.backends.torch.emission.call import Emitter
+from autopipe.backends.torch.emission.convolution import CONVOLUTION
 from autopipe.backends.torch.emission.elementwise import ELEMENTWISE
 from autopipe.backends.torch.emission.generation import GENERATION
 from autopipe.backends.torch.emission.indexing import INDEXING
 from autopipe.backends.torch.emission.movement import MOVEMENT
+from autopipe.backends.torch.emission.pooling import POOLING
 from autopipe.backends.torch.emission.products import PRODUCTS
+from autopipe.backends.torch.emission.quantization import QUANTIZATION
 from autopipe.backends.torch.emission.reduction import REDUCTION
 from autopipe.backends.torch.emission.regroup import REGROUP
 from autopipe.backends.torch.emission.sampling import SAMPLING
@@ -20,6 +23,9 @@ EMITTERS: dict[str, Emitter] = {
     **GENERATION,
     **INDEXING,
     **MOVEMENT,
+    **CONVOLUTION,
+    **POOLING,
+    **QUANTIZATION,
     **PRODUCTS,
     **REDUCTION,
     **REGROUP,

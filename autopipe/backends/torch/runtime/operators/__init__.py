@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from autopipe.backends.torch.runtime.operators.convolution import (
+    conv_integer,
+    conv_quantized,
+    conv_transpose,
+    deform_conv,
+)
 from autopipe.backends.torch.runtime.operators.elementwise import dropout, shrink
 from autopipe.backends.torch.runtime.operators.indexing import (
     gather_elements,
@@ -12,23 +18,44 @@ from autopipe.backends.torch.runtime.operators.indexing import (
     tensor_scatter,
 )
 from autopipe.backends.torch.runtime.operators.movement import col2im, compress, pad, reverse_sequence
+from autopipe.backends.torch.runtime.operators.pooling import average_pool, lp_pool, max_pool_with_indices, max_unpool
+from autopipe.backends.torch.runtime.operators.quantization import (
+    dequantize_linear,
+    dynamic_quantize_linear,
+    matmul_integer,
+    matmul_quantized,
+    quantize_linear,
+)
 from autopipe.backends.torch.runtime.operators.reduction import cumprod, cumsum, hardmax, top_k
 from autopipe.backends.torch.runtime.operators.spectral import dft, hamming_window, mel_weights, stft
 
 __all__ = [
+    "average_pool",
     "col2im",
     "compress",
+    "conv_integer",
+    "conv_quantized",
+    "conv_transpose",
     "cumprod",
     "cumsum",
+    "deform_conv",
+    "dequantize_linear",
     "dft",
     "dropout",
+    "dynamic_quantize_linear",
     "gather_elements",
     "gather_nd",
     "hamming_window",
     "hardmax",
+    "lp_pool",
+    "matmul_integer",
+    "matmul_quantized",
+    "max_pool_with_indices",
+    "max_unpool",
     "mel_weights",
     "one_hot",
     "pad",
+    "quantize_linear",
     "reverse_sequence",
     "scatter_elements",
     "scatter_nd",

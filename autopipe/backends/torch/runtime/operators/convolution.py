@@ -34,9 +34,9 @@ def conv_integer(
 ) -> Tensor:
     """Convolution of integers less their zero points, as int32. Pads hold the zero point, hence 0."""
     exact = F.pad(centre(x, x_zero_point), pads)
-    return _CONV[x.dim() - 2](
-        exact, centre(weight, weight_zero_point), None, strides, 0, dilations, groups
-    ).to(torch.int32)
+    return _CONV[x.dim() - 2](exact, centre(weight, weight_zero_point), None, strides, 0, dilations, groups).to(
+        torch.int32
+    )
 
 
 def conv_quantized(
@@ -58,9 +58,7 @@ def conv_quantized(
     """Convolution of quantised numbers, quantised; the bias counts in units of `x_scale * weight_scale`."""
     exact = F.pad(centre(x, x_zero_point), pads)
     exact_bias = None if bias is None else bias.double()
-    product = _CONV[x.dim() - 2](
-        exact, centre(weight, weight_zero_point), exact_bias, strides, 0, dilations, groups
-    )
+    product = _CONV[x.dim() - 2](exact, centre(weight, weight_zero_point), exact_bias, strides, 0, dilations, groups)
     return requantize(product, x_scale.double() * weight_scale.double() / scale.double(), zero_point, dtype)
 
 
@@ -93,9 +91,9 @@ def deform_conv(
         kh, kw, oh, ow
     ).reshape(taps, oh, ow)
     images = x.reshape(batch * offset_groups, channels // offset_groups, height, width)
-    grid = torch.stack(
-        (2 * columns / max(width - 1, 1) - 1, 2 * rows / max(height - 1, 1) - 1), dim=-1
-    ).reshape(batch * offset_groups, taps, oh * ow, 2)
+    grid = torch.stack((2 * columns / max(width - 1, 1) - 1, 2 * rows / max(height - 1, 1) - 1), dim=-1).reshape(
+        batch * offset_groups, taps, oh * ow, 2
+    )
     read = F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=True)
     read = read.reshape(batch, offset_groups, channels // offset_groups, taps, oh, ow)
     if mask is not None:

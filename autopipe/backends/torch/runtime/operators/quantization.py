@@ -15,7 +15,7 @@ def quantize_linear(
     block_size: int = 0,
     precision: torch.dtype | None = None,
 ) -> Tensor:
-    """`saturate(round(x / scale) + zero_point)`, halves to even; per tensor, per slice of `axis`, or per block of it."""
+    """`saturate(round(x / scale) + zero_point)`, halves to even; one scale a tensor, a slice of `axis`, or a block."""
     spread = _spread(scale, x, axis, block_size)
     ratio = x / spread if precision is None else x.to(precision) / spread.to(precision)
     rounded = torch.round(ratio.float())
