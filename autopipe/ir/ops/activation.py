@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from autopipe.ir.ops.elementwise import broadcast
-from autopipe.ir.ops.row import Operator, per_result
+from autopipe.ir.ops.lines import names, spell
+from autopipe.ir.ops.row import Line, Operator, Signature, per_result
 
 
 def _row(name: str, cost: float = 1.0, keeps: tuple[str, ...] = ("0",)) -> Operator:
@@ -13,6 +14,16 @@ def _row(name: str, cost: float = 1.0, keeps: tuple[str, ...] = ("0",)) -> Opera
 def _step(name: str) -> Operator:
     """A function whose derivative is zero wherever it has one."""
     return Operator(name, broadcast, "elementwise", per_result(1.0), 0.0)
+
+
+def per_channel(signature: Signature) -> Line:
+    """PRelu's slope: broadcasts from opset 7 on; before, one a channel (axis 1) or one for all."""
+    slope = signature.operand(1).shape
+    if signature.opset >= 7:
+        return broadcast(signature)
+    words = names(len(signature.operand(0).shape), "x")
+    channels = [words[1] if slope == signature.operand(0).shape[1:2] else "1"]
+    return spell([words, channels if slope else []], [words])
 
 
 ACTIVATION = (
@@ -33,7 +44,7 @@ ACTIVATION = (
     _row("HardSigmoid", 3.0),
     _row("HardSwish", 4.0),
     _row("LeakyRelu", 2.0),
-    _row("PRelu", 2.0, keeps=("0", "1")),
+    Operator("PRelu", per_channel, "elementwise", per_result(2.0), 1.0, keeps=("0", "1")),
     _row("Elu", 5.0),
     _row("Celu", 5.0),
     _row("Selu", 5.0),

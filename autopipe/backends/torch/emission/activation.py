@@ -16,7 +16,11 @@ def _hard_sigmoid(call: Call) -> str:
 
 
 def _prelu(call: Call) -> str:
-    data = call.arg(0)
+    data, slope = call.arg(0), call.operand(1)
+    channels = call.operand(0).shape[1:2]
+    spread = channels + (1,) * (len(call.operand(0).shape) - 2)
+    if call.opset < 7 or (channels and (slope.elements == 1 or slope.shape == spread)):
+        return f"F.prelu({data}, {call.arg(1)}.reshape(-1))"
     return f"torch.where({data} < 0, {data} * {call.arg(1)}, {data})"
 
 

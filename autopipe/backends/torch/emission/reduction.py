@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopipe.backends.torch.emission.call import Call, Emitter, torch_dtype
+from autopipe.ir.dtype import DType
 from autopipe.ir.ops.reduction import chosen_axis, flattened_axes, reduced_axes, running_axis
 
 
@@ -58,7 +59,9 @@ def _extreme(method: str) -> Emitter:
         if not call.operand(0).elements:
             dtype = torch_dtype(call.result().dtype)
             limit = f'float("{"-inf" if method == "amax" else "inf"}")'
-            if not call.result().dtype.is_floating:
+            if call.result().dtype is DType.BOOL:
+                limit = str(method == "amin")
+            elif not call.result().dtype.is_floating:
                 limit = f"torch.iinfo({dtype}).{'min' if method == 'amax' else 'max'}"
             return f"torch.full({call.result().shape}, {limit}, dtype={dtype}, device=p.device)"
         return f"{call.arg(0)}.{method}({_axes(call)})"

@@ -1,0 +1,103 @@
+"""onnx's backend interface over our emission: the emitted forward of a model, as one stage, is run as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import torch
+import torch.nn.functional as F
+from onnx.backend.base import Backend, BackendRep
+
+from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.backends.torch.runtime import operators
+from autopipe.ir.graph import Graph
+from autopipe.ir.ops import signature_of, space_of
+from autopipe.ir.program import Compute, StageCode
+from tests.conformance.importer import import_model
+
+
+def stage_of(graph: Graph) -> StageCode:
+    """The whole graph as one stage of one device."""
+    return StageCode(
+        stage=0,
+        devices=(0,),
+        inputs=graph.inputs,
+        outputs=tuple(graph.type_of(name) for name in graph.outputs),
+        parameters=tuple((index, parameter.value) for index, parameter in enumerate(graph.parameters)),
+        constants=tuple(enumerate(graph.constants)),
+        operations=tuple(Compute(index, signature_of(graph, node)) for index, node in enumerate(graph.nodes)),
+    )
+
+
+def forward_of(text: str) -> Any:
+    """The function that the text of a forward defines."""
+    scope: dict[str, Any] = {"torch": torch, "F": F, "operators": operators}
+    exec(compile(text, "<stage>", "exec"), scope)
+    return scope["forward"]
+
+
+def to_tensor(array: np.ndarray, device: str = "cpu") -> torch.Tensor:
+    """A tensor of the array's numbers and type."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16).to(device)
+    return torch.from_numpy(np.array(array, order="C")).to(device)
+
+
+def to_array(tensor: torch.Tensor) -> np.ndarray:
+    """The numbers of a tensor."""
+    plain = tensor.detach().cpu().contiguous()
+    if plain.dtype == torch.bfloat16:
+        return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return plain.numpy()
+
+
+@dataclass(slots=True)
+class Deferred(BackendRep):
+    """A model that becomes a graph when its inputs come: shapes may depend on their numbers."""
+
+    model: onnx.ModelProto
+    device: str
+
+    def run(self, inputs: Sequence[Any], **kwargs: Any) -> tuple[np.ndarray, ...]:
+        arrays = [np.asarray(each) for each in inputs]
+        imported = import_model(self.model, arrays)
+        graph = imported.graph
+        for node in graph.nodes:
+            space_of(graph, node)
+        names = [each.name for each in graph.inputs]
+        given = dict(zip(_fed(self.model, arrays), arrays, strict=True))
+        held = SimpleNamespace(
+            device=torch.device(self.device),
+            **{f"w{index}": to_tensor(array, self.device) for index, array in enumerate(imported.weights)},
+            **{f"c{index}": to_tensor(each.array, self.device) for index, each in enumerate(graph.constants)},
+        )
+        forward = forward_of(emit_forward(stage_of(graph)))
+        results = forward(held, *(to_tensor(given[name], self.device) for name in names))
+        for name, result in zip(graph.outputs, results, strict=True):
+            assert tuple(result.shape) == graph.type_of(name).shape, f"{name}: inferred {graph.type_of(name).shape}"
+        return tuple(to_array(result) for result in results)
+
+
+def _fed(model: onnx.ModelProto, arrays: Sequence[np.ndarray]) -> list[str]:
+    """Names of the inputs that `arrays` belong to: initializers listed among the inputs are not fed."""
+    held = {each.name for each in model.graph.initializer}
+    names = [each.name for each in model.graph.input if each.name not in held]
+    return names if len(names) == len(arrays) else [each.name for each in model.graph.input]
+
+
+class EmissionBackend(Backend):
+    """Runs models by emitting them."""
+
+    @classmethod
+    def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> Deferred:
+        return Deferred(model, device.lower())
+
+    @classmethod
+    def supports_device(cls, device: str) -> bool:
+        return device == "CPU" or (device == "CUDA" and torch.cuda.is_available())
