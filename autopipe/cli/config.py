@@ -75,8 +75,8 @@ def clusters(output: Output) -> None:
     entries = []
     for name in cluster_names():
         description = cluster_preset(name)
-        entries.append({"preset": name, **dump(description)})
         device = description.device
+        entries.append({"preset": name, **dump(description), "memory_bytes": device.memory})
         links = ", ".join(f"{level.name} {level.bandwidth / 1e9:g} GB/s" for level in description.levels)
         figures = (f"{device.peak.fp32 / 1e12:g}", f"{device.bandwidth / 1e9:g}")
         table.add_row(name, device.name, format_bytes(device.memory), *figures, links)

