@@ -475,6 +475,7 @@ def attention(
     p: Parameters,
     name: str,
     x: Tensor,
+    *,
     heads: int,
     memory: Tensor | None = None,
     mask: Tensor | None = None,
@@ -495,7 +496,7 @@ def feed_forward(p: Parameters, name: str, x: Tensor, activation: Callable[[Tens
 
 def pre_norm_block(p: Parameters, name: str, x: Tensor, heads: int, causal: bool = False) -> Tensor:
     y = layer_norm(p, f"{name}.attention_norm", x)
-    x = x + attention(p, f"{name}.attention", y, heads, causal=causal)
+    x = x + attention(p, f"{name}.attention", y, heads=heads, causal=causal)
     return x + feed_forward(p, f"{name}.feed_forward", layer_norm(p, f"{name}.feed_forward_norm", x), F.gelu)
 
 

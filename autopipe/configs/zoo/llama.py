@@ -57,7 +57,11 @@ class Llama(ZooModel):
         "3-405b": _sizes(126, 16384, 128, 8, 53248, vocabulary=128256, rotary_base=500000),
     }
 
-    multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"), ("heads", "key_value_heads"))
+    multiples: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("hidden", "heads"),
+        ("heads", "key_value_heads"),
+        ("head_size", "halves"),
+    )
 
     layers: int = 4
     """Transformer layers."""
@@ -87,6 +91,11 @@ class Llama(ZooModel):
     def head_size(self) -> int:
         """Width of a head."""
         return self.hidden // self.heads
+
+    @property
+    def halves(self) -> int:
+        """Rotary positions turn the first half of a head against the second."""
+        return 2
 
     def build(self, graph: GraphBuilder) -> None:
         """Embedding, layers, norm, head."""

@@ -24,6 +24,9 @@ class ZooModel(ABC):
     multiples: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of fields of which the first must be a multiple of the second."""
 
+    limits: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Pairs of fields of which the first must not exceed the second."""
+
     least: ClassVar[Mapping[str, int]] = {}
     """Fields that must not be below a bound other than 1."""
 

@@ -49,6 +49,7 @@ class MixtureOfExperts(ZooModel):
         "70b": _sizes(32, 2048, 64),
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
+    limits: ClassVar[tuple[tuple[str, str], ...]] = (("choices", "experts"),)
 
     layers: int = 2
     """Transformer layers."""

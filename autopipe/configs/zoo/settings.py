@@ -50,6 +50,8 @@ def configure(kind: type[Model], settings: Mapping[str, Setting]) -> Model:
     model = kind(**values)
     for whole, part in kind.multiples:
         _require_multiple(model, whole, part)
+    for lower, upper in kind.limits:
+        _require_limit(model, lower, upper)
     return model
 
 
@@ -75,6 +77,13 @@ def _require_multiple(model: ZooModel, whole: str, part: str) -> None:
         nearest = max(1, round(extent / divisor)) * divisor
         message = f"{whole} = {extent} is not a multiple of {part} = {divisor}"
         raise ConfigurationError(message, hint=f"{whole}={nearest} would be", where="--set")
+
+
+def _require_limit(model: ZooModel, lower: str, upper: str) -> None:
+    """Raise ConfigurationError unless field `lower` of `model` is at most its field `upper`."""
+    extent, limit = getattr(model, lower), getattr(model, upper)
+    if extent > limit:
+        raise ConfigurationError(f"{lower} = {extent} exceeds {upper} = {limit}", where="--set")
 
 
 def _typed(key: str, value: Setting, hint: object, least: Mapping[str, int]) -> Setting:
