@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 from rich.table import Table
 
+from autopipe.cli.choices import chosen_scheduler, chosen_strategy
 from autopipe.cli.configuration_flags import configuration_options
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
@@ -56,7 +57,10 @@ def check(output: Output, file: Path) -> None:
     if is_cluster(file):
         cluster, kind = build_cluster(read_cluster(file), None), "cluster"
     else:
-        cluster, kind = resolve_cluster(load_configuration(file)), "configuration"
+        configuration = load_configuration(file)
+        chosen_strategy(configuration)
+        chosen_scheduler(configuration)
+        cluster, kind = resolve_cluster(configuration), "configuration"
     data = {"file": str(file), "kind": kind, "valid": True, "cluster": cluster.name, "devices": cluster.size}
     output.result(data, f"{file}: a valid {kind} ({cluster.size} devices of {cluster.name})")
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from click.testing import CliRunner, Result
@@ -11,6 +14,7 @@ from click.testing import CliRunner, Result
 from autopipe.cli.config import config
 from autopipe.configs.load import parse_configuration
 from autopipe.ir.errors import ConfigurationError
+from autopipe.passes import registry
 
 
 def run(*arguments: str) -> Result:
@@ -45,9 +49,30 @@ def test_show_refuses(tmp_path: Path) -> None:
         run("show", "--config", str(tmp_path / "absent.yaml"))
 
 
+@dataclass(frozen=True, slots=True)
+class Search:
+    """Stands for a strategy or a scheduler."""
+
+    steps: int = 1
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A strategy and a scheduler called `search`, and no other."""
+    entry = {"search": f"{__name__}:Search"}
+    monkeypatch.setitem(sys.modules, __name__, ModuleType(__name__))
+    monkeypatch.setattr(sys.modules[__name__], "Search", Search, raising=False)
+    monkeypatch.setattr(registry, "STRATEGIES", entry)
+    monkeypatch.setattr(registry, "SCHEDULERS", entry)
+
+
+CHOSEN = "strategy: {name: search, steps: 2}\nschedule: {name: search}\n"
+
+
+@pytest.mark.usefixtures("registered")
 def test_check_takes_configurations_and_clusters(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text("cluster: {preset: summit}\ngpus: 8\n")
+    path.write_text(CHOSEN + "cluster: {preset: summit}\ngpus: 8\n")
     assert "a valid configuration (8 devices of summit)" in run("check", str(path)).stdout
     cluster = Path(__file__).parents[2] / "autopipe/configs/clusters/h200.yaml"
     answer = json.loads(run("check", str(cluster), "--json").stdout)
@@ -56,6 +81,18 @@ def test_check_takes_configurations_and_clusters(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         run("check", str(path))
     assert str(caught.value) == f"{path}:2: unknown key 'gpuz' (did you mean 'gpus'?)"
+
+
+@pytest.mark.usefixtures("registered")
+def test_check_refuses_what_a_strategy_does_not_have(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(CHOSEN.replace("steps", "step"))
+    with pytest.raises(ConfigurationError) as caught:
+        run("check", str(path))
+    assert str(caught.value) == f"{path}:1: unknown key 'step' in strategy (did you mean 'steps'?)"
+    path.write_text(CHOSEN.replace("{name: search}", "{name: serch}"))
+    with pytest.raises(ConfigurationError, match=r"no schedule called 'serch' \(did you mean search\?\)"):
+        run("check", str(path))
 
 
 def test_clusters_lists_the_presets() -> None:
