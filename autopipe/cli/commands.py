@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-COMMANDS: Final[dict[str, tuple[str, str]]] = {}
+COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "zoo": ("autopipe.cli.zoo:zoo", "Build models of the papers as ONNX files."),
+    "config": ("autopipe.cli.config:config", "Show and check configurations, list cluster presets."),
+}
 """A command's name -> (`module:attribute` of its click command, what the list of commands says of it).
 
-One line a command, in the order a user meets them:
-
-    "plan": ("autopipe.cli.plan:plan", "Decide which device computes what, and when."),
+One line a command, in the order a user meets them.
 """
