@@ -7,7 +7,9 @@ from autopipe.ir.ops.convolution import CONVOLUTION
 from autopipe.ir.ops.elementwise import ELEMENTWISE
 from autopipe.ir.ops.generation import GENERATION
 from autopipe.ir.ops.indexing import INDEXING
+from autopipe.ir.ops.losses import LOSSES
 from autopipe.ir.ops.movement import MOVEMENT
+from autopipe.ir.ops.normalization import NORMALIZATION
 from autopipe.ir.ops.pooling import POOLING
 from autopipe.ir.ops.products import PRODUCTS
 from autopipe.ir.ops.quantization import QUANTIZATION
@@ -28,6 +30,8 @@ OPERATORS: dict[str, Operator] = {
         *CONVOLUTION,
         *POOLING,
         *QUANTIZATION,
+        *NORMALIZATION,
+        *LOSSES,
         *PRODUCTS,
         *REDUCTION,
         *REGROUP,

@@ -8,7 +8,9 @@ from autopipe.backends.torch.emission.convolution import CONVOLUTION
 from autopipe.backends.torch.emission.elementwise import ELEMENTWISE
 from autopipe.backends.torch.emission.generation import GENERATION
 from autopipe.backends.torch.emission.indexing import INDEXING
+from autopipe.backends.torch.emission.losses import LOSSES
 from autopipe.backends.torch.emission.movement import MOVEMENT
+from autopipe.backends.torch.emission.normalization import NORMALIZATION
 from autopipe.backends.torch.emission.pooling import POOLING
 from autopipe.backends.torch.emission.products import PRODUCTS
 from autopipe.backends.torch.emission.quantization import QUANTIZATION
@@ -26,6 +28,8 @@ EMITTERS: dict[str, Emitter] = {
     **CONVOLUTION,
     **POOLING,
     **QUANTIZATION,
+    **NORMALIZATION,
+    **LOSSES,
     **PRODUCTS,
     **REDUCTION,
     **REGROUP,

@@ -17,7 +17,14 @@ from autopipe.backends.torch.runtime.operators.indexing import (
     scatter_nd,
     tensor_scatter,
 )
+from autopipe.backends.torch.runtime.operators.losses import cross_entropy
 from autopipe.backends.torch.runtime.operators.movement import col2im, compress, pad, reverse_sequence
+from autopipe.backends.torch.runtime.operators.normalization import (
+    batch_norm,
+    layer_norm,
+    local_response_norm,
+    mean_variance_norm,
+)
 from autopipe.backends.torch.runtime.operators.pooling import average_pool, lp_pool, max_pool_with_indices, max_unpool
 from autopipe.backends.torch.runtime.operators.quantization import (
     dequantize_linear,
@@ -31,11 +38,13 @@ from autopipe.backends.torch.runtime.operators.spectral import dft, hamming_wind
 
 __all__ = [
     "average_pool",
+    "batch_norm",
     "col2im",
     "compress",
     "conv_integer",
     "conv_quantized",
     "conv_transpose",
+    "cross_entropy",
     "cumprod",
     "cumsum",
     "deform_conv",
@@ -47,11 +56,14 @@ __all__ = [
     "gather_nd",
     "hamming_window",
     "hardmax",
+    "layer_norm",
+    "local_response_norm",
     "lp_pool",
     "matmul_integer",
     "matmul_quantized",
     "max_pool_with_indices",
     "max_unpool",
+    "mean_variance_norm",
     "mel_weights",
     "one_hot",
     "pad",

@@ -1,0 +1,98 @@
+"""Emission of normalisations."""
+
+from __future__ import annotations
+
+from autopipe.backends.torch.emission.call import Call, Emitter
+from autopipe.ir.ops.normalization import normalized_axes, softmax_axes, trains, variance_axes
+
+
+def _batch_norm(call: Call) -> str:
+    x, scale, bias, mean, variance = (call.arg(index) for index in range(5))
+    epsilon = call.stated("epsilon", 1e-5)
+    if not trains(call.signature):
+        return f"F.batch_norm({x}, {mean}, {variance}, {scale}, {bias}, eps={epsilon})"
+    if len(call.node.outputs) == 1:
+        return f"F.batch_norm({x}, None, None, {scale}, {bias}, training=True, eps={epsilon})"
+    settings = f"{call.stated('momentum', 0.9)}, {epsilon}"
+    return f"operators.batch_norm({x}, {scale}, {bias}, {mean}, {variance}, {settings})[:{len(call.node.outputs)}]"
+
+
+def _normalized(call: Call) -> tuple[int, ...]:
+    axes = normalized_axes(call.signature)
+    return call.operand(0).shape[axes.start :]
+
+
+def _layer_norm(call: Call) -> str:
+    shape, epsilon = _normalized(call), call.stated("epsilon", 1e-5)
+    scales = [call.operand(index).shape for index in (1, 2) if call.present(index)]
+    several = len(call.node.outputs) > 1
+    if any(scale != shape for scale in scales):
+        operands = f"{call.arg(0)}, {shape}, {call.arg(1)}, {call.optional(2)}, {epsilon}"
+        whole = f"operators.layer_norm({operands})"
+        return f"{whole}[:{len(call.node.outputs)}]" if several else f"{whole}[0]"
+    weight, bias = call.arg(1), call.optional(2)
+    if several:
+        return f"torch.native_layer_norm({call.arg(0)}, {shape}, {weight}, {bias}, {epsilon})[:{len(call.node.outputs)}]"
+    return f"F.layer_norm({call.arg(0)}, {shape}, {weight}, {bias}, {epsilon})"
+
+
+def _rms_norm(call: Call) -> str:
+    shape, epsilon = _normalized(call), call.stated("epsilon", 1e-5)
+    if call.operand(1).shape == shape:
+        return f"F.rms_norm({call.arg(0)}, {shape}, {call.arg(1)}, {epsilon})"
+    return f"F.rms_norm({call.arg(0)}, {shape}, eps={epsilon}) * {call.arg(1)}"
+
+
+def _group_norm(call: Call) -> str:
+    groups = call.share(call.node.integer("num_groups"), "g")
+    channels = call.operand(0).shape[1]
+    scale, bias = call.arg(1), call.arg(2)
+    if call.operand(1).shape != (channels,):
+        scale, bias = (f"{code}.repeat_interleave({channels // groups})" for code in (scale, bias))
+    return f"F.group_norm({call.arg(0)}, {groups}, {scale}, {bias}, {call.stated('epsilon', 1e-5)})"
+
+
+def _instance_norm(call: Call) -> str:
+    epsilon = call.stated("epsilon", 1e-5)
+    return f"F.instance_norm({call.arg(0)}, weight={call.arg(1)}, bias={call.arg(2)}, eps={epsilon})"
+
+
+def _variance(call: Call) -> str:
+    return f"operators.mean_variance_norm({call.arg(0)}, {variance_axes(call.signature)})"
+
+
+def _norm(call: Call) -> str:
+    return f"F.normalize({call.arg(0)}, p={call.node.integer('p', 2)}, dim={call.node.integer('axis', -1)})"
+
+
+def _response(call: Call) -> str:
+    size = call.node.integer("size")
+    settings = ", ".join([str(size), call.stated("alpha", 1e-4), call.stated("beta", 0.75), call.stated("bias", 1.0)])
+    library = "F.local_response_norm" if size % 2 else "operators.local_response_norm"
+    return f"{library}({call.arg(0)}, {settings})"
+
+
+def _softmax(function: str) -> Emitter:
+    def emit(call: Call) -> str:
+        axes = softmax_axes(call.signature)
+        shape = call.operand(0).shape
+        if all(extent == 1 for extent in shape[axes.start + 1 : axes.stop]):
+            axis = -1 if axes.start == len(shape) - 1 else axes.start
+            return f"{function}({call.arg(0)}, {axis})"
+        return f"{function}({call.arg(0)}.flatten({axes.start}), -1).reshape({shape})"
+
+    return emit
+
+
+NORMALIZATION: dict[str, Emitter] = {
+    "BatchNormalization": _batch_norm,
+    "LayerNormalization": _layer_norm,
+    "RMSNormalization": _rms_norm,
+    "GroupNormalization": _group_norm,
+    "InstanceNormalization": _instance_norm,
+    "MeanVarianceNormalization": _variance,
+    "LpNormalization": _norm,
+    "LRN": _response,
+    "Softmax": _softmax("F.softmax"),
+    "LogSoftmax": _softmax("F.log_softmax"),
+}

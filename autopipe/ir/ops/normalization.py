@@ -1,0 +1,115 @@
+"""Normalisations: statistics over some axes, which stay whole, then element by element."""
+
+from __future__ import annotations
+
+from autopipe.ir.ops.lines import aligned, marked, names, positive, spell, unindexed
+from autopipe.ir.ops.row import Line, Operator, Signature, per_result
+
+_TRAINING_MODE_STATED = 14
+"""From this opset BatchNormalization states its mode; before, several results meant training."""
+
+
+def trains(signature: Signature) -> bool:
+    """Whether a BatchNormalization normalises by the batch's own statistics."""
+    if signature.opset >= _TRAINING_MODE_STATED:
+        return bool(signature.node.integer("training_mode"))
+    return len(signature.results) > 1
+
+
+def batch_norm(signature: Signature) -> Line:
+    """`n c *i, c, c, c, c -> n c *i, c, c`; with the batch's own statistics everything but c stays whole."""
+    mark = "!" if trains(signature) else ""
+    first = [f"n{mark}", "c", *(f"i{axis}{mark}" for axis in range(len(signature.operand(0).shape) - 2))]
+    results = [None if value is None else ["c"] for value in signature.results[1:]]
+    return spell([first, *[["c"]] * 4], [first, *results])
+
+
+def normalized_axes(signature: Signature) -> range:
+    """Axes over which LayerNormalization and its kin normalise: from `axis` to the last."""
+    rank = len(signature.operand(0).shape)
+    return range(positive(signature.node.integer("axis", -1), rank), rank)
+
+
+def layer_norm(signature: Signature) -> Line:
+    """`*b *x, *x, *x -> *b *x, *b 1, *b 1` with *x whole."""
+    shape = signature.operand(0).shape
+    axes = normalized_axes(signature)
+    words = names(len(shape))
+    scales = [None if value is None else aligned(value.shape, shape, words) for value in signature.operands[1:]]
+    statistics = [*words[: axes.start], *["1"] * len(axes)]
+    results = [None if value is None else statistics for value in signature.results[1:]]
+    return spell([marked(words, axes, "!"), *scales], [words, *results])
+
+
+def group_norm(signature: Signature) -> Line:
+    """`n (g c) *i, (g c), (g c) -> n (g c) *i` with c and *i whole; before opset 21 scale and bias are one a group."""
+    groups = signature.node.integer("num_groups")
+    spatial = [f"i{axis}!" for axis in range(len(signature.operand(0).shape) - 2)]
+    channels = signature.operand(0).shape[1]
+    scale = "(g c)" if signature.operand(1).shape == (channels,) else "g"
+    line = spell([["n", "(g c!)", *spatial], [scale], [scale]], [["n", "(g c)", *spatial]])
+    return Line(line.text, (("g", groups), ("c", channels // groups)))
+
+
+def instance_norm(signature: Signature) -> Line:
+    """`n c *i, c, c -> n c *i` with *i whole."""
+    first = ["n", "c", *(f"i{axis}!" for axis in range(len(signature.operand(0).shape) - 2))]
+    return spell([first, ["c"], ["c"]], [first])
+
+
+def variance_axes(signature: Signature) -> tuple[int, ...]:
+    """Axes of MeanVarianceNormalization, counted from the front."""
+    rank = len(signature.operand(0).shape)
+    return tuple(positive(axis, rank) for axis in signature.node.integers("axes", (0, 2, 3)))
+
+
+def softmax_axes(signature: Signature) -> range:
+    """Axes over which Softmax and LogSoftmax sum: one since opset 13, all from `axis` on before."""
+    rank = len(signature.operand(0).shape)
+    if signature.opset >= 13:
+        axis = positive(signature.node.integer("axis", -1), rank)
+        return range(axis, axis + 1)
+    return range(positive(signature.node.integer("axis", 1), rank), rank)
+
+
+def _whole_along(signature: Signature, axes: tuple[int, ...] | range) -> Line:
+    words = names(len(signature.operand(0).shape))
+    scales = [unindexed(value.shape) for value in signature.operands[1:] if value is not None]
+    return spell([marked(words, axes, "!"), *scales], [words])
+
+
+def _softmax(signature: Signature) -> Line:
+    return _whole_along(signature, softmax_axes(signature))
+
+
+def _variance(signature: Signature) -> Line:
+    return _whole_along(signature, variance_axes(signature))
+
+
+def _response(signature: Signature) -> Line:
+    return _whole_along(signature, (1,))
+
+
+def _norm(signature: Signature) -> Line:
+    rank = len(signature.operand(0).shape)
+    return _whole_along(signature, (positive(signature.node.integer("axis", -1), rank),))
+
+
+def _over_batch(signature: Signature) -> bool:
+    return 0 in variance_axes(signature)
+
+
+NORMALIZATION = (
+    Operator("BatchNormalization", batch_norm, "normalization", per_result(4.0), 2.0, ("0",), mixes_samples=trains),
+    Operator("LayerNormalization", layer_norm, "normalization", per_result(8.0), 2.0, ("0",)),
+    Operator("RMSNormalization", layer_norm, "normalization", per_result(5.0), 2.0, ("0",)),
+    Operator("GroupNormalization", group_norm, "normalization", per_result(8.0), 2.0, ("0",)),
+    Operator("InstanceNormalization", instance_norm, "normalization", per_result(8.0), 2.0, ("0",)),
+    Operator(
+        "MeanVarianceNormalization", _variance, "normalization", per_result(7.0), 2.0, ("0",), mixes_samples=_over_batch
+    ),
+    Operator("LpNormalization", _norm, "normalization", per_result(4.0), 2.0, ("0",)),
+    Operator("LRN", _response, "normalization", per_result(12.0), 2.0, ("0",)),
+    Operator("Softmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",)),
+    Operator("LogSoftmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",)),
+)
