@@ -7,7 +7,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from autopipe.backends.torch.emission.manifest import FORMAT, Provenance, manife
 from autopipe.backends.torch.emission.rank import emit_rank, rank_module, stage_module
 from autopipe.backends.torch.emission.stage import emit_stage
 from autopipe.ir.errors import CodegenError, ConfigurationError
-from autopipe.ir.program import Program, RankCode, StageCode
+from autopipe.ir.program import Program
 
 _ENTRY = '''"""Runs the rank that the environment names; started on every process by torch elastic, torchrun or SLURM."""
 
@@ -32,26 +33,44 @@ runpy.run_path(str(folder / f"rank_{rank:03d}.py"), run_name="__main__")
 '''
 
 
-def write_program(
-    program: Program,
-    provenance: Provenance,
-    folder: Path,
-    *,
-    stage_title: Callable[[StageCode], str],
-    rank_title: Callable[[RankCode], str],
-) -> None:
-    """Write the files of `program` into `folder`, replacing an earlier program there, or leave everything as it was.
+@dataclass(frozen=True, slots=True)
+class ProgramFiles:
+    """A program, the folder inside the written one where it goes, and the docstrings of its stages and ranks."""
+
+    name: str
+    program: Program
+    stage_titles: tuple[str, ...]
+    rank_titles: tuple[str, ...]
+
+
+def write_program(programs: Sequence[ProgramFiles], provenance: Provenance, folder: Path) -> None:
+    """Write the files of `programs` into `folder`, replacing an earlier program there, or leave everything as it was.
 
     Raises CodegenError where the text would not be valid Python, ConfigurationError where the folder cannot be written.
     """
-    files = {f"{stage_module(stage.stage)}.py": emit_stage(stage, stage_title(stage)) for stage in program.stages}
-    files |= {f"{rank_module(rank.rank)}.py": emit_rank(program, rank, rank_title(rank)) for rank in program.ranks}
-    files["run.py"] = _ENTRY
-    for name, text in files.items():
+    rendered = [(each, _files(each, provenance)) for each in programs]
+
+    def write(target: Path) -> None:
+        for each, files in rendered:
+            _write(target / each.name, files, each.program)
+
+    replace_folder(folder, write)
+
+
+def _files(files: ProgramFiles, provenance: Provenance) -> dict[str, str]:
+    """Text by file name; every Python file is checked to parse."""
+    program = files.program
+    found = {
+        f"{stage_module(stage.stage)}.py": emit_stage(stage, title)
+        for stage, title in zip(program.stages, files.stage_titles, strict=True)
+    }
+    for rank, title in zip(program.ranks, files.rank_titles, strict=True):
+        found[f"{rank_module(rank.rank)}.py"] = emit_rank(program, rank, title)
+    found["run.py"] = _ENTRY
+    for name, text in found.items():
         _check(name, text)
-    files["manifest.json"] = json.dumps(manifest_of(program, provenance), indent=1) + "\n"
-    constants = {f"c{index}": constant.array for stage in program.stages for index, constant in stage.constants}
-    replace_folder(folder, lambda target: _write(target, files, constants))
+    found["manifest.json"] = json.dumps(manifest_of(program, provenance), indent=1) + "\n"
+    return found
 
 
 def _check(name: str, text: str) -> None:
@@ -61,9 +80,11 @@ def _check(name: str, text: str) -> None:
         raise CodegenError(f"generated code is not valid Python: {error}", where=name) from error
 
 
-def _write(folder: Path, files: dict[str, str], constants: dict[str, np.ndarray]) -> None:
+def _write(folder: Path, files: dict[str, str], program: Program) -> None:
+    folder.mkdir(exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
+    constants = {f"c{index}": constant.array for stage in program.stages for index, constant in stage.constants}
     np.savez(folder / "constants.npz", allow_pickle=False, **constants)
 
 

@@ -1,0 +1,95 @@
+"""Whether ranks computed what one device computes: losses and gradients that two runs have recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.ir.errors import VerificationError
+
+_ROUNDING = 1e-6
+"""A gradient whose norm is below this share of all gradients' norm is zero but for rounding: a key's bias before a
+softmax has none, and what is left of it in float32 has no digits to compare. It is compared absolutely."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far a tensor is from its reference: ‖a − b‖₂ / ‖b‖₂ in float64, absolute where ‖b‖ is 0."""
+
+    tensor: str
+    relative: float
+
+
+def difference(name: str, ours: np.ndarray, reference: np.ndarray, scale: float = 0.0) -> Difference:
+    """The difference of two arrays; infinite where shapes or (for whole numbers) any element differ.
+
+    With `scale`, the norm of all that is compared, a reference that is zero but for rounding is compared in its units.
+    """
+    if ours.shape != reference.shape:
+        return Difference(name, float("inf"))
+    if not np.issubdtype(reference.dtype, np.floating):
+        return Difference(name, 0.0 if np.array_equal(ours, reference) else float("inf"))
+    left, right = ours.astype(np.float64), reference.astype(np.float64)
+    same = (left == right) | (np.isnan(left) & np.isnan(right))
+    left, right = np.where(same, 0.0, left), np.where(np.isfinite(right), right, 0.0)
+    right_or_zero = np.where(same, 0.0, right)
+    distance = float(np.linalg.norm((left - right_or_zero).ravel()))
+    norm = float(np.linalg.norm(right.ravel()))
+    if norm <= _ROUNDING * scale:
+        norm = scale
+    relative = distance / norm if norm else distance
+    return Difference(name, relative if relative == relative else float("inf"))
+
+
+def gradient_differences(ranks: Manifest, recorded: Path, expected: Path) -> Iterator[Difference]:
+    """One difference a parameter: the worst of its blocks. `recorded` and `expected` are folders of recorded gradients.
+
+    Raises VerificationError where a trained parameter has no recorded gradient.
+    """
+    whole = _blocks(expected)
+    scale = float(np.sqrt(sum(float(np.sum(np.square(each.astype(np.float64)))) for each in whole.values())))
+    worst: dict[int, Difference] = {}
+    for rank, shards in enumerate(ranks.shards):
+        gradients = _read(recorded, rank)
+        for shard in shards:
+            entry = ranks.parameters[shard.parameter]
+            if str(shard.parameter) not in gradients or shard.parameter not in whole:
+                if not entry.trainable:
+                    continue
+                raise VerificationError(f"no gradient was recorded for {entry.name!r}", where=f"rank {rank}")
+            region = tuple(slice(start, stop) for start, stop in zip(shard.starts, shard.stops, strict=True))
+            ours = gradients[str(shard.parameter)]
+            found = difference(entry.name, ours, whole[shard.parameter][region], scale)
+            if shard.parameter not in worst or found.relative > worst[shard.parameter].relative:
+                worst[shard.parameter] = found
+    yield from (worst[index] for index in sorted(worst))
+
+
+def _blocks(folder: Path) -> dict[int, np.ndarray]:
+    """The one-device program's gradients, whole, by parameter."""
+    return {int(index): array for index, array in _read(folder, 0).items()}
+
+
+def _read(folder: Path, rank: int) -> dict[str, np.ndarray]:
+    path = folder / f"gradients_{rank:03d}.npz"
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            return {name: stored[name] for name in stored.files}
+    except OSError as error:
+        raise VerificationError("gradients were not recorded", where=str(path)) from error
+
+
+def read_losses(report: Path) -> list[float]:
+    """The losses of a run's steps."""
+    return [float(json.loads(line)["loss"]) for line in report.read_text(encoding="utf-8").splitlines()]
+
+
+def read_outputs(path: Path) -> dict[str, np.ndarray]:
+    """The outputs of an inference run by name."""
+    with np.load(path, allow_pickle=False) as stored:
+        return {str(name): stored[f"output_{index}"] for index, name in enumerate(stored["names"])}

@@ -1,0 +1,90 @@
+"""A program folder from a plan: the ranks' programs, and beside them the one-device programs they are verified against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autopipe import __version__
+from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
+from autopipe.backends.torch.emission.manifest import Provenance
+from autopipe.cli.verification import FORWARD, REFERENCE
+from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.program import Program, RankCode, StageCode
+from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.passes.lower import lower
+from autopipe.passes.pipeline import Planned
+
+_ROW_TASKS = 24
+"""Tasks of a rank's row that its docstring shows, from the start and from the end."""
+
+
+def generate(planned: Planned, folder: Path) -> Program:
+    """Write the program of `planned` into `folder` and return it. Raises CodegenError or ConfigurationError."""
+    problem, plan = planned.problem, planned.plan
+    program = lower(problem.graph, plan.placement, plan.schedule, problem.loss if problem.train else None)
+    files = [ProgramFiles("", program, _stage_titles(planned, program), _rank_titles(planned, program))]
+    for name, loss in ((REFERENCE, problem.loss), (FORWARD, None)):
+        if loss is not None or name == FORWARD:
+            files.append(_one_device(planned, name, loss))
+    write_program(files, _provenance(planned), folder)
+    return program
+
+
+def _one_device(planned: Planned, name: str, loss: str | None) -> ProgramFiles:
+    """The same steps on one device: training with `loss`, the whole forward without."""
+    problem = planned.problem
+    stage = Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size)
+    phases = (Phase.FORWARD, Phase.BACKWARD) if loss is not None else (Phase.FORWARD,)
+    order = tuple(Task(0, phase, index) for index in range(problem.micro_batches) for phase in phases)
+    program = lower(problem.graph, Placement((stage,)), Schedule(problem.micro_batches, (order,)), loss)
+    what = "training" if loss is not None else "the forward"
+    title = f"The whole model on one device, {what}: what the ranks are verified against."
+    return ProgramFiles(name, program, (title,), (title,))
+
+
+def _provenance(planned: Planned) -> Provenance:
+    plan, problem = planned.plan, planned.problem
+    return Provenance(
+        model=str(Path(plan.model).absolute()),
+        model_digest=planned.model_digest,
+        plan_digest=planned.digest,
+        optimizer=problem.optimizer,
+        precision=problem.precision,
+        seed=problem.seed,
+        predicted_step_s=plan.summary.step_time_s,
+        predicted_bubble=plan.summary.bubble_rate,
+    )
+
+
+def _stage_titles(planned: Planned, program: Program) -> tuple[str, ...]:
+    return tuple(_stage_title(stage, len(program.stages)) for stage in program.stages)
+
+
+def _stage_title(stage: StageCode, count: int) -> str:
+    devices = ", ".join(map(str, stage.devices))
+    return f"Stage {stage.stage} of {count}, on device{'s' if len(stage.devices) > 1 else ''} {devices}."
+
+
+def _rank_titles(planned: Planned, program: Program) -> tuple[str, ...]:
+    return tuple(_rank_title(planned, program, rank) for rank in program.ranks)
+
+
+def _rank_title(planned: Planned, program: Program, rank: RankCode) -> str:
+    """What a reader needs to check the rank against the timeline."""
+    summary = planned.plan.summary
+    stages = ", ".join(str(stage.stage) for stage in rank.stages) or "none"
+    memory = summary.peak_memory_bytes[rank.rank] / 2**20
+    row = [str(task) for task in planned.plan.schedule.tasks[rank.rank]]
+    shown = row if len(row) <= 2 * _ROW_TASKS else [*row[:_ROW_TASKS], "...", *row[-_ROW_TASKS:]]
+    lines = [
+        f"Rank {rank.rank} of {program.world_size}: stages {stages}; {summary.schedule}, "
+        f"{program.micro_batches} micro-batches of {program.micro_batch_size} "
+        f"(plan {planned.digest[:12]}, autopipe {__version__}).",
+        "",
+        f"predicted: step {summary.step_time_s * 1e3:.3g} ms, bubble {summary.bubble_rate:.1%}, "
+        f"peak memory {memory:.0f} MiB",
+        "",
+    ]
+    lines += ["    " + " ".join(shown[start : start + 16]) for start in range(0, len(shown), 16)]
+    lines += ["", "    autopipe launch .    or    torchrun --nproc-per-node N run.py"]
+    return "\n".join(lines) + "\n"
