@@ -1,0 +1,193 @@
+"""What messages and collectives take on a cluster.
+
+A message of n bytes takes latency + n / bandwidth of the link between its two devices. A collective takes the time of
+the cheapest algorithm known for it, each an affine function of its size as well:
+
+* rings: Patarasuk, Yuan: "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009;
+* trees, recursive halving and doubling, scatter + all-gather broadcast: Thakur, Rabenseifner, Gropp: "Optimization of
+  collective communication operations in MPICH", IJHPCA 19(1), 2005, sections 3 and 4;
+* all-to-all in log2 n rounds: Bruck et al., "Efficient algorithms for all-to-all communications in multiport
+  message-passing systems", IEEE TPDS 8(11), 1997.
+
+A group that spans several nodes uses either the flat algorithm over its slowest link or one level after the other:
+inside the nodes, then between them. The link of an outer level joins two *groups* (nodes), so what the devices of one
+node send out together shares it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopipe.ir.cluster import Cluster, Link
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """`fixed_s + per_byte_s * bytes` seconds."""
+
+    fixed_s: float
+    per_byte_s: float
+
+    def __add__(self, other: Affine) -> Affine:
+        return Affine(self.fixed_s + other.fixed_s, self.per_byte_s + other.per_byte_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The cheapest of several ways, for any size."""
+
+    ways: tuple[Affine, ...]
+
+    def seconds(self, size_bytes: float) -> float:
+        """Seconds for `size_bytes`; nothing takes no time."""
+        if size_bytes <= 0:
+            return 0.0
+        return min(way.fixed_s + way.per_byte_s * size_bytes for way in self.ways)
+
+    def seconds_each(self, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The same for an array of sizes."""
+        best = np.minimum.reduce([way.fixed_s + way.per_byte_s * sizes for way in self.ways])
+        return np.where(sizes > 0, best, 0.0)
+
+
+FREE = Cost((Affine(0.0, 0.0),))
+"""What a group of one device costs."""
+
+_Flat = Callable[[int, Link], list[Affine]]
+
+
+def send(cluster: Cluster, source: int, target: int, size_bytes: float) -> float:
+    """Seconds from one device to another; nothing for no bytes or within one device."""
+    if source == target or size_bytes <= 0:
+        return 0.0
+    return cluster.link(source, target).seconds(size_bytes)
+
+
+def all_reduce(cluster: Cluster, group: Sequence[int]) -> Cost:
+    """Sum of one tensor of `bytes` a device, left whole on each device of `group`."""
+
+    def up_and_down(levels: list[tuple[int, Link]]) -> list[Affine]:
+        (size, link), *outer = levels
+        if not outer:
+            return _all_reduce(size, link)
+        halves = _gather(size, link)
+        return [half + half + rest for half in halves for rest in up_and_down(outer)]
+
+    return _cost(cluster, group, _all_reduce, up_and_down)
+
+
+def all_gather(cluster: Cluster, group: Sequence[int]) -> Cost:
+    """The shards of a tensor of `bytes` in all, left whole on each device of `group`."""
+
+    def outwards(levels: list[tuple[int, Link]]) -> list[Affine]:
+        (size, link), *outer = levels
+        if not outer:
+            return _gather(size, link)
+        return [inner + rest for inner in _gather(size, link) for rest in outwards(outer)]
+
+    return _cost(cluster, group, _gather, outwards)
+
+
+def reduce_scatter(cluster: Cluster, group: Sequence[int]) -> Cost:
+    """Sum of one tensor of `bytes` a device, left in shards: an all-gather run backwards."""
+    return all_gather(cluster, group)
+
+
+def broadcast(cluster: Cluster, group: Sequence[int]) -> Cost:
+    """A tensor of `bytes` on one device, left whole on each device of `group`."""
+
+    def inwards(levels: list[tuple[int, Link]]) -> list[Affine]:
+        (size, link), *outer = levels
+        if not outer:
+            return _broadcast(size, link)
+        return [inner + rest for inner in _broadcast(size, link) for rest in inwards(outer)]
+
+    return _cost(cluster, group, _broadcast, inwards)
+
+
+def all_to_all(cluster: Cluster, group: Sequence[int]) -> Cost:
+    """Each device of `group` holds `bytes` and sends an equal part to every one."""
+
+    def by_level(levels: list[tuple[int, Link]]) -> list[Affine]:
+        total = math.prod(size for size, _ in levels)
+        inside = 1
+        found = Affine(0.0, 0.0)
+        for size, link in levels:
+            # What leaves a group of `inside` devices for other groups of this level shares the group's link.
+            found += Affine((size - 1) * link.latency_s, inside * (size - 1) * inside / total / _rate(link))
+            inside *= size
+        return [found]
+
+    return _cost(cluster, group, _exchange, by_level)
+
+
+def _cost(
+    cluster: Cluster, group: Sequence[int], flat: _Flat, by_level: Callable[[list[tuple[int, Link]]], list[Affine]]
+) -> Cost:
+    members = tuple(sorted(set(group)))
+    if len(members) < 2:
+        return FREE
+    ways = flat(len(members), cluster.slowest_link(members))
+    levels = _levels(cluster, members)
+    if len(levels) > 1:
+        ways = ways + by_level(levels)
+    return Cost(tuple(ways))
+
+
+def _levels(cluster: Cluster, members: tuple[int, ...]) -> list[tuple[int, Link]]:
+    """How many members join at each level, innermost first; empty where groups of one level differ in number."""
+    found = []
+    groups = members
+    for level in cluster.levels:
+        parents = [member // level.size for member in groups]
+        counts = {parents.count(parent) for parent in set(parents)}
+        if len(counts) != 1:
+            return []
+        count = counts.pop()
+        if count > 1:
+            found.append((count, level.link))
+        groups = tuple(sorted(set(parents)))
+    return found
+
+
+def _rate(link: Link) -> float:
+    return link.bandwidth_bytes_per_s
+
+
+def _rounds(size: int) -> int:
+    """ceil(log2 size)."""
+    return (size - 1).bit_length()
+
+
+def _all_reduce(size: int, link: Link) -> list[Affine]:
+    moved = 2 * (size - 1) / size / _rate(link)
+    rounds = _rounds(size)
+    ring = Affine(2 * (size - 1) * link.latency_s, moved)
+    tree = Affine(rounds * link.latency_s, rounds / _rate(link))
+    if size & (size - 1):
+        return [ring, Affine(2 * rounds * link.latency_s, 2 * rounds / _rate(link))]
+    return [ring, tree, Affine(2 * rounds * link.latency_s, moved)]
+
+
+def _gather(size: int, link: Link) -> list[Affine]:
+    moved = (size - 1) / size / _rate(link)
+    ring = Affine((size - 1) * link.latency_s, moved)
+    return [ring] if size & (size - 1) else [ring, Affine(_rounds(size) * link.latency_s, moved)]
+
+
+def _broadcast(size: int, link: Link) -> list[Affine]:
+    rounds = _rounds(size)
+    tree = Affine(rounds * link.latency_s, rounds / _rate(link))
+    scattered = Affine((rounds + size - 1) * link.latency_s, 2 * (size - 1) / size / _rate(link))
+    return [tree, scattered]
+
+
+def _exchange(size: int, link: Link) -> list[Affine]:
+    pairs = Affine((size - 1) * link.latency_s, (size - 1) / size / _rate(link))
+    bruck = Affine(_rounds(size) * link.latency_s, _rounds(size) / 2 / _rate(link))
+    return [pairs, bruck]

@@ -1,0 +1,104 @@
+"""What each node makes backward keep: values, once each, however many views and consumers they have."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopipe.ir.graph import Graph, Node
+from autopipe.ir.space import Dimension
+from autopipe.passes.cost.gradients import values_with_gradient
+from autopipe.passes.cost.precision import PRODUCT_KINDS, element_bytes, narrows
+from autopipe.passes.cost.uses import Use
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor kept from forward to backward.
+
+    Two nodes that keep the same tensor give it the same `key`. `bytes` is its whole size; `dimensions` say, in the
+    axes of the node that keeps it, which splits cut it.
+    """
+
+    key: tuple[str, int]
+    bytes: int
+    dimensions: tuple[Dimension, ...]
+
+    def local_bytes(self, degrees: dict[str, int]) -> int:
+        """Bytes on one device of a group that splits the node's axes by `degrees`."""
+        if not degrees:
+            return self.bytes
+        return self.bytes // math.prod(degrees.get(axis, 1) for dimension in self.dimensions for axis in dimension)
+
+
+def kept_values(graph: Graph, uses: tuple[Use, ...], precision: str = "fp32") -> tuple[tuple[Kept, ...], ...]:
+    """For each node what backward needs of it, at `precision`.
+
+    Parameters, constants and graph inputs are there anyway and do not count, but the 16-bit copies that autocast makes
+    of a product's operands do. A view keeps nothing; keeping a view keeps what it is a view of. Nodes through which no
+    gradient flows keep nothing.
+    """
+    keeper = _Keeper(graph, precision, values_with_gradient(graph, uses), element_bytes(graph, uses, precision))
+    return tuple(keeper.of(node, use) for node, use in zip(graph.nodes, uses, strict=True))
+
+
+class _Keeper:
+    def __init__(self, graph: Graph, precision: str, gradient: frozenset[str], widths: dict[str, int]) -> None:
+        self.graph = graph
+        self.narrow = narrows(precision)
+        self.gradient = gradient
+        self.widths = widths
+        self.roots: dict[str, str] = {}
+        self.free = {value.name for value in graph.inputs}
+        self.free |= {each.value.name for each in graph.parameters} | {each.value.name for each in graph.constants}
+
+    def of(self, node: Node, use: Use) -> tuple[Kept, ...]:
+        """What one node keeps; nodes must be asked for in order."""
+        if use.row.kind == "view":
+            source = self.roots.get(node.inputs[0], node.inputs[0])
+            self.roots |= {name: source for name in node.outputs if name}
+            return ()
+        if not use.row.differentiable or self.gradient.isdisjoint(node.inputs):
+            return ()
+        found: dict[tuple[str, int], Kept] = {}
+        for what in use.row.keeps:
+            for kept in self._tensors(node, use, what):
+                found.setdefault(kept.key, kept)
+        return tuple(found.values())
+
+    def _tensors(self, node: Node, use: Use, what: str) -> list[Kept]:
+        if what == "mask":
+            elements = self.graph.type_of(node.outputs[0]).elements
+            return [Kept((f"{node.outputs[0]}\0mask", 1), elements, use.space.results[0] or ())]
+        if what.startswith(">"):
+            position = int(what[1:])
+            names, dimensions = node.outputs, use.space.results
+            return self._tensor(names[position], dimensions[position], False) if position < len(names) else []
+        positions = range(len(node.inputs)) if what == "*" else [int(what)]
+        return [
+            kept
+            for position in positions
+            if position < len(node.inputs) and self._needs(node, use, position)
+            for kept in self._tensor(node.inputs[position], use.space.operands[position], self._casts(use))
+        ]
+
+    def _casts(self, use: Use) -> bool:
+        return self.narrow and use.row.kind in PRODUCT_KINDS
+
+    def _needs(self, node: Node, use: Use, position: int) -> bool:
+        """A factor is needed for the gradients of the other factors only."""
+        if use.row.kind not in ("matmul", "convolution") and use.row.name != "Mul":
+            return True
+        return any(name in self.gradient for other, name in enumerate(node.inputs) if other != position)
+
+    def _tensor(self, name: str, dimensions: tuple[Dimension, ...] | None, casts: bool) -> list[Kept]:
+        if not name:
+            return []
+        root = self.roots.get(name, name)
+        value = self.graph.type_of(root)
+        width = self.widths[root]
+        if casts and value.dtype.is_floating and width > 2:
+            return [Kept((root, 2), value.elements * 2, dimensions or ())]
+        if root in self.free:
+            return []
+        return [Kept((root, width), value.elements * width, dimensions or ())]

@@ -1,0 +1,136 @@
+"""What memory holds on a device of a stage: state, what backward keeps, what one task needs while it runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autopipe.ir.graph import Graph
+from autopipe.ir.placement import Placement
+from autopipe.ir.problem import Problem
+from autopipe.ir.space import Dimension
+from autopipe.passes.cost.assignment import Assigned, StageWork, stage_work
+from autopipe.passes.cost.kept import Kept
+
+OPTIMIZER_STATE_BYTES = 4
+"""Optimizers keep fp32 numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Bytes on one device that a step neither makes nor frees."""
+
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        """All three."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+def state_of(problem: Problem, parts: Iterable[tuple[str, int]]) -> State:
+    """The state of parameters, given as (name, in how many parts a group holds it)."""
+    own = gradients = optimizer = 0
+    for name, count in parts:
+        parameter = problem.graph.parameter(name)
+        assert parameter is not None, f"{name} is no parameter"
+        size = parameter.value.bytes // count
+        own += size
+        if problem.train and parameter.trainable and parameter.value.dtype.is_floating:
+            gradients += size
+            optimizer += parameter.value.elements // count * OPTIMIZER_STATE_BYTES * problem.optimizer.states
+    return State(own, gradients, optimizer)
+
+
+def static_memory(problem: Problem, placement: Placement) -> tuple[int, ...]:
+    """Bytes of parameters, gradients and optimizer state on each device, once each however many stages hold them."""
+    works = stage_work(problem, placement)
+    held: list[dict[str, int]] = [{} for _ in problem.cluster.devices]
+    for work in works:
+        for name, parts in work.parameters(problem.graph).items():
+            for device in work.stage.devices:
+                held[device][name] = min(parts, held[device].get(name, parts))
+    return tuple(state_of(problem, each.items()).total for each in held)
+
+
+def kept_bytes(work: StageWork, kept: tuple[tuple[Kept, ...], ...]) -> int:
+    """Bytes on one device that backward keeps of one micro-batch, each value once."""
+    found: dict[tuple[str, int], int] = {}
+    for each in work.nodes:
+        for value in kept[each.index]:
+            local = value.local_bytes(each.degrees)
+            found[value.key] = max(local, found.get(value.key, 0))
+    return sum(found.values())
+
+
+def received_bytes(graph: Graph, work: StageWork) -> int:
+    """Bytes on one device of the values that other stages send for one micro-batch."""
+    return sum(graph.type_of(name).bytes // parts for name, parts in work.received(graph).items())
+
+
+def sent_bytes(graph: Graph, work: StageWork) -> int:
+    """Bytes on one device of the values it sends to other stages for one micro-batch."""
+    cuts = {
+        name: each.cuts(dimensions)
+        for each in work.nodes
+        for name, dimensions in zip(each.node.outputs, each.use.space.results, strict=True)
+    }
+    return sum(graph.type_of(name).bytes // math.prod(cuts[name]) for name in work.outputs if name in cuts)
+
+
+def gradient_workspace(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:
+    """Bytes of gradients alive at once in backward: at most about those of the largest node's operands and results."""
+    most = 0
+    for each in work.nodes:
+        if each.use.row.kind != "view":
+            written = _local_sizes(graph, each, each.node.outputs, each.use.space.results, widths)
+            read = _local_sizes(graph, each, each.node.inputs, each.use.space.operands, widths)
+            computed = sum(size for name, size in read.items() if graph.producer(name) is not None)
+            most = max(most, sum(written.values()) + computed)
+    return most
+
+
+def live_bytes(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:
+    """The most bytes of values that one forward holds at once, each freed after its last use."""
+    roots: dict[str, str] = {}
+    last: dict[str, int] = {}
+    for position, each in enumerate(work.nodes):
+        for name in (*each.node.inputs, *each.node.outputs):
+            if name:
+                last[roots.get(name, name)] = position
+        if each.use.row.kind == "view":
+            source = roots.get(each.node.inputs[0], each.node.inputs[0])
+            roots |= {name: source for name in each.node.outputs if name}
+            last[source] = position
+    last |= {roots.get(name, name): len(work.nodes) for name in work.outputs}
+    ends: dict[int, list[str]] = {}
+    for name, position in last.items():
+        ends.setdefault(position, []).append(name)
+    sizes: dict[str, int] = {name: graph.type_of(name).bytes // parts for name, parts in work.received(graph).items()}
+    used = most = sum(sizes.values())
+    for position, each in enumerate(work.nodes):
+        if each.use.row.kind != "view":
+            written = _local_sizes(graph, each, each.node.outputs, each.use.space.results, widths)
+            sizes |= written
+            used += sum(written.values())
+            most = max(most, used)
+        used -= sum(sizes.pop(name, 0) for name in ends.get(position, ()))
+    return most
+
+
+def _local_sizes(
+    graph: Graph,
+    each: Assigned,
+    names: tuple[str, ...],
+    tensors: tuple[tuple[Dimension, ...] | None, ...],
+    widths: dict[str, int],
+) -> dict[str, int]:
+    """Bytes on one device of the tensors that a node reads or writes."""
+    return {
+        name: graph.type_of(name).elements * widths[name] // math.prod(each.cuts(dimensions))
+        for name, dimensions in zip(names, tensors, strict=True)
+        if name
+    }

@@ -1,0 +1,60 @@
+"""How long work takes on a device: the slower of computing and moving bytes, plus the launch.
+
+Williams, Waterman, Patterson: "Roofline: an insightful visual performance model for multicore architectures",
+Communications of the ACM 52(4), 2009.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopipe.ir.cluster import Device
+from autopipe.ir.problem import Work
+from autopipe.passes.cost.precision import PRODUCT_KINDS
+
+Seconds = np.ndarray
+"""Seconds, one entry a node."""
+
+
+def node_seconds(
+    work: Sequence[Work], device: Device, precision: str, shares: float | np.ndarray = 1.0
+) -> tuple[Seconds, Seconds]:
+    """Seconds of forward and of backward of each node on `device`, which does `shares` of it (1 / degree).
+
+    Products use the peak of `precision`, other operators that of fp32. Views take no time, and no backward of a node
+    without gradients does. Raises ConfigurationError where the device states no figure for an operator class.
+    """
+    rates = {kind: _rates(device, precision, kind) for kind in {each.kind for each in work}}
+    figures = np.array(
+        [
+            (each.forward_flops, each.forward_bytes, each.backward_flops, each.backward_bytes, *rates[each.kind])
+            for each in work
+        ],
+        dtype=float,
+    ).reshape(-1, 7)
+    flops, moved, back_flops, back_moved, peak, bandwidth, latency = figures.T
+    forward = np.maximum(flops * shares / peak, moved * shares / bandwidth) + latency
+    # A product launches a kernel for each factor's gradient: two where backward computes twice what forward does.
+    launches = np.where(back_flops > 1.5 * flops, 2.0, 1.0) * (back_moved > 0)
+    backward = np.maximum(back_flops * shares / peak, back_moved * shares / bandwidth) + launches * latency
+    return forward, backward
+
+
+def update_seconds(device: Device, parameter_bytes: float, states: int) -> float:
+    """Seconds of an optimizer's update: parameter and states read and written, gradient read, in one fused launch."""
+    if not parameter_bytes:
+        return 0.0
+    moved = parameter_bytes * (3 + 2 * states)
+    bandwidth = device.bandwidth_bytes_per_s * device.fraction("elementwise")
+    return moved / bandwidth + device.launch_latency_s
+
+
+def _rates(device: Device, precision: str, kind: str) -> tuple[float, float, float]:
+    """FLOP/s, bytes/s and seconds a launch for one kind of operator."""
+    if kind == "view":
+        return np.inf, np.inf, 0.0
+    fraction = device.fraction(kind)
+    peak = device.peak(precision if kind in PRODUCT_KINDS else "fp32")
+    return peak * fraction, device.bandwidth_bytes_per_s * fraction, device.launch_latency_s

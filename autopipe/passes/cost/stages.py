@@ -1,0 +1,151 @@
+"""What each stage of a placement costs: seconds of a micro-batch, seconds of a step's end, bytes on a device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopipe.ir.placement import Placement, crossing_values
+from autopipe.ir.problem import Problem
+from autopipe.passes.cost.assignment import StageWork, stage_work
+from autopipe.passes.cost.communication import all_reduce
+from autopipe.passes.cost.exchange import exchange_seconds
+from autopipe.passes.cost.kept import Kept, kept_values
+from autopipe.passes.cost.memory import (
+    State,
+    gradient_workspace,
+    kept_bytes,
+    live_bytes,
+    received_bytes,
+    sent_bytes,
+    state_of,
+)
+from autopipe.passes.cost.precision import element_bytes
+from autopipe.passes.cost.roofline import node_seconds, update_seconds
+from autopipe.passes.cost.uses import uses_of
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """One stage on one of its devices, which all do the same."""
+
+    forward_s: float
+    """Seconds of one micro-batch's forward, collectives inside the stage included."""
+    backward_s: float
+    """Seconds of one micro-batch's backward; with recomputation the second forward too. 0 without training."""
+    gradient_s: float
+    """Seconds, once a step, to sum gradients over all devices, of any stage, that hold the same parameters."""
+    update_s: float
+    """Seconds of the optimizer's update, once a step."""
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    kept_bytes: int
+    """Bytes held from a micro-batch's forward to its backward; with recomputation only what the stage received."""
+    transient_bytes: int
+    """Bytes that come and go within one task: the set that recomputation brings back, gradients on their way;
+    without training the largest live set of forward."""
+    buffer_bytes: int
+    """Buffers of what is received and sent for one micro-batch, and in training of its gradients."""
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes there all through a step."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
+
+    def memory_bytes(self, in_flight: int) -> int:
+        """Most bytes in use with `in_flight` micro-batches between forward and backward."""
+        return self.static_bytes + self.kept_bytes * in_flight + self.transient_bytes
+
+
+def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]:
+    """The cost of each stage of `placement`, in order."""
+    works = stage_work(problem, placement)
+    uses = uses_of(problem.graph)
+    widths = element_bytes(problem.graph, uses, problem.precision)
+    kept = kept_values(problem.graph, uses, problem.precision)
+    groups = _gradient_groups(problem, works)
+    return tuple(_stage_cost(problem, work, kept, widths, groups[index]) for index, work in enumerate(works))
+
+
+def edge_bytes(problem: Problem, placement: Placement) -> dict[tuple[int, int], int]:
+    """Bytes of whole values that one forward sends from one stage to another; backward returns as many."""
+    found: Counter[tuple[int, int]] = Counter()
+    for name, source, target in crossing_values(problem.graph, placement):
+        found[source, target] += problem.graph.type_of(name).bytes
+    return dict(found)
+
+
+def _stage_cost(
+    problem: Problem,
+    work: StageWork,
+    kept: tuple[tuple[Kept, ...], ...],
+    widths: dict[str, int],
+    gradients: dict[tuple[int, ...], int],
+) -> StageCost:
+    graph, recompute = problem.graph, work.stage.recompute and problem.train
+    forward, backward = _compute_seconds(problem, work)
+    exchange = exchange_seconds(graph, problem.cluster, work)
+    state = state_of(problem, work.parameters(graph).items())
+    received, sent = received_bytes(graph, work), sent_bytes(graph, work)
+    held = transient = 0
+    if problem.train:
+        everything = kept_bytes(work, kept)
+        held = received if recompute else everything
+        transient = gradient_workspace(graph, work, widths) + (everything if recompute else 0)
+    else:
+        transient = live_bytes(graph, work, widths)
+    return StageCost(
+        forward_s=forward + exchange,
+        backward_s=(backward + exchange + recompute * (forward + exchange)) if problem.train else 0.0,
+        gradient_s=sum(all_reduce(problem.cluster, group).seconds(size) for group, size in gradients.items()),
+        update_s=_update_seconds(problem, work, state),
+        parameter_bytes=state.parameter_bytes,
+        gradient_bytes=state.gradient_bytes,
+        optimizer_bytes=state.optimizer_bytes,
+        kept_bytes=held,
+        transient_bytes=transient,
+        buffer_bytes=(received + sent) * (2 if problem.train else 1),
+    )
+
+
+def _compute_seconds(problem: Problem, work: StageWork) -> tuple[float, float]:
+    """Seconds of the nodes' forward and backward on the slowest of the stage's devices."""
+    nodes = [problem.work[each.index] for each in work.nodes]
+    shares = np.array([each.share for each in work.nodes])
+    devices = {problem.cluster.devices[device] for device in work.stage.devices}
+    seconds = [node_seconds(nodes, device, problem.precision, shares) for device in devices]
+    return max(float(forward.sum()) for forward, _ in seconds), max(float(backward.sum()) for _, backward in seconds)
+
+
+def _update_seconds(problem: Problem, work: StageWork, state: State) -> float:
+    devices = (problem.cluster.devices[device] for device in work.stage.devices)
+    return max(update_seconds(device, state.gradient_bytes, problem.optimizer.states) for device in devices)
+
+
+def _gradient_groups(problem: Problem, works: Iterable[StageWork]) -> list[dict[tuple[int, ...], int]]:
+    """For each stage the bytes of gradients by the group of devices that sums them.
+
+    The group of a parameter is all devices that hold it, over all stages; of one held in parts, those with one part.
+    """
+    graph = problem.graph
+    parts = [work.parameters(graph) for work in works]
+    holders: dict[str, set[int]] = {}
+    for work, held in zip(works, parts, strict=True):
+        for name, count in held.items():
+            # Splits are outer to replicas: the devices with one part stand together.
+            same = work.stage.devices[: max(1, len(work.stage.devices) // count)]
+            holders.setdefault(name, set()).update(same)
+    found = []
+    for held in parts:
+        groups: dict[tuple[int, ...], int] = {}
+        for name, count in held.items():
+            size = state_of(problem, ((name, count),)).gradient_bytes
+            group = tuple(sorted(holders[name]))
+            if size and len(group) > 1:
+                groups[group] = groups.get(group, 0) + size
+        found.append(groups)
+    return found

@@ -1,0 +1,61 @@
+"""Each node with its operator's row, its iteration space and its operations; equal uses are worked out once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import Graph, Node
+from autopipe.ir.ops import operator_of, qualified_name, signature_of
+from autopipe.ir.ops.row import Operator
+from autopipe.ir.space import Space
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One use of an operator. `flops` are those of one forward evaluation of the whole node."""
+
+    row: Operator
+    space: Space
+    flops: float
+
+
+def uses_of(graph: Graph) -> tuple[Use, ...]:
+    """The use that each node makes of its operator, in the order of the nodes.
+
+    Nodes that agree in operator, attributes, tensor types and constants share one `Use`: a model of equal layers is
+    worked out once a layer's kind. Raises ModelError for an operator without a row.
+    """
+    constants = {each.value.name: (each.array.dtype.str, each.array.tobytes()) for each in graph.constants}
+    known: dict[Any, Use] = {}
+    found = []
+    for node in graph.nodes:
+        key = (
+            qualified_name(node),
+            node.attributes,
+            tuple([_type(graph, name) for name in node.inputs]),
+            tuple([_type(graph, name) for name in node.outputs]),
+            tuple([constants.get(name) for name in node.inputs]),
+        )
+        use = known.get(key)
+        if use is None:
+            use = known[key] = _use(graph, node)
+        found.append(use)
+    return tuple(found)
+
+
+def _type(graph: Graph, name: str) -> tuple[object, tuple[int, ...]] | None:
+    if not name:
+        return None
+    value = graph.type_of(name)
+    return value.dtype.name, value.shape
+
+
+def _use(graph: Graph, node: Node) -> Use:
+    row = operator_of(node)
+    if row is None:
+        raise ModelError(f"operator {qualified_name(node)} is not supported", where=repr(node.name))
+    signature = signature_of(graph, node)
+    space = row.space(signature)
+    return Use(row, space, row.flops(signature, space))

@@ -1,0 +1,63 @@
+"""The costed graph: what each node's forward and backward compute, move and keep, whatever the device."""
+
+from __future__ import annotations
+
+from autopipe.ir.graph import Graph, Node
+from autopipe.ir.problem import Work
+from autopipe.passes.cost.gradients import values_with_gradient
+from autopipe.passes.cost.kept import kept_values
+from autopipe.passes.cost.precision import element_bytes
+from autopipe.passes.cost.uses import Use, uses_of
+
+_NO_WORK = ("view",)
+
+
+def annotate(graph: Graph, precision: str = "fp32") -> tuple[Work, ...]:
+    """The work of every node, in order, with the widths its tensors have at `precision`.
+
+    Backward of a product costs one product for each factor that needs a gradient, so the first layer's is cheaper.
+    Raises ModelError for an operator without a row.
+    """
+    uses = uses_of(graph)
+    gradient = values_with_gradient(graph, uses)
+    widths = element_bytes(graph, uses, precision)
+    sizes = {name: width * graph.type_of(name).elements for name, width in widths.items()}
+    seen: set[tuple[str, int]] = set()
+    found = []
+    for node, use, kept in zip(graph.nodes, uses, kept_values(graph, uses, precision), strict=True):
+        new = {each.key: each.bytes for each in kept if each.key not in seen}
+        seen |= new.keys()
+        moved = 0 if use.row.kind in _NO_WORK else _moved(node, use, sizes)
+        share = _gradient_share(graph, node, use, gradient)
+        found.append(
+            Work(
+                kind=use.row.kind,
+                forward_flops=use.flops,
+                backward_flops=use.row.backward * use.flops * share,
+                forward_bytes=moved,
+                backward_bytes=use.row.backward * moved * share,
+                kept_bytes=sum(new.values()),
+            )
+        )
+    return tuple(found)
+
+
+def _moved(node: Node, use: Use, sizes: dict[str, int]) -> float:
+    """Bytes read and written by forward. Copies read no more than they write: a lookup reads the rows it returns."""
+    read = [sizes[name] for name in dict.fromkeys(node.inputs) if name]
+    written = sum(sizes[name] for name in node.outputs if name)
+    if use.row.kind == "memory":
+        read = [min(size, written) for size in read]
+    return float(sum(read) + written)
+
+
+def _gradient_share(graph: Graph, node: Node, use: Use, gradient: frozenset[str]) -> float:
+    """The part of a full backward that is done: 0 without gradients, 1/2 for a product with one factor's."""
+    if not use.row.differentiable or gradient.isdisjoint(node.inputs):
+        return 0.0
+    if use.row.kind not in ("matmul", "convolution"):
+        return 1.0
+    floating = [name for name in node.inputs if name and graph.type_of(name).dtype.is_floating]
+    # A bias is no factor.
+    factors = [name for name in floating if len(graph.type_of(name).shape) > 1] or floating
+    return sum(name in gradient for name in factors) / len(factors)

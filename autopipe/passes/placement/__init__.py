@@ -1,0 +1,1 @@
+"""Strategies: one a file, each choosing a placement for a problem."""

@@ -1,0 +1,1 @@
+"""A chain of stages by dynamic programming over the operators in one line."""

@@ -1,0 +1,185 @@
+"""Time and memory of every range of a chain's blocks as one stage, for any degree of data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopipe.ir.cluster import Device, Link
+from autopipe.ir.placement import recomputed_nodes
+from autopipe.ir.problem import Problem
+from autopipe.passes.cost.communication import Cost
+from autopipe.passes.cost.kept import kept_values
+from autopipe.passes.cost.memory import state_of
+from autopipe.passes.cost.precision import element_bytes
+from autopipe.passes.cost.roofline import node_seconds, update_seconds
+from autopipe.passes.cost.splits import SampleAxes, sample_axes
+from autopipe.passes.placement.pipedream.chain import Chain
+from autopipe.passes.placement.pipedream.ranges import (
+    Matrix,
+    distinct_sums,
+    incoming_sums,
+    outgoing_sums,
+    range_maxima,
+    range_sums,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Bytes of every range: those that replicas share out and those that each holds whole."""
+
+    cut: Matrix
+    whole: Matrix
+
+    def local(self, degree: int) -> Matrix:
+        """Bytes on one of `degree` replicas."""
+        return self.cut / degree + self.whole
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What the search reads. Every matrix is indexed by (first block, block after the last)."""
+
+    problem: Problem
+    chain: Chain
+    samples: SampleAxes
+    received: Shared
+    sent: Shared
+    kept: Shared
+    workspace: Shared
+    state: Matrix
+    gradients: Matrix
+
+    def seconds(self, degree: int, device: Device) -> tuple[Matrix, Matrix]:
+        """Forward and backward of one micro-batch shared among `degree` devices; infinite where it cannot be shared."""
+        samples = self.samples
+        shares = np.array([1.0 if axis is None else 1.0 / degree for axis in samples.axes])
+        forward, backward = node_seconds(self.problem.work, device, self.problem.precision, shares)
+        if not self.problem.train:
+            backward = np.zeros_like(forward)
+        uneven = np.array([not samples.divides(node, degree) for node in range(len(shares))], dtype=float)
+        forbidden = np.where(range_sums(self.chain.by_block(uneven)) > 0.5, np.inf, 0.0)
+        return (
+            range_sums(self.chain.by_block(forward)) + forbidden,
+            range_sums(self.chain.by_block(backward)) + forbidden,
+        )
+
+    def overhead(self, degree: int, device: Device, before: Link | None, after: Link | None, reduce: Cost) -> Matrix:
+        """Seconds a micro-batch of receiving from neighbours, and of the step's end shared by all micro-batches.
+
+        A stage receives activations from the stages before it and, in training, gradients from those after it.
+        """
+        found = _message_seconds(self.received.local(degree), before)
+        if self.problem.train:
+            found = found + _message_seconds(self.sent.local(degree), after)
+            states = self.problem.optimizer.states
+            per_byte = update_seconds(device, 1.0, states) - device.launch_latency_s
+            update = self.gradients * per_byte + device.launch_latency_s
+            found = found + (reduce.seconds_each(self.gradients) + update) / self.problem.micro_batches
+        return found
+
+    def memory(self, degree: int, in_flight: int, recompute: bool) -> Matrix:
+        """Bytes on a device of a stage that keeps `in_flight` micro-batches."""
+        received, sent = self.received.local(degree), self.sent.local(degree)
+        if not self.problem.train:
+            return self.state + received + sent + self.workspace.local(degree)
+        kept = self.kept.local(degree)
+        held = received * in_flight + kept if recompute else kept * in_flight
+        return self.state + 2 * (received + sent) + held + self.workspace.local(degree)
+
+
+def make_tables(problem: Problem, chain: Chain) -> Tables:
+    """All matrices of a problem's chain."""
+    graph = problem.graph
+    samples = sample_axes(graph)
+    values = list(_crossing(problem, chain))
+    widths = element_bytes(graph, samples.uses, problem.precision)
+    state, gradients = _parameters(problem, chain)
+
+    def shared(build, items: list) -> Shared:  # type: ignore[no-untyped-def,type-arg]
+        cut = [item[1:] for item in items if item[0]]
+        whole = [item[1:] for item in items if not item[0]]
+        return Shared(build(chain.blocks, cut), build(chain.blocks, whole))
+
+    located = [(samples.carries(name), *rest) for name, *rest in values]
+    return Tables(
+        problem,
+        chain,
+        samples,
+        received=shared(incoming_sums, located),
+        sent=shared(outgoing_sums, located),
+        kept=shared(distinct_sums, list(_kept(problem, chain, samples))),
+        workspace=_workspace(problem, chain, samples, widths),
+        state=state,
+        gradients=gradients,
+    )
+
+
+def _message_seconds(sizes: Matrix, link: Link | None) -> Matrix:
+    if link is None:
+        return np.zeros_like(sizes)
+    return np.where(sizes > 0, link.latency_s + sizes / link.bandwidth_bytes_per_s, 0.0)
+
+
+def _crossing(problem: Problem, chain: Chain) -> Iterable[tuple[str, int, list[int], float]]:
+    """(value, producing block, reading blocks, bytes) of every value that a cut could have to send."""
+    graph = problem.graph
+    recomputed = recomputed_nodes(graph)
+    for name, readers in graph.consumers().items():
+        producer = graph.producer(name)
+        if producer is None or producer in recomputed:
+            continue
+        block = int(chain.block_of[producer])
+        blocks = sorted({int(chain.block_of[reader]) for reader in readers if reader not in recomputed})
+        if blocks and blocks[-1] > block:
+            yield name, block, blocks, float(graph.type_of(name).bytes)
+
+
+def _parameters(problem: Problem, chain: Chain) -> tuple[Matrix, Matrix]:
+    graph = problem.graph
+    consumers = graph.consumers()
+    state, gradients = [], []
+    for parameter in graph.parameters:
+        name = parameter.value.name
+        blocks = sorted({int(chain.block_of[reader]) for reader in consumers.get(name, ())})
+        figures = state_of(problem, ((name, 1),))
+        state.append((blocks, float(figures.total)))
+        gradients.append((blocks, float(figures.gradient_bytes)))
+    return distinct_sums(chain.blocks, state), distinct_sums(chain.blocks, gradients)
+
+
+def _kept(
+    problem: Problem, chain: Chain, samples: SampleAxes
+) -> Iterable[tuple[bool, list[int], float]]:
+    """(whether replicas share it out, blocks that keep it, bytes) of everything kept."""
+    blocks: dict[tuple[str, int], list[int]] = {}
+    facts: dict[tuple[str, int], tuple[bool, float]] = {}
+    for index, found in enumerate(kept_values(problem.graph, samples.uses, problem.precision)):
+        for kept in found:
+            blocks.setdefault(kept.key, []).append(int(chain.block_of[index]))
+            cut = any(samples.axes[index] in dimension for dimension in kept.dimensions)
+            facts.setdefault(kept.key, (cut, float(kept.bytes)))
+    for key, (cut, size) in facts.items():
+        yield cut, sorted(set(blocks[key])), size
+
+
+def _workspace(
+    problem: Problem, chain: Chain, samples: SampleAxes, widths: dict[str, int]
+) -> Shared:
+    """The largest task's passing memory: gradients of a node's tensors, or without training what is alive around it."""
+    graph = problem.graph
+    most = {True: np.zeros(chain.blocks), False: np.zeros(chain.blocks)}
+    for index, (node, use) in enumerate(zip(graph.nodes, samples.uses, strict=True)):
+        if use.row.kind == "view":
+            continue
+        size: dict[bool, float] = {True: 0.0, False: 0.0}
+        for name in (*node.inputs, *node.outputs):
+            if name and graph.producer(name) is not None:
+                size[samples.carries(name)] += graph.type_of(name).elements * widths[name]
+        block = int(chain.block_of[index])
+        for cut, figure in size.items():
+            most[cut][block] = max(most[cut][block], figure)
+    return Shared(range_maxima(most[True]), range_maxima(most[False]))

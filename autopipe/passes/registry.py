@@ -1,0 +1,63 @@
+"""Strategies and schedulers by name: the built-in ones, and those that installed packages announce.
+
+A package announces one through the entry point groups `autopipe.strategies` and `autopipe.schedulers`; the entry
+point's name is the name to choose it by, its object the class.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+from typing import Any
+
+from autopipe.ir.errors import ConfigurationError
+
+STRATEGIES = {
+    "data_parallel": "autopipe.passes.placement.data_parallel:DataParallel",
+    "pipedream": "autopipe.passes.placement.pipedream.strategy:PipeDream",
+}
+"""Where each built-in strategy's class lives."""
+
+SCHEDULERS = {
+    "1f1b": "autopipe.passes.schedule.one_f_one_b:OneForwardOneBackward",
+    "gpipe": "autopipe.passes.schedule.gpipe:GPipe",
+}
+"""Where each built-in scheduler's class lives."""
+
+
+def strategy_names() -> tuple[str, ...]:
+    """Names of all strategies, sorted."""
+    return tuple(sorted({**STRATEGIES, **_announced("autopipe.strategies")}))
+
+
+def scheduler_names() -> tuple[str, ...]:
+    """Names of all schedulers, sorted."""
+    return tuple(sorted({**SCHEDULERS, **_announced("autopipe.schedulers")}))
+
+
+def strategy_class(name: str) -> type[Any]:
+    """The class of the strategy called `name`, whose constructor takes its options.
+
+    Raises ConfigurationError, with the nearest name, where there is none.
+    """
+    return _find("strategy", name, {**_announced("autopipe.strategies"), **STRATEGIES})
+
+
+def scheduler_class(name: str) -> type[Any]:
+    """The class of the scheduler called `name`, under the same terms as `strategy_class`."""
+    return _find("schedule", name, {**_announced("autopipe.schedulers"), **SCHEDULERS})
+
+
+def _announced(group: str) -> dict[str, str]:
+    return {point.name: point.value for point in importlib.metadata.entry_points(group=group)}
+
+
+def _find(what: str, name: str, places: dict[str, str]) -> type[Any]:
+    if name not in places:
+        near = difflib.get_close_matches(name, places, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(places))}"
+        raise ConfigurationError(f"there is no {what} called {name!r}", hint=hint)
+    module, _, attribute = places[name].partition(":")
+    found: type[Any] = getattr(importlib.import_module(module), attribute)
+    return found
