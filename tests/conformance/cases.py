@@ -1,0 +1,55 @@
+"""The cases that `onnx` ships: a model, sets of inputs and expected outputs, tolerances."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+from onnx.backend.test.case.test_case import TestCase
+from onnx.backend.test.loader import load_model_tests
+from onnx.backend.test.runner import _normalize_tensor
+
+COLLECTIONS = ("node", "simple", "pytorch-converted", "pytorch-operator")
+SKIPS = Path(__file__).parent / "skips.toml"
+
+
+@functools.cache
+def all_cases() -> dict[tuple[str, str], TestCase]:
+    """Every case by collection and name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = {(kind, case.name): case for kind in COLLECTIONS for case in load_model_tests(kind=kind)}
+    return dict(sorted(found.items()))
+
+
+@functools.cache
+def skips() -> dict[str, str]:
+    """Why a case is not run, by its name; names are listed one by one in skips.toml."""
+    listed = tomllib.loads(SKIPS.read_text(encoding="utf-8"))["skip"]
+    return {name: entry["reason"] for entry in listed for name in entry["cases"]}
+
+
+def model_of(case: TestCase) -> onnx.ModelProto:
+    """The case's model."""
+    return case.model if case.model is not None else onnx.load(Path(str(case.model_dir)) / "model.onnx")
+
+
+def data_of(case: TestCase) -> Iterator[tuple[list[np.ndarray], list[np.ndarray]]]:
+    """Inputs and expected outputs, one pair a data set."""
+    if case.data_sets is not None:
+        for inputs, outputs in case.data_sets:
+            yield [_normalize_tensor(each) for each in inputs], [_normalize_tensor(each) for each in outputs]
+        return
+    for folder in sorted(Path(str(case.model_dir)).glob("test_data_set_*")):
+        yield _stored(folder, "input"), _stored(folder, "output")
+
+
+def _stored(folder: Path, kind: str) -> list[np.ndarray]:
+    files = sorted(folder.glob(f"{kind}_*.pb"), key=lambda file: int(file.stem.rpartition("_")[2]))
+    return [numpy_helper.to_array(onnx.TensorProto.FromString(file.read_bytes())) for file in files]
