@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopipe.ir.ops.activation import ACTIVATION
+from autopipe.ir.ops.attention import ATTENTION
 from autopipe.ir.ops.convolution import CONVOLUTION
 from autopipe.ir.ops.elementwise import ELEMENTWISE
 from autopipe.ir.ops.generation import GENERATION
@@ -32,6 +33,7 @@ OPERATORS: dict[str, Operator] = {
         *QUANTIZATION,
         *NORMALIZATION,
         *LOSSES,
+        *ATTENTION,
         *PRODUCTS,
         *REDUCTION,
         *REGROUP,

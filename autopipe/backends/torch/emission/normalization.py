@@ -32,7 +32,9 @@ def _layer_norm(call: Call) -> str:
         return f"{whole}[:{len(call.node.outputs)}]" if several else f"{whole}[0]"
     weight, bias = call.arg(1), call.optional(2)
     if several:
-        return f"torch.native_layer_norm({call.arg(0)}, {shape}, {weight}, {bias}, {epsilon})[:{len(call.node.outputs)}]"
+        return (
+            f"torch.native_layer_norm({call.arg(0)}, {shape}, {weight}, {bias}, {epsilon})[:{len(call.node.outputs)}]"
+        )
     return f"F.layer_norm({call.arg(0)}, {shape}, {weight}, {bias}, {epsilon})"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.emission.activation import ACTIVATION
+from autopipe.backends.torch.emission.attention import ATTENTION
 from autopipe.backends.torch.emission.call import Emitter
 from autopipe.backends.torch.emission.convolution import CONVOLUTION
 from autopipe.backends.torch.emission.elementwise import ELEMENTWISE
@@ -30,6 +31,7 @@ EMITTERS: dict[str, Emitter] = {
     **QUANTIZATION,
     **NORMALIZATION,
     **LOSSES,
+    **ATTENTION,
     **PRODUCTS,
     **REDUCTION,
     **REGROUP,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autopipe.backends.torch.runtime.operators.attention import attention, rotary_embedding
 from autopipe.backends.torch.runtime.operators.convolution import (
     conv_integer,
     conv_quantized,
@@ -37,6 +38,7 @@ from autopipe.backends.torch.runtime.operators.reduction import cumprod, cumsum,
 from autopipe.backends.torch.runtime.operators.spectral import dft, hamming_window, mel_weights, stft
 
 __all__ = [
+    "attention",
     "average_pool",
     "batch_norm",
     "col2im",
@@ -69,6 +71,7 @@ __all__ = [
     "pad",
     "quantize_linear",
     "reverse_sequence",
+    "rotary_embedding",
     "scatter_elements",
     "scatter_nd",
     "shrink",

@@ -1,0 +1,157 @@
+"""Attention with caches, windows, caps and captured scores; rotary positions."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    past_key: Tensor | None = None,
+    past_value: Tensor | None = None,
+    lengths: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    softcap: float = 0.0,
+    window: tuple[int, int] = (-1, -1),
+    precision: torch.dtype | None = None,
+    capture: int | None = None,
+    merge: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Attention of [b, h, s, d] tensors; query heads may be a multiple of the key-value heads.
+
+    `past_key` and `past_value` go before the keys and values; `lengths` [b] says how many keys are real. A query at i
+    sees keys up to i + offset where `causal`, and from `window[0]` before to `window[1]` behind it (-1: no bound); the
+    offset is the number of past keys, or `lengths` less the queries. Returns the result ([b, s, h * d] with `merge`),
+    all keys, all values, and what `capture` asks for: scores as they are (0), capped (1), masked (2), or
+    probabilities (3).
+    """
+    offset: int | Tensor = 0
+    if past_key is not None and past_value is not None:
+        offset = past_key.shape[2]
+        key, value = torch.cat((past_key, key), 2), torch.cat((past_value, value), 2)
+    elif lengths is not None:
+        offset = lengths.reshape(-1, 1, 1, 1) - query.shape[2]
+    allowed = _allowed(query, key, offset, causal, window, lengths)
+    bias = _bias(query, key, mask, allowed)
+    gqa = query.shape[1] != key.shape[1]
+    if softcap == 0 and precision is None and capture is None:
+        result = F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=gqa)
+        captured = None
+    else:
+        result, captured = _spelled_out(query, key, value, bias, scale, softcap, precision, capture)
+    return result.transpose(1, 2).flatten(2) if merge else result, key, value, captured
+
+
+def _allowed(
+    query: Tensor,
+    key: Tensor,
+    offset: int | Tensor,
+    causal: bool,
+    window: tuple[int, int],
+    lengths: Tensor | None,
+) -> Tensor | None:
+    """Which keys each query may see by their places; None where all."""
+    device = query.device
+    columns = torch.arange(key.shape[2], device=device)
+    ahead = columns - (torch.arange(query.shape[2], device=device)[:, None] + offset)
+    before, behind = window
+    rules = []
+    if causal:
+        rules.append(ahead <= 0)
+    if before >= 0:
+        rules.append(ahead >= -before)
+    if behind >= 0:
+        rules.append(ahead <= behind)
+    if lengths is not None:
+        rules.append(columns < lengths.reshape(-1, 1, 1, 1))
+    if not rules:
+        return None
+    allowed = rules[0]
+    for rule in rules[1:]:
+        allowed = allowed & rule
+    return allowed
+
+
+def _bias(query: Tensor, key: Tensor, mask: Tensor | None, allowed: Tensor | None) -> Tensor | None:
+    """Mask and places as one mask: of truth values, or to be added. Keys beyond the mask are not seen."""
+    if mask is None:
+        return allowed
+    missing = key.shape[2] - mask.shape[-1]
+    truth = mask.dtype is torch.bool
+    if missing > 0:
+        mask = F.pad(mask, (0, missing), value=False if truth else -math.inf)
+    if mask.dim() == 1:
+        mask = mask[None]
+    if allowed is None:
+        return mask if truth else mask.to(query.dtype)
+    return mask & allowed if truth else mask.to(query.dtype).masked_fill(~allowed, -math.inf)
+
+
+def _spelled_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    scale: float | None,
+    softcap: float,
+    precision: torch.dtype | None,
+    capture: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention step by step; queries that see nothing give 0."""
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    root = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
+    scores = torch.matmul(query * root, key.transpose(-1, -2) * root)
+    captured = scores
+    if softcap > 0:
+        scores = torch.tanh(scores / softcap) * softcap
+        captured = scores if capture == 1 else captured
+    blind = None
+    if bias is not None:
+        hidden = ~bias if bias.dtype is torch.bool else torch.isneginf(bias)
+        scores = scores.masked_fill(hidden, -math.inf) if bias.dtype is torch.bool else scores + bias
+        blind = hidden.all(-1, keepdim=True)
+    captured = scores if capture == 2 else captured
+    kept = scores if precision is None else scores.to(precision)
+    probabilities = torch.softmax(kept, -1)
+    if blind is not None:
+        probabilities = probabilities.masked_fill(blind, 0.0)
+    captured = probabilities if capture == 3 else captured
+    return torch.matmul(probabilities.to(query.dtype), value), captured.to(query.dtype)
+
+
+def rotary_embedding(
+    x: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    width: int = 0,
+    head_axis: int = 1,
+) -> Tensor:
+    """The first `width` numbers (0: all) of each head turned by its position, pairs half a width apart or neighbours.
+
+    x is [b, h, s, d], or [b, s, h, d] with `head_axis` 2; the caches are [b, s, width / 2], or tables to look
+    `positions` [b, s] up in. Su et al., "RoFormer", 2021.
+    """
+    if positions is not None:
+        cosines, sines = F.embedding(positions, cosines), F.embedding(positions, sines)
+    cosines, sines = cosines.unsqueeze(head_axis), sines.unsqueeze(head_axis)
+    turned, rest = (x, None) if width in (0, x.shape[-1]) else (x[..., :width], x[..., width:])
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = turned.chunk(2, -1)
+    real, imaginary = cosines * first - sines * second, sines * first + cosines * second
+    result = torch.stack((real, imaginary), -1).flatten(-2) if interleaved else torch.cat((real, imaginary), -1)
+    return result if rest is None else torch.cat((result, rest), -1)
