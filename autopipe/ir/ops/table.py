@@ -14,6 +14,7 @@ from autopipe.ir.ops.normalization import NORMALIZATION
 from autopipe.ir.ops.pooling import POOLING
 from autopipe.ir.ops.products import PRODUCTS
 from autopipe.ir.ops.quantization import QUANTIZATION
+from autopipe.ir.ops.recurrent import RECURRENT
 from autopipe.ir.ops.reduction import REDUCTION
 from autopipe.ir.ops.regroup import REGROUP
 from autopipe.ir.ops.row import Operator
@@ -34,6 +35,7 @@ OPERATORS: dict[str, Operator] = {
         *NORMALIZATION,
         *LOSSES,
         *ATTENTION,
+        *RECURRENT,
         *PRODUCTS,
         *REDUCTION,
         *REGROUP,

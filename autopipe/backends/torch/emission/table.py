@@ -15,6 +15,7 @@ from autopipe.backends.torch.emission.normalization import NORMALIZATION
 from autopipe.backends.torch.emission.pooling import POOLING
 from autopipe.backends.torch.emission.products import PRODUCTS
 from autopipe.backends.torch.emission.quantization import QUANTIZATION
+from autopipe.backends.torch.emission.recurrent import RECURRENT
 from autopipe.backends.torch.emission.reduction import REDUCTION
 from autopipe.backends.torch.emission.regroup import REGROUP
 from autopipe.backends.torch.emission.sampling import SAMPLING
@@ -32,6 +33,7 @@ EMITTERS: dict[str, Emitter] = {
     **NORMALIZATION,
     **LOSSES,
     **ATTENTION,
+    **RECURRENT,
     **PRODUCTS,
     **REDUCTION,
     **REGROUP,

@@ -34,6 +34,7 @@ from autopipe.backends.torch.runtime.operators.quantization import (
     matmul_quantized,
     quantize_linear,
 )
+from autopipe.backends.torch.runtime.operators.recurrent import gru, lstm, rnn
 from autopipe.backends.torch.runtime.operators.reduction import cumprod, cumsum, hardmax, top_k
 from autopipe.backends.torch.runtime.operators.spectral import dft, hamming_window, mel_weights, stft
 
@@ -56,11 +57,13 @@ __all__ = [
     "dynamic_quantize_linear",
     "gather_elements",
     "gather_nd",
+    "gru",
     "hamming_window",
     "hardmax",
     "layer_norm",
     "local_response_norm",
     "lp_pool",
+    "lstm",
     "matmul_integer",
     "matmul_quantized",
     "max_pool_with_indices",
@@ -71,6 +74,7 @@ __all__ = [
     "pad",
     "quantize_linear",
     "reverse_sequence",
+    "rnn",
     "rotary_embedding",
     "scatter_elements",
     "scatter_nd",
