@@ -16,6 +16,9 @@ Bandwidth = Annotated[float, BYTES_PER_SECOND, Above(0)]
 Peak = Annotated[float, FLOPS, Above(0)]
 Fraction = Annotated[float, Above(0), AtMost(1)]
 
+MOST_DEVICES = 2**20
+DeviceCount = Annotated[int, AtLeast(1), AtMost(MOST_DEVICES)]
+
 
 @dataclass(frozen=True, slots=True)
 class PeakRates:
@@ -99,7 +102,7 @@ class LevelDescription:
     bandwidth: Bandwidth
     """Bandwidth from one device to another, in one direction."""
 
-    size: Annotated[int, AtLeast(1)] | None = None
+    size: DeviceCount | None = None
     """Members of the level below in one group; at the outermost level, `null` for as many as are needed."""
 
 
@@ -131,6 +134,10 @@ def build_cluster(
     if sizes[-1] is None:
         sizes[-1] = 1 if count is None else max(1, -(-count // fixed))
     total = math.prod(size for size in sizes if size is not None)
+    if total > MOST_DEVICES:
+        raise ConfigurationError(
+            f"cluster {description.name} has {total} devices", hint=f"at most {MOST_DEVICES} can be planned for"
+        )
     if count is not None and count > total:
         shape = " x ".join(f"{size} in a {level.name}" for size, level in zip(sizes, description.levels, strict=True))
         raise InfeasibleError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from autopipe.configs.choice import Choice
-from autopipe.configs.cluster_file import ClusterDescription
+from autopipe.configs.cluster_file import ClusterDescription, DeviceCount
 from autopipe.configs.quantity import BYTES, SECONDS
 from autopipe.configs.schema import Above, AtLeast, FilePath
 from autopipe.ir import problem
@@ -94,10 +94,10 @@ class ClusterChoice:
     inline: ClusterDescription | None = None
     """The description itself."""
 
-    nodes: Count | None = None
+    nodes: DeviceCount | None = None
     """Number of nodes; as many as `gpus` needs where a preset leaves it open."""
 
-    devices_per_node: Count | None = None
+    devices_per_node: DeviceCount | None = None
     """Number of devices in each node, in place of the cluster's own."""
 
 
@@ -159,7 +159,7 @@ class Configuration:
     cluster: ClusterChoice = field(default=ClusterChoice(preset="a100-80gb"), metadata={"flag": "--cluster"})
     """The cluster to plan for."""
 
-    gpus: Count | None = field(default=None, metadata={"flag": "--gpus"})
+    gpus: DeviceCount | None = field(default=None, metadata={"flag": "--gpus"})
     """Number of devices; all of the cluster's (one node's where its nodes are open) where it is not given."""
 
     costs: Literal["roofline", "pase-paper"] | Annotated[str, FilePath()] = field(

@@ -157,11 +157,11 @@ def _convert_scalar(entry: Entry, base: Any, marks: tuple[object, ...], path: st
 def _check_bounds(value: float, entry: Entry, marks: tuple[object, ...], path: str) -> None:
     for mark in marks:
         if isinstance(mark, AtLeast) and value < mark.least:
-            problem = f"at least {mark.least:g}"
+            problem = f"at least {mark.least}"
         elif isinstance(mark, Above) and value <= mark.bound:
-            problem = f"above {mark.bound:g}"
+            problem = f"above {mark.bound}"
         elif isinstance(mark, AtMost) and value > mark.most:
-            problem = f"at most {mark.most:g}"
+            problem = f"at most {mark.most}"
         else:
             continue
         shown = entry.text or value

@@ -143,11 +143,11 @@ def _describe_scalar(base: Any, marks: tuple[object, ...]) -> str:
         return f"{unit.noun} such as {unit.example}, or {words} of {unit.symbol}"
     for mark in marks:
         if isinstance(mark, AtLeast):
-            words += f" from {mark.least:g}"
+            words += f" from {mark.least}"
         if isinstance(mark, Above):
-            words += f" above {mark.bound:g}"
+            words += f" above {mark.bound}"
         if isinstance(mark, AtMost):
-            words += f" up to {mark.most:g}"
+            words += f" up to {mark.most}"
     return words
 
 

@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.configs import configuration as c
 from autopipe.configs.choice import Choice
 from autopipe.configs.load import dump_configuration, load_configuration, parse_configuration
+from autopipe.configs.schema import keys
 from autopipe.configs.source import Entry, Place
 from autopipe.ir import problem
 from autopipe.ir.errors import ConfigurationError
@@ -53,6 +55,7 @@ REFUSED = {
     "fraction for whole": ("gpus: 1.5\n", "c.yaml:1: gpus is 1.5 (expected a whole number from 1"),
     "truth for number": ("gpus: yes\n", "c.yaml:1: gpus is yes (which YAML reads as true)"),
     "no devices": ("gpus: 0\n", "c.yaml:1: gpus is 0 (it must be at least 1)"),
+    "too many devices": ("gpus: 100000000000\n", "c.yaml:1: gpus is 100000000000 (it must be at most 1048576)"),
     "fewer than no devices": ("gpus: -4\n", "c.yaml:1: gpus is -4"),
     "scalar for mapping": ("strategy: pipedream\n", "c.yaml:1: strategy is 'pipedream' (expected a mapping with name)"),
     "mapping for scalar": ("seed: {a: 1}\n", "c.yaml:1: seed is a mapping"),
@@ -215,7 +218,8 @@ def test_bad_flags() -> None:
         load_configuration(words={"--batch-size": "8", "--micro-batches": "3"})
 
 
-COUNTS = st.integers(1, 2**40)
+COUNTS = st.integers(1, 2**31)
+DEVICES = st.integers(1, 2**20)
 TEXT = st.text(max_size=10)
 NAMES = TEXT.filter(lambda text: text != "name")
 RATES = st.floats(0, 1e300)
@@ -243,8 +247,8 @@ BATCHES = st.tuples(COUNTS, COUNTS, st.sampled_from(["micro_batches", "micro_bat
     }.get(drawn[2], {"batch_size": drawn[0] * drawn[1], drawn[2]: drawn[0]})
 )
 CLUSTERS = st.one_of(
-    st.builds(c.ClusterChoice, preset=st.sampled_from(["summit", "a100-80gb"]), nodes=st.none() | COUNTS),
-    st.builds(c.ClusterChoice, file=PATHS, devices_per_node=st.none() | COUNTS),
+    st.builds(c.ClusterChoice, preset=st.sampled_from(["summit", "a100-80gb"]), nodes=st.none() | DEVICES),
+    st.builds(c.ClusterChoice, file=PATHS, devices_per_node=st.none() | DEVICES),
 )
 DECAYS = st.floats(0, 0.999)
 OPTIMIZERS = st.one_of(
@@ -276,6 +280,27 @@ FIELDS = st.fixed_dictionaries(
         "seed": st.integers(0, 2**62),
     }
 )
+
+
+WORDS = st.sampled_from(
+    ["model", "dims", "loss", "cross_entropy", "optimizer", "betas", "cluster", "preset", "inline", "levels", "device",
+     "strategy", "name", "constraints", "match", "devices", "all", "auto", "memory_limit", "1GiB", "1e3", "re:(", "a.b"]
+)  # fmt: skip
+TREES = st.recursive(
+    SCALARS | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS | TEXT, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from([key.name for key in keys(c.Configuration)]), TREES, min_size=1, max_size=4))
+def test_any_document_is_taken_or_refused_with_its_line(document: dict[str, object]) -> None:
+    try:
+        read = parse_configuration(yaml.safe_dump(document), "c.yaml")
+    except ConfigurationError as error:
+        assert re.match(r"c\.yaml:\d+: ", str(error)) and "\n" not in str(error)
+    else:
+        assert parse_configuration(dump_configuration(read), "effective") == read
 
 
 @given(FIELDS, BATCHES)

@@ -94,6 +94,8 @@ def test_a_cluster_of_ones_own(tmp_path: Path) -> None:
 def test_a_cluster_that_is_too_small() -> None:
     with pytest.raises(InfeasibleError, match=r"summit has 8 devices \(4 in a node x 2 in a cluster\), 2 fewer than"):
         resolve_cluster(parse_configuration("cluster: {preset: summit, nodes: 2}\ngpus: 10\n", "c.yaml"))
+    with pytest.raises(ConfigurationError, match="cluster summit has 4000000 devices"):
+        resolve_cluster(parse_configuration("cluster: {preset: summit, nodes: 1000000}\n", "c.yaml"))
     with pytest.raises(ConfigurationError, match="describes no link between nodes, so it cannot have 2"):
         resolve_cluster(parse_configuration("cluster: {preset: cpu-local, nodes: 2}\n", "c.yaml"))
 

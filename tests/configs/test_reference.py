@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 from autopipe.configs.configuration import Configuration
 from autopipe.configs.merge import flags
@@ -25,3 +26,9 @@ def test_every_key_and_flag_is_explained() -> None:
 def test_the_module_prints_it() -> None:
     printed = subprocess.run([sys.executable, "-m", "autopipe.configs.reference"], capture_output=True, check=True)
     assert printed.stdout.decode() == reference()
+
+
+def test_the_page_in_the_documentation_is_up_to_date() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference-configuration.md"
+    advice = "python -m autopipe.configs.reference > docs/reference-configuration.md"
+    assert page.read_text(encoding="utf-8").startswith(reference()), f"run: {advice}"
