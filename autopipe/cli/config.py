@@ -75,13 +75,13 @@ def clusters(output: Output) -> None:
       autopipe config clusters
       autopipe config clusters --json
     """
-    table = Table("preset", "device", "memory", "fp32 TFLOP/s", "memory GB/s", "links", box=None, pad_edge=False)
+    table = Table("preset", "device", "memory", "fp32 TFLOP/s", "GB/s", "GB/s by link", box=None, pad_edge=False)
     entries = []
     for name in cluster_names():
         description = cluster_preset(name)
         device = description.device
         entries.append({"preset": name, **dump(description), "memory_bytes": device.memory})
-        links = ", ".join(f"{level.name} {level.bandwidth / 1e9:g} GB/s" for level in description.levels)
+        links = " / ".join(f"{level.bandwidth / 1e9:g}" for level in description.levels)
         figures = (f"{device.peak.fp32 / 1e12:g}", f"{device.bandwidth / 1e9:g}")
         table.add_row(name, device.name, format_bytes(device.memory), *figures, links)
     output.result({"clusters": entries}, table)

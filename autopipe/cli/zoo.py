@@ -11,6 +11,7 @@ from rich.table import Table
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
 from autopipe.configs import zoo as models
+from autopipe.configs.schema import describe, field_docs, keys
 from autopipe.configs.zoo.settings import parse_words
 
 
@@ -39,9 +40,13 @@ def list_models(output: Output) -> None:
     entries = []
     for name, (_, summary) in models.MODELS.items():
         kind = models.model_class(name)
-        defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-        entries.append({"name": name, "summary": summary, "sizes": list(kind.presets), "settings": defaults})
-        table.add_row(name, summary, " ".join(kind.presets), " ".join(defaults))
+        docs = field_docs(kind)
+        settings = {
+            key.name: {"default": key.default, "type": describe(key.hint), "meaning": docs[key.name]}
+            for key in keys(kind)
+        }
+        entries.append({"name": name, "summary": summary, "sizes": list(kind.presets), "settings": settings})
+        table.add_row(name, summary, " ".join(kind.presets), " ".join(settings))
     output.result({"models": entries}, table)
 
 

@@ -236,7 +236,7 @@ class Graph:
             for name in node.outputs:
                 if name and name not in self._types:
                     raise ModelError(f"{node.op} writes {name!r}, whose type is unknown", where=repr(node.name))
-                if name in known:
+                if name and name in known:
                     raise ModelError(f"{node.op} writes {name!r} a second time", where=repr(node.name))
                 known.add(name)
             known.discard("")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopipe.ir.placement import Placement
+from autopipe.ir.prediction import Prediction
 from autopipe.ir.schedule import Schedule
 
 
@@ -46,3 +47,5 @@ class Plan:
     placement: Placement
     schedule: Schedule
     summary: Summary
+    prediction: Prediction = Prediction()
+    """What the summary was simulated from."""

@@ -18,7 +18,7 @@ Grammar::
     +   partial results over a split of this axis add up            (MatMul's k, ReduceSum)
     ~   partial results over a split average, with equal shares    (ReduceMean)
 
-An axis absent from the results and without a mark is treated as whole.
+An axis absent from a result and without a mark is treated as whole.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def parse(
     known = dict(extents or {})
     pairs = [*zip(operands, operand_shapes, strict=True), *zip(results, result_shapes, strict=True)]
     _solve_extents(pairs, known, notation)
-    in_results = {name for tensor in results if tensor is not None for dim in tensor for name in dim}
+    written = [{name for dimension in tensor for name in dimension} for tensor in results if tensor is not None]
+    in_results = set.intersection(*written) if written else set()
     axes = tuple(Axis(name, known[name], _kind(name, mark, in_results)) for name, mark in marks.items())
     return Space(axes, tuple(operands), tuple(results))
 

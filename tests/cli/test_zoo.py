@@ -18,7 +18,9 @@ def test_list_shows_every_model_with_its_sizes_and_settings() -> None:
     shown = json.loads(run("list", "--json"))
     assert [entry["name"] for entry in shown["models"]] == list(MODELS)
     [gpt] = [entry for entry in shown["models"] if entry["name"] == "gpt"]
-    assert "11b" in gpt["sizes"] and gpt["settings"]["heads"] == 4
+    heads = gpt["settings"]["heads"]
+    assert "11b" in gpt["sizes"]
+    assert (heads["default"], heads["meaning"]) == (4, "Attention heads of a layer.")
     text = run("list")
     assert all(name in text for name in MODELS)
 

@@ -9,12 +9,13 @@ A model is a frozen dataclass of its sizes in a module of its own, imported when
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
+from autopipe.configs.convert import nearest
+from autopipe.configs.source import quote
 from autopipe.configs.zoo import settings as zoo_settings
 from autopipe.configs.zoo.model import Setting, ZooModel
 from autopipe.ir.errors import ConfigurationError
@@ -47,9 +48,7 @@ MODELS: Final[Mapping[str, tuple[str, str]]] = {
 def model_class(name: str) -> type[ZooModel]:
     """The class of model `name`; raises ConfigurationError with the nearest match where there is none."""
     if name not in MODELS:
-        near = difflib.get_close_matches(name, MODELS, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(MODELS)}"
-        raise ConfigurationError(f"no model called '{name}' in the zoo", hint=hint)
+        raise ConfigurationError(f"no model called {quote(name)} in the zoo", hint=nearest(name, MODELS))
     module, attribute = MODELS[name][0].split(":")
     kind: type[ZooModel] = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
     assert issubclass(kind, ZooModel), f"{attribute} is no model of the zoo"

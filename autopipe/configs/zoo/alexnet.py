@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from autopipe.configs.schema import AtLeast
 from autopipe.configs.zoo.builder import GraphBuilder
 from autopipe.configs.zoo.layers import convolution, dense, max_pool, pooled
 from autopipe.configs.zoo.losses import classify
-from autopipe.configs.zoo.model import Setting, ZooModel
+from autopipe.configs.zoo.model import Count, Setting, ZooModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -23,18 +24,17 @@ class AlexNet(ZooModel):
         # PaSE (IPDPS 2021), which uses batches of 128.
         "paper": {"image": 227, "width": 96, "hidden": 4096, "classes": 1024},
     }
-    least: ClassVar[Mapping[str, int]] = {"image": 67, "width": 3}
 
-    image: int = 67
+    image: Annotated[int, AtLeast(67)] = 67
     """Height and width of the image."""
 
-    width: int = 12
+    width: Annotated[int, AtLeast(3)] = 12
     """Channels of the first convolution; the others have 8/3, 4, 4 and 8/3 times as many."""
 
-    hidden: int = 64
+    hidden: Count = 64
     """Width of the two inner linear layers."""
 
-    classes: int = 10
+    classes: Count = 10
     """Extent of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:

@@ -10,7 +10,7 @@ from autopipe.configs.zoo.attention import FORBIDDEN, SPREAD, Attention, post_no
 from autopipe.configs.zoo.builder import ZEROS, GraphBuilder
 from autopipe.configs.zoo.layers import embedding, layer_norm, linear, positions
 from autopipe.configs.zoo.losses import predict_tokens
-from autopipe.configs.zoo.model import Setting, ZooModel
+from autopipe.configs.zoo.model import Count, Setting, ZooModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -35,19 +35,19 @@ class Bert(ZooModel):
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
 
-    layers: int = 4
+    layers: Count = 4
     """Transformer layers."""
 
-    hidden: int = 64
+    hidden: Count = 64
     """Width of the residual stream; the feed-forward layers are four times as wide."""
 
-    heads: int = 4
+    heads: Count = 4
     """Attention heads of a layer."""
 
-    vocabulary: int = 256
+    vocabulary: Count = 256
     """Rows of the embedding, and extent of the logits."""
 
-    sequence: int = 32
+    sequence: Count = 32
     """Tokens of a sample."""
 
     def build(self, graph: GraphBuilder) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from autopipe.configs.zoo.builder import GraphBuilder
 from autopipe.configs.zoo.layers import dense
 from autopipe.configs.zoo.losses import regress
-from autopipe.configs.zoo.model import Setting, ZooModel
+from autopipe.configs.zoo.model import Count, Setting, ZooModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -28,19 +28,19 @@ class CandleUno(ZooModel):
         "16-branches": {**PAPER, "branches": 16},
     }
 
-    branches: int = 7
+    branches: Count = 7
     """Groups of features, each with layers of its own."""
 
-    layers: int = 2
+    layers: Count = 2
     """Linear layers of a branch."""
 
-    features: int = 16
+    features: Count = 16
     """Features of a group."""
 
-    hidden: int = 32
+    hidden: Count = 32
     """Width of the linear layers."""
 
-    top_layers: int = 2
+    top_layers: Count = 2
     """Linear layers after the branches are joined, not counting the one that gives the prediction."""
 
     def build(self, graph: GraphBuilder) -> None:

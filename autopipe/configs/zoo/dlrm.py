@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from autopipe.configs.zoo.builder import GraphBuilder, normal
 from autopipe.configs.zoo.layers import dense, embedding
 from autopipe.configs.zoo.losses import click_or_not
-from autopipe.configs.zoo.model import Setting, ZooModel
+from autopipe.configs.zoo.model import Count, Setting, ZooModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -34,31 +34,31 @@ class Dlrm(ZooModel):
         },
     }
 
-    dense_branches: int = 3
+    dense_branches: Count = 3
     """Branches of linear layers over dense features."""
 
-    sparse_branches: int = 3
+    sparse_branches: Count = 3
     """Embedding tables."""
 
-    dense_layers: int = 2
+    dense_layers: Count = 2
     """Linear layers of a dense branch."""
 
-    features: int = 16
+    features: Count = 16
     """Dense features of a branch."""
 
-    hidden: int = 32
+    hidden: Count = 32
     """Width of the linear layers."""
 
-    rows: int = 1000
+    rows: Count = 1000
     """Rows of a table."""
 
-    width: int = 8
+    width: Count = 8
     """Width of a table."""
 
-    bag: int = 4
+    bag: Count = 4
     """Rows of a table that a sample looks up; they are concatenated."""
 
-    top_layers: int = 2
+    top_layers: Count = 2
     """Linear layers after the branches are joined, not counting the one that gives the logit."""
 
     def build(self, graph: GraphBuilder) -> None:

@@ -10,7 +10,7 @@ from autopipe.configs.zoo.attention import SPREAD, Attention, pre_norm_block
 from autopipe.configs.zoo.builder import GraphBuilder
 from autopipe.configs.zoo.layers import convolution, embedding, layer_norm, linear, positions
 from autopipe.configs.zoo.losses import classify
-from autopipe.configs.zoo.model import Setting, ZooModel
+from autopipe.configs.zoo.model import Count, Setting, ZooModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -30,31 +30,31 @@ class Flava(ZooModel):
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"), ("image", "patch"))
 
-    text_layers: int = 2
+    text_layers: Count = 2
     """Layers of the text encoder."""
 
-    image_layers: int = 2
+    image_layers: Count = 2
     """Layers of the image encoder."""
 
-    cross_layers: int = 2
+    cross_layers: Count = 2
     """Layers of the cross encoder."""
 
-    hidden: int = 64
+    hidden: Count = 64
     """Width of all three; the feed-forward layers are four times as wide."""
 
-    heads: int = 4
+    heads: Count = 4
     """Attention heads of a layer."""
 
-    vocabulary: int = 256
+    vocabulary: Count = 256
     """Rows of the token embedding."""
 
-    sequence: int = 16
+    sequence: Count = 16
     """Tokens of the text; the first stands for the pair in the cross encoder."""
 
-    image: int = 32
+    image: Count = 32
     """Height and width of the image."""
 
-    patch: int = 8
+    patch: Count = 8
     """Height and width of a patch of the image."""
 
     @property

@@ -10,7 +10,7 @@ from autopipe.configs.zoo.attention import SPREAD, Attention, causal_mask, pre_n
 from autopipe.configs.zoo.builder import GraphBuilder
 from autopipe.configs.zoo.layers import embedding, layer_norm, positions
 from autopipe.configs.zoo.losses import predict_tokens
-from autopipe.configs.zoo.model import Setting, ZooModel
+from autopipe.configs.zoo.model import Count, Setting, ZooModel
 
 
 def _sizes(layers: int, hidden: int, heads: int, vocabulary: int = 50257, sequence: int = 2048) -> dict[str, Setting]:
@@ -51,19 +51,19 @@ class Gpt(ZooModel):
 
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
 
-    layers: int = 4
+    layers: Count = 4
     """Transformer layers."""
 
-    hidden: int = 64
+    hidden: Count = 64
     """Width of the residual stream."""
 
-    heads: int = 4
+    heads: Count = 4
     """Attention heads of a layer."""
 
-    vocabulary: int = 256
+    vocabulary: Count = 256
     """Rows of the embedding, and extent of the logits."""
 
-    sequence: int = 32
+    sequence: Count = 32
     """Tokens of a sample."""
 
     def build(self, graph: GraphBuilder) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from autopipe.configs.schema import AtLeast
 from autopipe.configs.zoo.builder import GraphBuilder
 from autopipe.configs.zoo.layers import batch_norm, convolution, dense, max_pool
 from autopipe.configs.zoo.losses import classify
-from autopipe.configs.zoo.model import Setting, ZooModel
+from autopipe.configs.zoo.model import Count, Setting, ZooModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -29,15 +30,14 @@ class InceptionV3(ZooModel):
         # PaSE (IPDPS 2021), which uses batches of 128.
         "paper": {"image": 299, "width": 32, "classes": 1000},
     }
-    least: ClassVar[Mapping[str, int]] = {"image": 75}
 
-    image: int = 75
+    image: Annotated[int, AtLeast(75)] = 75
     """Height and width of the image."""
 
-    width: int = 4
+    width: Count = 4
     """Channels of the first convolution; all others are in the paper's proportion to its 32."""
 
-    classes: int = 10
+    classes: Count = 10
     """Extent of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:

@@ -11,7 +11,7 @@ from autopipe.configs.zoo.attention import SPREAD, causal_mask, merge_heads, spl
 from autopipe.configs.zoo.builder import GraphBuilder
 from autopipe.configs.zoo.layers import embedding, float_positions, linear, rms_norm
 from autopipe.configs.zoo.losses import predict_tokens
-from autopipe.configs.zoo.model import Setting, ZooModel
+from autopipe.configs.zoo.model import Count, Setting, ZooModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -27,8 +27,8 @@ def _sizes(
     key_value_heads: int,
     feed_forward: int,
     *,
-    vocabulary: int = 32000,
-    rotary_base: int = 10000,
+    vocabulary: Count = 32000,
+    rotary_base: Count = 10000,
 ) -> dict[str, Setting]:
     return {
         "layers": layers,
@@ -63,28 +63,28 @@ class Llama(ZooModel):
         ("head_size", "halves"),
     )
 
-    layers: int = 4
+    layers: Count = 4
     """Transformer layers."""
 
-    hidden: int = 64
+    hidden: Count = 64
     """Width of the residual stream."""
 
-    heads: int = 4
+    heads: Count = 4
     """Query heads of a layer."""
 
-    key_value_heads: int = 2
+    key_value_heads: Count = 2
     """Key and value heads of a layer, each shared by `heads` / `key_value_heads` query heads."""
 
-    feed_forward: int = 128
+    feed_forward: Count = 128
     """Inner width of the SwiGLU."""
 
-    vocabulary: int = 256
+    vocabulary: Count = 256
     """Rows of the embedding, and extent of the logits."""
 
-    sequence: int = 32
+    sequence: Count = 32
     """Tokens of a sample."""
 
-    rotary_base: int = 10000
+    rotary_base: Count = 10000
     """Base of the rotary frequencies."""
 
     @property

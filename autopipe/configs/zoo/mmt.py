@@ -10,7 +10,7 @@ from autopipe.configs.zoo.attention import SPREAD, Attention, pre_norm_block
 from autopipe.configs.zoo.builder import GraphBuilder
 from autopipe.configs.zoo.layers import layer_norm, linear
 from autopipe.configs.zoo.losses import classify
-from autopipe.configs.zoo.model import Setting, ZooModel
+from autopipe.configs.zoo.model import Count, Setting, ZooModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -37,28 +37,28 @@ class MultiModalTransformer(ZooModel):
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
 
-    branches: int = 4
+    branches: Count = 4
     """Modalities, each with layers and an input of its own."""
 
-    layers: int = 2
+    layers: Count = 2
     """Transformer layers of a branch."""
 
-    sequence: int = 16
+    sequence: Count = 16
     """Positions of a sample in every modality."""
 
-    embedding: int = 32
+    embedding: Count = 32
     """Width of the inputs."""
 
-    hidden: int = 64
+    hidden: Count = 64
     """Width of the residual stream."""
 
-    heads: int = 4
+    heads: Count = 4
     """Attention heads of a layer."""
 
-    feed_forward: int = 256
+    feed_forward: Count = 256
     """Inner width of the feed-forward layers."""
 
-    classes: int = 10
+    classes: Count = 10
     """Extent of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from autopipe.configs.schema import AtLeast, AtMost
 
 if TYPE_CHECKING:
     from autopipe.configs.zoo.builder import GraphBuilder
+
+Count = Annotated[int, AtLeast(1)]
+"""A size."""
 
 Setting = int | float | bool | str | tuple[int, ...] | None
 """The value of a field of a model."""
@@ -27,11 +32,8 @@ class ZooModel(ABC):
     limits: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of fields of which the first must not exceed the second."""
 
-    least: ClassVar[Mapping[str, int]] = {}
-    """Fields that must not be below a bound other than 1."""
-
-    batch: int | None = None
-    """Extent of axis 0 of every data input; `symbolic` leaves it a dimension called `batch`."""
+    batch: Count | None = None
+    """Extent of axis 0 of every data input; null leaves it a dimension called `batch`."""
 
     loss: bool = False
     """Whether labels are an input and the scalar `loss` is the output."""
@@ -39,11 +41,11 @@ class ZooModel(ABC):
     weights: Literal["random", "none"] = "random"
     """`random` initialises the parameters; `none` writes the graph without their data."""
 
-    seed: int = 0
+    seed: Annotated[int, AtLeast(0), AtMost(2**63 - 1)] = 0
     """What the initial values are drawn from."""
 
-    opset: int = 20
-    """Version of the operator set, 20 to 23."""
+    opset: Annotated[int, AtLeast(20), AtMost(23)] = 20
+    """Version of the operator set."""
 
     @abstractmethod
     def build(self, graph: GraphBuilder) -> None:

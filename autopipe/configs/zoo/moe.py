@@ -10,7 +10,7 @@ from autopipe.configs.zoo.attention import SPREAD, Attention, attention, causal_
 from autopipe.configs.zoo.builder import ZEROS, GraphBuilder
 from autopipe.configs.zoo.layers import embedding, layer_norm, linear, positions
 from autopipe.configs.zoo.losses import predict_tokens
-from autopipe.configs.zoo.model import Setting, ZooModel
+from autopipe.configs.zoo.model import Count, Setting, ZooModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -51,28 +51,28 @@ class MixtureOfExperts(ZooModel):
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
     limits: ClassVar[tuple[tuple[str, str], ...]] = (("choices", "experts"),)
 
-    layers: int = 2
+    layers: Count = 2
     """Transformer layers."""
 
-    hidden: int = 64
+    hidden: Count = 64
     """Width of the residual stream."""
 
-    heads: int = 4
+    heads: Count = 4
     """Attention heads of a layer."""
 
-    experts: int = 4
+    experts: Count = 4
     """Feed-forward networks of a layer, each four times as wide inside."""
 
-    choices: int = 2
+    choices: Count = 2
     """Experts that a token is sent to."""
 
-    capacity: int = 16
+    capacity: Count = 16
     """Tokens of a sample that an expert takes; what comes later passes by on the residual alone."""
 
-    vocabulary: int = 256
+    vocabulary: Count = 256
     """Rows of the embedding, and extent of the logits."""
 
-    sequence: int = 16
+    sequence: Count = 16
     """Tokens of a sample."""
 
     def build(self, graph: GraphBuilder) -> None:

@@ -11,7 +11,7 @@ from autopipe.configs.zoo.attention import SPREAD, Attention, attention, causal_
 from autopipe.configs.zoo.builder import GraphBuilder
 from autopipe.configs.zoo.layers import embedding, linear, positions, rms_norm
 from autopipe.configs.zoo.losses import predict_tokens
-from autopipe.configs.zoo.model import Setting, ZooModel
+from autopipe.configs.zoo.model import Count, Setting, ZooModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -55,25 +55,25 @@ class Mt5(ZooModel):
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
 
-    layers: int = 2
+    layers: Count = 2
     """Layers of the encoder, and of the decoder."""
 
-    hidden: int = 64
+    hidden: Count = 64
     """Width of the residual stream; the feed-forward layers are four times as wide."""
 
-    heads: int = 4
+    heads: Count = 4
     """Attention heads of a layer."""
 
-    vocabulary: int = 256
+    vocabulary: Count = 256
     """Rows of the embedding that encoder and decoder share, and extent of the logits."""
 
     tied: bool = True
     """Whether the head is the embedding as well, transposed."""
 
-    source: int = 16
+    source: Count = 16
     """Tokens that the encoder reads."""
 
-    target: int = 16
+    target: Count = 16
     """Tokens that the decoder reads and predicts."""
 
     @property

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from autopipe.configs.zoo.builder import GraphBuilder, uniform
 from autopipe.configs.zoo.layers import embedding, linear
 from autopipe.configs.zoo.losses import predict_tokens
-from autopipe.configs.zoo.model import Setting, ZooModel
+from autopipe.configs.zoo.model import Count, Setting, ZooModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -25,16 +25,16 @@ class RnnLm(ZooModel):
         "paper": {"layers": 2, "hidden": 2048, "vocabulary": 100_000, "sequence": 256},
     }
 
-    layers: int = 2
+    layers: Count = 2
     """LSTM layers."""
 
-    hidden: int = 32
+    hidden: Count = 32
     """Units of a layer and width of the embedding."""
 
-    vocabulary: int = 256
+    vocabulary: Count = 256
     """Rows of the embedding, and extent of the logits."""
 
-    sequence: int = 16
+    sequence: Count = 16
     """Tokens of a sample."""
 
     def build(self, graph: GraphBuilder) -> None:

@@ -11,7 +11,7 @@ from autopipe.configs.zoo.attention import Attention, attention, causal_mask, fe
 from autopipe.configs.zoo.builder import GraphBuilder, lecun, normal
 from autopipe.configs.zoo.layers import embedding, float_positions, layer_norm, linear
 from autopipe.configs.zoo.losses import predict_tokens
-from autopipe.configs.zoo.model import Setting, ZooModel
+from autopipe.configs.zoo.model import Count, Setting, ZooModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -37,22 +37,22 @@ class Transformer(ZooModel):
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"), ("hidden", "waves"))
 
-    layers: int = 2
+    layers: Count = 2
     """Layers of the encoder, and of the decoder."""
 
-    hidden: int = 64
+    hidden: Count = 64
     """Width of the residual stream."""
 
-    heads: int = 4
+    heads: Count = 4
     """Attention heads of a layer."""
 
-    feed_forward: int = 256
+    feed_forward: Count = 256
     """Inner width of the feed-forward layers."""
 
-    vocabulary: int = 256
+    vocabulary: Count = 256
     """Rows of each of the two embeddings, and extent of the logits."""
 
-    sequence: int = 16
+    sequence: Count = 16
     """Tokens of the source, and of the target."""
 
     @property

@@ -10,7 +10,7 @@ from autopipe.configs.zoo.attention import Attention, attention
 from autopipe.configs.zoo.builder import GraphBuilder, kaiming, lecun
 from autopipe.configs.zoo.layers import linear
 from autopipe.configs.zoo.losses import classify
-from autopipe.configs.zoo.model import Setting, ZooModel
+from autopipe.configs.zoo.model import Count, Setting, ZooModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -34,25 +34,25 @@ class TwoBranch(ZooModel):
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
 
-    branches: int = 2
+    branches: Count = 2
     """Parallel branches."""
 
-    repeats: int = 4
+    repeats: Count = 4
     """Times that attention, linear, linear stand in a branch."""
 
-    sequence: int = 16
+    sequence: Count = 16
     """Positions of a sample."""
 
-    hidden: int = 64
+    hidden: Count = 64
     """Width of inputs and attention."""
 
-    heads: int = 4
+    heads: Count = 4
     """Attention heads."""
 
-    feed_forward: int = 128
+    feed_forward: Count = 128
     """Width between the two linear layers."""
 
-    classes: int = 10
+    classes: Count = 10
     """Extent of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from autopipe.configs.zoo.builder import ZEROS, GraphBuilder, kaiming
 from autopipe.configs.zoo.layers import convolution, max_pool
 from autopipe.configs.zoo.losses import classify
-from autopipe.configs.zoo.model import Setting, ZooModel
+from autopipe.configs.zoo.model import Count, Setting, ZooModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -25,19 +25,19 @@ class UNet(ZooModel):
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("image", "stride"),)
 
-    image: int = 32
+    image: Count = 32
     """Height and width of the image, a multiple of 2^depth."""
 
-    channels: int = 3
+    channels: Count = 3
     """Channels of the image."""
 
-    width: int = 8
+    width: Count = 8
     """Channels of the first level; each level below has twice as many."""
 
-    depth: int = 2
+    depth: Count = 2
     """How often height and width are halved."""
 
-    classes: int = 4
+    classes: Count = 4
     """Classes of a pixel."""
 
     @property

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from autopipe.configs.schema import AtLeast
 from autopipe.configs.zoo.builder import GraphBuilder
 from autopipe.configs.zoo.layers import convolution, dense, max_pool
 from autopipe.configs.zoo.losses import classify
-from autopipe.configs.zoo.model import Setting, ZooModel
+from autopipe.configs.zoo.model import Count, Setting, ZooModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,18 +23,17 @@ class Vgg19(ZooModel):
         # TePDist: the classifier extended to a million classes.
         "million": {"image": 224, "width": 64, "hidden": 4096, "classes": 1_000_000},
     }
-    least: ClassVar[Mapping[str, int]] = {"image": 32}
 
-    image: int = 32
+    image: Annotated[int, AtLeast(32)] = 32
     """Height and width of the image."""
 
-    width: int = 8
+    width: Count = 8
     """Channels of the first convolutions; they double three times."""
 
-    hidden: int = 64
+    hidden: Count = 64
     """Width of the two inner linear layers."""
 
-    classes: int = 10
+    classes: Count = 10
     """Extent of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:

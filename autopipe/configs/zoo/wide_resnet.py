@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from autopipe.configs.zoo.builder import GraphBuilder
 from autopipe.configs.zoo.layers import batch_norm, convolution, dense, max_pool
 from autopipe.configs.zoo.losses import classify
-from autopipe.configs.zoo.model import Setting, ZooModel
+from autopipe.configs.zoo.model import Count, Setting, ZooModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -39,19 +39,19 @@ class WideResNet(ZooModel):
         "13b": _sizes(320, 16, (3, 4, 23, 3)),
     }
 
-    image: int = 32
+    image: Count = 32
     """Height and width of the image."""
 
-    width: int = 8
+    width: Count = 8
     """Channels of the first convolution and of the first stage's bottlenecks; each stage doubles them."""
 
-    factor: int = 2
+    factor: Count = 2
     """How much wider than its neighbours the 3x3 convolution of a bottleneck is."""
 
-    stages: tuple[int, ...] = (1, 1, 1, 1)
+    stages: tuple[Count, ...] = (1, 1, 1, 1)
     """Bottlenecks of each stage; every stage but the first halves height and width."""
 
-    classes: int = 10
+    classes: Count = 10
     """Extent of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:

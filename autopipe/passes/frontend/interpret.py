@@ -14,6 +14,7 @@ import numpy as np
 from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Constant, Fill, Graph, Node, Parameter, Value
+from autopipe.passes.frontend.absent import AbsentTypes
 from autopipe.passes.frontend.elements import NUMBERS, array_of, attributes_of, dtype_of
 from autopipe.passes.frontend.infer import RANDOM, Inference
 from autopipe.passes.frontend.weights import Weights
@@ -43,6 +44,16 @@ class _Sweep:
     nodes: list[Node] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
 
+    @property
+    def absent(self) -> AbsentTypes:
+        """What the uses of absent weights say."""
+        outputs = tuple(info.name for info in self.source.graph.output)
+        return AbsentTypes(self.weights.roles.uses, self.type_of, outputs)
+
+    def type_of(self, name: str) -> Value | None:
+        """The type of a value as computed so far, else as the file states it."""
+        return self.types.get(self.aliases.get(name, name)) or self.declared.get(name)
+
     def hold(self, name: str, array: np.ndarray, dtype: DType) -> None:
         """Make `name` a constant."""
         self.types[name] = Value(name, dtype, array.shape)
@@ -55,7 +66,7 @@ class _Sweep:
 
 
 def interpret(source: Source, inputs: Inputs, weights: Weights) -> Graph:
-    """The graph of `source` with inputs of these shapes.
+    """The graph of `source` with inputs of these shapes. What is read but never written is an absent weight.
 
     Raises ModelError, naming the node, where shapes do not fit, where they depend on data, and for tensors, types and
     attributes that are not supported.
@@ -76,10 +87,14 @@ def interpret(source: Source, inputs: Inputs, weights: Weights) -> Graph:
 
 def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
     operands = tuple(sweep.aliases.get(name, name) for name in node.input)
-    missing = [name for name in operands if name and name not in sweep.types]
-    if missing:
-        raise ModelError(f"the type of {missing[0]!r} is unknown", where=f"{node.op_type} {node.name!r}")
+    where = f"{node.op_type} {node.name!r}"
+    for name in operands:
+        if name and name not in sweep.types:
+            sweep.keep(sweep.weights.missing(sweep.declared.get(name) or sweep.absent.deduced(name)))
     standard = node.domain in ("", "ai.onnx")
+    if standard and node.op_type == "CastLike" and len(operands) == 2:
+        node = _cast(node, sweep.types[operands[1]].dtype)
+        operands = operands[:1]
     if standard and node.op_type == "Constant":
         _constant(sweep, node)
     elif standard and _is_filled_weight(sweep, node, operands):
@@ -87,14 +102,17 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
     elif standard and node.op_type in ("Shape", "Size"):
         _measured(sweep, node, sweep.types[operands[0]].shape)
     elif standard and _passes_through(sweep, node, operands):
-        sweep.aliases[node.output[0]] = operands[0]
-        sweep.types[node.output[0]] = sweep.types[operands[0]]
+        _alias(sweep, node.output[0], operands[0])
     else:
-        _operator(sweep, node, operands)
+        _operator(sweep, node, operands, where)
 
 
-def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> None:
-    where = f"{node.op_type} {node.name!r}"
+def _alias(sweep: _Sweep, name: str, operand: str) -> None:
+    sweep.aliases[name] = operand
+    sweep.types[name] = sweep.types[operand]
+
+
+def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], where: str) -> None:
     attributes = attributes_of(node)
     known = tuple(sweep.arrays.get(name) if name else None for name in operands)
     pairs = tuple((sweep.types[name] if name else None, array) for name, array in zip(operands, known, strict=True))
@@ -106,12 +124,46 @@ def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) ->
                 if name:
                     sweep.hold(name, array, inferred.dtype if inferred else DType(array.dtype.name))
             return
+    if _changes_nothing(sweep, node, operands, types):
+        _alias(sweep, node.output[0], operands[0])
+        return
     for name, inferred in zip(node.output, types, strict=True):
         if name:
             sweep.types[name] = _typed(sweep, name, inferred, where)
     sweep.nodes.append(
         Node(_unique(sweep, node), node.op_type, _trimmed(operands), _trimmed(node.output), attributes, _domain(node))
     )
+
+
+def _cast(node: onnx.NodeProto, dtype: DType) -> onnx.NodeProto:
+    """CastLike as the Cast that it is when types are static."""
+    import onnx.helper
+
+    cast = onnx.helper.make_node("Cast", node.input[:1], node.output, name=node.name, to=NUMBERS[dtype])
+    cast.attribute.extend(each for each in node.attribute if each.name in ("saturate", "round_mode"))
+    return cast
+
+
+def _changes_nothing(
+    sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], types: tuple[Value | None, ...]
+) -> bool:
+    """Whether a node that moves elements leaves them where they are, now that shapes are known."""
+    if node.domain not in ("", "ai.onnx") or len(types) != 1 or types[0] is None or not operands or not operands[0]:
+        return False
+    if types[0].shape != sweep.types[operands[0]].shape:
+        return False
+    match node.op_type:
+        case "Reshape" | "Expand" | "Flatten" | "Squeeze" | "Unsqueeze":
+            return True
+        case "Concat":
+            return len(operands) == 1
+        case "Transpose":
+            order = next((tuple(each.ints) for each in node.attribute if each.name == "perm"), ())
+            return order == tuple(range(len(types[0].shape)))
+        case "Slice":
+            steps = sweep.arrays.get(operands[4]) if len(operands) > 4 else None
+            return len(operands) < 5 or (steps is not None and bool((steps > 0).all()))
+    return False
 
 
 def _is_folded(node: onnx.NodeProto, types: tuple[Value | None, ...]) -> bool:

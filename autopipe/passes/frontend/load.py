@@ -34,6 +34,7 @@ class Source:
     slices: dict[str, FileSlice]
     """Where the numbers taken out lie in the file, by value."""
     metadata: dict[str, str]
+    """Of the model and its graph."""
     warnings: tuple[str, ...]
 
     @property
@@ -80,7 +81,7 @@ def _load(path: Path) -> Source:
         nodes=ordered(model.graph),
         opsets=opsets,
         slices=stripped.slices,
-        metadata={entry.key: entry.value for entry in model.metadata_props},
+        metadata={entry.key: entry.value for entry in (*model.graph.metadata_props, *model.metadata_props)},
         warnings=tuple(warnings),
     )
 

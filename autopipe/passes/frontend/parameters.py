@@ -45,6 +45,9 @@ ANGLES = frozenset({"Sin", "Cos"})
 ANGLE_STEPS = VIEWS | {"Expand", "Mul", "MatMul", "Concat", "Einsum", "Slice"}
 LIFTED = re.compile(r"_?val_\d+|onnx::\w+|(c_)?lifted_tensor\w*|_tensor_constant\d*")
 """Names that torch's exporters give to constants and to what they folded, weights included."""
+SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
+"""The graph's metadata in which torch's exporter tells parameters from buffers."""
+BUFFER = re.compile(r"^\w+: BUFFER target='([^'\n]+)'", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,8 @@ class Roles:
     uses: Uses
     stated: frozenset[str] | None
     """The weights' names where the file itself says (its metadata `autopipe.parameters`)."""
+    buffers: frozenset[str]
+    """Names that the file says are no weights."""
     frozen: tuple[str, ...]
     """Patterns of names that shall not be trained."""
 
@@ -106,7 +111,7 @@ class Roles:
             return False
         if self.stated is not None:
             return name in self.stated
-        if self.uses.slots(name) & STATISTICS:
+        if name in self.buffers or self.uses.slots(name) & STATISTICS:
             return False
         ends = self.uses.slots(name, ANGLE_STEPS)
         return not ends or not all(operator in ANGLES for operator, _ in ends)
@@ -114,7 +119,8 @@ class Roles:
 
 def roles_of(nodes: tuple[onnx.NodeProto, ...], metadata: Mapping[str, str], frozen: tuple[str, ...]) -> Roles:
     """The roles in a file; raises ModelError where its own statement of parameters is not a list of names."""
-    return Roles(Uses.of(nodes), _stated(metadata), frozen)
+    buffers = frozenset(BUFFER.findall(metadata.get(SIGNATURE, "")))
+    return Roles(Uses.of(nodes), _stated(metadata), buffers, frozen)
 
 
 def _stated(metadata: Mapping[str, str]) -> frozenset[str] | None:

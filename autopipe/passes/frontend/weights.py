@@ -41,19 +41,20 @@ class Weights:
         return cls(source, roles, stated_initializers(source.metadata), [])
 
     def initializers(self) -> dict[str, Constant | Parameter]:
-        """Every initializer, and every name that is read but never written: a weight that is absent altogether."""
+        """Every initializer."""
         graph = self.source.graph
         found: dict[str, Constant | Parameter] = {}
         for tensor in graph.initializer:
             if tensor.name in found:
                 raise ModelError(f"initializer {tensor.name!r} is defined twice")
             found[tensor.name] = self._held(tensor.name, tensor)
-        written = {name for node in self.source.nodes for name in node.output} | {info.name for info in graph.input}
-        types = {info.name: info for info in graph.value_info}
-        for name in self.roles.uses.readers:
-            if name not in written and name not in found:
-                found[name] = self._dangling(name, types.get(name))
         return found
+
+    def missing(self, value: Value) -> Parameter:
+        """The parameter of this type, whose numbers the file does not hold."""
+        self.absent.append(value.name)
+        trainable = value.dtype.is_floating and self.roles.is_trainable(value.name)
+        return Parameter(value, self._initializer(value.name, value.shape), trainable)
 
     def constant(self, name: str, tensor: onnx.TensorProto) -> Constant | Parameter:
         """The tensor of a Constant node, which is a number in the graph unless it is too large to be one."""
@@ -132,20 +133,6 @@ class Weights:
 
     def _initializer(self, name: str, shape: tuple[int, ...]) -> Initializer:
         return self.stated.get(name) or default_initializer(name, shape, self.roles.uses)
-
-    def _dangling(self, name: str, info: onnx.ValueInfoProto | None) -> Parameter:
-        readers = self.roles.uses.readers[name]
-        where = f"{readers[0][0].op_type} {readers[0][0].name!r}"
-        if info is None:
-            raise ModelError(f"it reads {name!r}, which nothing writes and whose shape is not stated", where=where)
-        tensor = info.type.tensor_type
-        if not tensor.HasField("shape") or any(not dimension.HasField("dim_value") for dimension in tensor.shape.dim):
-            raise ModelError(f"it reads {name!r}, which nothing writes and whose shape is not static", where=where)
-        shape = tuple(dimension.dim_value for dimension in tensor.shape.dim)
-        dtype = dtype_of(tensor.elem_type, f"value {name!r}")
-        self.absent.append(name)
-        trainable = dtype.is_floating and self.roles.is_trainable(name)
-        return Parameter(Value(name, dtype, shape), self._initializer(name, shape), trainable)
 
 
 def read_slice(path: Path, place: FileSlice, tensor: onnx.TensorProto, where: str) -> np.ndarray:

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopipe.ir.prediction import StagePrediction
 from autopipe.ir.schedule import Phase
 from autopipe.ir.timeline import Span
-from autopipe.passes.cost.stages import StageCost
-from autopipe.passes.schedule.stage_graph import StageGraph
 
 Curve = tuple[tuple[float, int], ...]
 
 
-def static_memory(graph: StageGraph, costs: Sequence[StageCost]) -> tuple[int, ...]:
+def static_memory(
+    devices: int, stage_devices: Sequence[Sequence[int]], costs: Sequence[StagePrediction]
+) -> tuple[int, ...]:
     """Bytes in use all through a step, a device each: parameters, gradients, optimizer state, message buffers."""
-    static = [0] * graph.devices
+    static = [0] * devices
     for stage, cost in enumerate(costs):
-        for device in graph.stage_devices[stage]:
+        for device in stage_devices[stage]:
             static[device] += cost.static_bytes
     return tuple(static)
 
 
 def memory_curves(
-    static: Sequence[int], costs: Sequence[StageCost], spans: Sequence[Span], train: bool
+    static: Sequence[int], costs: Sequence[StagePrediction], spans: Sequence[Span], train: bool
 ) -> tuple[Curve, ...]:
     """(time, bytes in use from then on), a device each.
 

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 
+from autopipe.ir.cluster import Cluster
 from autopipe.ir.placement import Placement
+from autopipe.ir.prediction import Message
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.assignment import StageWork, stage_work
 from autopipe.passes.cost.gradients import values_with_gradient
 from autopipe.passes.cost.uses import uses_of
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """What a device of one stage sends to a device of a later one after a forward, and gets back after its backward."""
-
-    source_stage: int
-    target_stage: int
-    source: int
-    target: int
-    forward_bytes: int
-    backward_bytes: int
 
 
 def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...]:
@@ -48,7 +37,18 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
                 forward[source, target, sender, receiver] += size
                 if name in gradients:
                     backward[source, target, sender, receiver] += size
-    return tuple(Message(*key, forward[key], backward[key]) for key in sorted(forward))
+    return tuple(
+        Message(*key, size, backward[key], *_seconds(problem.cluster, key[2], key[3], size, backward[key]))
+        for key, size in sorted(forward.items())
+    )
+
+
+def _seconds(cluster: Cluster, source: int, target: int, forward: int, backward: int) -> tuple[float, float]:
+    """Seconds of both ways; a device sends itself nothing."""
+    if source == target:
+        return 0.0, 0.0
+    there, back = cluster.link(source, target), cluster.link(target, source)
+    return there.seconds(forward) if forward else 0.0, back.seconds(backward) if backward else 0.0
 
 
 def _parts_sent(work: StageWork) -> dict[str, int]:

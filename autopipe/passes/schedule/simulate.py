@@ -6,20 +6,17 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 
-from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.prediction import Message, Prediction, StagePrediction
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.timeline import Span, Timeline, Transfer
-from autopipe.passes.cost.stages import StageCost
 from autopipe.passes.schedule.footprint import memory_curves, static_memory
-from autopipe.passes.schedule.messages import Message
-from autopipe.passes.schedule.stage_graph import StageGraph
-from autopipe.passes.schedule.ticks import task_seconds
+
+StageDevices = Sequence[Sequence[int]]
+"""The device group of each stage."""
 
 
-def simulate(
-    schedule: Schedule, graph: StageGraph, costs: Sequence[StageCost], messages: Sequence[Message], cluster: Cluster
-) -> Timeline:
+def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Prediction) -> Timeline:
     """The timeline of one step.
 
     A task starts when it is next on every device of its stage and all that is sent to it has arrived. Messages leave as
@@ -27,27 +24,21 @@ def simulate(
     device has run its last task, gradients are summed stage by stage (a stage's devices together) and parameters
     updated, as the generated programs do.
     """
-    run = _Run(schedule, graph, costs, messages, cluster)
+    costs = prediction.stages
+    run = _Run(schedule, stage_devices, prediction)
     run.until_done()
     spans = tuple(sorted(run.spans, key=lambda span: (span.device, span.start, span.end)))
     train = any(task.phase is not Phase.FORWARD for order in schedule.tasks for task in order)
-    static = static_memory(graph, costs)
-    end = _step_end(schedule, graph, costs, spans)
+    static = static_memory(schedule.devices, stage_devices, costs)
+    end = _step_end(schedule, stage_devices, costs, spans)
     return Timeline(spans, tuple(run.transfers), memory_curves(static, costs, spans, train), static, end)
 
 
 class _Run:
     """The state of the simulation between two events."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        graph: StageGraph,
-        costs: Sequence[StageCost],
-        messages: Sequence[Message],
-        cluster: Cluster,
-    ) -> None:
-        self.schedule, self.graph, self.costs, self.cluster = schedule, graph, costs, cluster
+    def __init__(self, schedule: Schedule, stage_devices: StageDevices, prediction: Prediction) -> None:
+        self.schedule, self.devices, self.costs = schedule, stage_devices, prediction.stages
         self.spans: list[Span] = []
         self.transfers: list[Transfer] = []
         self.made = 0
@@ -57,7 +48,7 @@ class _Run:
         self.link_free: dict[tuple[int, int], float] = {}
         self.events: list[tuple[float, int, Task, bool]] = []
         self.arrived: Counter[Task] = Counter()
-        self.sends = _sends(graph, messages)
+        self.sends = _sends(prediction.messages)
         self.awaited = Counter((target, phase) for (_, phase), sent in self.sends.items() for target, *_ in sent)
 
     def until_done(self) -> None:
@@ -65,7 +56,7 @@ class _Run:
             self._start_next(device, 0.0)
         while self.events:
             now, _, task, is_end = heapq.heappop(self.events)
-            group = self.graph.stage_devices[task.stage]
+            group = self.devices[task.stage]
             if is_end:
                 for device in group:
                     self.busy[device] = False
@@ -87,10 +78,10 @@ class _Run:
         task = order[self.position[device]]
         if self.arrived[task] < self.awaited[task.stage, task.phase]:
             return
-        group = self.graph.stage_devices[task.stage]
+        group = self.devices[task.stage]
         if any(self.busy[member] or self._head(member) != task for member in group):
             return
-        end = now + task_seconds(self.costs, task)
+        end = now + self.costs[task.stage].seconds(task.phase)
         for member in group:
             self.busy[member] = True
             self.position[member] += 1
@@ -102,13 +93,13 @@ class _Run:
         return order[self.position[device]] if self.position[device] < len(order) else None
 
     def _send(self, task: Task, now: float) -> None:
-        for stage, source, target, size in self.sends.get((task.stage, task.phase), ()):
+        for stage, source, target, size, seconds in self.sends.get((task.stage, task.phase), ()):
             receiver = Task(stage, task.phase, task.micro_batch)
             if source == target or size == 0:
                 self._schedule(now, receiver, is_end=False)
                 continue
             start = max(now, self.link_free.get((source, target), 0.0))
-            end = start + self.cluster.link(source, target).seconds(size)
+            end = start + seconds
             self.link_free[source, target] = end
             self.transfers.append(Transfer(source, target, task, size, start, end))
             self._schedule(end, receiver, is_end=False)
@@ -118,40 +109,34 @@ class _Run:
         heapq.heappush(self.events, (time, self.made, task, is_end))
 
 
-Sent = tuple[int, int, int, int]
-"""Stage that receives, device that sends, device that receives, bytes."""
+Sent = tuple[int, int, int, int, float]
+"""Stage that receives, device that sends, device that receives, bytes, seconds."""
 
 
-def _sends(graph: StageGraph, messages: Sequence[Message]) -> dict[tuple[int, Phase], list[Sent]]:
-    """What is sent after a task, by its stage and phase. Edges without a message still order their stages."""
+def _sends(messages: Sequence[Message]) -> dict[tuple[int, Phase], list[Sent]]:
+    """What is sent after a task, by its stage and phase."""
     sends: dict[tuple[int, Phase], list[Sent]] = {}
-    linked = set()
     for each in messages:
-        linked.add((each.source_stage, each.target_stage))
-        forward = (each.target_stage, each.source, each.target, each.forward_bytes)
-        backward = (each.source_stage, each.target, each.source, each.backward_bytes)
+        forward = (each.target_stage, each.source, each.target, each.forward_bytes, each.forward_s)
+        backward = (each.source_stage, each.target, each.source, each.backward_bytes, each.backward_s)
         sends.setdefault((each.source_stage, Phase.FORWARD), []).append(forward)
         sends.setdefault((each.target_stage, Phase.BACKWARD), []).append(backward)
-    for source, target in graph.edges:
-        if (source, target) not in linked:
-            sends.setdefault((source, Phase.FORWARD), []).append((target, 0, 0, 0))
-            sends.setdefault((target, Phase.BACKWARD), []).append((source, 0, 0, 0))
     return sends
 
 
-def _step_end(schedule: Schedule, graph: StageGraph, costs: Sequence[StageCost], spans: Sequence[Span]) -> float:
+def _step_end(schedule: Schedule, stage_devices: StageDevices, costs: Sequence[StagePrediction], spans: Sequence[Span]) -> float:
     """When the last device has summed its gradients and updated its parameters."""
     free = [0.0] * schedule.devices
     for span in spans:
         free[span.device] = max(free[span.device], span.end)
     for stage in reversed(range(len(costs))):
-        group = graph.stage_devices[stage]
+        group = stage_devices[stage]
         if not costs[stage].gradient_s:
             continue  # nobody to wait for
         end = max(free[device] for device in group) + costs[stage].gradient_s
         for device in group:
             free[device] = end
     for stage, cost in enumerate(costs):
-        for device in graph.stage_devices[stage]:
+        for device in stage_devices[stage]:
             free[device] += cost.update_s
     return max(free, default=0.0)

@@ -1,4 +1,4 @@
-"""Whether a row's notation is true: a node computed in parts, along each of its axes, gives what it gives as a whole."""
+"""Whether a row's notation is true: a node computed in parts, along each of its axes, gives what the whole gives."""
 
 from __future__ import annotations
 
@@ -85,9 +85,8 @@ def check(use: Use, rtol: float = 1e-5, atol: float = 1e-6) -> int:
     for axis in axes:
         found = _in_parts(signature, space, axis, tensors)
         for left, right in zip(found, whole, strict=True):
-            torch.testing.assert_close(
-                left, right, rtol=rtol, atol=atol, equal_nan=True, msg=lambda text: f"{space}, axis {axis.name}: {text}"
-            )
+            where = f"split along {axis.name} of {space}"
+            torch.testing.assert_close(left, right, rtol=rtol, atol=atol, equal_nan=True, msg=where)
     return len(axes)
 
 
@@ -133,7 +132,7 @@ class _Cut:
     def signature(
         self, signature: Signature, tensors: dict[str, torch.Tensor]
     ) -> tuple[Signature, dict[str, torch.Tensor]]:
-        """Local types, and the shards of the operands; operands are named by position, since one may be cut two ways."""
+        """Local types, and the operands' shards, named by position: one value may be cut in two ways."""
         shards = {}
         operands: list[Value | None] = []
         constants: list[np.ndarray | None] = []

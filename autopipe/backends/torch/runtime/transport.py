@@ -106,8 +106,9 @@ class Transport:
             self._departures.popleft().wait()
 
     def stop(self) -> None:
-        """Leave the world."""
+        """Leave the world, all ranks together: gloo aborts a rank whose peer goes away while it closes its threads."""
         if dist.is_initialized():
+            dist.barrier()
             dist.destroy_process_group()
 
 
