@@ -12,6 +12,7 @@ from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
 from autopipe.configs import zoo as models
 from autopipe.configs.schema import describe, field_docs, keys
+from autopipe.configs.zoo.model import ZooModel
 from autopipe.configs.zoo.settings import parse_words
 
 
@@ -36,7 +37,8 @@ def list_models(output: Output) -> None:
       autopipe zoo list
       autopipe zoo list --json
     """
-    table = Table("model", "what it is", "sizes", "settings", box=None, pad_edge=False)
+    shared = [key.name for key in keys(ZooModel)]
+    table = Table("model", "what it is", "sizes", "settings of its own", box=None, pad_edge=False)
     entries = []
     for name, (_, summary) in models.MODELS.items():
         kind = models.model_class(name)
@@ -46,8 +48,8 @@ def list_models(output: Output) -> None:
             for key in keys(kind)
         }
         entries.append({"name": name, "summary": summary, "sizes": list(kind.presets), "settings": settings})
-        table.add_row(name, summary, " ".join(kind.presets), " ".join(settings))
-    output.result({"models": entries}, table)
+        table.add_row(name, summary, " ".join(kind.presets), " ".join(name for name in settings if name not in shared))
+    output.result({"models": entries}, table, f"\nsettings of all: size {' '.join(shared)}")
 
 
 @zoo.command()
