@@ -17,6 +17,7 @@ from autopipe.ir.ops.quantization import QUANTIZATION
 from autopipe.ir.ops.recurrent import RECURRENT
 from autopipe.ir.ops.reduction import REDUCTION
 from autopipe.ir.ops.regroup import REGROUP
+from autopipe.ir.ops.resize import RESIZE
 from autopipe.ir.ops.row import Operator
 from autopipe.ir.ops.sampling import SAMPLING
 from autopipe.ir.ops.spectral import SPECTRAL
@@ -36,6 +37,7 @@ OPERATORS: dict[str, Operator] = {
         *LOSSES,
         *ATTENTION,
         *RECURRENT,
+        *RESIZE,
         *PRODUCTS,
         *REDUCTION,
         *REGROUP,

@@ -18,6 +18,7 @@ from autopipe.backends.torch.emission.quantization import QUANTIZATION
 from autopipe.backends.torch.emission.recurrent import RECURRENT
 from autopipe.backends.torch.emission.reduction import REDUCTION
 from autopipe.backends.torch.emission.regroup import REGROUP
+from autopipe.backends.torch.emission.resize import RESIZE
 from autopipe.backends.torch.emission.sampling import SAMPLING
 from autopipe.backends.torch.emission.spectral import SPECTRAL
 
@@ -34,6 +35,7 @@ EMITTERS: dict[str, Emitter] = {
     **LOSSES,
     **ATTENTION,
     **RECURRENT,
+    **RESIZE,
     **PRODUCTS,
     **REDUCTION,
     **REGROUP,

@@ -36,6 +36,7 @@ from autopipe.backends.torch.runtime.operators.quantization import (
 )
 from autopipe.backends.torch.runtime.operators.recurrent import gru, lstm, rnn
 from autopipe.backends.torch.runtime.operators.reduction import cumprod, cumsum, hardmax, top_k
+from autopipe.backends.torch.runtime.operators.resize import resize
 from autopipe.backends.torch.runtime.operators.spectral import dft, hamming_window, mel_weights, stft
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "one_hot",
     "pad",
     "quantize_linear",
+    "resize",
     "reverse_sequence",
     "rnn",
     "rotary_embedding",
