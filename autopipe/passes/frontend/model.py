@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopipe.ir.graph import Graph
+from autopipe.ir.problem import Mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Model:
     """Samples of one evaluation; None where no input carries samples."""
     loss: str
     """Name of the output that is the loss, "" where there is none."""
+    mode: Mode
     nodes_before: int
     """Nodes in the file; `len(graph.nodes)` are left."""
     unsupported: tuple[Unsupported, ...]

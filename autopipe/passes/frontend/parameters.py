@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autopipe.ir.errors import ModelError
+from autopipe.ir.errors import ConfigurationError, ModelError
 
 if TYPE_CHECKING:
     import onnx
@@ -95,7 +95,7 @@ class Roles:
     buffers: frozenset[str]
     """Names that the file says are no weights."""
     frozen: tuple[str, ...]
-    """Patterns of names that shall not be trained."""
+    """Names that shall not be trained: globs, or regular expressions after `re:`."""
 
     def is_constant(self, name: str, rank: int, elements: int) -> bool:
         """Whether a floating-point tensor of the file is a number in the graph rather than a parameter."""
@@ -107,7 +107,7 @@ class Roles:
 
     def is_trainable(self, name: str) -> bool:
         """Whether a parameter is a weight rather than a buffer."""
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.frozen):
+        if any(_matches(name, pattern) for pattern in self.frozen):
             return False
         if self.stated is not None:
             return name in self.stated
@@ -121,6 +121,15 @@ def roles_of(nodes: tuple[onnx.NodeProto, ...], metadata: Mapping[str, str], fro
     """The roles in a file; raises ModelError where its own statement of parameters is not a list of names."""
     buffers = frozenset(BUFFER.findall(metadata.get(SIGNATURE, "")))
     return Roles(Uses.of(nodes), _stated(metadata), buffers, frozen)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if pattern.startswith("re:"):
+        try:
+            return re.fullmatch(pattern[3:], name) is not None
+        except re.error as error:
+            raise ConfigurationError(f"model.frozen: {pattern!r} is no regular expression: {error}") from error
+    return fnmatch.fnmatchcase(name, pattern)
 
 
 def _stated(metadata: Mapping[str, str]) -> frozenset[str] | None:

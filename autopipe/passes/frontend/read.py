@@ -10,10 +10,13 @@ from pathlib import Path
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Graph
 from autopipe.ir.ops import OPERATORS, qualified_name
-from autopipe.passes.frontend.clean import cleaned
+from autopipe.ir.problem import Mode
+from autopipe.passes.frontend.batches import mixing_nodes, rebatched
+from autopipe.passes.frontend.clean import cleaned, without_unread
 from autopipe.passes.frontend.dimensions import bind_inputs
 from autopipe.passes.frontend.interpret import interpret
 from autopipe.passes.frontend.load import Source, load, located
+from autopipe.passes.frontend.losses import CrossEntropy, own_loss, require_loss, with_cross_entropy
 from autopipe.passes.frontend.model import Model, Unsupported
 from autopipe.passes.frontend.parameters import roles_of
 from autopipe.passes.frontend.weights import Weights
@@ -25,20 +28,27 @@ def read_model(
     dims: Mapping[str, int] | None = None,
     batch: int | None = None,
     batch_axes: Mapping[str, int | None] | None = None,
+    loss: str | CrossEntropy | None = None,
+    mode: Mode | None = None,
     frozen: tuple[str, ...] = (),
 ) -> Model:
     """The graph of one evaluation of the model in `path`, on `batch` samples.
 
-    `dims` binds symbolic dimensions by name. `batch_axes` says which axis of an input counts samples where it is not
-    axis 0 (None: no axis does). Parameters whose names match a pattern of `frozen` are not trained. Raises ModelError,
-    naming file and node, for what cannot be read, and ConfigurationError for dimensions that do not fit.
+    Without `batch` there are as many samples as the file fixes, else one. `dims` binds symbolic dimensions by name.
+    `batch_axes` says which axis of an input counts samples where it is not axis 0 (None: no axis does). `loss` is an
+    output or a loss to add; without it the model's own is found, if it has one. `mode` defaults to training where
+    there is a loss. Parameters whose names match `frozen` (globs, or regular expressions after `re:`) are not trained.
+    Raises ModelError, naming file and node, for what cannot be read, and ConfigurationError for dimensions, batches
+    and losses that do not fit.
     """
-    model = survey_model(path, dims=dims, batch=batch, batch_axes=batch_axes, frozen=frozen)
+    model = survey_model(
+        path, dims=dims, batch=batch, batch_axes=batch_axes, loss=loss, mode=mode, frozen=frozen
+    )
     if model.unsupported:
         raise ModelError(
             "operators that are not supported: "
             + ", ".join(f"{each.operator} ({each.count})" for each in model.unsupported),
-            hint=_nearest_hint(model.unsupported),
+            hint="; ".join(f"{each.nearest} is supported" for each in model.unsupported if each.nearest),
             where=f"{path}: {model.unsupported[0].node!r}",
         )
     return model
@@ -50,12 +60,14 @@ def survey_model(
     dims: Mapping[str, int] | None = None,
     batch: int | None = None,
     batch_axes: Mapping[str, int | None] | None = None,
+    loss: str | CrossEntropy | None = None,
+    mode: Mode | None = None,
     frozen: tuple[str, ...] = (),
 ) -> Model:
     """As `read_model`, but operators without a row are listed in the result rather than refused."""
-    source = load(path)
+    source = load(Path(path))
     try:
-        return _survey(source, dims or {}, batch, batch_axes or {}, frozen)
+        return _survey(source, dims or {}, batch, batch_axes or {}, loss, mode, frozen)
     except ModelError as error:
         raise located(error, source.path) from error
 
@@ -65,40 +77,58 @@ def _survey(
     dims: Mapping[str, int],
     batch: int | None,
     batch_axes: Mapping[str, int | None],
+    loss: str | CrossEntropy | None,
+    mode: Mode | None,
     frozen: tuple[str, ...],
 ) -> Model:
     initializers = {tensor.name for tensor in source.graph.initializer}
     data = tuple(info for info in source.graph.input if info.name not in initializers)
     inputs = bind_inputs(data, dims, batch, batch_axes)
     weights = Weights.of(source, roles_of(source.nodes, source.metadata, frozen))
-    graph = cleaned(interpret(source, inputs, weights))
+    read = without_unread(interpret(source, inputs, weights))
+    graph = cleaned(read)
+    require_same_parameters(read, graph)
+    if isinstance(loss, CrossEntropy):
+        graph, scalar = with_cross_entropy(graph, loss)
+    else:
+        scalar = own_loss(graph) if loss is None else loss
+        if scalar:
+            require_loss(graph, scalar)
+    if batch is not None and inputs.batch is not None:
+        graph = rebatched(graph, batch)
     graph.verify()
+    mode = mode or (Mode.TRAIN if scalar else Mode.INFER)
     return Model(
         graph=graph,
         path=source.path,
         digest=source.digest,
-        batch=inputs.batch,
-        loss=_loss_output(graph),
+        batch=inputs.batch if batch is None or inputs.batch is None else batch,
+        loss=scalar,
+        mode=mode,
         nodes_before=len(source.nodes),
         unsupported=unsupported_operators(graph),
-        warnings=(*source.warnings, *_absent_warning(weights)),
+        warnings=(*source.warnings, *weights.warnings(), *_mixing_warnings(graph, mode)),
     )
 
 
-def _loss_output(graph: Graph) -> str:
-    """The output called `loss`, where it is a floating-point scalar."""
-    for name in graph.outputs:
-        value = graph.type_of(name)
-        if name == "loss" and value.dtype.is_floating and value.elements == 1:
-            return name
-    return ""
+def require_same_parameters(before: Graph, after: Graph) -> None:
+    """Raise ModelError where cleaning lost, merged or invented a parameter: a mistake of ours, not of the file."""
+    lost = set(before.parameters) ^ set(after.parameters)
+    if lost:
+        raise ModelError(f"cleaning changed the parameters, among them {min(each.value.name for each in lost)!r}")
 
 
-def _absent_warning(weights: Weights) -> tuple[str, ...]:
-    names = weights.absent
-    if not names:
+def _mixing_warnings(graph: Graph, mode: Mode) -> tuple[str, ...]:
+    if mode is not Mode.TRAIN:
         return ()
-    return (f"{len(names)} parameters have no numbers in the file and are drawn at random, {names[0]!r} first",)
+    nodes = mixing_nodes(graph)
+    if not nodes:
+        return ()
+    more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+    return (
+        f"{nodes[0].op} {nodes[0].name!r}{more} mixes the samples of a batch: "
+        "micro-batches change what is computed, as in every pipeline",
+    )
 
 
 def unsupported_operators(graph: Graph) -> tuple[Unsupported, ...]:
@@ -111,7 +141,3 @@ def unsupported_operators(graph: Graph) -> tuple[Unsupported, ...]:
         if name not in OPERATORS
     )
 
-
-def _nearest_hint(unsupported: tuple[Unsupported, ...]) -> str:
-    known = [f"{each.nearest} is supported" for each in unsupported if each.nearest]
-    return "; ".join(known)

@@ -56,6 +56,13 @@ class Weights:
         trainable = value.dtype.is_floating and self.roles.is_trainable(value.name)
         return Parameter(value, self._initializer(value.name, value.shape), trainable)
 
+    def warnings(self) -> tuple[str, ...]:
+        """What to say of weights that are not there."""
+        if not self.absent:
+            return ()
+        first = f"{self.absent[0]!r}" + (f" and {len(self.absent) - 1} more" if len(self.absent) > 1 else "")
+        return (f"no numbers are there for parameter {first}: they are drawn at random",)
+
     def constant(self, name: str, tensor: onnx.TensorProto) -> Constant | Parameter:
         """The tensor of a Constant node, which is a number in the graph unless it is too large to be one."""
         where = f"constant {name!r}"
