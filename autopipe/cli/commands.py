@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "plan": ("autopipe.cli.plan:plan", "Decide which device computes what, and when."),
     "zoo": ("autopipe.cli.zoo:zoo", "Build models of the papers as ONNX files."),
     "config": ("autopipe.cli.config:config", "Show and check configurations, list cluster presets."),
 }

@@ -124,7 +124,9 @@ def _sends(messages: Sequence[Message]) -> dict[tuple[int, Phase], list[Sent]]:
     return sends
 
 
-def _step_end(schedule: Schedule, stage_devices: StageDevices, costs: Sequence[StagePrediction], spans: Sequence[Span]) -> float:
+def _step_end(
+    schedule: Schedule, stage_devices: StageDevices, costs: Sequence[StagePrediction], spans: Sequence[Span]
+) -> float:
     """When the last device has summed its gradients and updated its parameters."""
     free = [0.0] * schedule.devices
     for span in spans:

@@ -1,0 +1,36 @@
+"""Figures as a person reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopipe.ir.placement import node_ranges
+
+
+def bytes_text(size: float) -> str:
+    """A size with three digits or so: `3.10 GiB`."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= scale:
+            return f"{size / scale:.{_decimals(size / scale)}f} {unit}"
+    return f"{size:.0f} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """A time with three digits: `41.2 ms`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.{_decimals(seconds / scale)}f} {unit}"
+    return f"{seconds / 1e-9:.0f} ns"
+
+
+def devices_text(devices: Sequence[int]) -> str:
+    """Devices as ranges: `0-3,8`; in another order than ascending, one by one."""
+    if list(devices) != sorted(devices):
+        return ",".join(map(str, devices))
+    parts = node_ranges(devices)
+    return ",".join(str(first) if last == first + 1 else f"{first}-{last - 1}" for first, last in parts)
+
+
+def _decimals(value: float) -> int:
+    """Decimals that make three digits."""
+    return 2 if value < 10 else 1 if value < 100 else 0

@@ -1,0 +1,47 @@
+"""`autopipe plan`: decide which device computes what, and when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from autopipe.cli.configuration_flags import configuration_options
+from autopipe.cli.options import standard_options
+from autopipe.cli.output import Output
+from autopipe.configs.configuration import Configuration
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("-o", "--output", "folder", type=click.Path(path_type=Path), help="Folder to write; default MODEL.plan.")
+@click.option("--dump-after", metavar="PASS", multiple=True, help="Print what PASS gave (repeatable).")
+@configuration_options
+@standard_options
+def plan(
+    output: Output, model: Path, folder: Path | None, dump_after: tuple[str, ...], configuration: Configuration
+) -> None:
+    """Plan the ONNX file MODEL for a cluster and write the plan's folder.
+
+    \b
+    Example:
+      autopipe plan gpt.onnx --gpus 4
+      autopipe plan llama.onnx --gpus 64 --cluster a100-80gb --batch-size 256 --precision bf16
+    """
+    from autopipe.cli.plan_folder import check_target, write_plan_folder
+    from autopipe.cli.plan_screen import plan_screen
+    from autopipe.cli.progress import Watcher
+    from autopipe.cli.request import request_of
+    from autopipe.ir.serial.plan_file import summary_form
+    from autopipe.passes.pipeline import make_plan, pass_names
+
+    target = folder or Path(f"{model}.plan")
+    check_target(target)
+    request = request_of(configuration, model)
+    with output.progress("planning", total=len(pass_names(request))) as bar:
+        planned = make_plan(request, Watcher(output, bar, request, dump_after))
+    write_plan_folder(target, planned, configuration)
+    for warning in planned.warnings:
+        output.warn(warning)
+    data = {"plan": target, "mode": planned.plan.mode, "summary": summary_form(planned.plan.summary)}
+    output.result(data, *plan_screen(planned, request, target))

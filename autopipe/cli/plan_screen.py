@@ -1,0 +1,64 @@
+"""What a person reads about a plan: one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from autopipe.cli.figures import bytes_text, devices_text, seconds_text
+from autopipe.ir.plan import Plan
+from autopipe.passes.pipeline import Planned, Request
+
+_MOST_ROWS = 16
+"""Stages shown; of more, the first and the last ones."""
+
+
+def plan_screen(planned: Planned, request: Request, folder: Path) -> Iterator[RenderableType]:
+    """The decisions, a table of the stages, the predictions, where the plan lies and what to type next."""
+    plan, problem = planned.plan, planned.problem
+    summary = plan.summary
+    why = "" if request.mode else (" (the model has a loss)" if problem.train else " (the model has no loss)")
+    chosen = "" if request.micro_batches or request.micro_batch_size else " (chosen)"
+    yield (
+        f"{request.model}: {summary.strategy} with {summary.schedule}, {plan.mode}{why}, on {summary.devices} devices"
+        f" of {problem.cluster.name}"
+    )
+    yield (
+        f"batch {plan.batch_size}{'' if request.batch_size else ' (chosen)'} = {summary.micro_batches} micro-batches"
+        f"{chosen} of {summary.micro_batch_size}"
+    )
+    yield stage_table(plan)
+    yield (
+        f"step {seconds_text(summary.step_time_s)} ({summary.samples_per_s:,.1f} samples/s, at best"
+        f" {seconds_text(summary.lower_bound_s)}), bubble {summary.bubble_rate:.1%}, peak memory"
+        f" {bytes_text(max(summary.peak_memory_bytes))} of {bytes_text(problem.memory_of(0))}"
+    )
+    yield f"plan in {folder}"
+    yield f"next: autopipe show {folder}    autopipe codegen {folder}"
+
+
+def stage_table(plan: Plan) -> Table:
+    """A row a stage: its devices, nodes and what each of its devices takes."""
+    columns = ("stage", "devices", "nodes", "parameters", "forward", "backward", "memory")
+    table = Table(*columns, box=None, pad_edge=False)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    count = len(plan.placement.stages)
+    for index, (stage, predicted) in enumerate(zip(plan.placement.stages, plan.prediction.stages, strict=True)):
+        if _MOST_ROWS // 2 <= index < count - _MOST_ROWS // 2:
+            if index == _MOST_ROWS // 2:
+                table.add_row("...")
+            continue
+        table.add_row(
+            str(index),
+            devices_text(stage.devices),
+            str(len(stage.nodes)),
+            bytes_text(predicted.parameter_bytes),
+            seconds_text(predicted.forward_s),
+            seconds_text(predicted.backward_s) if plan.mode == "train" else "-",
+            bytes_text(max(plan.summary.peak_memory_bytes[device] for device in stage.devices)),
+        )
+    return table

@@ -1,0 +1,34 @@
+"""How a user follows the passes: a bar, timings with -v, and the values asked for by --dump-after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopipe.cli.dump import dumped
+from autopipe.cli.output import Bar, Output
+from autopipe.ir.errors import ConfigurationError
+from autopipe.passes.pipeline import Request, pass_names
+
+
+class Watcher:
+    """An observer of the pipeline that shows what it hears."""
+
+    def __init__(self, output: Output, bar: Bar, request: Request, dump_after: Sequence[str]) -> None:
+        names = pass_names(request)
+        for name in dump_after:
+            if name not in names:
+                raise ConfigurationError(
+                    f"there is no pass called {name!r}", hint=f"they are {', '.join(names)}", where="--dump-after"
+                )
+        self._output, self._bar, self._dump_after = output, bar, frozenset(dump_after)
+
+    def started(self, name: str) -> None:
+        """Show the pass beside the bar."""
+        self._bar.advance(0, note=name)
+
+    def finished(self, name: str, value: object, seconds: float) -> None:
+        """Move the bar, and print the value where it was asked for."""
+        self._bar.advance()
+        self._output.detail(f"{name}: {seconds:.2f} s")
+        if name in self._dump_after:
+            self._output.line(f"--- after {name}\n{dumped(value)}")

@@ -1,0 +1,57 @@
+"""What the pipeline is asked for by a configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from autopipe.cli.choices import chosen_scheduler, chosen_strategy
+from autopipe.configs.configuration import Configuration
+from autopipe.configs.load import resolve_cluster
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.problem import Mode
+from autopipe.passes.pipeline import Planned, Request
+
+
+def request_of(configuration: Configuration, model: Path) -> Request:
+    """The request for a plan of `model`. Raises ConfigurationError or InfeasibleError for what cannot be asked for."""
+    if configuration.costs != "roofline":
+        raise ConfigurationError(f"plans are made with the roofline costs, not {configuration.costs!r}", where="costs")
+    if configuration.loss is not None and not isinstance(configuration.loss, str):
+        raise ConfigurationError("the loss must be an output of the model", where="loss")
+    return Request(
+        model=model,
+        cluster=resolve_cluster(configuration),
+        strategy=chosen_strategy(configuration),
+        scheduler=chosen_scheduler(configuration),
+        dims=configuration.model.dims,
+        batch_axes=configuration.model.batch_axes,
+        frozen=configuration.model.frozen,
+        mode=None if configuration.mode is None else Mode(configuration.mode),
+        loss=configuration.loss,
+        batch_size=configuration.batch_size,
+        micro_batches=None if configuration.micro_batches == "auto" else configuration.micro_batches,
+        micro_batch_size=configuration.micro_batch_size,
+        optimizer=configuration.optimizer.for_problem(),
+        precision=configuration.precision,
+        recompute=configuration.recompute,
+        memory_limit=configuration.memory_limit,
+        constraints=tuple(constraint.for_problem() for constraint in configuration.constraints),
+        time_limit=configuration.time_limit,
+        seed=configuration.seed,
+    )
+
+
+def effective(configuration: Configuration, planned: Planned) -> Configuration:
+    """The configuration with everything decided that the pipeline chose."""
+    problem = planned.problem
+    return dataclasses.replace(
+        configuration,
+        model=dataclasses.replace(configuration.model, path=str(Path(planned.plan.model).absolute())),
+        mode=problem.mode.value,
+        loss=problem.loss if problem.train else configuration.loss,
+        gpus=problem.cluster.size,
+        batch_size=problem.batch_size,
+        micro_batches=problem.micro_batches,
+        micro_batch_size=None,
+    )

@@ -1,0 +1,58 @@
+"""What a plan's stages and messages are expected to take: all that a step is simulated from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopipe.ir.schedule import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class StagePrediction:
+    """What a stage takes on each of its devices, for one micro-batch where nothing else is said."""
+
+    forward_s: float
+    backward_s: float = 0.0
+    """Seconds of a backward, with the forward that recomputation runs again."""
+    gradient_s: float = 0.0
+    """Seconds, once a step, in which gradients are summed over devices."""
+    update_s: float = 0.0
+    """Seconds of the optimizer's step."""
+    parameter_bytes: int = 0
+    static_bytes: int = 0
+    """Bytes there all through a step: parameters, gradients, optimizer state, message buffers."""
+    kept_bytes: int = 0
+    """Bytes held from the start of a forward to the end of its backward."""
+    transient_bytes: int = 0
+    """Bytes that come and go within a backward or, without training, a forward."""
+
+    def seconds(self, phase: Phase) -> float:
+        """Length of a task."""
+        return self.forward_s if phase is Phase.FORWARD else self.backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a device of one stage sends to a device of a later one after a forward, and gets back after its backward."""
+
+    source_stage: int
+    target_stage: int
+    source: int
+    target: int
+    forward_bytes: int
+    backward_bytes: int
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Stages in order, and the messages of one micro-batch."""
+
+    stages: tuple[StagePrediction, ...] = ()
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """The edges of the stage graph, sorted, each once."""
+        return tuple(sorted({(each.source_stage, each.target_stage) for each in self.messages}))

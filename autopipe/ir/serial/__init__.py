@@ -1,0 +1,1 @@
+"""Plans and schedules as versioned JSON files, read back strictly."""

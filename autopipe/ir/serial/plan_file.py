@@ -1,0 +1,98 @@
+"""`plan.json`: all of a plan but its schedule, and `schedule.json` beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from autopipe.ir.plan import Plan, Summary
+from autopipe.ir.serial.placement_form import placement_form, placement_of
+from autopipe.ir.serial.prediction_form import prediction_form, prediction_of
+from autopipe.ir.serial.record import Record, read_record
+from autopipe.ir.serial.schedule_file import read_schedule, schedule_form
+from autopipe.ir.timeline import Timeline
+
+FORMAT = "autopipe.plan/1"
+PLAN_FILE = "plan.json"
+SCHEDULE_FILE = "schedule.json"
+
+
+def write_plan(folder: Path, plan: Plan, timeline: Timeline, home: Path | None = None) -> None:
+    """Write `plan.json` and `schedule.json` into `folder`. The model's path is written relative to `home`, the folder
+    that they are to lie in (default: `folder`)."""
+    model = os.path.relpath(plan.model, home or folder)
+    (folder / PLAN_FILE).write_text(_dump(plan_form(dataclasses.replace(plan, model=model))), encoding="utf-8")
+    (folder / SCHEDULE_FILE).write_text(_dump(schedule_form(plan, timeline)), encoding="utf-8")
+
+
+def read_plan(folder: Path) -> Plan:
+    """The plan in `folder`, its model's path made absolute. Raises ConfigurationError with file and key."""
+    record = read_record(folder / PLAN_FILE, FORMAT)
+    placement = placement_of(record.at("placement"))
+    return Plan(
+        model=os.path.normpath(os.path.join(folder.resolve(), record.at("model").text())),
+        graph_digest=record.at("graph_digest").text(),
+        mode=record.at("mode").text(),
+        batch_size=record.at("batch_size").integer(1),
+        placement=placement,
+        schedule=read_schedule(folder / SCHEDULE_FILE, tuple(stage.devices for stage in placement.stages)),
+        summary=_summary_of(record.at("summary")),
+        prediction=prediction_of(record.at("predictions"), placement),
+    )
+
+
+def plan_digest(plan: Plan) -> str:
+    """SHA-256 of what was decided and for which graph; search times and the file's path do not count."""
+    form = plan_form(plan)
+    decided = {key: form[key] for key in ("graph_digest", "mode", "batch_size", "placement", "predictions")}
+    return hashlib.sha256((json.dumps(decided, sort_keys=True) + plan.schedule.grid()).encode()).hexdigest()
+
+
+def plan_form(plan: Plan) -> dict[str, object]:
+    """The plan, without its schedule, as lists, dicts and scalars."""
+    return {
+        "format": FORMAT,
+        "model": plan.model,
+        "graph_digest": plan.graph_digest,
+        "mode": plan.mode,
+        "batch_size": plan.batch_size,
+        "summary": summary_form(plan.summary),
+        "placement": placement_form(plan.placement),
+        "predictions": prediction_form(plan.prediction),
+    }
+
+
+def summary_form(summary: Summary) -> dict[str, object]:
+    """A summary as a dict with its fields' names."""
+    form = {field.name: getattr(summary, field.name) for field in dataclasses.fields(summary)}
+    return {**form, "peak_memory_bytes": list(summary.peak_memory_bytes), "search_time_s": dict(summary.search_time_s)}
+
+
+def _summary_of(record: Record) -> Summary:
+    gap = record.at("gap")
+    return Summary(
+        strategy=record.at("strategy").text(),
+        schedule=record.at("schedule").text(),
+        devices=record.at("devices").integer(1),
+        stages=record.at("stages").integer(1),
+        micro_batches=record.at("micro_batches").integer(1),
+        micro_batch_size=record.at("micro_batch_size").integer(1),
+        depth=record.at("depth").integer(1),
+        step_time_s=record.at("step_time_s").number(),
+        samples_per_s=record.at("samples_per_s").number(),
+        bubble_rate=record.at("bubble_rate").number(),
+        peak_memory_bytes=record.at("peak_memory_bytes").integers(),
+        search_time_s=tuple((name, each.number()) for name, each in record.at("search_time_s").members()),
+        lower_bound_s=record.at("lower_bound_s").number(),
+        optimal=record.at("optimal").boolean(),
+        gap=None if gap.value is None else gap.number(),
+    )
+
+
+def _dump(form: dict[str, object]) -> str:
+    """One line an entry of the outer object, so that files are compact and differences readable."""
+    lines = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in form.items()]
+    return "{" + ",\n ".join(lines) + "}\n"

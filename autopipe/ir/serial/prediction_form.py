@@ -1,0 +1,55 @@
+"""Predictions as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopipe.ir.placement import Placement
+from autopipe.ir.prediction import Message, Prediction, StagePrediction
+from autopipe.ir.serial.record import Record
+
+_MESSAGE = tuple(field.name for field in dataclasses.fields(Message))
+
+
+def prediction_form(prediction: Prediction) -> dict[str, object]:
+    """The predictions as lists, dicts and scalars; a message is a list whose columns `message_columns` names."""
+    return {
+        "stages": [dataclasses.asdict(stage) for stage in prediction.stages],
+        "message_columns": list(_MESSAGE),
+        "messages": [list(dataclasses.astuple(message)) for message in prediction.messages],
+    }
+
+
+def prediction_of(record: Record, placement: Placement) -> Prediction:
+    """The predictions that `prediction_form` gave for the stages of `placement`. Raises ConfigurationError."""
+    stages = record.at("stages")
+    found = tuple(_stage_of(each) for each in stages.items())
+    if len(found) != len(placement.stages):
+        stages.refuse(f"one entry for each of {len(placement.stages)} stages")
+    return Prediction(found, tuple(_message_of(each, placement) for each in record.at("messages").items()))
+
+
+def _stage_of(record: Record) -> StagePrediction:
+    return StagePrediction(
+        forward_s=record.at("forward_s").number(),
+        backward_s=record.at("backward_s").number(),
+        gradient_s=record.at("gradient_s").number(),
+        update_s=record.at("update_s").number(),
+        parameter_bytes=record.at("parameter_bytes").integer(),
+        static_bytes=record.at("static_bytes").integer(),
+        kept_bytes=record.at("kept_bytes").integer(),
+        transient_bytes=record.at("transient_bytes").integer(),
+    )
+
+
+def _message_of(record: Record, placement: Placement) -> Message:
+    cells = tuple(record.items())
+    if len(cells) != len(_MESSAGE):
+        record.refuse(f"{len(_MESSAGE)} columns")
+    counts = [cell.integer() for cell in cells[:6]]
+    if not counts[0] < counts[1] < len(placement.stages):
+        record.refuse("a message from a stage to a later one")
+    for stage, device in ((counts[0], counts[2]), (counts[1], counts[3])):
+        if device not in placement.stages[stage].devices:
+            record.refuse(f"devices of the stages it names: {device} is none of stage {stage}")
+    return Message(*counts, *(cell.number() for cell in cells[6:]))

@@ -1,0 +1,123 @@
+"""`schedule.json`: who runs what and when, as blocks (a phase of a stage) on units (micro-batches)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from autopipe.ir.plan import Plan
+from autopipe.ir.schedule import Phase, Repetend, Schedule, Task
+from autopipe.ir.serial.record import Record, read_record
+from autopipe.ir.timeline import Timeline
+
+FORMAT = "autopipe.schedule/1"
+_BLOCK = re.compile(r"(\d{1,9})([FBIW])")
+
+
+def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
+    """The schedule of a plan as lists, dicts and scalars, with times in seconds and memory in bytes.
+
+    A block's memory is what it adds when it starts: a forward what it keeps, a backward as much less.
+    """
+    schedule, stages = plan.schedule, plan.prediction.stages
+    kinds = sorted({(task.stage, task.phase.value) for order in schedule.tasks for task in order}, key=_block_order)
+    index = {kind: position for position, kind in enumerate(kinds)}
+    trains = plan.mode == "train"
+    blocks = []
+    for stage, letter in kinds:
+        phase = Phase(letter)
+        kept = stages[stage].kept_bytes if trains else 0
+        blocks.append(
+            {
+                "name": f"{stage}{letter}",
+                "devices": list(plan.placement.stages[stage].devices),
+                "time": stages[stage].seconds(phase),
+                "memory": kept if phase is Phase.FORWARD else -kept,
+                "after": sorted(index[kind] for kind in _before(plan, stage, letter) if kind in index),
+            }
+        )
+    starts = {(span.device, span.task): span.start for span in timeline.spans}
+    tasks = [
+        [
+            {
+                "block": index[task.stage, task.phase.value],
+                "unit": task.micro_batch,
+                "start": round(starts[device, task], 12),
+            }
+            for task in order
+        ]
+        for device, order in enumerate(schedule.tasks)
+    ]
+    return {
+        "format": FORMAT,
+        "devices": schedule.devices,
+        "units": schedule.micro_batches,
+        "makespan": max((span.end for span in timeline.spans), default=0.0),
+        "period": schedule.period,
+        "lower_bound": plan.summary.lower_bound_s,
+        "optimal": plan.summary.optimal,
+        "gap": plan.summary.gap,
+        "peak_memory": list(timeline.peak_memory),
+        "repetends": [[each.start, each.length, each.count, each.stride] for each in schedule.repetends or ()],
+        "blocks": blocks,
+        "tasks": tasks,
+    }
+
+
+def read_schedule(path: Path, stage_devices: tuple[tuple[int, ...], ...]) -> Schedule:
+    """The order of tasks in `path`, for stages on these devices. Raises ConfigurationError with file and key."""
+    record = read_record(path, FORMAT)
+    kinds = [_kind_of(block, stage_devices) for block in record.at("blocks").items()]
+    tasks = record.at("tasks")
+    orders = tuple(tuple(_task_of(each, kinds) for each in order.items()) for order in tasks.items())
+    if len(orders) != record.at("devices").integer(1):
+        tasks.refuse(f"one list for each of {record.at('devices').integer(1)} devices")
+    repetends = tuple(_repetend_of(each) for each in record.at("repetends").items())
+    period = record.at("period")
+    return Schedule(
+        record.at("units").integer(1),
+        orders,
+        repetends or None,
+        None if period.value is None else period.number(),
+    )
+
+
+def _block_order(kind: tuple[int, str]) -> tuple[int, int]:
+    return "FBIW".index(kind[1]), kind[0]
+
+
+def _before(plan: Plan, stage: int, letter: str) -> list[tuple[int, str]]:
+    """The blocks that a block waits for on the same unit."""
+    edges = plan.prediction.edges
+    if letter == Phase.FORWARD.value:
+        return [(source, letter) for source, target in edges if target == stage]
+    if letter == Phase.WEIGHT_GRADIENT.value:
+        return [(stage, Phase.INPUT_GRADIENT.value)]
+    return [(stage, Phase.FORWARD.value), *((target, letter) for source, target in edges if source == stage)]
+
+
+def _kind_of(record: Record, stage_devices: tuple[tuple[int, ...], ...]) -> tuple[int, Phase]:
+    name = record.at("name")
+    match = _BLOCK.fullmatch(name.text())
+    if match is None or int(match[1]) >= len(stage_devices):
+        name.refuse(f"a stage below {len(stage_devices)} and a phase, such as 0F")
+    stage = int(match[1])
+    devices = record.at("devices")
+    if devices.integers() != stage_devices[stage]:
+        devices.refuse(f"the devices of stage {stage}: {list(stage_devices[stage])}")
+    return stage, Phase(match[2])
+
+
+def _task_of(record: Record, kinds: list[tuple[int, Phase]]) -> Task:
+    block = record.at("block")
+    if block.integer() >= len(kinds):
+        block.refuse(f"the index of one of {len(kinds)} blocks")
+    stage, phase = kinds[block.integer()]
+    return Task(stage, phase, record.at("unit").integer())
+
+
+def _repetend_of(record: Record) -> Repetend:
+    cells = record.integers()
+    if len(cells) != 4:
+        record.refuse("start, length, count and stride")
+    return Repetend(*cells)

@@ -1,0 +1,234 @@
+"""The order of the passes: from an ONNX file and a cluster to a plan and what it is expected to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.placement import Placement
+from autopipe.ir.plan import Plan, Summary
+from autopipe.ir.prediction import Prediction
+from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem
+from autopipe.ir.serial.plan_file import plan_digest
+from autopipe.ir.timeline import Timeline
+from autopipe.passes.base import Scheduler, Strategy
+from autopipe.passes.batching import Batching, batchings
+from autopipe.passes.cost.work import annotate
+from autopipe.passes.frontend import Model, read_model
+from autopipe.passes.runner import Observer, Runner, Silent
+from autopipe.passes.schedule.limits import check_memory, lower_bound
+from autopipe.passes.schedule.predict import predict
+from autopipe.passes.schedule.simulate import simulate
+from autopipe.passes.schedule.stage_graph import StageGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """All that a plan is made from. Where a field is None, the pipeline chooses."""
+
+    model: Path
+    cluster: Cluster
+    strategy: Strategy
+    scheduler: Scheduler
+    dims: tuple[tuple[str, int], ...] = ()
+    batch_axes: tuple[tuple[str, int | None], ...] = ()
+    frozen: tuple[str, ...] = ()
+    mode: Mode | None = None
+    loss: str | None = None
+    """The output to minimise; the one called `loss` where None."""
+    batch_size: int | None = None
+    micro_batches: int | None = None
+    micro_batch_size: int | None = None
+    optimizer: Optimizer = field(default=Optimizer())
+    precision: str = "fp32"
+    recompute: str = "none"
+    memory_limit: int | None = None
+    constraints: tuple[Constraint, ...] = ()
+    time_limit: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan with the problem it answers and the step it is expected to take."""
+
+    plan: Plan
+    problem: Problem
+    timeline: Timeline
+    model_digest: str
+    """SHA-256 of the model's file without the numbers of its large tensors."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the plan: equal for equal decisions on equal graphs, however long the search took."""
+        return plan_digest(self.plan)
+
+
+def pass_names(request: Request) -> tuple[str, ...]:
+    """The passes, in the order in which they run."""
+    return ("read", "cost", request.strategy.name, request.scheduler.name, "predict", "simulate")
+
+
+def make_plan(request: Request, observer: Observer | None = None) -> Planned:
+    """Read the model, cost it, place it, schedule it and simulate a step.
+
+    Raises ConfigurationError, ModelError or InfeasibleError, naming the pass where the message itself names no place.
+    """
+    runner = Runner(observer or Silent())
+    model, problem = _first_problem(request, runner)
+    strategy, scheduler = request.strategy, request.scheduler
+    placement = runner.run(
+        strategy.name,
+        lambda: strategy.run(problem),
+        lambda: strategy.requires(problem),
+        lambda result: result.verify(problem.graph),
+    )
+    graph = StageGraph.of(problem, placement)
+    schedule = runner.run(
+        scheduler.name,
+        lambda: scheduler.run(problem, placement),
+        lambda: scheduler.requires(problem, placement),
+        lambda result: result.verify(graph.stage_devices, graph.edges, problem.train),
+    )
+    prediction = runner.run("predict", lambda: predict(problem, placement))
+    timeline = runner.run("simulate", lambda: simulate(schedule, graph.stage_devices, prediction))
+    check_memory(problem, placement, timeline)
+    plan = Plan(
+        model=str(request.model),
+        graph_digest=problem.graph.digest(),
+        mode=problem.mode.value,
+        batch_size=problem.batch_size,
+        placement=placement,
+        schedule=schedule,
+        summary=_summary(request, problem, placement, prediction, timeline, runner.seconds),
+        prediction=prediction,
+    )
+    return Planned(plan, problem, timeline, model.digest, model.warnings)
+
+
+def reopen(request: Request, plan: Plan) -> Planned:
+    """The plan again, with its problem made anew from the model's file and its step simulated from its predictions.
+
+    `request` must fix what the plan was made with: mode, batch and micro-batches. Raises ConfigurationError where the
+    plan does not belong to the model.
+    """
+    model = _read(request, plan.summary.micro_batch_size)
+    problem = _costed(request, model, Batching(plan.batch_size, plan.summary.micro_batches))
+    if problem.graph.digest() != plan.graph_digest:
+        raise ConfigurationError(
+            f"the plan does not belong to this model: the graph of {request.model} is not the one that was planned",
+            hint="plan again, or restore the model's file",
+        )
+    stage_devices = tuple(stage.devices for stage in plan.placement.stages)
+    return Planned(plan, problem, simulate(plan.schedule, stage_devices, plan.prediction), model.digest, model.warnings)
+
+
+def _first_problem(request: Request, runner: Runner) -> tuple[Model, Problem]:
+    """The problem with the first division of the batch that the strategy takes."""
+    refusal: InfeasibleError | None = None
+    for batching, model in _divisions(request, runner):
+        problem = runner.run("cost", partial(_costed, request, model, batching))
+        try:
+            request.strategy.requires(problem)
+        except InfeasibleError as error:
+            refusal = refusal or error
+            continue
+        return model, problem
+    assert refusal is not None, "there is at least one division"
+    raise refusal
+
+
+def _divisions(request: Request, runner: Runner) -> Iterator[tuple[Batching, Model]]:
+    """Divisions of the batch, best first, each with the model read on its micro-batch."""
+    choose = partial(
+        batchings,
+        request.batch_size,
+        request.micro_batches,
+        request.micro_batch_size,
+        devices=request.cluster.size,
+    )
+    first = next(choose(baked=None))
+    model = runner.run("read", partial(_read, request, first.micro_batch_size))
+    own = model.batch or 1
+    if own != first.micro_batch_size:
+        yield from ((batching, model) for batching in choose(baked=own))
+        return
+    yield first, model
+    for batching in islice(choose(baked=None), 1, None):
+        model = runner.run("read", partial(_read, request, batching.micro_batch_size))
+        if model.batch != batching.micro_batch_size:
+            return  # the file fixes the batch that was tried first
+        yield batching, model
+
+
+def _read(request: Request, micro_batch_size: int) -> Model:
+    return read_model(
+        request.model,
+        dims=dict(request.dims),
+        batch=micro_batch_size,
+        batch_axes=dict(request.batch_axes),
+        frozen=request.frozen,
+    )
+
+
+def _costed(request: Request, model: Model, batching: Batching) -> Problem:
+    loss = request.loss or model.loss or None
+    if loss is not None and loss not in model.graph.outputs:
+        raise ConfigurationError(
+            f"the loss {loss!r} is no output of the model",
+            hint=f"the outputs are {', '.join(map(repr, model.graph.outputs))}",
+        )
+    mode = request.mode or (Mode.TRAIN if loss else Mode.INFER)
+    if mode is Mode.TRAIN and loss is None:
+        raise ConfigurationError(
+            "the model has no output called 'loss' to train", hint="name one by --set loss=NAME, or use --mode infer"
+        )
+    return Problem(
+        graph=model.graph,
+        work=annotate(model.graph, request.precision),
+        cluster=request.cluster,
+        batch_size=batching.batch_size,
+        micro_batches=batching.micro_batches,
+        mode=mode,
+        loss=loss,
+        optimizer=request.optimizer,
+        precision=request.precision,
+        recompute=request.recompute,
+        memory_limit=request.memory_limit,
+        constraints=request.constraints,
+        time_limit=request.time_limit,
+        seed=request.seed,
+    )
+
+
+def _summary(
+    request: Request,
+    problem: Problem,
+    placement: Placement,
+    prediction: Prediction,
+    timeline: Timeline,
+    seconds: tuple[tuple[str, float], ...],
+) -> Summary:
+    return Summary(
+        strategy=request.strategy.name,
+        schedule=request.scheduler.name,
+        devices=problem.cluster.size,
+        stages=len(placement.stages),
+        micro_batches=problem.micro_batches,
+        micro_batch_size=problem.micro_batch_size,
+        depth=StageGraph.of(problem, placement).depth,
+        step_time_s=timeline.end,
+        samples_per_s=problem.batch_size / timeline.end if timeline.end else 0.0,
+        bubble_rate=timeline.bubble_rate,
+        peak_memory_bytes=timeline.peak_memory,
+        search_time_s=seconds,
+        lower_bound_s=lower_bound(problem, placement, prediction),
+        optimal=False,
+        gap=None,
+    )

@@ -1,0 +1,79 @@
+"""Runs passes one by one: requirements, the pass, the check of its result; times them and names them in failures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from autopipe.ir.errors import AutopipeError
+
+Result = TypeVar("Result")
+
+
+class Observer(Protocol):
+    """Hears what the runner does."""
+
+    def started(self, name: str) -> None:
+        """A pass begins."""
+
+    def finished(self, name: str, value: object, seconds: float) -> None:
+        """A pass gave `value`, which has been checked."""
+
+
+class Silent:
+    """An observer that does nothing."""
+
+    def started(self, name: str) -> None:
+        """Say nothing."""
+
+    def finished(self, name: str, value: object, seconds: float) -> None:
+        """Say nothing."""
+
+
+class Runner:
+    """One run of a sequence of passes."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._seconds: dict[str, float] = {}
+
+    @property
+    def seconds(self) -> tuple[tuple[str, float], ...]:
+        """Wall-clock seconds by pass, in the order in which they first ran."""
+        return tuple(self._seconds.items())
+
+    def run(
+        self,
+        name: str,
+        compute: Callable[[], Result],
+        requires: Callable[[], None] | None = None,
+        verify: Callable[[Result], None] | None = None,
+    ) -> Result:
+        """`compute()` between its requirements and the check of its result.
+
+        A failure is told with the name of the pass and of those before it.
+        """
+        self._observer.started(name)
+        begin = time.perf_counter()
+        try:
+            if requires is not None:
+                requires()
+            result = compute()
+            if verify is not None:
+                verify(result)
+        except AutopipeError as error:
+            if not error.where:
+                error.where = self._place(name)
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise AutopipeError(f"internal error: {reason}", "rerun with --debug", self._place(name)) from error
+        seconds = time.perf_counter() - begin
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        self._observer.finished(name, result, seconds)
+        return result
+
+    def _place(self, name: str) -> str:
+        done = [each for each in self._seconds if each != name]
+        return f"pass {name}" + (f", after {', '.join(done)}" if done else "")
