@@ -12,12 +12,12 @@ from autopipe.ir.space import Space
 
 def matmul(signature: Signature) -> Line:
     """`*b m k, *b k n -> *b m n`, with numpy's rules for vectors and for broadcasting the leading dimensions."""
-    first, second, result = _batched(signature.operand(0).shape, signature.operand(1).shape, signature.result().shape)
+    first, second, result = batched(signature.operand(0).shape, signature.operand(1).shape, signature.result().shape)
     return Line(f"{first}, {second} -> {result}")
 
 
-def _batched(left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...], k: str = "k+") -> list[str]:
-    """The two factors and the result of a product of stacks of matrices."""
+def batched(left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...], k: str = "k+") -> list[str]:
+    """Notation of the two factors and the result of a product of stacks of matrices."""
     lead = result[: len(result) - (len(left) > 1) - (len(right) > 1)]
     names = [f"b{axis}" for axis in range(len(lead))]
 
@@ -131,7 +131,7 @@ def _with_scales(signature: Signature, factors: tuple[int, int], k: str) -> Line
     number for the whole matrix."""
     shapes = [None if value is None else value.shape for value in signature.operands]
     scales = [shape for index, shape in enumerate(shapes) if index not in factors and shape is not None]
-    words = _batched(
+    words = batched(
         signature.operand(factors[0]).shape, signature.operand(factors[1]).shape, signature.result().shape, k
     )
     if any(math.prod(shape) > 1 for shape in scales):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopipe.ir.ops.activation import ACTIVATION
 from autopipe.ir.ops.attention import ATTENTION
+from autopipe.ir.ops.contrib import CONTRIB
 from autopipe.ir.ops.convolution import CONVOLUTION
 from autopipe.ir.ops.elementwise import ELEMENTWISE
 from autopipe.ir.ops.generation import GENERATION
@@ -16,6 +17,7 @@ from autopipe.ir.ops.products import PRODUCTS
 from autopipe.ir.ops.quantization import QUANTIZATION
 from autopipe.ir.ops.recurrent import RECURRENT
 from autopipe.ir.ops.reduction import REDUCTION
+from autopipe.ir.ops.regions import REGIONS
 from autopipe.ir.ops.regroup import REGROUP
 from autopipe.ir.ops.resize import RESIZE
 from autopipe.ir.ops.row import Operator
@@ -38,6 +40,8 @@ OPERATORS: dict[str, Operator] = {
         *ATTENTION,
         *RECURRENT,
         *RESIZE,
+        *CONTRIB,
+        *REGIONS,
         *PRODUCTS,
         *REDUCTION,
         *REGROUP,

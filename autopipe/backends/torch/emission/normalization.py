@@ -38,7 +38,8 @@ def _layer_norm(call: Call) -> str:
     return f"F.layer_norm({call.arg(0)}, {shape}, {weight}, {bias}, {epsilon})"
 
 
-def _rms_norm(call: Call) -> str:
+def rms_norm(call: Call) -> str:
+    """`F.rms_norm`, with a scale of another shape multiplied behind it."""
     shape, epsilon = _normalized(call), call.stated("epsilon", 1e-5)
     if call.operand(1).shape == shape:
         return f"F.rms_norm({call.arg(0)}, {shape}, {call.arg(1)}, {epsilon})"
@@ -89,7 +90,7 @@ def _softmax(function: str) -> Emitter:
 NORMALIZATION: dict[str, Emitter] = {
     "BatchNormalization": _batch_norm,
     "LayerNormalization": _layer_norm,
-    "RMSNormalization": _rms_norm,
+    "RMSNormalization": rms_norm,
     "GroupNormalization": _group_norm,
     "InstanceNormalization": _instance_norm,
     "MeanVarianceNormalization": _variance,

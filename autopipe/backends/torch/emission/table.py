@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopipe.backends.torch.emission.activation import ACTIVATION
 from autopipe.backends.torch.emission.attention import ATTENTION
 from autopipe.backends.torch.emission.call import Emitter
+from autopipe.backends.torch.emission.contrib import CONTRIB
 from autopipe.backends.torch.emission.convolution import CONVOLUTION
 from autopipe.backends.torch.emission.elementwise import ELEMENTWISE
 from autopipe.backends.torch.emission.generation import GENERATION
@@ -17,6 +18,7 @@ from autopipe.backends.torch.emission.products import PRODUCTS
 from autopipe.backends.torch.emission.quantization import QUANTIZATION
 from autopipe.backends.torch.emission.recurrent import RECURRENT
 from autopipe.backends.torch.emission.reduction import REDUCTION
+from autopipe.backends.torch.emission.regions import REGIONS
 from autopipe.backends.torch.emission.regroup import REGROUP
 from autopipe.backends.torch.emission.resize import RESIZE
 from autopipe.backends.torch.emission.sampling import SAMPLING
@@ -36,6 +38,8 @@ EMITTERS: dict[str, Emitter] = {
     **ATTENTION,
     **RECURRENT,
     **RESIZE,
+    **CONTRIB,
+    **REGIONS,
     **PRODUCTS,
     **REDUCTION,
     **REGROUP,

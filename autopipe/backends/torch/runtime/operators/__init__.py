@@ -25,6 +25,8 @@ from autopipe.backends.torch.runtime.operators.normalization import (
     layer_norm,
     local_response_norm,
     mean_variance_norm,
+    skip_layer_norm,
+    skip_rms_norm,
 )
 from autopipe.backends.torch.runtime.operators.pooling import average_pool, lp_pool, max_pool_with_indices, max_unpool
 from autopipe.backends.torch.runtime.operators.quantization import (
@@ -36,6 +38,7 @@ from autopipe.backends.torch.runtime.operators.quantization import (
 )
 from autopipe.backends.torch.runtime.operators.recurrent import gru, lstm, rnn
 from autopipe.backends.torch.runtime.operators.reduction import cumprod, cumsum, hardmax, top_k
+from autopipe.backends.torch.runtime.operators.regions import roi_align
 from autopipe.backends.torch.runtime.operators.resize import resize
 from autopipe.backends.torch.runtime.operators.spectral import dft, hamming_window, mel_weights, stft
 
@@ -77,10 +80,13 @@ __all__ = [
     "resize",
     "reverse_sequence",
     "rnn",
+    "roi_align",
     "rotary_embedding",
     "scatter_elements",
     "scatter_nd",
     "shrink",
+    "skip_layer_norm",
+    "skip_rms_norm",
     "stft",
     "tensor_scatter",
     "top_k",

@@ -43,3 +43,20 @@ def local_response_norm(x: Tensor, size: int, alpha: float, beta: float, bias: f
     squares = (x * x).movedim(1, -1)
     windows = F.pad(squares, (before, behind)).unfold(-1, size, 1).sum(-1).movedim(-1, 1)
     return x / (bias + alpha / size * windows) ** beta
+
+
+def skip_layer_norm(
+    x: Tensor, skip: Tensor, scale: Tensor, shift: Tensor | None, bias: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Layer normalisation of `x + skip + bias`, its mean and 1 / deviation, and the sum."""
+    total = x + skip if bias is None else x + skip + bias
+    y, mean, inverse = torch.native_layer_norm(total, scale.shape, scale, shift, epsilon)
+    return y, mean, inverse, total
+
+
+def skip_rms_norm(
+    x: Tensor, skip: Tensor, scale: Tensor, bias: Tensor | None, epsilon: float
+) -> tuple[Tensor, None, None, Tensor]:
+    """Root-mean-square normalisation of `x + skip + bias`, and the sum; statistics are not given."""
+    total = x + skip if bias is None else x + skip + bias
+    return F.rms_norm(total, scale.shape, scale, epsilon), None, None, total

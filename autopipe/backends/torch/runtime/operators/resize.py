@@ -88,9 +88,10 @@ def _taps(places: Tensor, support: int, coefficient: float, stretch: float) -> t
 
 def _weighted(x: Tensor, axis: int, taps: Tensor, weights: Tensor) -> Tensor:
     """Weighted sums of elements of x, which is floating, along an axis."""
-    read = x.index_select(axis, taps.reshape(-1).to(x.device)).unflatten(axis, taps.shape)
+    read: Tensor = x.index_select(axis, taps.reshape(-1).to(x.device)).unflatten(axis, taps.shape)
     shape = [1] * axis + list(weights.shape) + [1] * (x.dim() - axis - 1)
-    return (read * weights.to(x.device, x.dtype).reshape(shape)).sum(axis + 1)
+    factors = weights.to(x.device, x.dtype).reshape(shape)
+    return (read * factors).sum(axis + 1)
 
 
 def _along(values: Tensor, axis: int, rank: int) -> Tensor:
