@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import numpy as np
+
 from autopipe.backends.torch.emission.call import Call, Emitter, torch_dtype
 from autopipe.ir.dtype import DType
 
@@ -79,7 +81,15 @@ def _extreme(function: str, bound: str) -> Emitter:
 
 
 def _where(call: Call) -> str:
-    return f"torch.where({call.arg(0)}, {element(call, 1)}, {element(call, 2)})"
+    """One side may be a number: the other is a tensor then, and gives the result its type."""
+    codes = [call.arg(1), call.arg(2)]
+    for side, other in ((2, 1), (1, 2)):
+        value = call.scalar(side)
+        shape = np.broadcast_shapes(call.operand(0).shape, call.operand(other).shape)
+        if value is not None and shape == call.result().shape and call.operand(side).dtype is not DType.BOOL:
+            codes[side - 1] = value
+            break
+    return f"torch.where({call.arg(0)}, {codes[0]}, {codes[1]})"
 
 
 def _clip(call: Call) -> str:

@@ -67,7 +67,8 @@ def _range(start: int, count: int, step: int, extent: int) -> str:
     if (start, count, step) == (0, extent, 1):
         return ":"
     stop = start + (count - 1) * step + 1
-    return f"{start or ''}:{stop if stop < extent else ''}" + (f":{step}" if step > 1 else "")
+    to_end = len(range(start, extent, step)) == count
+    return f"{start or ''}:{'' if to_end else stop}" + (f":{step}" if step > 1 else "")
 
 
 def _pad(call: Call) -> str:
