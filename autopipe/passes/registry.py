@@ -15,6 +15,7 @@ from autopipe.ir.errors import ConfigurationError
 
 STRATEGIES = {
     "data_parallel": "autopipe.passes.placement.data_parallel:DataParallel",
+    "manual": "autopipe.passes.placement.manual:Manual",
     "pipedream": "autopipe.passes.placement.pipedream.strategy:PipeDream",
 }
 """Where each built-in strategy's class lives."""

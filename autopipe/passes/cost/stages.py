@@ -101,7 +101,7 @@ def _stage_cost(
     return StageCost(
         forward_s=forward + exchange,
         backward_s=(backward + exchange + recompute * (forward + exchange)) if problem.train else 0.0,
-        gradient_s=sum(all_reduce(problem.cluster, group).seconds(size) for group, size in gradients.items()),
+        gradient_s=sum((all_reduce(problem.cluster, group).seconds(size) for group, size in gradients.items()), 0.0),
         update_s=_update_seconds(problem, work, state),
         parameter_bytes=state.parameter_bytes,
         gradient_bytes=state.gradient_bytes,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.cost.constraints import BATCH_AXIS, Wish, wishes_of
+from autopipe.passes.cost.fit import fitted
+from autopipe.passes.cost.splits import SampleAxes, sample_axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +29,27 @@ class DataParallel:
             )
 
     def run(self, problem: Problem) -> Placement:
-        """One stage. Raises InfeasibleError where a node's samples cannot be shared."""
+        """One stage. Raises InfeasibleError where a node's samples cannot be shared or memory does not hold it."""
         nodes = tuple(range(len(problem.graph.nodes)))
         devices = tuple(range(problem.cluster.size))
-        splits = sample_axes(problem.graph).splits(nodes, len(devices))
-        recompute = problem.recompute == "full"
-        return Placement((Stage(nodes, devices, problem.micro_batch_size, splits, recompute),))
+        samples = sample_axes(problem.graph)
+        for wish in wishes_of(problem):
+            self._obey(wish, samples, devices)
+        recompute = problem.train and problem.recompute == "full"
+        splits = samples.splits(nodes, len(devices))
+        return fitted(problem, Placement((Stage(nodes, devices, problem.micro_batch_size, splits, recompute),)))
+
+    def _obey(self, wish: Wish, samples: SampleAxes, devices: tuple[int, ...]) -> None:
+        """Raise ConfigurationError for a constraint that one stage on all devices does not fulfil."""
+        reason = ""
+        if wish.constraint.stage not in (None, 0):
+            reason = f"asks for stage {wish.constraint.stage}, and data_parallel has stage 0 alone"
+        elif wish.devices is not None and set(wish.devices) != set(devices):
+            reason = "asks for some of the devices, and data_parallel uses all for every node"
+        elif any(
+            degree != len(devices) or not (axis == BATCH_AXIS or all(samples.axes[node] == axis for node in wish.nodes))
+            for axis, degree in wish.constraint.split
+        ):
+            reason = f"asks for another split than of the samples by {len(devices)}"
+        if reason:
+            raise ConfigurationError(f"{wish} {reason}", hint="strategy manual follows any constraint")

@@ -78,13 +78,17 @@ def linear_order(graph: Graph) -> tuple[int, ...]:
     return tuple(order)
 
 
-def make_chain(graph: Graph, seconds: NDArray[np.float64], limit: int, forced: frozenset[int] = frozenset()) -> Chain:
-    """The graph as at most about `limit` blocks. `seconds` weighs each node; nodes in `forced` start a block."""
+def make_chain(
+    graph: Graph, seconds: NDArray[np.float64], limit: int, groups: tuple[tuple[int, ...], ...] = ()
+) -> Chain:
+    """The graph as at most about `limit` blocks. `seconds` weighs each node; `groups` are cut off from the others."""
     order = linear_order(graph)
     place = np.empty(len(order), dtype=np.int64)
     place[list(order)] = np.arange(len(order))
     cuts = _choose_cuts(_crossing_bytes(graph, place), seconds[list(order)], limit)
-    cuts = sorted({*cuts, *(int(place[node]) for node in forced)} | {0, len(order)})
+    places = [place[list(group)] for group in groups]
+    edges = [int(edge) for each in places for edge in (each.min(), each.max() + 1)]
+    cuts = sorted({0, *cuts, *edges, len(order)})
     starts = np.zeros(len(order) + 1, dtype=np.int64)
     starts[cuts[1:-1]] = 1
     return Chain(order, tuple(cuts), np.cumsum(starts)[place])

@@ -8,8 +8,11 @@ from typing import ClassVar
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
+from autopipe.passes.cost.constraints import wishes_of
+from autopipe.passes.cost.fit import out_of_memory
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.placement.pipedream.chain import make_chain
+from autopipe.passes.placement.pipedream.obey import Rule, groups_of, ruled, rules_of
 from autopipe.passes.placement.pipedream.prices import Prices
 from autopipe.passes.placement.pipedream.search import Piece, Price, search
 from autopipe.passes.placement.pipedream.tables import make_tables
@@ -35,32 +38,53 @@ class PipeDream:
             raise InfeasibleError("the model has no operators to place")
 
     def run(self, problem: Problem) -> Placement:
-        """The chain with the least estimated step time. Raises InfeasibleError where memory does not allow any."""
-        device = problem.cluster.devices[0]
-        forward, backward = node_seconds(problem.work, device, problem.precision)
-        tables = make_tables(problem, make_chain(problem.graph, forward + backward, _MOST_BLOCKS))
-        for devices in range(problem.cluster.size, 0, -1):
+        """The chain with the least estimated step time.
+
+        It uses all devices, or as many as it can where the operators or the samples are too few to share. Raises
+        InfeasibleError where memory or the constraints allow no chain, ConfigurationError for constraints that it
+        cannot follow.
+        """
+        wishes = wishes_of(problem)
+        forward, backward = node_seconds(problem.work, problem.cluster.devices[0], problem.precision)
+        tables = make_tables(problem, make_chain(problem.graph, forward + backward, _MOST_BLOCKS, groups_of(wishes)))
+        rules = rules_of(wishes, tables.chain, tables.samples)
+        # Constraints speak of the devices there are; without any, fewer will do.
+        least_devices = problem.cluster.size if rules else 1
+        for devices in range(problem.cluster.size, least_devices - 1, -1):
             prices = Prices(replace(tables, problem=replace(problem, cluster=problem.cluster.take(devices))))
-            pieces = self._best(prices)
+            pieces = self._best(prices, rules)
             if pieces:
                 return _placement(prices, pieces)
-            least = min(self._answers(prices, prices.excess), key=_highest, default=[])
-            if least:
-                raise _out_of_memory(prices.problem, least)
-        raise InfeasibleError("pipedream found no chain of stages")
+            nearest = min(self._answers(prices, prices.excess, rules), key=_highest, default=[])
+            if nearest:
+                raise _out_of_memory(prices.problem, nearest)
+        raise InfeasibleError(
+            f"no chain of stages over {problem.cluster.size} devices obeys "
+            + " and ".join(str(wish) for wish in wishes),
+            hint="strategy manual follows any constraint",
+        )
 
-    def _answers(self, prices: Prices, price: Price) -> list[list[Piece]]:
+    def _answers(self, prices: Prices, price: Price, rules: tuple[Rule, ...]) -> list[list[Piece]]:
+        """The best chain for each number of stages that has one."""
         samples, devices = prices.problem.micro_batch_size, prices.problem.cluster.size
+        blocks = prices.tables.chain.blocks
         degrees = tuple(
             degree for degree in range(1, devices + 1) if samples % degree == 0 and (self.replicate or degree == 1)
         )
-        return list(search(prices.tables.chain.blocks, devices, self.max_stages or devices, degrees, price))
+        most = min(self.max_stages or devices, devices)
+        if all(rule.stage is None for rule in rules):
+            return list(search(blocks, devices, most, degrees, ruled(price, rules, blocks + 1, 0) if rules else price))
+        found: list[list[Piece]] = []
+        for stages in range(1, most + 1):
+            answers = search(blocks, devices, stages, degrees, ruled(price, rules, blocks + 1, stages))
+            found.extend(pieces for pieces in answers if len(pieces) == stages)
+        return found
 
-    def _best(self, prices: Prices) -> list[Piece]:
+    def _best(self, prices: Prices, rules: tuple[Rule, ...]) -> list[Piece]:
         """Over all numbers of stages the chain whose step, filling and draining included, is shortest."""
         repeats = prices.problem.micro_batches - 1
         return min(
-            self._answers(prices, prices.seconds),
+            self._answers(prices, prices.seconds, rules),
             key=lambda pieces: sum(piece.price for piece in pieces) + repeats * _highest(pieces),
             default=[],
         )
@@ -90,17 +114,5 @@ def _placement(prices: Prices, pieces: list[Piece]) -> Placement:
 def _out_of_memory(problem: Problem, pieces: list[Piece]) -> InfeasibleError:
     """The error for a problem whose nearest answer is `pieces`, priced by bytes over the limit."""
     worst = max(pieces, key=lambda piece: piece.price)
-    limit = problem.memory_of(worst.device)
-    need = limit + worst.price
-    hint = "use more devices, smaller micro-batches or a higher memory limit"
-    if problem.train and problem.recompute == "none":
-        hint = f"recompute: auto, or {hint}"
-    return InfeasibleError(
-        f"stage {pieces.index(worst)} of {len(pieces)} needs {_size(need)} on device {worst.device},"
-        f" {_size(worst.price)} over the limit of {_size(limit)}, in the placement that needs least",
-        hint=hint,
-    )
-
-
-def _size(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+    need = problem.memory_of(worst.device) + worst.price
+    return out_of_memory(problem, [pieces.index(worst)], len(pieces), worst.device, need, least=True)

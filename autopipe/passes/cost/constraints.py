@@ -1,0 +1,96 @@
+"""A user's constraints, resolved: which nodes each one means, and whether any two contradict."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.graph import Graph
+from autopipe.ir.problem import Constraint, Problem
+
+BATCH_AXIS = "b"
+"""In a constraint's split: the axis that counts samples, whatever its name in an operator's iteration space."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A constraint with its nodes, ascending, and its devices spelled out (None where it leaves them open)."""
+
+    constraint: Constraint
+    nodes: tuple[int, ...]
+    devices: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        return f"the constraint on {self.constraint.match!r}"
+
+
+def wishes_of(problem: Problem) -> tuple[Wish, ...]:
+    """The problem's constraints in order.
+
+    Raises ConfigurationError for one that matches no node, with the nearest name, for devices that do not exist, and
+    for two that ask different things of one node.
+    """
+    wishes = tuple(_wish(problem, constraint) for constraint in problem.constraints)
+    for what, asked in _ASKED.items():
+        by_node: dict[int, Wish] = {}
+        for wish in wishes:
+            if not asked(wish):
+                continue
+            for node in wish.nodes:
+                other = by_node.setdefault(node, wish)
+                if asked(other) != asked(wish):
+                    raise ConfigurationError(
+                        f"{other} and {wish} ask for different {what}",
+                        hint="let each node match only one of them",
+                        where=repr(problem.graph.nodes[node].name),
+                    )
+    return wishes
+
+
+_ASKED: dict[str, Callable[[Wish], object]] = {
+    "stages": lambda wish: None if wish.constraint.stage is None else (wish.constraint.stage,),
+    "devices": lambda wish: wish.devices,
+    "splits": lambda wish: wish.constraint.split,
+}
+
+
+def _wish(problem: Problem, constraint: Constraint) -> Wish:
+    nodes = _matching(problem.graph, constraint.match)
+    if not nodes:
+        names = [node.name for node in problem.graph.nodes]
+        near = difflib.get_close_matches(constraint.match.removeprefix("re:"), names, n=1, cutoff=0.0)
+        raise ConfigurationError(
+            f"no node's name matches {constraint.match!r}",
+            hint=f"the nearest name is {near[0]!r}" if near else "",
+            where="constraints",
+        )
+    if constraint.stage is not None and constraint.stage < 0:
+        raise ConfigurationError(f"stage {constraint.stage} asked for {constraint.match!r} is below 0")
+    devices = constraint.devices
+    if devices is None:
+        return Wish(constraint, nodes, None)
+    size = problem.cluster.size
+    unknown = [device for device in devices if not 0 <= device < size]
+    if unknown:
+        raise ConfigurationError(
+            f"there is no device {unknown[0]}, asked for {constraint.match!r}", hint=f"devices are 0 to {size - 1}"
+        )
+    return Wish(constraint, nodes, tuple(dict.fromkeys(devices)) or tuple(range(size)))
+
+
+def _matching(graph: Graph, match: str) -> tuple[int, ...]:
+    """Nodes whose name, with or without the slash that exporters put first, matches a glob or a `re:` in full."""
+    pattern = match.removeprefix("re:") if match.startswith("re:") else fnmatch.translate(match)
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise ConfigurationError(f"{match!r} is no regular expression: {error}", where="constraints") from error
+    return tuple(
+        index
+        for index, node in enumerate(graph.nodes)
+        if expression.fullmatch(node.name) or expression.fullmatch(node.name.removeprefix("/"))
+    )
