@@ -6,10 +6,11 @@ import dataclasses
 from pathlib import Path
 
 from autopipe.cli.choices import chosen_scheduler, chosen_strategy
-from autopipe.configs.configuration import Configuration
+from autopipe.configs.configuration import Configuration, Loss
 from autopipe.configs.load import resolve_cluster
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.problem import Mode
+from autopipe.passes.frontend import CrossEntropy
 from autopipe.passes.pipeline import Planned, Request
 
 
@@ -17,8 +18,6 @@ def request_of(configuration: Configuration, model: Path) -> Request:
     """The request for a plan of `model`. Raises ConfigurationError or InfeasibleError for what cannot be asked for."""
     if configuration.costs != "roofline":
         raise ConfigurationError(f"plans are made with the roofline costs, not {configuration.costs!r}", where="costs")
-    if configuration.loss is not None and not isinstance(configuration.loss, str):
-        raise ConfigurationError("the loss must be an output of the model", where="loss")
     return Request(
         model=model,
         cluster=resolve_cluster(configuration),
@@ -28,7 +27,7 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         batch_axes=configuration.model.batch_axes,
         frozen=configuration.model.frozen,
         mode=None if configuration.mode is None else Mode(configuration.mode),
-        loss=configuration.loss,
+        loss=_loss(configuration),
         batch_size=configuration.batch_size,
         micro_batches=None if configuration.micro_batches == "auto" else configuration.micro_batches,
         micro_batch_size=configuration.micro_batch_size,
@@ -42,6 +41,13 @@ def request_of(configuration: Configuration, model: Path) -> Request:
     )
 
 
+def _loss(configuration: Configuration) -> str | CrossEntropy | None:
+    if isinstance(configuration.loss, Loss):
+        choice = configuration.loss.cross_entropy
+        return CrossEntropy(choice.logits, choice.labels)
+    return configuration.loss
+
+
 def effective(configuration: Configuration, planned: Planned) -> Configuration:
     """The configuration with everything decided that the pipeline chose."""
     problem = planned.problem
@@ -49,7 +55,7 @@ def effective(configuration: Configuration, planned: Planned) -> Configuration:
         configuration,
         model=dataclasses.replace(configuration.model, path=str(Path(planned.plan.model).absolute())),
         mode=problem.mode.value,
-        loss=problem.loss if problem.train else configuration.loss,
+        loss=configuration.loss or problem.loss,
         gpus=problem.cluster.size,
         batch_size=problem.batch_size,
         micro_batches=problem.micro_batches,

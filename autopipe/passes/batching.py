@@ -29,65 +29,62 @@ def batchings(
     batch_size: int | None,
     micro_batches: int | None,
     micro_batch_size: int | None,
-    baked: int | None,
+    own: int | None,
     devices: int,
 ) -> Iterator[Batching]:
-    """The divisions that respect what is given, best first; `baked` is the batch that the model's file fixes.
+    """The divisions that respect what is given, best first.
 
-    Where nothing is given, a step has one sample a micro-batch and `AUTO_PER_DEVICE` micro-batches a device, or the
-    file's own batch in one micro-batch. Where `micro_batches` is open, it is the largest divisor of the batch that is
-    at most `AUTO_PER_DEVICE` times the devices; smaller divisors follow. Raises ConfigurationError for what does not
-    divide.
+    `own` is the batch that the model's file fixes: a micro-batch is a part of it. Where no batch is given it is the
+    file's own, one of it for each micro-batch asked for; without one, a sample a micro-batch. Where the number of
+    micro-batches is open, it is the largest divisor of the batch that is at most `AUTO_PER_DEVICE` times the devices
+    (1 on one device), then smaller ones, then larger ones. Raises ConfigurationError for what does not divide.
     """
-    size = _one_size(micro_batch_size, baked)
     most = 1 if devices == 1 else AUTO_PER_DEVICE * devices
-    if batch_size is None:
-        if micro_batches is not None or size is not None:
-            count = micro_batches or (1 if baked else most)
-            yield Batching((size or 1) * count, count)
-            return
-        batch_size = most
-    if size is not None:
-        yield _divided(batch_size, size, micro_batches, baked)
-        return
-    if micro_batches is not None:
-        if batch_size % micro_batches:
-            raise ConfigurationError(
-                f"{micro_batches} micro-batches do not divide a batch of {batch_size} samples",
-                hint=f"{_nearest_divisor(batch_size, micro_batches)} do",
-            )
-        yield Batching(batch_size, micro_batches)
-        return
-    for count in range(min(most, batch_size), 0, -1):
-        if batch_size % count == 0:
-            yield Batching(batch_size, count)
+    if micro_batch_size is not None:
+        yield _of_size(micro_batch_size, batch_size, micro_batches, own, most)
+    elif micro_batches is not None:
+        yield _of_count(micro_batches, batch_size, own)
+    else:
+        batch = batch_size or own or most
+        counts = [count for count in _divisors(batch) if own is None or own % (batch // count) == 0]
+        if not counts:
+            raise _not_of_own(batch, own)
+        for count in sorted(counts, key=lambda count: (count > most, abs(count - most))):
+            yield Batching(batch, count)
 
 
-def _one_size(micro_batch_size: int | None, baked: int | None) -> int | None:
-    """Samples of one evaluation, where the user or the file fixes them."""
-    if micro_batch_size is not None and baked is not None and micro_batch_size != baked:
+def _of_size(size: int, batch_size: int | None, micro_batches: int | None, own: int | None, most: int) -> Batching:
+    if own is not None and own % size:
+        raise _not_of_own(size, own)
+    count = micro_batches or (batch_size or own or most * size) // size
+    batch = batch_size or count * size
+    if batch != count * size or not count:
         raise ConfigurationError(
-            f"a micro-batch of {micro_batch_size} samples was asked for, but the file fixes {baked}",
-            hint="export the model with a symbolic batch, or leave the micro-batch's size open",
+            f"a batch of {batch} samples is not {count or 1} micro-batches of {size}",
+            hint=f"--batch-size {max(1, count) * size}",
         )
-    return baked if micro_batch_size is None else micro_batch_size
+    return Batching(batch, count)
 
 
-def _divided(batch_size: int, size: int, micro_batches: int | None, baked: int | None) -> Batching:
-    if batch_size % size:
-        fixed = "the batch that the file fixes" if baked else "the micro-batch's size"
+def _of_count(count: int, batch_size: int | None, own: int | None) -> Batching:
+    batch = batch_size or (own or 1) * count
+    if batch % count:
+        nearest = min(_divisors(batch), key=lambda divisor: abs(divisor - count))
         raise ConfigurationError(
-            f"a batch of {batch_size} samples is no multiple of {size}, {fixed}",
-            hint=f"--batch-size {max(1, round(batch_size / size)) * size}",
+            f"{count} micro-batches do not divide a batch of {batch} samples", hint=f"--micro-batches {nearest}"
         )
-    if micro_batches is not None and micro_batches * size != batch_size:
-        raise ConfigurationError(
-            f"{micro_batches} micro-batches of {size} samples are {micro_batches * size}, not {batch_size}",
-            hint=f"--micro-batches {batch_size // size}",
-        )
-    return Batching(batch_size, batch_size // size)
+    if own is not None and own % (batch // count):
+        raise _not_of_own(batch // count, own)
+    return Batching(batch, count)
 
 
-def _nearest_divisor(number: int, wanted: int) -> int:
-    divisors = (divisor for divisor in range(1, number + 1) if number % divisor == 0)
-    return min(divisors, key=lambda divisor: (abs(divisor - wanted), divisor))
+def _not_of_own(size: int, own: int | None) -> ConfigurationError:
+    return ConfigurationError(
+        f"micro-batches of {size} samples cannot be made of the {own} that the model's file fixes",
+        hint=f"choose a micro-batch size that divides {own}, or export the model with a symbolic batch",
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
 from autopipe.ir.placement import Placement
 from autopipe.ir.plan import Plan, Summary
 from autopipe.ir.prediction import Prediction
@@ -19,7 +18,7 @@ from autopipe.ir.timeline import Timeline
 from autopipe.passes.base import Scheduler, Strategy
 from autopipe.passes.batching import Batching, batchings
 from autopipe.passes.cost.work import annotate
-from autopipe.passes.frontend import Model, read_model
+from autopipe.passes.frontend import CrossEntropy, Model, read_model
 from autopipe.passes.runner import Observer, Runner, Silent
 from autopipe.passes.schedule.limits import check_memory, lower_bound
 from autopipe.passes.schedule.predict import predict
@@ -39,8 +38,8 @@ class Request:
     batch_axes: tuple[tuple[str, int | None], ...] = ()
     frozen: tuple[str, ...] = ()
     mode: Mode | None = None
-    loss: str | None = None
-    """The output to minimise; the one called `loss` where None."""
+    loss: str | CrossEntropy | None = None
+    """The output to minimise, or a loss to add; the model's own where None."""
     batch_size: int | None = None
     micro_batches: int | None = None
     micro_batch_size: int | None = None
@@ -130,13 +129,15 @@ def reopen(request: Request, plan: Plan) -> Planned:
 
 
 def _first_problem(request: Request, runner: Runner) -> tuple[Model, Problem]:
-    """The problem with the first division of the batch that the strategy takes."""
-    refusal: InfeasibleError | None = None
-    for batching, model in _divisions(request, runner):
-        problem = runner.run("cost", partial(_costed, request, model, batching))
+    """The problem with the first division of the batch that the model and the strategy take."""
+    refusal: AutopipeError | None = None
+    read = runner.run("read", lambda: _read(request, None))
+    for batching in _divisions(request, read):
         try:
+            model = read if read.batch in (None, batching.micro_batch_size) else _reread(request, runner, batching)
+            problem = runner.run("cost", partial(_costed, request, model, batching))
             request.strategy.requires(problem)
-        except InfeasibleError as error:
+        except (ConfigurationError, InfeasibleError, ModelError) as error:
             refusal = refusal or error
             continue
         return model, problem
@@ -144,48 +145,39 @@ def _first_problem(request: Request, runner: Runner) -> tuple[Model, Problem]:
     raise refusal
 
 
-def _divisions(request: Request, runner: Runner) -> Iterator[tuple[Batching, Model]]:
-    """Divisions of the batch, best first, each with the model read on its micro-batch."""
-    choose = partial(
-        batchings,
-        request.batch_size,
-        request.micro_batches,
-        request.micro_batch_size,
-        devices=request.cluster.size,
-    )
-    first = next(choose(baked=None))
-    model = runner.run("read", partial(_read, request, first.micro_batch_size))
-    own = model.batch or 1
-    if own != first.micro_batch_size:
-        yield from ((batching, model) for batching in choose(baked=own))
-        return
-    yield first, model
-    for batching in islice(choose(baked=None), 1, None):
-        model = runner.run("read", partial(_read, request, batching.micro_batch_size))
-        if model.batch != batching.micro_batch_size:
-            return  # the file fixes the batch that was tried first
-        yield batching, model
+def _divisions(request: Request, read: Model) -> Iterator[Batching]:
+    """Divisions of the batch, best first; `read` is the model on the samples that its file fixes, else on one.
+
+    One sample may be what the file fixes or what an open batch was bound to: first it is taken for open.
+    """
+    given = request.batch_size, request.micro_batches, request.micro_batch_size
+    owns = (None, 1) if read.batch == 1 else (read.batch or 1,)
+    seen: set[Batching] = set()
+    for own in owns:
+        for batching in batchings(*given, own, request.cluster.size):
+            if batching not in seen:
+                seen.add(batching)
+                yield batching
 
 
-def _read(request: Request, micro_batch_size: int) -> Model:
+def _reread(request: Request, runner: Runner, batching: Batching) -> Model:
+    return runner.run("read", lambda: _read(request, batching.micro_batch_size))
+
+
+def _read(request: Request, micro_batch_size: int | None) -> Model:
     return read_model(
         request.model,
         dims=dict(request.dims),
         batch=micro_batch_size,
         batch_axes=dict(request.batch_axes),
+        loss=request.loss,
+        mode=request.mode,
         frozen=request.frozen,
     )
 
 
 def _costed(request: Request, model: Model, batching: Batching) -> Problem:
-    loss = request.loss or model.loss or None
-    if loss is not None and loss not in model.graph.outputs:
-        raise ConfigurationError(
-            f"the loss {loss!r} is no output of the model",
-            hint=f"the outputs are {', '.join(map(repr, model.graph.outputs))}",
-        )
-    mode = request.mode or (Mode.TRAIN if loss else Mode.INFER)
-    if mode is Mode.TRAIN and loss is None:
+    if model.mode is Mode.TRAIN and not model.loss:
         raise ConfigurationError(
             "the model has no output called 'loss' to train", hint="name one by --set loss=NAME, or use --mode infer"
         )
@@ -195,8 +187,8 @@ def _costed(request: Request, model: Model, batching: Batching) -> Problem:
         cluster=request.cluster,
         batch_size=batching.batch_size,
         micro_batches=batching.micro_batches,
-        mode=mode,
-        loss=loss,
+        mode=model.mode,
+        loss=model.loss or None,
         optimizer=request.optimizer,
         precision=request.precision,
         recompute=request.recompute,
