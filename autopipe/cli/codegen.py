@@ -22,7 +22,7 @@ def codegen(output: Output, plan: Path, folder: Path | None) -> None:
       autopipe codegen gpt.plan
     """
     from autopipe.cli.generation import generate
-    from autopipe.passes.pipeline import open_plan
+    from autopipe.cli.plan_folder import open_plan
 
     target = folder or plan / "program"
     with output.progress("generating", total=2) as bar:

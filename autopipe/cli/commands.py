@@ -6,6 +6,8 @@ from typing import Final
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "plan": ("autopipe.cli.plan:plan", "Decide which device computes what, and when."),
+    "codegen": ("autopipe.cli.codegen:codegen", "Write one PyTorch program a device for a plan."),
+    "verify": ("autopipe.cli.verify:verify", "Check that the ranks compute what one device computes."),
     "zoo": ("autopipe.cli.zoo:zoo", "Build models of the papers as ONNX files."),
     "config": ("autopipe.cli.config:config", "Show and check configurations, list cluster presets."),
 }

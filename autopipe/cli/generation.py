@@ -1,4 +1,4 @@
-"""A program folder from a plan: the ranks' programs, and beside them the one-device programs they are verified against."""
+"""A program folder from a plan: the ranks' programs, and the one-device programs that they are verified against."""
 
 from __future__ import annotations
 

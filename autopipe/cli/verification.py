@@ -99,7 +99,8 @@ class Verification:
 
     def _training_checks(self) -> Iterator[Check]:
         losses = [read_losses(self.scratch / name / "report.jsonl") for name in ("ranks", "one")]
-        yield _check("loss of the ranks", "one device", [difference("loss", *(np.array(each) for each in losses))])
+        ranks, one = (np.array(each) for each in losses)
+        yield _check("loss of the ranks", "one device", [difference("loss", ranks, one)])
         pairs = gradient_differences(self.manifest, self.scratch / "ranks", self.scratch / "one")
         yield _check("gradients of the ranks", "one device", pairs)
 
@@ -122,7 +123,7 @@ class Verification:
 def _joined(evaluations: list[np.ndarray], batch_axis: int | None) -> np.ndarray:
     """An output over several evaluations: samples one after the other; a value without samples is averaged."""
     if batch_axis is None:
-        return np.mean(np.stack(evaluations), axis=0)
+        return np.asarray(np.mean(np.stack(evaluations), axis=0))
     return np.concatenate(evaluations, axis=batch_axis)
 
 
