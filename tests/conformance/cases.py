@@ -35,6 +35,13 @@ def skips() -> dict[str, str]:
     return {name: entry["reason"] for entry in listed for name in entry["cases"]}
 
 
+@functools.cache
+def tolerances() -> dict[str, tuple[float, float]]:
+    """Relative and absolute tolerance of the few cases that cannot be held to their own, by name."""
+    listed = tomllib.loads(SKIPS.read_text(encoding="utf-8"))["tolerance"]
+    return {name: (entry["rtol"], entry["atol"]) for entry in listed for name in entry["cases"]}
+
+
 def model_of(case: TestCase) -> onnx.ModelProto:
     """The case's model."""
     return case.model if case.model is not None else onnx.load(Path(str(case.model_dir)) / "model.onnx")
