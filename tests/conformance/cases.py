@@ -16,7 +16,7 @@ from onnx.backend.test.loader import load_model_tests
 from onnx.backend.test.runner import _normalize_tensor
 
 COLLECTIONS = ("node", "simple", "pytorch-converted", "pytorch-operator")
-SKIPS = Path(__file__).parent / "skips.toml"
+EXCEPTIONS = Path(__file__).parent / "exceptions.toml"
 
 
 @functools.cache
@@ -30,15 +30,15 @@ def all_cases() -> dict[tuple[str, str], TestCase]:
 
 @functools.cache
 def skips() -> dict[str, str]:
-    """Why a case is not run, by its name; names are listed one by one in skips.toml."""
-    listed = tomllib.loads(SKIPS.read_text(encoding="utf-8"))["skip"]
+    """Why a case is not run, by its name; names are listed one by one in exceptions.toml."""
+    listed = tomllib.loads(EXCEPTIONS.read_text(encoding="utf-8"))["skip"]
     return {name: entry["reason"] for entry in listed for name in entry["cases"]}
 
 
 @functools.cache
 def tolerances() -> dict[str, tuple[float, float]]:
     """Relative and absolute tolerance of the few cases that cannot be held to their own, by name."""
-    listed = tomllib.loads(SKIPS.read_text(encoding="utf-8"))["tolerance"]
+    listed = tomllib.loads(EXCEPTIONS.read_text(encoding="utf-8"))["tolerance"]
     return {name: (entry["rtol"], entry["atol"]) for entry in listed for name in entry["cases"]}
 
 

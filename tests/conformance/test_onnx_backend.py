@@ -1,4 +1,4 @@
-"""ONNX's own cases, run as emitted text; what is not run is listed in skips.toml with its reason."""
+"""ONNX's own cases, run as emitted text; what is not run is listed in exceptions.toml with its reason."""
 
 from __future__ import annotations
 
