@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopipe.ir.graph import Attribute, Graph, Node, Value
+from autopipe.passes.frontend.gathers import with_plain_gathers
 from autopipe.passes.frontend.infer import RANDOM
 
 UNIQUE = RANDOM | {"Dropout"}
@@ -13,7 +14,7 @@ UNIQUE = RANDOM | {"Dropout"}
 
 def cleaned(graph: Graph) -> Graph:
     """The same function with fewer nodes; parameters that matter are kept as they are."""
-    return without_unread(merged_constants(without_repeats(with_named_outputs(graph))))
+    return without_unread(merged_constants(without_repeats(with_plain_gathers(with_named_outputs(graph)))))
 
 
 def renamed(graph: Graph, names: dict[str, str]) -> Graph:
