@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 
-import numpy as np
 import pytest
 import torch
 from onnx.backend.test.runner import Runner
