@@ -69,15 +69,16 @@ class Rank:
 
     def main(self, step: Callable[[], None]) -> None:
         """Run as many steps as the command line asks for."""
-        self.transport.start()
-        self._set_up()
+        self.set_up()
         for _ in range(self.options.steps):
-            self._run(step)
+            self.run(step)
         self.collector.finish()
         self.transport.stop()
 
-    def _set_up(self) -> None:
+    def set_up(self) -> None:
+        """Join the world and load what the stages need; once, before the first step."""
         manifest, transport = self.manifest, self.transport
+        transport.start()
         gradient_groups = {shard.ranks for shards in manifest.shards for shard in shards}
         transport.make_groups({*gradient_groups, *manifest.stage_ranks})
         transport.make_channels(manifest.channels)
@@ -113,7 +114,8 @@ class Rank:
             if len(stages) == 1 and ranks[index] == tuple(sorted(self.manifest.stage_ranks[stages[0]]))
         }
 
-    def _run(self, step: Callable[[], None]) -> None:
+    def run(self, step: Callable[[], None]) -> None:
+        """Run one step and report it."""
         started = time.perf_counter()
         self.clock.begin_step()
         step()
