@@ -54,5 +54,5 @@ ACTIVATION = (
     _row("Softsign", 3.0),
     _row("Mish", 12.0),
     _row("Swish", 5.0),
-    _row("SwiGLU", 6.0, keeps=("0", "1")),
+    _row("SwiGLU", 6.0, keeps=("0", "1", ">0")),  # the gate after Swish is as large as the result
 )

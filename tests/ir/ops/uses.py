@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import onnx
 import onnx.helper
+from onnx.reference import ReferenceEvaluator
 
 from autopipe.ir.graph import Attribute, Constant, Graph, Node, Value
 from autopipe.ir.ops import OPERATORS
@@ -36,8 +37,11 @@ def use_of(
         (value, array if value is not None and value.name in fixed else None)
         for value, array in zip(typed, arrays, strict=True)
     )
-    types = Inference((("", opset),)).types(proto, operands)
     given = {name: array for name, array in zip(names, arrays, strict=True) if array is not None}
+    types = Inference((("", opset),)).types(proto, operands)
+    if None in types:
+        found = ReferenceEvaluator(proto, opsets={"": opset}).run(None, given)
+        types = tuple(_value(name, np.asarray(each)) for name, each in zip(outputs, found, strict=True))
     node = Node(op, op, tuple(names), tuple(outputs), attributes_of(proto))
     graph = Graph(
         name=op,
@@ -62,8 +66,6 @@ def _value(name: str, array: np.ndarray) -> Value:
 
 def expected(use: Use) -> list[np.ndarray]:
     """The node's results by onnx's reference implementation."""
-    from onnx.reference import ReferenceEvaluator
-
     attributes = dict(use.node.attributes)
     proto = onnx.helper.make_node(use.node.op, use.node.inputs, use.node.outputs, **attributes)
     found = ReferenceEvaluator(proto, opsets={"": use.graph.opset}).run(None, use.arrays)

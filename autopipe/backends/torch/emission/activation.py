@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopipe.backends.torch.emission.call import Call, Emitter
+from autopipe.backends.torch.emission.call import Call, Emitter, number
 from autopipe.backends.torch.emission.elementwise import unary
 
 
@@ -12,6 +12,8 @@ def _gelu(call: Call) -> str:
 
 
 def _hard_sigmoid(call: Call) -> str:
+    if (call.stated("alpha", 0.2), call.stated("beta", 0.5)) == (number(1 / 6), "0.5"):
+        return f"F.hardsigmoid({call.arg(0)})"
     return f"torch.clamp({call.stated('alpha', 0.2)} * {call.arg(0)} + {call.stated('beta', 0.5)}, 0.0, 1.0)"
 
 
