@@ -13,6 +13,7 @@ import numpy as np
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Value
 from autopipe.passes.frontend.elements import dtype_of, tensor_of, type_proto
+from autopipe.passes.frontend.rules import told_by_rule
 
 if TYPE_CHECKING:
     import onnx
@@ -66,6 +67,9 @@ class Inference:
 
         opsets = dict(self.opsets)
         nothing: tuple[Value | None, ...] = (None,) * len(node.output)
+        told = told_by_rule(node, tuple(value for value, _ in operands))
+        if told is not None:
+            return told
         try:
             schema = onnx.defs.get_schema(node.op_type, opsets.get(node.domain, 1), node.domain)
         except onnx.defs.SchemaError:

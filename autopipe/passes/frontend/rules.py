@@ -1,0 +1,66 @@
+"""Types of results that ONNX's own inference does not tell: of GroupNormalization, and of ONNX Runtime's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autopipe.ir.dtype import DType
+from autopipe.ir.graph import Value
+
+if TYPE_CHECKING:
+    import onnx
+
+Operands = tuple[Value | None, ...]
+Results = tuple[Value, ...]
+Rule = Callable[[Operands, frozenset[str]], Results]
+"""From the operands' types and the names of the attributes that are set (not zero) to the results' types."""
+
+
+def _like_first(operands: Operands, flags: frozenset[str]) -> Results:
+    first = operands[0]
+    assert first is not None
+    return (first,)
+
+
+def _skip_normalization(operands: Operands, flags: frozenset[str]) -> Results:
+    """The result, mean and 1 / deviation, and the sum that was normalised."""
+    first = operands[0]
+    assert first is not None
+    statistics = Value("", DType.FLOAT32, (*first.shape[:-1], 1))
+    return first, statistics, statistics, first
+
+
+def _fused_matmul(operands: Operands, flags: frozenset[str]) -> Results:
+    left, right = operands[0], operands[1]
+    assert left is not None and right is not None
+    rows, columns = ("transA" in flags), ("transB" in flags)
+    lead = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    return (Value("", left.dtype, (*lead, left.shape[-1 if rows else -2], right.shape[-2 if columns else -1])),)
+
+
+RULES: dict[tuple[str, str], Rule] = {
+    ("", "GroupNormalization"): _like_first,
+    ("", "SimplifiedLayerNormalization"): _like_first,
+    ("com.microsoft", "Gelu"): _like_first,
+    ("com.microsoft", "QuickGelu"): _like_first,
+    ("com.microsoft", "FastGelu"): _like_first,
+    ("com.microsoft", "BiasGelu"): _like_first,
+    ("com.microsoft", "RotaryEmbedding"): _like_first,
+    ("com.microsoft", "SkipLayerNormalization"): _skip_normalization,
+    ("com.microsoft", "SkipSimplifiedLayerNormalization"): _skip_normalization,
+    ("com.microsoft", "FusedMatMul"): _fused_matmul,
+}
+"""By domain and operator."""
+
+
+def told_by_rule(node: onnx.NodeProto, operands: Operands) -> tuple[Value | None, ...] | None:
+    """Types of what a node writes, nameless, None where a result is absent; None where there is no rule for it."""
+    rule = RULES.get((node.domain, node.op_type))
+    if rule is None or operands[0] is None:
+        return None
+    told = rule(operands, frozenset(each.name for each in node.attribute if each.i))
+    return tuple(replace(value, name="") if name else None for name, value in zip(node.output, told, strict=False))
