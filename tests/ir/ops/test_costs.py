@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from autopipe.ir.ops import OPERATORS, signature_of
 from tests.conformance.adapter import to_tensor
@@ -37,7 +37,8 @@ def test_operations_are_those_that_torch_counts(op: str, arrays: list[np.ndarray
     signature = signature_of(use.graph, use.node)
     tensors = {name: to_tensor(array).requires_grad_() for name, array in use.arrays.items()}
     # torch counts attention on CUDA only; the CPU's kernel is given the same formula.
-    mapping = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop}
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    mapping = {kernel: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)}
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         computed(signature, tensors)
     assert counter.get_total_flops() > 0
