@@ -7,7 +7,10 @@ from typing import Final
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "plan": ("autopipe.cli.plan:plan", "Decide which device computes what, and when."),
     "codegen": ("autopipe.cli.codegen:codegen", "Write one PyTorch program a device for a plan."),
+    "launch": ("autopipe.cli.launch:launch", "Run a program's ranks on the devices at hand."),
     "verify": ("autopipe.cli.verify:verify", "Check that the ranks compute what one device computes."),
+    "show": ("autopipe.cli.show:show", "Show a plan's timeline and memory, in the terminal or as a page."),
+    "compare": ("autopipe.cli.compare:compare", "Show plans side by side."),
     "zoo": ("autopipe.cli.zoo:zoo", "Build models of the papers as ONNX files."),
     "config": ("autopipe.cli.config:config", "Show and check configurations, list cluster presets."),
 }

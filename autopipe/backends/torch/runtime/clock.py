@@ -26,6 +26,8 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._begin: Mark = 0.0
+        self.began = 0.0
+        """When the step began, in seconds since 1970: what puts the steps of several ranks on one axis."""
         self._spans: list[tuple[str, Mark, Mark]] = []
 
     def mark(self) -> Mark:
@@ -39,6 +41,7 @@ class Clock:
     def begin_step(self) -> None:
         """Start a step's measurements anew."""
         self._spans = []
+        self.began = time.time()
         self._begin = self.mark()
 
     def add(self, task: str, start: Mark) -> None:

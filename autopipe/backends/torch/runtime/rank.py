@@ -15,6 +15,7 @@ import torch
 from autopipe.backends.torch.runtime.clock import Clock
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.data import open_source, read_block
+from autopipe.backends.torch.runtime.failures import end_on_error
 from autopipe.backends.torch.runtime.gradients import GradientReduction
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.optimizers import make_optimizer
@@ -36,6 +37,8 @@ class Rank:
 
     def __init__(self, number: int, file: str) -> None:
         self.number = number
+        self.task = "start"
+        end_on_error(self)
         self.options = parse_options(sys.argv[1:])
         self.manifest = read_manifest(Path(file).resolve().parent)
         self.train = self.manifest.train
@@ -45,7 +48,6 @@ class Rank:
         self.device = self.transport.device
         self.clock = Clock(self.device)
         self.stages: dict[int, Stage] = {}
-        self.task = "start"
         self.steps_done = 0
         self.parameters: dict[int, torch.Tensor] = {}
         self._modules: dict[int, tuple[ModuleType, Arguments]] = {}

@@ -101,7 +101,8 @@ class Reporter:
         assert folder is not None
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"rank_{self._rank.number:03d}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": self._rank.steps_done, "spans": spans}) + "\n")
+            form = {"step": self._rank.steps_done, "began": self._rank.clock.began, "spans": spans}
+            file.write(json.dumps(form) + "\n")
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -1,0 +1,101 @@
+"""How a rank ends when something goes wrong: one line on stderr, and a file where the launcher finds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
+
+if TYPE_CHECKING:
+    from autopipe.backends.torch.runtime.rank import Rank
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_LOST_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "Timeout")
+"""Words of the errors that a rank gets from torch when another one has gone away."""
+_GRACE_S = 2.0
+"""How long a rank that has lost a peer waits before it ends, so that the launcher sees the peer's end first."""
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The end of one rank. `consequence` says that it only followed another rank's."""
+
+    rank: int
+    task: str
+    message: str
+    hint: str
+    where: str
+    time: float
+    exit_code: int
+    consequence: bool
+
+    def error(self) -> AutopipeError:
+        """What the user shall read of it. A mistake in what was asked for is no matter of a rank or task."""
+        if self.exit_code == ConfigurationError.exit_code:
+            return ConfigurationError(self.message, self.hint, self.where)
+        place = self.where
+        if not place.startswith("rank "):
+            task = f", task {self.task}" if self.task else ""
+            place = f"rank {self.rank}{task}" + (f": {place}" if place else "")
+        return LaunchError(self.message, self.hint, place)
+
+
+def failure_of(error: BaseException, rank: int, task: str) -> Failure:
+    """The failure of a rank that an exception ends."""
+    if isinstance(error, AutopipeError):
+        words = (error.message, error.hint, error.where)
+        return Failure(rank, task, *words, time.time(), error.exit_code, consequence=False)
+    first = next(iter(str(error).strip().splitlines()), "")
+    message = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    lost = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST_PEER)
+    return Failure(rank, task, message, "", "", time.time(), LaunchError.exit_code, consequence=lost)
+
+
+def end_on_error(rank: Rank) -> None:
+    """From now on, an exception that nothing catches ends the process at once, with its file written.
+
+    At once, because a normal exit waits for threads of process groups whose peers may never answer.
+    """
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            os._exit(INTERRUPTED)
+        failure = failure_of(error, rank.number, rank.task)
+        if not isinstance(error, AutopipeError):
+            traceback.print_exception(kind, error, trace)
+        _write(failure)
+        print(f"error: {failure.error()}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        if failure.consequence and _ERROR_FILE in os.environ:
+            time.sleep(_GRACE_S)
+        os._exit(failure.exit_code)
+
+    sys.excepthook = hook
+
+
+def _write(failure: Failure) -> None:
+    """Write the failure where elastic looks for it, in elastic's form with ours beside it."""
+    name = os.environ.get(_ERROR_FILE)
+    if not name:
+        return
+    form = {"message": str(failure.error()), "timestamp": int(failure.time), "autopipe": asdict(failure)}
+    path = Path(name)
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps(form), encoding="utf-8")
+    scratch.replace(path)
+
+
+def read_failure(form: Mapping[str, object]) -> Failure | None:
+    """The failure in an error file's object; None where it is not one of ours."""
+    ours = form.get("autopipe")
+    return Failure(**ours) if isinstance(ours, dict) else None

@@ -1,0 +1,87 @@
+"""`autopipe launch`: runs the ranks of a program."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from autopipe.cli.options import standard_options
+from autopipe.cli.output import Output
+
+
+@click.command()
+@click.argument("program", type=click.Path(path_type=Path))
+@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run.")
+@click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps in all.")
+@click.option("--data", help="FILE.npz or module:function; random data without it.")
+@click.option("--seed", type=int, help="Seed of random data and of weights that the model does not store.")
+@click.option("--nnodes", default="1", show_default=True, metavar="N|MIN:MAX", help="Number of machines.")
+@click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks on each machine [an equal share].")
+@click.option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Where several machines meet, alike on all.")
+@click.option("--rdzv-id", default="", help="Name of the run, alike on all machines [from the plan].")
+@click.option("--max-restarts", type=click.IntRange(min=0), help="Times to start again [3 with --checkpoint, else 0].")
+@click.option("--checkpoint", type=click.Path(path_type=Path), metavar="DIR", help="Where to save the training state.")
+@click.option("--checkpoint-every", type=click.IntRange(min=1), metavar="K", help="Steps between two [only the last].")
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --checkpoint DIR.")
+@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Write this node's tasks as a Chrome trace.")
+@click.option("--outputs", type=click.Path(path_type=Path), metavar="FILE", help="Write the outputs of inference as .npz.")
+@standard_options
+def launch(
+    output: Output,
+    program: Path,
+    device: str,
+    steps: int,
+    data: str | None,
+    seed: int | None,
+    nnodes: str,
+    nproc_per_node: int | None,
+    rdzv_endpoint: str,
+    rdzv_id: str,
+    max_restarts: int | None,
+    checkpoint: Path | None,
+    checkpoint_every: int | None,
+    resume: bool,
+    trace: Path | None,
+    outputs: Path | None,
+) -> None:
+    """Run the ranks of PROGRAM, a folder that codegen wrote.
+
+    \b
+    Example:
+      autopipe launch gpt.plan/program --device cpu --steps 10 --checkpoint ckpt --checkpoint-every 5
+    """
+    # Rendezvous on a free port logs warnings from C++ that say nothing to a user; torch reads this when it is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+    from autopipe.backends.torch.launcher import Gang
+    from autopipe.backends.torch.runtime.manifest import read_manifest
+    from autopipe.cli.launching import Launch
+
+    manifest = read_manifest(program.absolute())
+    restarts = max_restarts if max_restarts is not None else 3 if checkpoint is not None else 0
+    gang = Gang(
+        nodes=_nodes(nnodes),
+        ranks_per_node=nproc_per_node,
+        rendezvous_endpoint=rdzv_endpoint,
+        rendezvous_id=rdzv_id,
+        max_restarts=restarts,
+        live=not output.as_json,
+        debug=bool(click.get_current_context().params["debug"]),
+    )
+    run = Launch(manifest, device, steps, data, seed, checkpoint, checkpoint_every, resume, trace, outputs)
+    reports = run.start(gang, output.note)
+    output.result({"program": program, "steps": reports})
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    """`2` or `1:4` as fewest and most."""
+    low, _, high = text.partition(":")
+    try:
+        found = int(low), int(high or low)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is neither a number nor MIN:MAX", param_hint="--nnodes") from None
+    if not 1 <= found[0] <= found[1]:
+        raise click.BadParameter(f"{text!r} must be at least 1, and MIN at most MAX", param_hint="--nnodes")
+    return found

@@ -1,0 +1,95 @@
+"""What a launch asks of the ranks, and what it makes of what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopipe.backends.torch.launcher import Gang, launch_program, local_ranks, read_reports
+from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.trace import chrome_trace
+from autopipe.ir.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of a program: the flags of the command that its ranks see."""
+
+    manifest: Manifest
+    device: str
+    steps: int
+    data: str | None
+    seed: int | None
+    checkpoint: Path | None
+    checkpoint_every: int | None
+    resume: bool
+    trace: Path | None
+    outputs: Path | None
+
+    def start(self, gang: Gang, note: Callable[[str], None]) -> list[dict[str, object]]:
+        """Run the ranks and return their step reports. Raises as `launch_program`."""
+        self._check()
+        note(placement_note(self.device, local_ranks(self.manifest, gang)[1]))
+        with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
+            scratch = Path(name)
+            try:
+                launch_program(self.manifest, self._arguments(scratch), gang)
+            finally:
+                if self.trace is not None:
+                    _write_json(self.trace, chrome_trace(scratch / "spans"))
+            return read_reports(scratch / "report.jsonl")
+
+    def _check(self) -> None:
+        train = self.manifest.train
+        if self.checkpoint is None and (self.resume or self.checkpoint_every):
+            flag = "--resume" if self.resume else "--checkpoint-every"
+            raise ConfigurationError(f"{flag} needs a folder", hint="give it with --checkpoint DIR")
+        if self.checkpoint is not None and not train:
+            raise ConfigurationError("a program for inference has nothing to save", hint="leave out --checkpoint")
+        if self.outputs is not None and train:
+            raise ConfigurationError(
+                "a program for training collects no outputs", hint="plan with --mode infer, or leave out --outputs"
+            )
+
+    def _arguments(self, scratch: Path) -> list[str]:
+        found = ["--device", self.device, "--steps", str(self.steps), "--report", str(scratch / "report.jsonl")]
+        if self.checkpoint is not None:
+            found += ["--checkpoint", str(self.checkpoint.absolute()), "--resume"]
+        values = {
+            "--data": self.data,
+            "--seed": self.seed,
+            "--checkpoint-every": self.checkpoint_every,
+            "--trace": scratch / "spans" if self.trace is not None else None,
+            "--outputs": self.outputs.absolute() if self.outputs is not None else None,
+        }
+        for flag, value in values.items():
+            found += [flag, str(value)] if value is not None else []
+        return found
+
+
+def placement_note(device: str, ranks: int) -> str:
+    """Where the ranks of this node run and what they talk over, in one line."""
+    import torch
+
+    gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if not gpus:
+        why = "" if device == "cpu" else "no CUDA device: "
+        return f"{why}{ranks} ranks on the CPU, over gloo"
+    if ranks <= gpus:
+        return f"{ranks} ranks on {ranks} GPUs, over NCCL"
+    return f"{ranks} ranks share {gpus} GPU{"s" if gpus > 1 else ""}: over gloo, through host memory"
+
+
+def _write_json(path: Path, form: object) -> None:
+    """Write a JSON file, whole or not at all."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps(form), encoding="utf-8")
+        os.replace(scratch, path)
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be written: {error.strerror}") from error
