@@ -71,14 +71,14 @@ def received_bytes(graph: Graph, work: StageWork) -> int:
     return sum(graph.type_of(name).bytes // parts for name, parts in work.received(graph).items())
 
 
-def sent_bytes(graph: Graph, work: StageWork) -> int:
-    """Bytes on one device of the values it sends to other stages for one micro-batch."""
+def sent_bytes(graph: Graph, work: StageWork, crossing: frozenset[str]) -> int:
+    """Bytes on one device of the values it sends to other stages, which are among `crossing`, for one micro-batch."""
     cuts = {
         name: each.cuts(dimensions)
         for each in work.nodes
         for name, dimensions in zip(each.node.outputs, each.use.space.results, strict=True)
     }
-    return sum(graph.type_of(name).bytes // math.prod(cuts[name]) for name in work.outputs if name in cuts)
+    return sum(graph.type_of(name).bytes // math.prod(cuts[name]) for name in crossing.intersection(cuts))
 
 
 def gradient_workspace(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:

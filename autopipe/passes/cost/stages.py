@@ -68,7 +68,11 @@ def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]
     widths = element_bytes(problem.graph, uses, problem.precision)
     kept = kept_values(problem.graph, uses, problem.precision)
     groups = _gradient_groups(problem, works)
-    return tuple(_stage_cost(problem, work, kept, widths, groups[index]) for index, work in enumerate(works))
+    crossing = frozenset(name for work in works for name in work.received(problem.graph))
+    return tuple(
+        _stage_cost(problem, work, kept, widths, crossing, gradients)
+        for work, gradients in zip(works, groups, strict=True)
+    )
 
 
 def edge_bytes(problem: Problem, placement: Placement) -> dict[tuple[int, int], int]:
@@ -84,13 +88,14 @@ def _stage_cost(
     work: StageWork,
     kept: tuple[tuple[Kept, ...], ...],
     widths: dict[str, int],
+    crossing: frozenset[str],
     gradients: dict[tuple[int, ...], int],
 ) -> StageCost:
     graph, recompute = problem.graph, work.stage.recompute and problem.train
     forward, backward = _compute_seconds(problem, work)
     exchange = exchange_seconds(graph, problem.cluster, work)
     state = state_of(problem, work.parameters(graph).items())
-    received, sent = received_bytes(graph, work), sent_bytes(graph, work)
+    received, sent = received_bytes(graph, work), sent_bytes(graph, work, crossing)
     held = transient = 0
     if problem.train:
         everything = kept_bytes(work, kept)

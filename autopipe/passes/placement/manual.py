@@ -20,8 +20,8 @@ from autopipe.passes.cost.splits import SampleAxes, sample_axes
 class Manual:
     """Puts each node into the stage, on the devices and with the split that constraints ask for.
 
-    A node that no constraint gives a stage follows the last of the stages it reads from; one that reads from none
-    joins the first that reads it. Where no stage is given devices, stages share the devices equally, in order. A
+    A node that no constraint gives a stage follows the last of the stages it reads from; one that reads the model's
+    inputs starts in stage 0, and one that reads parameters alone joins the first stage that reads it. Where no stage is given devices, stages share the devices equally, in order. A
     stage on several devices shares out its samples, where they divide, unless a constraint splits a node otherwise.
     """
 
@@ -69,15 +69,16 @@ def _stages(graph: Graph, wishes: tuple[Wish, ...]) -> list[int]:
     given = {node: wish for wish in wishes if wish.constraint.stage is not None for node in wish.nodes}
     wanted = {node: wish.constraint.stage for node, wish in given.items() if wish.constraint.stage is not None}
     recomputed = recomputed_nodes(graph)
-    last = max(wanted.values(), default=0)
-    latest = _latest(graph, wanted, last)
+    latest = _latest(graph, wanted)
+    inputs = {value.name for value in graph.inputs}
     stage_of: list[int] = []
     source_of: list[Wish | None] = []
     for index, node in enumerate(graph.nodes):
         producers = [producer for name in node.inputs if name and (producer := graph.producer(name)) is not None]
         placed = [producer for producer in producers if producer not in recomputed]
         before = max(placed, key=lambda producer: stage_of[producer], default=None)
-        stage = wanted.get(index, latest[index] if before is None else stage_of[before])
+        alone = latest[index] if inputs.isdisjoint(node.inputs) else 0
+        stage = wanted.get(index, alone if before is None else stage_of[before])
         if before is not None and stage < stage_of[before]:
             raise ConfigurationError(
                 f"{given[index]} puts this node in stage {stage}, but it reads from stage {stage_of[before]}"
@@ -90,9 +91,9 @@ def _stages(graph: Graph, wishes: tuple[Wish, ...]) -> list[int]:
     return stage_of
 
 
-def _latest(graph: Graph, wanted: dict[int, int], last: int) -> list[int]:
+def _latest(graph: Graph, wanted: dict[int, int]) -> list[int]:
     """For each node the first of the stages that read it, directly or through nodes without a stage of their own."""
-    latest = [last] * len(graph.nodes)
+    latest = [max(wanted.values(), default=0)] * len(graph.nodes)
     for index in range(len(graph.nodes) - 1, -1, -1):
         latest[index] = wanted.get(index, latest[index])
         for name in graph.nodes[index].inputs:

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.problem import Work
+from autopipe.passes.cost.roofline import node_seconds, update_seconds
+from tests.passes.cost.graphs import device
+
+
+def test_time_is_the_slower_of_computing_and_moving_plus_the_launch() -> None:
+    toy = device(flops=1e12, bandwidth=1e11, latency=1e-6)
+    busy = Work("matmul", 1e9, 2e9, 1e6, 2e6, 0)
+    moving = Work("elementwise", 1e3, 1e3, 1e8, 1e8, 0)
+    view = Work("view", 0, 0, 0, 0, 0)
+    forward, backward = node_seconds([busy, moving, view], toy, "fp32")
+    np.testing.assert_allclose(forward, [1e9 / 0.5e12 + 1e-6, 1e8 / 0.5e11 + 1e-6, 0])
+    np.testing.assert_allclose(backward, [2e9 / 0.5e12 + 2e-6, 1e8 / 0.5e11 + 1e-6, 0])
+
+
+def test_shares_divide_work_but_not_launches() -> None:
+    toy = device(latency=1e-6)
+    work = [Work("matmul", 1e9, 0, 1e6, 0, 0)] * 2
+    forward, backward = node_seconds(work, toy, "fp32", np.array([1.0, 0.25]))
+    assert forward[1] - 1e-6 == pytest.approx((forward[0] - 1e-6) / 4)
+    assert not backward.any(), "no gradients, no launch"
+
+
+def test_update_moves_parameters_gradients_and_states() -> None:
+    toy = device(bandwidth=1e11, latency=1e-6)
+    assert update_seconds(toy, 1e6, 2) == pytest.approx(7e6 / 0.5e11 + 1e-6)
+    assert update_seconds(toy, 0, 2) == 0
+
+
+def test_a_precision_the_device_does_not_state_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="states no peak FLOP/s for fp64"):
+        node_seconds([Work("matmul", 1, 0, 1, 0, 0)], device(), "fp64")

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.graph import Graph
+from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.ir.problem import Mode, Optimizer
+from autopipe.passes.cost.bound import lower_bound_seconds
+from autopipe.passes.cost.communication import all_reduce
+from autopipe.passes.cost.fit import device_memory, fitted, in_flight
+from autopipe.passes.cost.memory import static_memory
+from autopipe.passes.cost.roofline import node_seconds
+from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.cost.stages import edge_bytes, stage_costs
+from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
+
+ADAM = Optimizer("adamw")
+
+
+def cut(graph: Graph, at: list[int], groups: list[tuple[int, ...]], recompute: bool = False) -> Placement:
+    """Stages of consecutive nodes, starting at `at`, samples shared by each one's group."""
+    bounds = [*at, len(graph.nodes)]
+    axes = sample_axes(graph)
+    return Placement(
+        tuple(
+            Stage(tuple(nodes := range(low, high)), group, 8, axes.splits(nodes, len(group)), recompute)
+            for low, high, group in zip(bounds, bounds[1:], groups, strict=False)
+        )
+    )
+
+
+def tied() -> Graph:
+    """x · w, twice: the same square weight in both products."""
+    builder = Builder(8, 16)
+    weight = builder.parameter("w", (16, 16))
+    return builder.finish(builder.matmul(builder.relu(builder.matmul("x", weight)), weight))
+
+
+def test_a_stage_takes_the_time_of_its_nodes() -> None:
+    graph = perceptron([16, 32, 4])
+    given = problem(graph, cluster(2))
+    first, second = stage_costs(given, cut(graph, [0, 2], [(0,), (1,)]))
+    forward, backward = node_seconds(given.work, given.cluster.devices[0], "fp32")
+    assert first.forward_s == pytest.approx(forward[:2].sum())
+    assert second.backward_s == pytest.approx(backward[2:].sum())
+    assert first.gradient_s == second.gradient_s == 0.0
+
+
+def test_state_is_parameters_gradients_and_two_moments() -> None:
+    graph = perceptron([16, 32, 4])
+    (cost,) = stage_costs(problem(graph, cluster(1), optimizer=ADAM), cut(graph, [0], [(0,)]))
+    size = 4 * (16 * 32 + 32 * 4)
+    assert (cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes) == (size, size, 2 * size)
+    (inferring,) = stage_costs(problem(graph, cluster(1), mode=Mode.INFER), cut(graph, [0], [(0,)]))
+    assert (inferring.parameter_bytes, inferring.gradient_bytes, inferring.optimizer_bytes) == (size, 0, 0)
+    assert inferring.kept_bytes == inferring.backward_s == 0
+    assert inferring.transient_bytes == 4 * 8 * (32 + 32), "a product's result and its relu's"
+
+
+def test_replicas_share_samples_and_sum_gradients() -> None:
+    graph = perceptron([16, 32, 4])
+    given = problem(graph, cluster(4))
+    (alone,) = stage_costs(given, cut(graph, [0], [(0,)]))
+    (shared,) = stage_costs(given, cut(graph, [0], [(0, 1, 2, 3)]))
+    assert shared.kept_bytes == alone.kept_bytes / 4
+    assert shared.parameter_bytes == alone.parameter_bytes
+    assert shared.gradient_s == all_reduce(given.cluster, range(4)).seconds(alone.parameter_bytes)
+
+
+def test_a_tied_parameter_is_summed_over_the_devices_of_all_its_stages() -> None:
+    graph = tied()
+    given = problem(graph, cluster(3))
+    costs = stage_costs(given, cut(graph, [0, 2], [(0, 1), (2,)]))
+    expected = all_reduce(given.cluster, range(3)).seconds(4 * 16 * 16)
+    assert [cost.gradient_s for cost in costs] == [expected, expected]
+
+
+def test_two_stages_of_one_device_hold_a_tied_parameter_once() -> None:
+    graph = tied()
+    given = problem(graph, cluster(2), optimizer=ADAM)
+    size = 4 * 16 * 16 * 4
+    assert static_memory(given, cut(graph, [0, 1, 2], [(0,), (1,), (0,)])) == (size, 0)
+    assert static_memory(given, cut(graph, [0, 2], [(0,), (1,)])) == (size, size)
+
+
+def test_recomputation_keeps_what_arrives_and_runs_forward_twice() -> None:
+    graph = perceptron([16, 32, 64, 4])
+    given = problem(graph, cluster(2))
+    plain = stage_costs(given, cut(graph, [0, 2], [(0,), (1,)]))
+    again = stage_costs(given, cut(graph, [0, 2], [(0,), (1,)], recompute=True))
+    assert plain[1].kept_bytes == 4 * 8 * (32 + 64 + 4)
+    assert again[1].kept_bytes == 4 * 8 * 32
+    assert again[0].kept_bytes == 0, "the first stage's data is there anyway"
+    assert again[1].backward_s == pytest.approx(plain[1].backward_s + plain[1].forward_s)
+    assert again[1].transient_bytes == plain[1].transient_bytes + plain[1].kept_bytes
+
+
+def test_splits_of_a_weight_share_it_and_pay_for_the_sum() -> None:
+    builder = Builder(8, 16)
+    graph = builder.finish(builder.linear(builder.linear("x", 32), 16))
+    given = problem(graph, cluster(2), micro_batches=1)
+    halves = Placement((Stage((0, 1), (0, 1), 8, ((0, (Split("n", 2),)), (1, (Split("k", 2),)))),))
+    (cost,) = stage_costs(given, halves)
+    (whole,) = stage_costs(given, Placement((Stage((0, 1), (0,), 8),)))
+    assert cost.parameter_bytes == whole.parameter_bytes / 2
+    assert cost.gradient_s == 0.0, "each device has its own part"
+    exchanged = all_reduce(given.cluster, range(2)).seconds(4 * 8 * 16)
+    shares = node_seconds(given.work, given.cluster.devices[0], "fp32", 0.5)
+    assert cost.forward_s == pytest.approx(shares[0].sum() + exchanged)
+
+
+def test_edges_carry_each_value_once_a_stage_that_reads_it() -> None:
+    builder = Builder(8, 16)
+    hidden = builder.linear("x", 32)
+    middle = builder.relu(hidden)
+    graph = builder.finish(builder.linear(builder.add(middle, hidden), 4))
+    size = 4 * 8 * 32
+    sent = edge_bytes(problem(graph, cluster(3)), cut(graph, [0, 1, 2], [(0,), (1,), (2,)]))
+    assert sent == {(0, 1): size, (0, 2): size, (1, 2): size}
+
+
+def test_memory_is_checked_and_recomputation_turned_on_where_it_helps() -> None:
+    graph = perceptron([64] * 9)
+    placement = cut(graph, [0, 8], [(0,), (1,)])
+    loose = problem(graph, cluster(2))
+    used = device_memory(loose, placement, stage_costs(loose, placement))
+    assert in_flight(loose, placement) == (2, 1)
+    assert fitted(loose, placement) == placement
+    tight = replace(loose, memory_limit=max(used) - 1)
+    with pytest.raises(InfeasibleError, match=r"stage 0 of 2 needs .* on device 0, 0\.00 MiB over the limit"):
+        fitted(tight, placement)
+    again = fitted(replace(tight, recompute="auto"), placement)
+    assert [stage.recompute for stage in again.stages] == [True, False]
+    with pytest.raises(InfeasibleError, match="over the limit of"):
+        fitted(replace(loose, recompute="auto", memory_limit=1), placement)
+
+
+def test_no_step_is_shorter_than_the_bound() -> None:
+    graph = perceptron([16, 32, 4])
+    given = problem(graph, cluster(2), micro_batches=3)
+    placement = cut(graph, [0, 2], [(0,), (1,)])
+    first, second = stage_costs(given, placement)
+    bound = lower_bound_seconds(given, placement)
+    slowest = max(3 * (cost.forward_s + cost.backward_s) + cost.update_s for cost in (first, second))
+    assert bound == pytest.approx(slowest)
+    assert bound >= 3 * sum(cost.forward_s + cost.backward_s for cost in (first, second)) / 2

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.placement import Split
+from autopipe.ir.problem import Constraint, Optimizer
+from autopipe.passes.placement.data_parallel import DataParallel
+from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
+
+
+def test_every_node_with_samples_is_split() -> None:
+    builder = Builder(8, 16)
+    weight = builder.node("Transpose", (builder.parameter("w", (16, 16)),), (16, 16), perm=(1, 0))
+    graph = builder.finish(builder.relu(builder.matmul("x", weight)))
+    given = problem(graph, cluster(4))
+    DataParallel().requires(given)
+    (stage,) = DataParallel().run(given).stages
+    assert stage.devices == (0, 1, 2, 3)
+    assert stage.splits == ((1, (Split("m", 4),)), (2, (Split("x0", 4),)))
+
+
+def test_samples_that_do_not_divide_are_refused() -> None:
+    given = problem(perceptron([16, 16], batch=6), cluster(4))
+    with pytest.raises(InfeasibleError, match=r"micro-batch of 6 samples equally among 4 devices \(choose"):
+        DataParallel().requires(given)
+
+
+def test_memory_that_does_not_do_is_refused() -> None:
+    given = problem(perceptron([64, 64]), cluster(2, memory=1000), optimizer=Optimizer("adamw"))
+    with pytest.raises(InfeasibleError, match=r"stage 0 of 1 needs 0\.0\d MiB on device 0"):
+        DataParallel().run(given)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "reason"),
+    [
+        (Constraint("*", stage=1), "has stage 0 alone"),
+        (Constraint("*", devices=(0,)), "uses all for every node"),
+        (Constraint("matmul*", split=(("n", 2),)), "another split"),
+        (Constraint("matmul*", split=(("b", 1),)), "another split"),
+    ],
+)
+def test_constraints_it_cannot_follow_are_refused(constraint: Constraint, reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        DataParallel().run(problem(perceptron([16, 16]), cluster(2), constraints=(constraint,)))
+
+
+def test_constraints_it_follows_anyway_are_fine() -> None:
+    wishes = (Constraint("*", stage=0), Constraint("re:mat.*", devices=()), Constraint("matmul0", split=(("b", 2),)))
+    assert len(DataParallel().run(problem(perceptron([16, 16]), cluster(2), constraints=wishes)).stages) == 1

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.graph import Graph
+from autopipe.ir.placement import Placement, Split
+from autopipe.ir.problem import Constraint
+from autopipe.passes.placement.manual import Manual
+from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
+
+GRAPH = perceptron([16] * 5)
+"""matmul0 relu1 … matmul6 relu7."""
+
+
+def place(*constraints: Constraint, graph: Graph = GRAPH, devices: int = 2) -> Placement:
+    given = problem(graph, cluster(devices), constraints=constraints)
+    Manual().requires(given)
+    answer = Manual().run(given)
+    answer.verify(graph)
+    return answer
+
+
+def test_nodes_without_a_stage_follow_what_they_read() -> None:
+    answer = place(Constraint("matmul4", stage=1))
+    assert [stage.nodes for stage in answer.stages] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [stage.devices for stage in answer.stages] == [(0,), (1,)]
+
+
+def test_nodes_that_read_no_other_join_their_first_reader() -> None:
+    builder = Builder(8, 16)
+    weight = builder.node("Transpose", (builder.parameter("w", (16, 16)),), (16, 16), perm=(1, 0))
+    graph = builder.finish(builder.matmul(builder.relu("x"), weight))
+    answer = place(Constraint("relu1", stage=0), Constraint("matmul2", stage=1), graph=graph)
+    assert [stage.nodes for stage in answer.stages] == [(1,), (0, 2)]
+
+
+def test_devices_and_splits_are_taken_as_given() -> None:
+    answer = place(
+        Constraint("re:.*[0-3]", stage=0, devices=(1, 0)),
+        Constraint("re:.*[4-7]", stage=1, devices=(2,)),
+        Constraint("matmul0", split=(("n", 2),)),
+        Constraint("matmul2", split=(("k", 2),)),
+        devices=3,
+    )
+    assert [stage.devices for stage in answer.stages] == [(1, 0), (2,)]
+    splits = dict(answer.stages[0].splits)
+    assert splits[0] == (Split("n", 2),)
+    assert splits[2] == (Split("k", 2),)
+    assert splits[1] == (Split("x0", 2),), "the others share samples"
+
+
+def test_b_is_the_axis_of_samples_whatever_its_name() -> None:
+    (stage,) = place(Constraint("*", stage=0, devices=(), split=(("b", 2),))).stages
+    assert stage.devices == (0, 1)
+    assert {splits for _, splits in stage.splits} == {(Split("m", 2),), (Split("x0", 2),)}
+    (whole,) = place(Constraint("*", stage=0, devices=(), split=(("b", 1),))).stages
+    assert whole.splits == ()
+
+
+def test_one_device_may_host_several_stages() -> None:
+    answer = place(
+        Constraint("re:.*[01]", stage=0, devices=(0,)),
+        Constraint("re:.*[23]", stage=1, devices=(1,)),
+        Constraint("re:.*[4-7]", stage=2, devices=(0,)),
+    )
+    assert [stage.devices for stage in answer.stages] == [(0,), (1,), (0,)]
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        ((), "the configuration has none"),
+        ((Constraint("matmul9", stage=0),), r"no node's name matches 'matmul9' \(the nearest name is 'matmul"),
+        ((Constraint("re:(", stage=0),), "no regular expression"),
+        ((Constraint("matmul0", stage=0), Constraint("mat*", stage=1)), "'matmul0' and the constraint on 'mat\\*' ask"),
+        ((Constraint("matmul4", stage=0), Constraint("matmul2", stage=1)), "'matmul4' puts .* where .*'matmul2' puts"),
+        ((Constraint("matmul4", stage=2),), "leave stage 1 of 3 without nodes"),
+        ((Constraint("matmul4", stage=-1),), "below 0"),
+        ((Constraint("matmul4", stage=1, devices=(5,)),), "there is no device 5"),
+        ((Constraint("matmul4", stage=1, devices=(1,)),), "gives devices to stage 0"),
+        (
+            (Constraint("matmul0", devices=(0,)), Constraint("relu1", devices=(1,))),
+            "'matmul0' and the constraint on 'relu1' ask for different devices for stage 0",
+        ),
+        ((Constraint("*", devices=(), split=(("q", 2),)),), "none of its nodes has"),
+        ((Constraint("*", devices=(), split=(("b", 3),)),), "into 3 parts, which this node cannot do"),
+        ((Constraint("*", devices=(), split=(("b", 4),)),), "into 4 parts, but stage 0 has 2 devices"),
+        ((Constraint("*", devices=(), split=(("b", 2), ("n", 2))),), "two axes at once"),
+        ((Constraint("matmul2", stage=1), Constraint("matmul4", stage=2)), "2 devices cannot be shared equally by 3"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_in_one_line(constraints: tuple[Constraint, ...], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        place(*constraints)
+    assert "\n" not in str(caught.value)
+
+
