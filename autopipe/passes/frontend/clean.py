@@ -14,7 +14,7 @@ UNIQUE = RANDOM | {"Dropout"}
 
 def cleaned(graph: Graph) -> Graph:
     """The same function with fewer nodes; parameters that matter are kept as they are."""
-    return without_unread(merged_constants(without_repeats(with_plain_gathers(with_named_outputs(graph)))))
+    return without_unread(without_repeats(merged_constants(with_plain_gathers(with_named_outputs(graph)))))
 
 
 def renamed(graph: Graph, names: dict[str, str]) -> Graph:

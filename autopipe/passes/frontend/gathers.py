@@ -90,7 +90,8 @@ def _places(node: Node, shape: tuple[int, ...], indices: np.ndarray) -> np.ndarr
         axis = node.integer("axis") % max(len(shape), 1)
         if indices.size and not (-shape[axis] <= indices.min() and indices.max() < shape[axis]):
             return None
-        return np.take(np.arange(math.prod(shape)).reshape(shape), indices, axis=axis)
+        taken: np.ndarray = np.take(np.arange(math.prod(shape)).reshape(shape), indices, axis=axis)
+        return taken
     depth = indices.shape[-1]
     if node.integer("batch_dims") or not indices.size:
         return None
@@ -101,4 +102,5 @@ def _places(node: Node, shape: tuple[int, ...], indices: np.ndarray) -> np.ndarr
     starts = ((indices % limits) * np.asarray(strides)).sum(axis=-1)
     rest = shape[depth:]
     inner = np.arange(math.prod(rest)).reshape(rest)
-    return starts.reshape(*starts.shape, *itertools.repeat(1, len(rest))) + inner
+    places: np.ndarray = starts.reshape(*starts.shape, *itertools.repeat(1, len(rest))) + inner
+    return places

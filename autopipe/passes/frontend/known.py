@@ -85,7 +85,8 @@ def node_proto(graph: Graph, node: Node) -> onnx.NodeProto:
     proto = onnx.helper.make_node(node.op, node.inputs, node.outputs, name=node.name, domain=node.domain)
     if node.op == "ConstantOfShape" and "value" in attributes:
         number = NUMBERS[graph.type_of(node.outputs[0]).dtype]
-        tensor = onnx.helper.make_tensor("value", number, [1], [attributes.pop("value")])
+        attributes.pop("value")
+        tensor = onnx.helper.make_tensor("value", number, [1], [node.number("value")])
         proto.attribute.append(onnx.helper.make_attribute("value", tensor))
     proto.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in sorted(attributes.items()))
     return proto

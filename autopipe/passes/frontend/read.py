@@ -14,6 +14,7 @@ from autopipe.ir.problem import Mode
 from autopipe.passes.frontend.batches import mixing_nodes, rebatched
 from autopipe.passes.frontend.clean import cleaned, without_unread
 from autopipe.passes.frontend.dimensions import bind_inputs
+from autopipe.passes.frontend.fuse import fused
 from autopipe.passes.frontend.interpret import interpret
 from autopipe.passes.frontend.load import Source, load, located
 from autopipe.passes.frontend.losses import CrossEntropy, own_loss, require_loss, with_cross_entropy
@@ -86,7 +87,7 @@ def _survey(
     inputs = bind_inputs(data, dims, batch, batch_axes)
     weights = Weights.of(source, roles_of(source.nodes, source.metadata, frozen))
     read = without_unread(interpret(source, inputs, weights))
-    graph = cleaned(read)
+    graph = fused(cleaned(read))
     require_same_parameters(read, graph)
     if isinstance(loss, CrossEntropy):
         graph, scalar = with_cross_entropy(graph, loss)
