@@ -46,6 +46,7 @@ def _matmul_quantized(call: Call) -> str:
 
 PRODUCTS: dict[str, Emitter] = {
     "MatMul": lambda call: f"torch.matmul({call.arg(0)}, {call.arg(1)})",
+    "autopipe.Linear": lambda call: f"F.linear({call.arg(0)}, {call.arg(1)}.t(), {call.arg(2)})",
     "Gemm": _gemm,
     "Einsum": _einsum,
     "MatMulInteger": _matmul_integer,

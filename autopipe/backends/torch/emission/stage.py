@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from autopipe.backends.torch.emission.call import Call
+from autopipe.backends.torch.emission.peephole import merge_neighbours
 from autopipe.backends.torch.emission.table import EMITTERS
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Value
@@ -31,6 +32,7 @@ class _Names:
 
 def emit_forward(stage: StageCode) -> str:
     """The function `forward(p, …)` of a stage. Raises CodegenError for an operator without emission."""
+    stage = merge_neighbours(stage)
     names = _Names()
     for index, value in stage.parameters:
         names.codes[value.name] = f"p.w{index}"
