@@ -25,8 +25,8 @@ from autopipe.cli.output import Output
 @click.option("--checkpoint", type=click.Path(path_type=Path), metavar="DIR", help="Where to save the training state.")
 @click.option("--checkpoint-every", type=click.IntRange(min=1), metavar="K", help="Steps between two [only the last].")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --checkpoint DIR.")
-@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Write this node's tasks as a Chrome trace.")
-@click.option("--outputs", type=click.Path(path_type=Path), metavar="FILE", help="Write the outputs of inference as .npz.")
+@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Chrome trace of this node's ranks.")
+@click.option("--outputs", type=click.Path(path_type=Path), metavar="FILE.npz", help="Outputs of inference.")
 @standard_options
 def launch(
     output: Output,

@@ -81,7 +81,7 @@ def placement_note(device: str, ranks: int) -> str:
         return f"{why}{ranks} ranks on the CPU, over gloo"
     if ranks <= gpus:
         return f"{ranks} ranks on {ranks} GPUs, over NCCL"
-    return f"{ranks} ranks share {gpus} GPU{"s" if gpus > 1 else ""}: over gloo, through host memory"
+    return f"{ranks} ranks share {gpus} GPU{'s' if gpus > 1 else ''}: over gloo, through host memory"
 
 
 def _write_json(path: Path, form: object) -> None:

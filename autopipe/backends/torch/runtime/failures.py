@@ -74,8 +74,9 @@ def end_on_error(rank: Rank) -> None:
         if not isinstance(error, AutopipeError):
             traceback.print_exception(kind, error, trace)
         _write(failure)
-        print(f"error: {failure.error()}", file=sys.stderr, flush=True)
         sys.stdout.flush()
+        sys.stderr.write(f"error: {failure.error()}\n")
+        sys.stderr.flush()
         if failure.consequence and _ERROR_FILE in os.environ:
             time.sleep(_GRACE_S)
         os._exit(failure.exit_code)
