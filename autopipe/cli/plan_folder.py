@@ -11,8 +11,11 @@ from autopipe.cli.request import effective, request_of
 from autopipe.configs.configuration import Configuration
 from autopipe.configs.load import dump_configuration, load_configuration
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.plan import Plan
 from autopipe.ir.serial.plan_file import PLAN_FILE, read_plan, write_plan
+from autopipe.ir.timeline import Timeline
 from autopipe.passes.pipeline import Planned, reopen
+from autopipe.passes.schedule.simulate import simulate
 
 CONFIGURATION_FILE = "config.yaml"
 
@@ -32,6 +35,16 @@ def open_plan(folder: Path) -> Planned:
             f"the model of the plan is not at {plan.model}", hint="put it back, or plan again", where=str(folder)
         )
     return reopen(request_of(configuration, model), plan)
+
+
+def open_prediction(folder: Path) -> tuple[Plan, Timeline]:
+    """The plan in `folder` and the step that its predictions make; the model's file is not read.
+
+    Raises ConfigurationError for a folder that holds no plan, or a file of it that cannot be taken.
+    """
+    check_plan_folder(folder)
+    plan = read_plan(folder)
+    return plan, simulate(plan.schedule, tuple(stage.devices for stage in plan.placement.stages), plan.prediction)
 
 
 def check_plan_folder(folder: Path) -> None:

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopipe.cli.figures import bytes_text, devices_text, seconds_text
-from autopipe.ir.plan import Plan
+from autopipe.ir.plan import Plan, Summary
 from autopipe.passes.pipeline import Planned, Request
 
 _MOST_ROWS = 16
@@ -31,13 +31,18 @@ def plan_screen(planned: Planned, request: Request, folder: Path) -> Iterator[Re
         f"{chosen} of {summary.micro_batch_size}"
     )
     yield stage_table(plan)
-    yield (
-        f"step {seconds_text(summary.step_time_s)} ({summary.samples_per_s:,.1f} samples/s, at best"
-        f" {seconds_text(summary.lower_bound_s)}), bubble {summary.bubble_rate:.1%}, peak memory"
-        f" {bytes_text(max(summary.peak_memory_bytes))} of {bytes_text(problem.memory_of(0))}"
-    )
+    yield f"{prediction_line(summary)} of {bytes_text(problem.memory_of(0))}"
     yield f"plan in {folder}"
     yield f"next: autopipe show {folder}    autopipe codegen {folder}"
+
+
+def prediction_line(summary: Summary) -> str:
+    """What a step is expected to take."""
+    return (
+        f"step {seconds_text(summary.step_time_s)} ({summary.samples_per_s:,.1f} samples/s, at best"
+        f" {seconds_text(summary.lower_bound_s)}), bubble {summary.bubble_rate:.1%}, peak memory"
+        f" {bytes_text(max(summary.peak_memory_bytes))}"
+    )
 
 
 def stage_table(plan: Plan) -> Table:

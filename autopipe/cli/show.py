@@ -1,0 +1,95 @@
+"""`autopipe show`: the timeline and the memory of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from autopipe.cli.options import standard_options
+from autopipe.cli.output import Output
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from autopipe.ir.plan import Plan
+    from autopipe.ir.timeline import Timeline
+
+_PIPED_WIDTH = 160
+"""Characters a line where stdout is no terminal."""
+
+
+@click.command()
+@click.argument("plan", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--html", metavar="FILE", type=click.Path(path_type=Path), help="Write a report as one page.")
+@click.option("--trace", metavar="FILE", type=click.Path(path_type=Path), help="Write a Chrome trace (Perfetto).")
+@click.option("--svg", metavar="FILE", type=click.Path(path_type=Path), help="Write the timeline as a picture.")
+@standard_options
+def show(output: Output, plan: Path, html: Path | None, trace: Path | None, svg: Path | None) -> None:
+    """Show the timeline and the memory of the plan in DIR; the model's file is not needed.
+
+    In the timeline F3 is the forward of micro-batch 3, B3 its backward; 2F3 names the stage where a device has
+    several.
+
+    \b
+    Example:
+      autopipe show gpt.onnx.plan
+      autopipe show gpt.onnx.plan --html report.html --trace trace.json
+    """
+    from autopipe.cli.drawing.report import report_page
+    from autopipe.cli.drawing.svg import timeline_svg
+    from autopipe.cli.drawing.trace import chrome_trace
+    from autopipe.cli.files import write_text
+    from autopipe.cli.plan_folder import open_prediction
+
+    found, timeline = open_prediction(plan)
+    files = {kind: path for kind, path in (("html", html), ("trace", trace), ("svg", svg)) if path is not None}
+    if html is not None:
+        write_text(html, report_page(found, timeline))
+    if trace is not None:
+        write_text(trace, chrome_trace(timeline))
+    if svg is not None:
+        write_text(svg, timeline_svg(found, timeline))
+    shown = [f"{kind} in {path}" for kind, path in files.items()] or _screen(found, timeline, output)
+    output.result(_data(plan, found, timeline, files), *shown)
+
+
+def _screen(plan: Plan, timeline: Timeline, output: Output) -> Iterator[RenderableType]:
+    from autopipe.cli.drawing.terminal import draw_memory, draw_timeline
+    from autopipe.cli.plan_screen import prediction_line, stage_table
+
+    width = output.stdout.width if output.stdout.is_terminal else _PIPED_WIDTH
+    colour = output.stdout.is_terminal and not output.stdout.no_color
+    summary = plan.summary
+    yield (
+        f"{plan.model}: {summary.strategy} with {summary.schedule}, {plan.mode}, {summary.devices} devices, "
+        f"{summary.micro_batches} micro-batches of {summary.micro_batch_size}"
+    )
+    yield prediction_line(summary)
+    yield ""
+    yield from draw_timeline(plan, timeline, width, colour)
+    yield ""
+    yield "memory"
+    yield from draw_memory(timeline, width, colour)
+    yield ""
+    yield stage_table(plan)
+
+
+def _data(folder: Path, plan: Plan, timeline: Timeline, files: dict[str, Path]) -> dict[str, object]:
+    from autopipe.ir.serial.plan_file import summary_form
+
+    return {
+        "plan": folder,
+        "model": plan.model,
+        "mode": plan.mode,
+        "summary": summary_form(plan.summary),
+        "static_memory_bytes": timeline.static_memory,
+        "stages": [
+            {"devices": stage.devices, "nodes": len(stage.nodes), "recompute": stage.recompute, "predicted": predicted}
+            for stage, predicted in zip(plan.placement.stages, plan.prediction.stages, strict=True)
+        ],
+        "tasks": [[str(task) for task in order] for order in plan.schedule.tasks],
+        "files": files,
+    }
