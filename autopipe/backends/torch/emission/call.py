@@ -92,8 +92,13 @@ def literal(value: bool | int | float | complex) -> str:
 
 
 def number(value: float) -> str:
-    """A literal for a number of single precision: the shortest that rounds to it, 1e-05 for 9.999999747378752e-06."""
-    return literal(float(str(np.float32(value))))
+    """A literal for a number of single precision: the shortest that rounds to it, 1e-05 for 9.999999747378752e-06.
+
+    The largest number is written in full, since torch refuses a shorter one that lies beyond it.
+    """
+    short = float(str(np.float32(value)))
+    largest = float(np.finfo(np.float32).max)
+    return literal(math.copysign(largest, value) if largest < abs(short) < math.inf else short)
 
 
 def torch_dtype(dtype: DType) -> str:
