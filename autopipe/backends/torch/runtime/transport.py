@@ -33,15 +33,17 @@ class Transport:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._channels: dict[tuple[int, bool], dist.ProcessGroup] = {}
         self._departures: deque[Departure] = deque()
+        self._joined = False
 
     def start(self) -> None:
-        """Join the world. A world of one needs no process group."""
-        if self.world_size == 1:
+        """Join the world. A world of one needs no process group; a process that is in a world already stays in it."""
+        if self.world_size == 1 or dist.is_initialized():
             return
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
         backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
         dist.init_process_group(backend, rank=self.rank, world_size=self.world_size, timeout=_START_TIMEOUT)
+        self._joined = True
 
     def make_groups(self, members: Iterable[tuple[int, ...]]) -> None:
         """Make all groups that any rank needs, in the same order everywhere, before the first step."""
@@ -106,10 +108,18 @@ class Transport:
             self._departures.popleft().wait()
 
     def stop(self) -> None:
-        """Leave the world, all ranks together: gloo aborts a rank whose peer goes away while it closes its threads."""
-        if dist.is_initialized():
-            dist.barrier()
+        """Leave all groups, and the world if `start` joined it.
+
+        All ranks together: gloo aborts a rank whose peer goes away while it closes its threads.
+        """
+        if not dist.is_initialized():
+            return
+        dist.barrier()
+        if self._joined:
             dist.destroy_process_group()
+            return
+        for group in (*self._groups.values(), *self._channels.values()):
+            dist.destroy_process_group(group)
 
 
 def _tag(channel: int, gradient: bool) -> int:

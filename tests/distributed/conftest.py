@@ -1,0 +1,17 @@
+"""Processes for the tests that run programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.pool import Pools
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """`pools.of(4).run(folder, "--steps", 1)` runs the four ranks of a program folder."""
+    found = Pools()
+    yield found
+    found.stop()

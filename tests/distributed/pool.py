@@ -1,0 +1,149 @@
+"""Processes that run the ranks of generated programs one after the other, so that torch and gloo start only once."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+TIMEOUT_S = 60.0
+"""A program of a test takes well under a second; one that takes this long waits for something that never comes."""
+
+
+class RankFailure(AssertionError):
+    """A rank of a program failed or never finished."""
+
+
+@dataclass(slots=True)
+class Pool:
+    """`size` processes in one gloo world. A failure ends them; the next run starts new ones."""
+
+    size: int
+    _processes: list[ForkServerProcess] = field(default_factory=list)
+    _connections: list[Connection[object, object]] = field(default_factory=list)
+
+    def run(self, folder: Path, *arguments: object, timeout_s: float = TIMEOUT_S) -> list[str]:
+        """Run every rank's file in `folder` with these command-line arguments; what each printed, by rank.
+
+        Raises RankFailure with the first failing rank's traceback, or with the ranks that did not finish in time.
+        """
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((str(folder), [str(argument) for argument in arguments]))
+        try:
+            return self._replies(time.monotonic() + timeout_s, timeout_s)
+        except RankFailure:
+            self.stop()
+            raise
+
+    def _replies(self, deadline: float, timeout_s: float) -> list[str]:
+        printed = [""] * self.size
+        waiting = dict(enumerate(self._connections))
+        while waiting:
+            ready = wait(list(waiting.values()), deadline - time.monotonic())
+            if not ready:
+                raise RankFailure(f"ranks {sorted(waiting)} of {self.size} did not finish within {timeout_s:g} s")
+            for rank in [rank for rank, connection in waiting.items() if connection in ready]:
+                try:
+                    error, text = waiting.pop(rank).recv()
+                except EOFError:
+                    raise RankFailure(f"the process of rank {rank} died") from None
+                if error:
+                    raise RankFailure(f"rank {rank} failed:\n{error}")
+                printed[rank] = text
+        return printed
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        # Imported once by the server; its children find them there.
+        context.set_forkserver_preload(["torch", "torch.distributed", "autopipe.backends.torch.runtime"])
+        store = tempfile.mktemp(prefix="autopipe-pool-")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def stop(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes.clear()
+        self._connections.clear()
+
+
+@dataclass(slots=True)
+class Pools:
+    """A pool for every number of ranks that is asked for."""
+
+    _by_size: dict[int, Pool] = field(default_factory=dict)
+
+    def of(self, size: int) -> Pool:
+        """The pool of `size` processes."""
+        return self._by_size.setdefault(size, Pool(size))
+
+    def stop(self) -> None:
+        """End all processes."""
+        for pool in self._by_size.values():
+            pool.stop()
+
+
+def _serve(rank: int, size: int, store: str, connection: Connection[object, object]) -> None:
+    """Run rank files until the other end closes."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"})
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    sys.dont_write_bytecode = True
+    if size > 1:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
+        )
+    while True:
+        try:
+            folder, arguments = connection.recv()
+        except EOFError:
+            os._exit(0)
+        printed = io.StringIO()
+        error = ""
+        try:
+            with contextlib.redirect_stdout(printed), _as_main(folder, arguments):
+                runpy.run_path(str(Path(folder) / f"rank_{rank:03d}.py"), run_name="__main__")
+        except BaseException:  # noqa: BLE001 - whatever ends a rank is the test's to see
+            error = traceback.format_exc()
+        connection.send((error, printed.getvalue()))
+
+
+@contextlib.contextmanager
+def _as_main(folder: str, arguments: list[str]) -> Iterator[None]:
+    """The module path and command line that a process of its own would have."""
+    sys.argv = ["rank", *arguments]
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        for name in [name for name in sys.modules if name.startswith("stage_")]:
+            del sys.modules[name]

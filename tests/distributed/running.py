@@ -1,0 +1,160 @@
+"""Writing the program of a graph, running it on a pool, and computing the same in the test."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
+from autopipe.backends.torch.emission.manifest import Provenance
+from autopipe.backends.torch.runtime.manifest import ShardEntry, read_manifest
+from autopipe.backends.torch.runtime.parameters import draw_block
+from autopipe.backends.torch.verification import difference, read_losses, read_outputs
+from autopipe.ir.graph import Graph
+from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.problem import Optimizer
+from autopipe.ir.program import Program
+from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.passes.lower import lower
+from tests.distributed.builder import evaluate
+from tests.distributed.pool import Pools
+
+SEED = 5
+
+
+def write(
+    graph: Graph, placement: Placement, schedule: Schedule, loss: str | None, folder: Path, precision: str = "fp32"
+) -> Program:
+    """Write the program into `folder`."""
+    program = lower(graph, placement, schedule, loss)
+    titles = tuple("A stage." for _ in program.stages), tuple("A rank." for _ in program.ranks)
+    provenance = Provenance("model.onnx", "", "", Optimizer(), precision, SEED, 0.1, 0.2)
+    write_program([ProgramFiles("", program, *titles)], provenance, folder)
+    return program
+
+
+def one_device(graph: Graph, micro_batches: int, train: bool, size: int) -> tuple[Placement, Schedule]:
+    """All nodes in one stage on one device."""
+    phases = (Phase.FORWARD, Phase.BACKWARD) if train else (Phase.FORWARD,)
+    order = tuple(Task(0, phase, index) for index in range(micro_batches) for phase in phases)
+    return Placement((Stage(tuple(range(len(graph.nodes))), (0,), size),)), Schedule(micro_batches, (order,))
+
+
+def batch_of(graph: Graph, micro_batches: int, seed: int = 0, below: int = 6) -> dict[str, np.ndarray]:
+    """A whole step's inputs: normal numbers, whole numbers below `below`."""
+    generator = np.random.default_rng(seed)
+    axes = dict(graph.batch_axes)
+    found = {}
+    for value in graph.inputs:
+        shape = list(value.shape)
+        if value.name in axes:
+            shape[axes[value.name]] *= micro_batches
+        drawn = generator.normal(size=shape) if value.dtype.is_floating else generator.integers(0, below, shape)
+        found[value.name] = drawn.astype(value.dtype.value)
+    return found
+
+
+def micro_batches_of(graph: Graph, batch: Mapping[str, np.ndarray], count: int) -> list[dict[str, torch.Tensor]]:
+    """The inputs of every micro-batch."""
+    axes = dict(graph.batch_axes)
+    return [
+        {
+            name: torch.from_numpy(np.split(array, count, axes[name])[index] if name in axes else array)
+            for name, array in batch.items()
+        }
+        for index in range(count)
+    ]
+
+
+def drawn_parameters(graph: Graph, folder: Path) -> dict[str, torch.Tensor]:
+    """The numbers that the program draws for the graph's parameters, whole."""
+    found = {}
+    for index, entry in enumerate(read_manifest(folder).parameters):
+        whole = ShardEntry(index, (0,) * len(entry.shape), entry.shape, (0,))
+        found[entry.name] = torch.from_numpy(draw_block(entry, whole, SEED)).to(getattr(torch, entry.dtype))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a training step computed: its loss, and the gradient of each parameter, whole, by index."""
+
+    loss: float
+    gradients: dict[int, np.ndarray]
+
+
+def expected_step(graph: Graph, loss: str, folder: Path, batch: Mapping[str, np.ndarray], count: int) -> Step:
+    """The step as torch computes it without the product: the mean loss over the micro-batches and its gradients."""
+    parameters = drawn_parameters(graph, folder)
+    trained = {each.value.name for each in graph.parameters if each.trainable}
+    for name, tensor in parameters.items():
+        tensor.requires_grad_(name in trained)
+    losses = [
+        evaluate(graph, parameters | inputs)[loss].reshape(()) for inputs in micro_batches_of(graph, batch, count)
+    ]
+    total = torch.stack(losses).mean()
+    total.backward()
+    gradients = {
+        index: (torch.zeros_like(tensor) if tensor.grad is None else tensor.grad).numpy()
+        for index, tensor in enumerate(parameters.values())
+        if tensor.requires_grad
+    }
+    return Step(total.item(), gradients)
+
+
+def run_step(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray]) -> Step:
+    """One training step on the pool; fails where ranks disagree on a block that several hold."""
+    manifest = read_manifest(folder)
+    record = folder.with_name(folder.name + ".record")
+    data = folder.with_name("batch.npz")
+    np.savez(data, **{f"{name}": array for name, array in batch.items()})
+    report = record / "report.jsonl"
+    report.unlink(missing_ok=True)
+    record.mkdir(exist_ok=True)
+    arguments = ("--device", "cpu", "--data", data, "--record", record, "--report", report)
+    pools.of(manifest.world_size).run(folder, *arguments)
+    gradients: dict[int, np.ndarray] = {}
+    for rank, shards in enumerate(manifest.shards):
+        with np.load(record / f"gradients_{rank:03d}.npz", allow_pickle=False) as stored:
+            for shard in shards:
+                entry = manifest.parameters[shard.parameter]
+                if not entry.trainable:
+                    continue
+                whole = gradients.setdefault(shard.parameter, np.full(entry.shape, np.nan))
+                region = tuple(slice(*each) for each in zip(shard.starts, shard.stops, strict=True))
+                block = stored[str(shard.parameter)]
+                known = ~np.isnan(whole[region])
+                np.testing.assert_allclose(whole[region][known], block[known], rtol=1e-12)
+                whole[region] = block
+    return Step(read_losses(report)[0], gradients)
+
+
+def assert_equal_steps(found: Step, expected: Step, tolerance: float) -> None:
+    """Loss and every gradient equal, in units of the gradient's norm (of all gradients' where it is all but zero)."""
+    assert abs(found.loss - expected.loss) <= tolerance * max(abs(expected.loss), 1e-12)
+    scale = float(np.sqrt(sum(float((each**2).sum()) for each in expected.gradients.values())))
+    for index, gradient in expected.gradients.items():
+        if index not in found.gradients:
+            assert not gradient.any(), f"no rank holds parameter {index}, whose gradient is not zero"
+            continue
+        far = difference(str(index), found.gradients[index], gradient, scale).relative
+        assert far <= tolerance, f"gradient of parameter {index} is off by {far:.2e}"
+
+
+def run_forward(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The outputs of one step of inference on the pool."""
+    data, outputs = folder.with_name("batch.npz"), folder.with_name("outputs.npz")
+    np.savez(data, **{f"{name}": array for name, array in batch.items()})
+    manifest = read_manifest(folder)
+    pools.of(manifest.world_size).run(folder, "--device", "cpu", "--data", data, "--outputs", outputs)
+    return read_outputs(outputs)
+
+
+def report_lines(path: Path) -> list[dict[str, object]]:
+    """The lines of a run's report."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,48 @@
+"""Small programs whose shape is chosen by hand, each against torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopipe.ir.graph import Graph
+from autopipe.ir.placement import Placement, Stage, stage_edges
+from autopipe.ir.schedule import Schedule
+from autopipe.passes.schedule.gpipe import order_gpipe
+from autopipe.passes.schedule.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.stage_graph import StageGraph
+from tests.distributed.builder import mlp
+from tests.distributed.pool import Pools
+from tests.distributed.running import assert_equal_steps, batch_of, expected_step, run_step, write
+
+TOLERANCE = 1e-9
+
+
+def schedule_of(
+    graph: Graph, placement: Placement, micro_batches: int, name: str = "1f1b", train: bool = True
+) -> Schedule:
+    stages = StageGraph(
+        placement.devices, tuple(stage.devices for stage in placement.stages), stage_edges(graph, placement)
+    )
+    order = order_1f1b if name == "1f1b" else order_gpipe
+    return order(stages, micro_batches, train, lambda task: 1)
+
+
+def check(
+    pools: Pools, graph: Graph, loss: str, placement: Placement, micro_batches: int, folder: Path, name: str = "1f1b"
+) -> None:
+    placement.verify(graph)
+    write(graph, placement, schedule_of(graph, placement, micro_batches, name), loss, folder)
+    batch = batch_of(graph, micro_batches)
+    found = run_step(pools, folder, batch)
+    assert_equal_steps(found, expected_step(graph, loss, folder, batch, micro_batches), TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_chain_of_stages(pools: Pools, tmp_path: Path, name: str, recompute: bool) -> None:
+    graph, loss = mlp(3)
+    cuts = ((0, 1), (2, 3), (4, 5, 6, 7))
+    placement = Placement(tuple(Stage(nodes, (rank,), 4, (), recompute) for rank, nodes in enumerate(cuts)))
+    check(pools, graph, loss, placement, 5, tmp_path / "program", name)
