@@ -123,9 +123,11 @@ def _spelled_out(
         blind = hidden.all(-1, keepdim=True)
     captured = scores if capture == 2 else captured
     kept = scores if precision is None else scores.to(precision)
-    probabilities = torch.softmax(kept, -1)
-    if blind is not None:
-        probabilities = probabilities.masked_fill(blind, 0.0)
+    if blind is None:
+        probabilities = torch.softmax(kept, -1)
+    else:
+        # A softmax of nothing but -inf is NaN, and so is its gradient: such rows are blanked before and after.
+        probabilities = torch.softmax(kept.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
     captured = probabilities if capture == 3 else captured
     return torch.matmul(probabilities.to(query.dtype), value), captured.to(query.dtype)
 
