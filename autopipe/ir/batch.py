@@ -55,6 +55,15 @@ class BatchAxes:
                 return found.axis
         return None
 
+    def lost(self, graph: Graph, space: Space, node: int) -> str | None:
+        """A value of this node that carries samples where no axis of its space counts them; None where all is well."""
+        extents = space.extents()
+        for name, tensor in _tensors(graph.nodes[node], space):
+            for place in self.values.get(name, ()) if tensor is not None else ():
+                if tensor is not None and _axis_at(tensor[place.dimension], place, extents, self.batch) is None:
+                    return name
+        return None
+
     def of(self, value: str) -> Samples | None:
         """Where a value's samples are (the first place, where two dimensions count them); None where nowhere."""
         found = self.values.get(value)
@@ -108,14 +117,18 @@ def _ordered(values: dict[str, set[Samples]]) -> dict[str, tuple[Samples, ...]]:
     return {name: tuple(sorted(found)) for name, found in values.items() if found}
 
 
+def _tensors(node: Node, space: Space) -> tuple[tuple[str, tuple[Dimension, ...] | None], ...]:
+    """Every operand and result of a node with its notation."""
+    return (*zip(node.inputs, space.operands, strict=True), *zip(node.outputs, space.results, strict=True))
+
+
 def _node_samples(
     node: Node, space: Space, values: dict[str, set[Samples]], batch: int
 ) -> tuple[NodeSamples, ...]:
     """The axes of a node's space that count samples, given what is known of its operands and results."""
     extents = space.extents()
     found: set[tuple[str, int, int]] = set()
-    named = (*zip(node.inputs, space.operands, strict=True), *zip(node.outputs, space.results, strict=True))
-    for name, tensor in named:
+    for name, tensor in _tensors(node, space):
         for place in values.get(name, ()) if tensor is not None else ():
             assert tensor is not None
             axis = _axis_at(tensor[place.dimension], place, extents, batch)
@@ -147,9 +160,8 @@ def _places(node: Node, space: Space, found: tuple[NodeSamples, ...]) -> list[tu
     """Where the samples of these axes are in the node's operands and results."""
     extents = space.extents()
     places: list[tuple[str, Samples]] = []
-    named = (*zip(node.inputs, space.operands, strict=True), *zip(node.outputs, space.results, strict=True))
     for samples in found:
-        for name, tensor in named:
+        for name, tensor in _tensors(node, space):
             for index, dimension in enumerate(tensor or ()):
                 if name and samples.axis in dimension:
                     at = dimension.index(samples.axis)

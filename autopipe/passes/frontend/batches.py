@@ -37,6 +37,13 @@ def rebatched(graph: Graph, size: int) -> Graph:
                 f"parameter {parameter.value.name!r} has an entry for each of the {axes.batch} samples",
                 hint="export with a batch of one micro-batch",
             )
+    for index, node in enumerate(graph.nodes):
+        if operator_of(node) is not None and (lost := axes.lost(graph, space_of(graph, node), index)) is not None:
+            raise ModelError(
+                f"{node.op} does not keep the samples of {lost!r} apart, so the batch cannot shrink",
+                hint="export with a symbolic batch dimension, or with a batch of one micro-batch",
+                where=repr(node.name),
+            )
     shrunk = {name: _shrunk(graph.type_of(name), places, axes.batch, size) for name, places in axes.values.items()}
 
     def resized(value: Value) -> Value:

@@ -76,13 +76,28 @@ def interpret(source: Source, inputs: Inputs, weights: Weights) -> Graph:
         sweep.types[value.name] = value
     for name, held in weights.initializers().items():
         if isinstance(held, Parameter):
-            sweep.keep(held)
+            _parameter(sweep, held)
         else:
             sweep.hold(name, held.array, held.value.dtype)
     sweep.declared.update(_declared(source, inputs))
     for node in source.nodes:
         _visit(sweep, node)
     return _graph(sweep, inputs)
+
+
+def _parameter(sweep: _Sweep, parameter: Parameter) -> None:
+    """A parameter of the file, and the Expand that an exporter has computed."""
+    row = sweep.weights.unexpanded(parameter)
+    if row is None:
+        sweep.keep(parameter)
+        return
+    value = parameter.value
+    sweep.keep(row)
+    shape = np.asarray(value.shape, dtype=np.int64)
+    sweep.hold(f"{value.name}/shape", shape, DType.INT64)
+    sweep.types[value.name] = value
+    sweep.nodes.append(Node(f"{value.name}/expand", "Expand", (row.value.name, f"{value.name}/shape"), (value.name,)))
+    sweep.names.add(f"{value.name}/expand")
 
 
 def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:

@@ -47,7 +47,7 @@ LIFTED = re.compile(r"_?val_\d+|onnx::\w+|(c_)?lifted_tensor\w*|_tensor_constant
 """Names that torch's exporters give to constants and to what they folded, weights included."""
 SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 """The graph's metadata in which torch's exporter tells parameters from buffers."""
-BUFFER = re.compile(r"^\w+: BUFFER target='([^'\n]+)'", re.MULTILINE)
+SIGNED = re.compile(r"^\w+: (PARAMETER|BUFFER) target='([^'\n]+)'", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,10 @@ class Roles:
     uses: Uses
     stated: frozenset[str] | None
     """The weights' names where the file itself says (its metadata `autopipe.parameters`)."""
+    signed: frozenset[str]
+    """Names that torch's exporter says are weights; empty where it says nothing."""
     buffers: frozenset[str]
-    """Names that the file says are no weights."""
+    """Names that it says are none."""
     frozen: tuple[str, ...]
     """Names that shall not be trained: globs, or regular expressions after `re:`."""
 
@@ -119,8 +121,10 @@ class Roles:
 
 def roles_of(nodes: tuple[onnx.NodeProto, ...], metadata: Mapping[str, str], frozen: tuple[str, ...]) -> Roles:
     """The roles in a file; raises ModelError where its own statement of parameters is not a list of names."""
-    buffers = frozenset(BUFFER.findall(metadata.get(SIGNATURE, "")))
-    return Roles(Uses.of(nodes), _stated(metadata), buffers, frozen)
+    signature = SIGNED.findall(metadata.get(SIGNATURE, ""))
+    signed = frozenset(name for kind, name in signature if kind == "PARAMETER")
+    buffers = frozenset(name for kind, name in signature if kind == "BUFFER")
+    return Roles(Uses.of(nodes), _stated(metadata), signed, buffers, frozen)
 
 
 def _matches(name: str, pattern: str) -> bool:

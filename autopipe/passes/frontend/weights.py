@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
@@ -16,13 +17,16 @@ from autopipe.passes.frontend.initial import default_initializer, stated_initial
 from autopipe.passes.frontend.parameters import Roles
 
 if TYPE_CHECKING:
-    import numpy as np
     import onnx
 
     from autopipe.passes.frontend.load import Source
 
 SMALL = 1 << 16
 """Bytes up to which a floating-point constant is held rather than left in the file as a buffer."""
+LARGEST_LOOK = 1 << 24
+"""Bytes up to which the numbers of a tensor that may be no weight are looked at."""
+HIDDEN = -1e4
+"""Below this an added mask hides a position from a softmax."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +103,47 @@ class Weights:
         value = Value(name, dtype, shape)
         is_table = not dtype.is_floating and name not in self.source.slices
         is_number = dtype.is_floating and self.roles.is_constant(name, len(shape), value.elements)
-        if is_table or (is_number and value.bytes <= SMALL):
+        if is_table or (is_number and value.bytes <= SMALL) or self._is_mask(value, tensor, where):
             return Constant(value, self._array(name, tensor, where))
-        return Parameter(
-            value,
-            self._storage(name, tensor, dtype),
-            dtype.is_floating and not is_number and self.roles.is_trainable(name),
-        )
+        storage = self._storage(name, tensor, dtype)
+        trainable = dtype.is_floating and not is_number and self.roles.is_trainable(name)
+        return Parameter(value, storage, trainable)
+
+    def unexpanded(self, parameter: Parameter) -> Parameter | None:
+        """The first row of a parameter whose rows, more than one, are all equal: an exporter has expanded it.
+
+        Only for tensors that are not read where operators take weights: such a broadcast of a weight along the samples
+        is one weight, not one a sample.
+        """
+        value, storage = parameter.value, parameter.storage
+        if self._is_plain(value) or not isinstance(storage, FileSlice) or value.shape[0] < 2:
+            return None
+        numbers = self._bytes(storage)
+        row = len(numbers) // value.shape[0]
+        if any(numbers[start : start + row] != numbers[:row] for start in range(row, len(numbers), row)):
+            return None
+        first = Value(f"{value.name}/row", value.dtype, (1, *value.shape[1:]))
+        return Parameter(first, FileSlice(storage.file, storage.offset, row), parameter.trainable)
+
+    def _is_plain(self, value: Value) -> bool:
+        """Whether a tensor is a weight by its place, its size or the file's own word, without a look at its numbers."""
+        if self.roles.stated is not None or len(value.shape) < 2 or not value.elements:
+            return True
+        return value.bytes > LARGEST_LOOK or not value.dtype.is_floating or self.roles.uses.is_weight(value.name)
+
+    def _is_mask(self, value: Value, tensor: onnx.TensorProto, where: str) -> bool:
+        """Whether a floating-point tensor holds nothing but zeros and numbers that hide from a softmax."""
+        if self._is_plain(value) or not (tensor.raw_data or value.name in self.source.slices):
+            return False
+        array = self._array(value.name, tensor, where).astype(np.float32)
+        hidden = array <= HIDDEN
+        # Nothing but zeros may be a fresh weight, unless the exporter tells all weights by name.
+        told = bool(self.roles.signed) and value.name not in self.roles.signed
+        return bool(((array == 0) | hidden).all() and (told or hidden.any()))
 
     def _array(self, name: str, tensor: onnx.TensorProto, where: str) -> np.ndarray:
+        import onnx
+
         place = self.source.slices.get(name)
         external = tensor.data_location == tensor.EXTERNAL
         if external:
@@ -116,8 +152,15 @@ class Weights:
                 raise ModelError("its numbers are needed to tell shapes, and their file is not there", where=where)
         if place is None:
             return array_of(tensor, where)
-        file = self.source.path.parent / place.file if place.file else self.source.path
-        return read_slice(file, place, tensor, where)
+        data = self._bytes(place)
+        return array_of(onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=data), where)
+
+    def _bytes(self, place: FileSlice) -> bytes:
+        """A slice of the model's files."""
+        path = self.source.path.parent / place.file if place.file else self.source.path
+        with path.open("rb") as file:
+            file.seek(place.offset)
+            return file.read(place.length)
 
     def _storage(self, name: str, tensor: onnx.TensorProto, dtype: DType) -> Storage:
         shape = tuple(tensor.dims)
@@ -142,11 +185,3 @@ class Weights:
         return self.stated.get(name) or default_initializer(name, shape, self.roles.uses)
 
 
-def read_slice(path: Path, place: FileSlice, tensor: onnx.TensorProto, where: str) -> np.ndarray:
-    """The numbers of a small tensor, read from the file."""
-    import onnx
-
-    with path.open("rb") as file:
-        file.seek(place.offset)
-        data = file.read(place.length)
-    return array_of(onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=data), where)
