@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopipe.backends.torch.launcher import Gang, launch_program, local_ranks, read_reports
+from autopipe.backends.torch.runtime.checkpoint_folder import committed_steps
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.trace import chrome_trace
 from autopipe.ir.errors import ConfigurationError
@@ -50,6 +51,11 @@ class Launch:
             raise ConfigurationError(f"{flag} needs a folder", hint="give it with --checkpoint DIR")
         if self.checkpoint is not None and not train:
             raise ConfigurationError("a program for inference has nothing to save", hint="leave out --checkpoint")
+        if self.checkpoint is not None and not self.resume and (steps := committed_steps(self.checkpoint)):
+            raise ConfigurationError(
+                f"{self.checkpoint} holds a checkpoint after {steps[-1]} steps",
+                hint="give --resume to go on from it, or choose another folder",
+            )
         if self.outputs is not None and train:
             raise ConfigurationError(
                 "a program for training collects no outputs", hint="plan with --mode infer, or leave out --outputs"

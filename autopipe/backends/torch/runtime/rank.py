@@ -12,6 +12,7 @@ from types import ModuleType
 
 import torch
 
+from autopipe.backends.torch.runtime.checkpoint import Checkpointer, TrainingState
 from autopipe.backends.torch.runtime.clock import Clock
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.data import open_source, read_block
@@ -69,11 +70,18 @@ class Rank:
         self.stages[number] = Stage(self, number, module, arguments, wires)
         return self.stages[number]
 
+    def arguments_of(self, stage: int) -> Arguments:
+        """What the stage's forward reaches as `p`."""
+        return self._modules[stage][1]
+
     def main(self, step: Callable[[], None]) -> None:
         """Run as many steps as the command line asks for."""
         self.set_up()
-        for _ in range(self.options.steps):
+        self._restore()
+        while self.steps_done < self.options.steps:
             self.run(step)
+            self._save()
+        self.task = "end"
         self.collector.finish()
         self.transport.stop()
 
@@ -99,9 +107,34 @@ class Rank:
         )
         trained = [tensor for tensor in self.parameters.values() if tensor.requires_grad]
         self.optimizer = make_optimizer(manifest.optimizer, trained) if self.train else None
+        self.checkpointer = self._checkpointer()
         self.source = open_source(manifest, self.options.data, self.seed)
         self.collector = OutputCollector(manifest, transport, self.options.outputs)
         self.reporter = Reporter(self)
+
+    def _checkpointer(self) -> Checkpointer | None:
+        if self.options.checkpoint is None:
+            return None
+        self.transport.make_patient_group()
+        shards = self.manifest.shards[self.number]
+        state = TrainingState(self.manifest, shards, self.parameters, self.optimizer, self.device)
+        return Checkpointer(self.options.checkpoint, self.manifest, self.transport, state)
+
+    def _restore(self) -> None:
+        """Go on from the newest checkpoint, where the options ask for it."""
+        if self.checkpointer is None or not self.options.resume:
+            return
+        self.task = "restore"
+        self.steps_done = self.checkpointer.restore()
+        if self.steps_done:
+            self.reporter.say(f"going on after {self.steps_done} steps, from {self.options.checkpoint}")
+
+    def _save(self) -> None:
+        """Save a checkpoint where one is due: every so many steps, and after the last."""
+        every, done = self.options.checkpoint_every, self.steps_done
+        if self.checkpointer is not None and (done == self.options.steps or (every and done % every == 0)):
+            self.task = "checkpoint"
+            self.checkpointer.save(done)
 
     def _homes(self) -> dict[int, int]:
         """The stage of each parameter that one stage of this rank alone uses, on just the ranks that add it up."""

@@ -67,6 +67,11 @@ class Reporter:
         if rank.number == 0:
             self._print(gathered)
 
+    def say(self, text: str) -> None:
+        """Print a line, once for all ranks."""
+        if self._rank.number == 0:
+            print(text, flush=True)
+
     def _loss(self) -> tuple[float, float, float]:
         """This rank's share of the step's loss, and the first stage and micro-batch whose loss is no number."""
         total = 0.0

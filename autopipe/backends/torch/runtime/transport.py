@@ -13,7 +13,10 @@ import torch.distributed as dist
 from autopipe.backends.torch.runtime.pending import Arrival, Departure
 from autopipe.ir.errors import LaunchError
 
-_START_TIMEOUT = timedelta(minutes=10)
+_STEP_TIMEOUT = timedelta(minutes=30)
+"""For the start and for whatever a step waits for."""
+_CHECKPOINT_TIMEOUT = timedelta(hours=2)
+"""For the slowest rank's files to be on the disk."""
 
 
 class Transport:
@@ -42,8 +45,13 @@ class Transport:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
         backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
-        dist.init_process_group(backend, rank=self.rank, world_size=self.world_size, timeout=_START_TIMEOUT)
+        dist.init_process_group(backend, rank=self.rank, world_size=self.world_size, timeout=_STEP_TIMEOUT)
         self._joined = True
+
+    def make_patient_group(self) -> None:
+        """Make the group of all ranks that waits long enough for checkpoints."""
+        if self.world_size > 1:
+            self._patient = dist.new_group(backend="gloo", timeout=_CHECKPOINT_TIMEOUT)
 
     def make_groups(self, members: Iterable[tuple[int, ...]]) -> None:
         """Make all groups that any rank needs, in the same order everywhere, before the first step."""
@@ -101,6 +109,19 @@ class Transport:
         parts = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(parts, own)
         return [part.tolist() for part in parts]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank; waits as long as a checkpoint may take."""
+        if self.world_size == 1:
+            return [data]
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._patient)
+        room = max(1, *(int(size) for size in sizes))
+        own = torch.zeros(room, dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
+        parts = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(parts, own, group=self._patient)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def finish(self) -> None:
         """Wait for every message sent."""
