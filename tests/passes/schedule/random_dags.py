@@ -1,0 +1,40 @@
+"""Random stage graphs, and stages of given times."""
+
+from __future__ import annotations
+
+from hypothesis import strategies
+
+from autopipe.ir.prediction import Message, Prediction, StagePrediction
+from autopipe.passes.schedule.stage_graph import StageGraph
+
+
+def chain(stages: int) -> StageGraph:
+    """A stage a device, each after the one before."""
+    edges = tuple((stage, stage + 1) for stage in range(stages - 1))
+    return StageGraph(stages, tuple((stage,) for stage in range(stages)), edges)
+
+
+def predicted(graph: StageGraph, forward: float = 1.0, backward: float = 2.0, kept: int = 0) -> Prediction:
+    """Equal stages whose messages take no time."""
+    stages = (StagePrediction(forward, backward, kept_bytes=kept),) * len(graph.stage_devices)
+    return Prediction(stages, free_messages(graph))
+
+
+def free_messages(graph: StageGraph) -> tuple[Message, ...]:
+    """A message of no bytes along every edge."""
+    groups = graph.stage_devices
+    return tuple(Message(a, b, groups[a][0], groups[b][0], 0, 0, 0.0, 0.0) for a, b in graph.edges)
+
+
+@strategies.composite
+def stage_graphs(draw: strategies.DrawFn, shared: bool = True) -> StageGraph:
+    """Up to 6 stages with any edges, on up to 4 devices; with `shared`, in groups that may overlap in any way."""
+    stages = draw(strategies.integers(1, 6))
+    pairs = [(source, target) for target in range(stages) for source in range(target)]
+    edges = draw(strategies.lists(strategies.sampled_from(pairs), unique=True)) if pairs else []
+    if not shared:
+        return StageGraph(stages, tuple((stage,) for stage in range(stages)), tuple(sorted(edges)))
+    devices = draw(strategies.integers(1, 4))
+    group = strategies.lists(strategies.integers(0, devices - 1), min_size=1, max_size=devices, unique=True)
+    groups = tuple(tuple(draw(group)) for _ in range(stages))
+    return StageGraph(devices, groups, tuple(sorted(edges)))

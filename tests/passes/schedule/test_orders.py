@@ -1,0 +1,128 @@
+"""GPipe and 1F1B on chains (against the papers) and on random DAGs (against the checker and in-flight bounds)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_dags import chain, stage_graphs
+
+from autopipe.ir.prediction import StagePrediction
+from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.passes.schedule.gpipe import order_gpipe
+from autopipe.passes.schedule.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.predict import ticks_of
+from autopipe.passes.schedule.stage_graph import StageGraph, depths_to_end
+
+BOTH = pytest.mark.parametrize("order", [order_gpipe, order_1f1b])
+UNEQUAL = st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9)), min_size=6, max_size=6)
+
+
+def ticks(times):
+    return ticks_of([StagePrediction(*each) for each in times])
+
+
+UNIT = ticks([(1.0, 2.0)] * 64)
+
+
+def in_flight(order, stage):
+    """Most micro-batches of a stage between their forward and their backward."""
+    held = itertools.accumulate(
+        (1 if task.phase is Phase.FORWARD else -1) for task in order if task.stage == stage
+    )
+    return max(held, default=0)
+
+
+def longest_ways(graph: StageGraph) -> list[int]:
+    """Stages on the longest path from each stage, by trying all paths."""
+    after = {stage: [b for a, b in graph.edges if a == stage] for stage in range(len(graph.stage_devices))}
+
+    def longest(stage):
+        return 1 + max((longest(each) for each in after[stage]), default=0)
+
+    return [longest(stage) for stage in after]
+
+
+def test_1f1b_of_a_chain_is_the_published_one():
+    # Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", figure 3, for four stages.
+    schedule = order_1f1b(chain(4), 6, True, UNIT)
+    assert schedule.grid().splitlines() == [
+        "0: 0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0B3 0B4 0B5",
+        "1: 1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5",
+        "2: 2F0 2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2F5 2B4 2B5",
+        "3: 3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5",
+    ]
+
+
+@given(UNEQUAL, st.integers(1, 6), st.integers(1, 8))
+def test_1f1b_of_a_chain_does_not_depend_on_times(times, stages, micro_batches):
+    graph = chain(stages)
+    assert order_1f1b(graph, micro_batches, True, ticks(times)).tasks == order_1f1b(graph, micro_batches, True, UNIT).tasks
+
+
+def test_1f1b_of_branches_keeps_as_many_in_flight_as_stages_follow():
+    # 0 splits into 1-2 and 3, which meet in 4: GraphPipe's point is that 0 keeps 4, not 5.
+    graph = StageGraph(5, tuple((stage,) for stage in range(5)), ((0, 1), (0, 3), (1, 2), (2, 4), (3, 4)))
+    schedule = order_1f1b(graph, 8, True, UNIT)
+    assert [in_flight(order, stage) for stage, order in enumerate(schedule.tasks)] == [4, 3, 2, 2, 1]
+
+
+def test_gpipe_runs_forwards_before_backwards():
+    schedule = order_gpipe(chain(2), 3, True, UNIT)
+    assert schedule.grid().splitlines() == ["0: 0F0 0F1 0F2 0B0 0B1 0B2", "1: 1F0 1F1 1F2 1B0 1B1 1B2"]
+
+
+@BOTH
+@settings(max_examples=150, deadline=None)
+@given(stage_graphs(), st.integers(1, 7), st.booleans(), UNEQUAL)
+def test_schedules_of_any_dag_can_run(order, graph, micro_batches, train, times):
+    order(graph, micro_batches, train, ticks(times)).verify(graph.stage_devices, graph.edges, train)
+
+
+@settings(max_examples=150, deadline=None)
+@given(stage_graphs(), st.integers(1, 7), UNEQUAL)
+def test_1f1b_keeps_its_bounds_on_any_dag(graph, micro_batches, times):
+    schedule = order_1f1b(graph, micro_batches, True, ticks(times))
+    bounds = longest_ways(graph)
+    assert list(depths_to_end(len(bounds), graph.edges)) == bounds
+    for stage, devices in enumerate(graph.stage_devices):
+        assert in_flight(schedule.tasks[devices[0]], stage) == min(bounds[stage], micro_batches)
+
+
+@BOTH
+@settings(max_examples=60, deadline=None)
+@given(stage_graphs(), st.integers(1, 9), st.booleans())
+def test_repetends_stand_in_the_lists(order, graph, micro_batches, train):
+    schedule = order(graph, micro_batches, train, UNIT)
+    for tasks, repetend in zip(schedule.tasks, schedule.repetends, strict=True):
+        body = tasks[repetend.start : repetend.start + repetend.length]
+        rolled = [
+            Task(task.stage, task.phase, task.micro_batch + index * repetend.stride)
+            for index in range(repetend.count)
+            for task in body
+        ]
+        assert list(tasks[repetend.start : repetend.start + repetend.length * repetend.count]) == rolled
+        assert repetend.length == 0 or repetend.count >= 2
+
+
+@pytest.mark.parametrize("micro_batches", [16, 64])
+def test_lines_of_1f1b_do_not_grow_with_micro_batches(micro_batches):
+    schedule = order_1f1b(chain(4), micro_batches, True, UNIT)
+    lines = [
+        len(tasks) - each.length * (each.count - 1) for tasks, each in zip(schedule.tasks, schedule.repetends, strict=True)
+    ]
+    assert lines == [8, 6, 4, 2]
+
+
+def test_a_v_shape_reaches_a_steady_state():
+    # Two stages a device, there and back: 0 1 2 3 3 2 1 0.
+    graph = StageGraph(4, ((0,), (1,), (2,), (3,), (3,), (2,), (1,), (0,)), tuple((i, i + 1) for i in range(7)))
+    short, long = (order_1f1b(graph, count, True, UNIT) for count in (40, 80))
+
+    def lines(schedule: Schedule) -> list[int]:
+        pairs = zip(schedule.tasks, schedule.repetends, strict=True)
+        return [len(tasks) - each.length * (each.count - 1) for tasks, each in pairs]
+
+    assert lines(short) == lines(long)

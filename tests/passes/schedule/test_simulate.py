@@ -1,0 +1,161 @@
+"""The simulation against closed forms, and against a naive computation of when tasks can start."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_dags import chain, free_messages, predicted, stage_graphs
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.prediction import Message, Prediction, StagePrediction
+from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.passes.schedule.gpipe import order_gpipe
+from autopipe.passes.schedule.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.predict import ticks_of
+from autopipe.passes.schedule.simulate import simulate
+
+
+def step(graph, prediction, micro_batches, order=order_1f1b, train=True):
+    schedule = order(graph, micro_batches, train, ticks_of(prediction.stages))
+    return simulate(schedule, graph.stage_devices, prediction)
+
+
+@pytest.mark.parametrize("order", [order_gpipe, order_1f1b])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (2, 5), (4, 4), (4, 16), (7, 9)])
+def test_a_balanced_chain_idles_as_the_formula_says(order, stages, micro_batches):
+    # GPipe and 1F1B alike: bubble (p-1) / (m+p-1), for m >= p.
+    graph = chain(stages)
+    timeline = step(graph, predicted(graph), micro_batches, order)
+    assert timeline.end == pytest.approx(3.0 * (micro_batches + stages - 1))
+    assert timeline.bubble_rate == pytest.approx((stages - 1) / (micro_batches + stages - 1))
+
+
+@pytest.mark.parametrize(("order", "kept"), [(order_gpipe, [8, 8, 8, 8]), (order_1f1b, [4, 3, 2, 1])])
+def test_memory_is_that_of_the_micro_batches_in_flight(order, kept):
+    graph = chain(4)
+    prediction = Prediction((StagePrediction(1, 2, static_bytes=1000, kept_bytes=10),) * 4, free_messages(graph))
+    timeline = step(graph, prediction, 8, order)
+    assert timeline.static_memory == (1000,) * 4
+    assert timeline.peak_memory == tuple(1000 + 10 * count for count in kept)
+    assert [curve[-1][1] for curve in timeline.memory] == [1000] * 4
+    assert all(curve[0][0] == 0 for curve in timeline.memory)
+
+
+def test_transient_memory_is_held_in_backward_and_without_training_in_forward():
+    graph = chain(1)
+    prediction = Prediction((StagePrediction(1, 2, static_bytes=100, kept_bytes=10, transient_bytes=7),))
+    assert step(graph, prediction, 2).memory == (((0.0, 110), (1.0, 117), (3.0, 110), (4.0, 117), (6.0, 100)),)
+    assert step(graph, prediction, 1, train=False).memory == (((0.0, 107), (1.0, 100)),)
+
+
+def test_messages_overlap_with_computation():
+    # A message of 1 s behind each forward of 2 s costs its latency once a stage, not once a micro-batch.
+    graph = chain(3)
+    messages = tuple(Message(a, b, a, b, 8, 0, 1.0, 0.0) for a, b in graph.edges)
+    timeline = step(graph, Prediction((StagePrediction(2),) * 3, messages), 10, train=False)
+    assert timeline.end == pytest.approx(2 * (10 + 2) + 2 * 1)
+
+
+def test_messages_of_one_link_follow_one_another():
+    # The link takes 5 s for what is computed in 1 s: the step is paced by the link.
+    graph = chain(2)
+    message = Message(0, 1, 0, 1, 8, 0, 5.0, 0.0)
+    timeline = step(graph, Prediction((StagePrediction(1),) * 2, (message,)), 4, train=False)
+    assert [(each.start, each.end) for each in timeline.transfers] == [(1, 6), (6, 11), (11, 16), (16, 21)]
+    assert timeline.end == pytest.approx(22)
+
+
+def test_the_two_directions_of_a_link_are_independent():
+    graph = chain(2)
+    message = Message(0, 1, 0, 1, 8, 8, 3.0, 3.0)
+    timeline = step(graph, Prediction((StagePrediction(1, 1),) * 2, (message,)), 2)
+    back = [(each.start, each.end) for each in timeline.transfers if each.source == 1]
+    there = [(each.start, each.end) for each in timeline.transfers if each.source == 0]
+    assert there == [(1, 4), (4, 7)]
+    assert back == [(6, 9), (9, 12)]
+
+
+def test_gradients_and_update_come_after_the_last_backward():
+    # Two replicas of one stage: 2 forwards, 2 backwards, then the sum, then the update.
+    stage = StagePrediction(1, 2, gradient_s=4, update_s=0.5)
+    schedule = Schedule(2, (tuple(map(Task.parse, ("0F0", "0B0", "0F1", "0B1"))),) * 2)
+    assert simulate(schedule, ((0, 1),), Prediction((stage,))).end == pytest.approx(6 + 4 + 0.5)
+
+
+def test_a_task_waits_for_all_devices_of_its_group():
+    # Stage 0 on device 0, stage 1 on both: device 1 is idle but cannot begin alone.
+    prediction = Prediction((StagePrediction(3), StagePrediction(1)))
+    schedule = Schedule(1, ((Task.parse("0F0"), Task.parse("1F0")), (Task.parse("1F0"),)))
+    spans = simulate(schedule, ((0,), (0, 1)), prediction).spans
+    assert [(span.device, str(span.task), span.start) for span in spans] == [(0, "0F0", 0), (0, "1F0", 3), (1, "1F0", 3)]
+
+
+def test_an_order_that_cannot_run_is_refused():
+    schedule = Schedule(1, ((Task.parse("0B0"), Task.parse("0F0")), (Task.parse("1F0"), Task.parse("1B0"))))
+    graph = chain(2)
+    with pytest.raises(InfeasibleError, match="0B0 never starts"):
+        simulate(schedule, graph.stage_devices, predicted(graph))
+
+
+def naive_ends(schedule, graph, stages, seconds):
+    """The end of each task, by relaxing until nothing changes: after its device's last task and all it depends on."""
+    ends = {task: 0.0 for order in schedule.tasks for task in order}
+    changed = True
+    while changed:
+        changed = False
+        for order in schedule.tasks:
+            for place, task in enumerate(order):
+                needs = [ends[order[place - 1]]] if place else [0.0]
+                forward = task.phase is Phase.FORWARD
+                pairs = graph.edges if forward else [(target, source) for source, target in graph.edges]
+                needs += [
+                    ends[Task(source, task.phase, task.micro_batch)] + seconds
+                    for source, target in pairs
+                    if target == task.stage
+                ]
+                end = max(*needs, 0.0) + stages[task.stage].seconds(task.phase)
+                if end > ends[task] + 1e-12:
+                    ends[task] = end
+                    changed = True
+    return ends
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    stage_graphs(),
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=6, max_size=6),
+    st.sampled_from([order_gpipe, order_1f1b]),
+)
+def test_tasks_start_as_soon_as_they_can(graph, micro_batches, times, order):
+    stages = tuple(StagePrediction(*map(float, each)) for each in times[: len(graph.stage_devices)])
+    prediction = Prediction(stages, free_messages(graph))
+    schedule = order(graph, micro_batches, True, ticks_of(stages))
+    ends = naive_ends(schedule, graph, stages, 0.0)
+    for span in simulate(schedule, graph.stage_devices, prediction).spans:
+        assert span.end == pytest.approx(ends[span.task])
+
+
+@settings(max_examples=40, deadline=None)
+@given(stage_graphs(shared=False), st.integers(1, 5), st.integers(1, 3))
+def test_messages_shorter_than_tasks_only_delay(graph, micro_batches, length):
+    # Messages shorter than the tasks that send them never queue: they are a delay along the edge.
+    stages = (StagePrediction(3.0, 4.0),) * len(graph.stage_devices)
+    messages = tuple(
+        dataclasses.replace(each, forward_bytes=1, backward_bytes=1, forward_s=float(length), backward_s=float(length))
+        for each in free_messages(graph)
+    )
+    schedule = order_1f1b(graph, micro_batches, True, ticks_of(stages))
+    ends = naive_ends(schedule, graph, stages, float(length))
+    for span in simulate(schedule, graph.stage_devices, Prediction(stages, messages)).spans:
+        assert span.end == pytest.approx(ends[span.task])
+
+
+def test_the_simulation_is_deterministic():
+    graph = chain(4)
+    messages = tuple(Message(a, b, a, b, 8, 8, 0.1, 0.1) for a, b in graph.edges)
+    prediction = Prediction((StagePrediction(1, 2, kept_bytes=3),) * 4, messages)
+    assert step(graph, prediction, 16) == step(graph, prediction, 16)
