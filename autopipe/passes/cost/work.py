@@ -28,7 +28,7 @@ def annotate(graph: Graph, precision: str = "fp32") -> tuple[Work, ...]:
         new = {each.key: each.bytes for each in kept if each.key not in seen}
         seen |= new.keys()
         moved = 0 if use.row.kind in _NO_WORK else _moved(node, use, sizes)
-        share = _gradient_share(graph, node, use, gradient)
+        share = _gradient_share(node, use, gradient)
         found.append(
             Work(
                 kind=use.row.kind,
@@ -51,13 +51,16 @@ def _moved(node: Node, use: Use, sizes: dict[str, int]) -> float:
     return float(sum(read) + written)
 
 
-def _gradient_share(graph: Graph, node: Node, use: Use, gradient: frozenset[str]) -> float:
+def _gradient_share(node: Node, use: Use, gradient: frozenset[str]) -> float:
     """The part of a full backward that is done: 0 without gradients, 1/2 for a product with one factor's."""
     if not use.row.differentiable or gradient.isdisjoint(node.inputs):
         return 0.0
     if use.row.kind not in ("matmul", "convolution"):
         return 1.0
-    floating = [name for name in node.inputs if name and graph.type_of(name).dtype.is_floating]
-    # A bias is no factor.
-    factors = [name for name in floating if len(graph.type_of(name).shape) > 1] or floating
+    # Factors are what the others' gradients need; a bias or a mask is none.
+    factors = [name for position, name in enumerate(node.inputs) if name and _is_factor(use, position)]
     return sum(name in gradient for name in factors) / len(factors)
+
+
+def _is_factor(use: Use, position: int) -> bool:
+    return "*" in use.row.keeps or str(position) in use.row.keeps
