@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "inspect": ("autopipe.cli.inspect:inspect", "Say what a model is, and what of it is not supported."),
     "plan": ("autopipe.cli.plan:plan", "Decide which device computes what, and when."),
     "codegen": ("autopipe.cli.codegen:codegen", "Write one PyTorch program a device for a plan."),
     "launch": ("autopipe.cli.launch:launch", "Run a program's ranks on the devices at hand."),
