@@ -8,7 +8,6 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Mode, Optimizer
-from autopipe.passes.cost.bound import lower_bound_seconds
 from autopipe.passes.cost.communication import all_reduce
 from autopipe.passes.cost.fit import device_memory, fitted, in_flight
 from autopipe.passes.cost.memory import static_memory
@@ -136,14 +135,3 @@ def test_memory_is_checked_and_recomputation_turned_on_where_it_helps() -> None:
     assert [stage.recompute for stage in again.stages] == [True, False]
     with pytest.raises(InfeasibleError, match="over the limit of"):
         fitted(replace(loose, recompute="auto", memory_limit=1), placement)
-
-
-def test_no_step_is_shorter_than_the_bound() -> None:
-    graph = perceptron([16, 32, 4])
-    given = problem(graph, cluster(2), micro_batches=3)
-    placement = cut(graph, [0, 2], [(0,), (1,)])
-    first, second = stage_costs(given, placement)
-    bound = lower_bound_seconds(given, placement)
-    slowest = max(3 * (cost.forward_s + cost.backward_s) + cost.update_s for cost in (first, second))
-    assert bound == pytest.approx(slowest)
-    assert bound >= 3 * sum(cost.forward_s + cost.backward_s for cost in (first, second)) / 2
