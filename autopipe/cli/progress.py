@@ -14,11 +14,11 @@ class Watcher:
     """An observer of the pipeline that shows what it hears."""
 
     def __init__(self, output: Output, bar: Bar, request: Request, dump_after: Sequence[str]) -> None:
-        names = pass_names(request)
+        self._names = pass_names(request)
         for name in dump_after:
-            if name not in names:
+            if name not in self._names:
                 raise ConfigurationError(
-                    f"there is no pass called {name!r}", hint=f"they are {', '.join(names)}", where="--dump-after"
+                    f"there is no pass called {name!r}", hint=f"they are {', '.join(self._names)}", where="--dump-after"
                 )
         self._output, self._bar, self._dump_after = output, bar, frozenset(dump_after)
 
@@ -28,7 +28,7 @@ class Watcher:
 
     def finished(self, name: str, value: object, seconds: float) -> None:
         """Move the bar, and print the value where it was asked for."""
-        self._bar.advance()
+        self._bar.reach(self._names.index(name) + 1)
         self._output.detail(f"{name}: {seconds:.2f} s")
         if name in self._dump_after:
             self._output.line(f"--- after {name}\n{dumped(value)}")

@@ -1,0 +1,160 @@
+"""`autopipe plan`: the folder it writes, what it prints, what it refuses, and that nothing is left half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from autopipe.cli.main import main
+from autopipe.cli.plan_folder import open_plan
+from autopipe.configs.zoo import build, configure
+from autopipe.ir.errors import ConfigurationError
+
+SETTINGS = {"layers": "2", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
+SUMMARY_KEYS = {
+    "strategy", "schedule", "devices", "stages", "micro_batches", "micro_batch_size", "depth", "step_time_s",
+    "samples_per_s", "bubble_rate", "peak_memory_bytes", "search_time_s", "lower_bound_s", "optimal", "gap",
+}  # fmt: skip
+
+
+@pytest.fixture
+def gpt(tmp_path):
+    build(configure("gpt", SETTINGS)).save(tmp_path / "gpt.onnx")
+    return tmp_path / "gpt.onnx"
+
+
+def run(capsys, *words):
+    code = main(["plan", *map(str, words)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_plan_folder_and_one_screen(gpt, capsys):
+    code, out, _ = run(capsys, gpt, "--gpus", 2)
+    assert code == 0
+    assert sorted(os.listdir(f"{gpt}.plan")) == ["config.yaml", "plan.json", "schedule.json"]
+    for word in ("pipedream with 1f1b", "train (the model has a loss)", "a100-80gb", "bubble", "peak memory", "next:"):
+        assert word in out
+    assert len(out.splitlines()) < 25
+
+
+def test_json_is_the_summary_of_the_file(gpt, capsys):
+    code, out, err = run(capsys, gpt, "--gpus", 2, "--json", "-q")
+    document = json.loads(out)
+    written = json.loads((gpt.parent / "gpt.onnx.plan/plan.json").read_text())
+    assert code == 0
+    assert document["summary"] == written["summary"]
+    assert set(document["summary"]) >= SUMMARY_KEYS
+    assert err == ""
+
+
+def test_flags_override_the_file_and_the_effective_configuration_is_one(gpt, capsys, tmp_path):
+    (tmp_path / "c.yaml").write_text("batch_size: 8\nmicro_batches: 2\nschedule: {name: gpipe}\noptimizer: {name: adamw}\n")
+    words = ("--config", tmp_path / "c.yaml", "--gpus", 2, "--micro-batches", 4, "-o", tmp_path / "a")
+    assert run(capsys, gpt, *words)[0] == 0
+    planned = open_plan(tmp_path / "a")
+    assert (planned.problem.micro_batches, planned.plan.summary.schedule) == (4, "gpipe")
+    assert planned.problem.optimizer.name == "adamw"
+    assert run(capsys, gpt, "--config", tmp_path / "a/config.yaml", "-o", tmp_path / "b")[0] == 0
+    assert open_plan(tmp_path / "b").digest == planned.digest
+    assert (tmp_path / "a/config.yaml").read_text() == (tmp_path / "b/config.yaml").read_text()
+
+
+def test_dumps_follow_their_pass(gpt, capsys):
+    passes = ("read", "cost", "pipedream", "1f1b", "simulate")
+    code, out, _ = run(capsys, gpt, "--gpus", 2, *(word for name in passes for word in ("--dump-after", name)))
+    assert code == 0
+    assert [line for line in out.splitlines() if line.startswith("--- after")] == [f"--- after {name}" for name in passes]
+    assert "0: 0F0 0F1 0B0" in out
+    assert "stage 1: devices [1]" in out
+
+
+def test_an_unknown_pass_is_refused_before_the_work(gpt, capsys):
+    code, _, err = run(capsys, gpt, "--dump-after", "place")
+    assert code == 2
+    assert "there is no pass called 'place'" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("--gpus", "0"), 2, "gpus"),
+        (("--strategy", "pipedraem"), 2, "did you mean pipedream"),
+        (("--schedule", "1f2b"), 2, "there is no schedule called '1f2b'"),
+        (("--batch-size", "7", "--micro-batches", "2"), 2, "does not divide"),
+        (("--gpus", "2", "--memory-limit", "1KiB"), 4, "over the limit"),
+        (("--mode", "learn"), 2, "mode"),
+        (("--dim", "batchs=3"), 2, "no such dimension"),
+        (("--cluster", "a100"), 2, "a100"),
+    ],
+)
+def test_refusals_are_one_line_and_leave_nothing(gpt, capsys, words, code, message):
+    found, out, err = run(capsys, gpt, *words)
+    assert found == code
+    assert message in err
+    assert out == ""
+    assert "Traceback" not in err
+    assert os.listdir(gpt.parent) == ["gpt.onnx"]
+
+
+def test_a_file_that_is_no_model_is_a_models_error(tmp_path, capsys):
+    (tmp_path / "no.onnx").write_bytes(b"\xff" * 50)
+    code, _, err = run(capsys, tmp_path / "no.onnx")
+    assert code == 3
+    assert "no.onnx" in err
+
+
+def test_a_plan_folder_is_replaced_and_no_other(gpt, capsys, tmp_path):
+    assert run(capsys, gpt, "--gpus", 2, "-o", tmp_path / "p")[0] == 0
+    (tmp_path / "p/program").mkdir()
+    assert run(capsys, gpt, "--gpus", 1, "-o", tmp_path / "p")[0] == 0
+    assert open_plan(tmp_path / "p").plan.summary.devices == 1
+    assert not (tmp_path / "p/program").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("keep me")
+    code, _, err = run(capsys, gpt, "-o", tmp_path / "mine")
+    assert code == 2
+    assert "is no plan folder" in err
+    assert os.listdir(tmp_path / "mine") == ["notes.txt"]
+    assert sorted(os.listdir(tmp_path)) == ["gpt.onnx", "mine", "p"]
+
+
+def test_a_place_that_cannot_be_written_is_refused(gpt, capsys, tmp_path):
+    for target in (tmp_path / "absent/p", gpt / "p", gpt):
+        code, _, err = run(capsys, gpt, "-o", target)
+        assert code == 2
+        assert err.startswith("error: ")
+        assert "Traceback" not in err
+
+
+def test_a_failing_write_leaves_the_former_plan(gpt, capsys, tmp_path, monkeypatch):
+    assert run(capsys, gpt, "--gpus", 2, "-o", tmp_path / "p")[0] == 0
+    before = (tmp_path / "p/plan.json").read_text()
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("autopipe.cli.plan_folder.write_plan", full)
+    code, _, err = run(capsys, gpt, "--gpus", 1, "-o", tmp_path / "p")
+    assert code == 2
+    assert "No space left on device" in err
+    assert (tmp_path / "p/plan.json").read_text() == before
+    assert sorted(os.listdir(tmp_path)) == ["gpt.onnx", "p"]
+
+
+def test_a_plan_that_does_not_belong_to_the_model_is_refused(gpt, capsys, tmp_path):
+    assert run(capsys, gpt, "--gpus", 2, "-o", tmp_path / "p")[0] == 0
+    build(configure("gpt", {**SETTINGS, "layers": "3"})).save(gpt)
+    with pytest.raises(ConfigurationError, match="does not belong to this model"):
+        open_plan(tmp_path / "p")
+    gpt.unlink()
+    with pytest.raises(ConfigurationError, match="the model of the plan is not at"):
+        open_plan(tmp_path / "p")
+
+
+def test_folders_without_a_plan_are_refused(tmp_path):
+    for folder, what in ((tmp_path, "holds no plan"), (tmp_path / "absent", "does not exist")):
+        with pytest.raises(ConfigurationError, match=what):
+            open_plan(folder)

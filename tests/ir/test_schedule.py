@@ -1,0 +1,71 @@
+"""Tasks as text, and the check that a schedule can run."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.schedule import Phase, Schedule, Task
+
+CHAIN = (((0,), (1,)), ((0, 1),))
+
+
+@given(st.integers(0, 999), st.sampled_from(list(Phase)), st.integers(0, 9999))
+def test_tasks_print_and_parse(stage, phase, micro_batch):
+    task = Task(stage, phase, micro_batch)
+    assert Task.parse(str(task)) == task
+
+
+@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "-1F0", "2F0 ", "2f0", "2F0\n"])
+def test_other_text_is_no_task(text):
+    with pytest.raises(ConfigurationError, match="is not a task"):
+        Task.parse(text)
+
+
+def schedule(*lists, micro_batches=1):
+    return Schedule(micro_batches, tuple(tuple(map(Task.parse, each.split())) for each in lists))
+
+
+def test_orders_that_can_run_are_all_those_that_respect_the_edges():
+    # All interleavings of one device with two stages and one micro-batch: only one respects F0 F1 B1 B0.
+    tasks = [Task.parse(text) for text in ("0F0", "1F0", "1B0", "0B0")]
+    good = []
+    for order in itertools.permutations(tasks):
+        try:
+            Schedule(1, (order,)).verify(((0,), (0,)), ((0, 1),), True)
+            good.append(order)
+        except InfeasibleError:
+            pass
+    assert good == [tuple(tasks)]
+
+
+@pytest.mark.parametrize(
+    ("lists", "reason"),
+    [
+        (("0F0 0B0", "1B0 1F0"), "0B0 waits for 1B0"),
+        (("0F0", "1F0 1B0"), "stage 0 runs F"),
+        (("0F0 0B0 0F0", "1F0 1B0"), "0F0 stands twice"),
+        (("0F0 0B0 1F0", "1F0 1B0"), "stage 1 is not on device 0"),
+        (("0F0 0B0 0F1", "1F0 1B0"), "there is no micro-batch 1"),
+        (("0F0 0I0", "1F0 1B0"), "stage 0 runs FI"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_cell_marked(lists, reason):
+    with pytest.raises(InfeasibleError, match=reason) as caught:
+        schedule(*lists).verify(*CHAIN, True)
+    assert "[" in str(caught.value)
+
+
+def test_inference_has_forwards_alone():
+    schedule("0F0", "1F0").verify(*CHAIN, False)
+    with pytest.raises(InfeasibleError, match="nothing trains"):
+        schedule("0F0 0B0", "1F0").verify(*CHAIN, False)
+
+
+def test_a_group_that_waits_for_itself_is_refused():
+    with pytest.raises(InfeasibleError, match="never starts"):
+        schedule("0F0 1F0", "1F0 0F0").verify(((0, 1), (0, 1)), (), False)

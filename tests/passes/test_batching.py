@@ -1,0 +1,71 @@
+"""How a batch is divided: what is given is kept, what is open is chosen as stated, what does not fit is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopipe.ir.errors import ConfigurationError
+from autopipe.passes.batching import Batching, batchings
+
+
+def first(**given):
+    every = {"batch_size": None, "micro_batches": None, "micro_batch_size": None, "own": None, "devices": 4, **given}
+    return next(batchings(**every))
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ({}, (16, 16)),
+        ({"devices": 1}, (1, 1)),
+        ({"batch_size": 64}, (64, 16)),
+        ({"batch_size": 12}, (12, 12)),
+        ({"batch_size": 34}, (34, 2)),
+        ({"micro_batches": 8}, (8, 8)),
+        ({"micro_batch_size": 2}, (32, 16)),
+        ({"batch_size": 64, "micro_batch_size": 2}, (64, 32)),
+        ({"micro_batches": 3, "micro_batch_size": 2}, (6, 3)),
+        ({"own": 8}, (8, 8)),
+        ({"own": 1}, (1, 1)),
+        ({"own": 8, "batch_size": 64}, (64, 16)),
+        ({"own": 8, "micro_batches": 4}, (32, 4)),
+        ({"own": 8, "micro_batch_size": 2}, (8, 4)),
+        ({"own": 2, "batch_size": 64}, (64, 32)),
+    ],
+)
+def test_what_is_chosen(given, chosen):
+    assert first(**given) == Batching(*chosen)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"batch_size": 10, "micro_batches": 4}, "4 micro-batches do not divide a batch of 10"),
+        ({"batch_size": 10, "micro_batch_size": 4}, "10 samples is not 2 micro-batches of 4"),
+        ({"batch_size": 2, "micro_batch_size": 4}, "2 samples is not 1 micro-batches of 4"),
+        ({"own": 8, "micro_batch_size": 3}, "micro-batches of 3 samples cannot be made of the 8"),
+        ({"own": 8, "batch_size": 9, "micro_batches": 3}, "micro-batches of 3 samples cannot be made of the 8"),
+    ],
+)
+def test_what_does_not_divide_is_refused(given, message):
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        first(**given)
+    assert caught.value.hint
+
+
+@given(st.integers(1, 200), st.integers(1, 16), st.none() | st.integers(1, 12))
+def test_open_divisions_are_all_there_are_best_first(batch_size, devices, own):
+    fitting = [
+        count
+        for count in range(1, batch_size + 1)
+        if batch_size % count == 0 and (own is None or own % (batch_size // count) == 0)
+    ]
+    if not fitting:
+        return
+    found = [each.micro_batches for each in batchings(batch_size, None, None, own, devices)]
+    assert sorted(found) == fitting
+    most = 4 * devices if devices > 1 else 1
+    within = [count for count in fitting if count <= most]
+    assert found[0] == (max(within) if within else min(fitting))

@@ -1,0 +1,164 @@
+"""From an ONNX file to a plan, on small models of the zoo."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from autopipe.configs.load import load_configuration, resolve_cluster
+from autopipe.configs.zoo import build, configure
+from autopipe.ir.errors import ConfigurationError, InfeasibleError, ModelError
+from autopipe.ir.problem import Mode
+from autopipe.passes.pipeline import Request, make_plan, pass_names, reopen
+from autopipe.passes.placement.data_parallel import DataParallel
+from autopipe.passes.placement.pipedream.strategy import PipeDream
+from autopipe.passes.schedule.gpipe import GPipe
+from autopipe.passes.schedule.one_f_one_b import OneForwardOneBackward
+
+
+def cluster(devices):
+    return resolve_cluster(load_configuration(words={"--gpus": str(devices)}))
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "gpt.onnx"
+    settings = {"layers": "4", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
+    build(configure("gpt", settings)).save(path)
+    return path
+
+
+def baked_model(path, batch, expanded=False):
+    """x W, with the batch in the file's shapes; with `expanded`, a constant that differs from sample to sample."""
+    weight = numpy_helper.from_array(np.ones((4, 4), np.float32), "w")
+    offset = numpy_helper.from_array(np.arange(batch, dtype=np.float32).reshape(batch, 1), "offset")
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"], "product")]
+    nodes.append(helper.make_node("Add" if expanded else "Relu", ["h", "offset"] if expanded else ["h"], ["y"], "last"))
+    shape = [batch, 4]
+    graph = helper.make_graph(
+        nodes,
+        "baked",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
+        [weight, offset] if expanded else [weight],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), path)
+    return path
+
+
+def request(model, devices=4, **given):
+    return Request(model, cluster(devices), PipeDream(), OneForwardOneBackward(), **given)
+
+
+class Recorder:
+    def __init__(self):
+        self.names = []
+
+    def started(self, name):
+        self.names.append(name)
+
+    def finished(self, name, value, seconds):
+        assert value is not None
+
+
+def test_a_plan_holds_what_was_decided(gpt):
+    recorder = Recorder()
+    planned = make_plan(request(gpt, batch_size=32, micro_batches=8), recorder)
+    plan, problem, summary = planned.plan, planned.problem, planned.plan.summary
+    assert tuple(dict.fromkeys(recorder.names)) == pass_names(request(gpt))
+    assert tuple(name for name, _ in summary.search_time_s) == pass_names(request(gpt))
+    assert (problem.batch_size, problem.micro_batches, problem.mode) == (32, 8, Mode.TRAIN)
+    assert (summary.micro_batches, summary.micro_batch_size, summary.devices) == (8, 4, 4)
+    assert (summary.stages, summary.depth) == (len(plan.placement.stages), 4)
+    assert plan.graph_digest == problem.graph.digest()
+    assert summary.step_time_s == planned.timeline.end
+    assert summary.samples_per_s == pytest.approx(32 / planned.timeline.end)
+    assert summary.peak_memory_bytes == planned.timeline.peak_memory
+    assert 0 < summary.lower_bound_s <= summary.step_time_s
+
+
+def test_equal_requests_make_equal_plans(gpt):
+    first, second = make_plan(request(gpt)), make_plan(request(gpt))
+    assert first.digest == second.digest
+    assert first.timeline == second.timeline
+    assert first.digest != make_plan(request(gpt, batch_size=8)).digest
+
+
+def test_a_schedulers_plan_differs_by_its_schedule_alone(gpt):
+    one, other = request(gpt), dataclasses.replace(request(gpt), scheduler=GPipe())
+    first, second = make_plan(one).plan, make_plan(other).plan
+    assert first.placement == second.placement
+    assert first.schedule != second.schedule
+    assert max(first.summary.peak_memory_bytes) < max(second.summary.peak_memory_bytes)
+
+
+def test_inference_runs_forwards_alone(gpt):
+    planned = make_plan(request(gpt, mode=Mode.INFER))
+    assert {task.phase.value for order in planned.plan.schedule.tasks for task in order} == {"F"}
+    assert planned.plan.mode == "infer"
+
+
+def test_a_batch_is_divided_as_the_strategy_needs(gpt):
+    # 16 micro-batches of 1 cannot be shared by 4 replicas; 4 of 4 can.
+    planned = make_plan(dataclasses.replace(request(gpt), strategy=DataParallel()))
+    assert (planned.plan.summary.micro_batches, planned.plan.summary.micro_batch_size) == (4, 4)
+    with pytest.raises(InfeasibleError, match="cannot share"):
+        make_plan(dataclasses.replace(request(gpt, batch_size=6), strategy=DataParallel()))
+
+
+def test_a_baked_batch_is_the_step(tmp_path):
+    planned = make_plan(request(baked_model(tmp_path / "m.onnx", 8), devices=2))
+    assert (planned.problem.batch_size, planned.problem.micro_batches) == (8, 8)
+    assert planned.problem.graph.inputs[0].shape == (1, 4)
+
+
+def test_a_batch_baked_to_one_sample_makes_micro_batches_of_one(tmp_path):
+    planned = make_plan(request(baked_model(tmp_path / "m.onnx", 1), devices=2, batch_size=64))
+    assert (planned.problem.micro_batches, planned.problem.micro_batch_size) == (64, 1)
+
+
+def test_a_batch_that_cannot_be_cut_is_left_whole(tmp_path):
+    planned = make_plan(request(baked_model(tmp_path / "m.onnx", 8, expanded=True), devices=2, batch_size=16))
+    assert (planned.problem.micro_batches, planned.problem.micro_batch_size) == (2, 8)
+
+
+def test_indivisible_batches_are_refused(gpt):
+    with pytest.raises(ConfigurationError, match="3 micro-batches do not divide"):
+        make_plan(request(gpt, batch_size=8, micro_batches=3))
+
+
+def test_training_without_a_loss_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="loss"):
+        make_plan(request(baked_model(tmp_path / "m.onnx", 2), devices=1, mode=Mode.TRAIN))
+
+
+def test_memory_limits_are_kept_or_refused_with_a_number(gpt):
+    free = dataclasses.replace(request(gpt, batch_size=64, micro_batches=16), scheduler=GPipe())
+    peak = max(make_plan(free).timeline.peak_memory)
+    assert make_plan(dataclasses.replace(free, memory_limit=peak)).timeline.peak_memory
+    # 1F1B fits where GPipe does not: the strategy finds a placement, the simulation refuses GPipe's step.
+    with pytest.raises(InfeasibleError, match=r"stage \d on device \d would need .* may be used: .* too much") as caught:
+        make_plan(dataclasses.replace(free, memory_limit=peak * 3 // 4))
+    assert "micro-batches" in caught.value.hint
+
+
+def test_failures_name_the_pass_and_those_before_it(gpt, tmp_path):
+    with pytest.raises(InfeasibleError, match="pass pipedream, after read, cost: "):
+        make_plan(request(gpt, memory_limit=1000))
+    (tmp_path / "no.onnx").write_bytes(b"no model")
+    with pytest.raises(ModelError, match=r"no\.onnx"):
+        make_plan(request(tmp_path / "no.onnx"))
+
+
+def test_a_plan_is_reopened_on_its_own_model_only(gpt, tmp_path):
+    planned = make_plan(request(gpt, batch_size=8, micro_batches=4))
+    again = reopen(request(gpt), planned.plan)
+    assert (again.problem, again.timeline, again.digest) == (planned.problem, planned.timeline, planned.digest)
+    other = tmp_path / "other.onnx"
+    build(configure("gpt", {"layers": "2", "hidden": "32", "heads": "2", "sequence": "16", "loss": "true"})).save(other)
+    with pytest.raises(ConfigurationError, match="does not belong to this model"):
+        reopen(request(other), planned.plan)
