@@ -132,8 +132,10 @@ def _fused(
 ) -> tuple[Tensor, list[Tensor]]:
     """The whole layer by one of torch's kernels."""
     backward = layer.direction == "reverse"
-    x = layer.x.flip(0) if backward else layer.x
-    start = tuple(layer.states) if len(layer.states) > 1 else layer.states[0]
+    # Kernels want contiguous tensors of the weights' type, which under autocast the operands may not have.
+    x = (layer.x.flip(0) if backward else layer.x).to(layer.weight.dtype).contiguous()
+    states = [state.to(layer.weight.dtype).contiguous() for state in layer.states]
+    start = tuple(states) if len(states) > 1 else states[0]
     directions = layer.weight.shape[0]
     y, *finals = kernel(
         x,
