@@ -7,7 +7,7 @@ from autopipe.backends.torch.emission.elementwise import unary
 
 
 def _gelu(call: Call) -> str:
-    approximate = call.node.text("approximate", "none")
+    approximate = call.choice("approximate", "none", ("none", "tanh"))
     return f'F.gelu({call.arg(0)}, approximate="tanh")' if approximate == "tanh" else f"F.gelu({call.arg(0)})"
 
 

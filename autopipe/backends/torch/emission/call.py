@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopipe.ir.dtype import DType
+from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Node, Value
 from autopipe.ir.ops.row import Signature
 from autopipe.ir.placement import Split
@@ -78,6 +79,18 @@ class Call:
             return None
         value = array.reshape(()).item()
         return number(value) if self.operand(index).dtype is DType.FLOAT32 else literal(value)
+
+    def choice(self, name: str, default: str, choices: Iterable[str]) -> str:
+        """The string attribute `name`; raises ModelError where it is none of `choices`."""
+        text = self.node.text(name, default)
+        known = list(choices)
+        if text not in known:
+            raise ModelError(
+                f"attribute {name!r} of {self.node.op} is {text!r}",
+                hint=f"it may be {', '.join(known)}",
+                where=repr(self.node.name),
+            )
+        return text
 
     def stated(self, name: str, default: float) -> str:
         """A Python literal for the float attribute `name`."""

@@ -114,8 +114,8 @@ def _is_inf(call: Call) -> str:
 
 
 def _shift(call: Call) -> str:
-    function = "torch.bitwise_left_shift" if call.node.text("direction") == "LEFT" else "torch.bitwise_right_shift"
-    return f"{function}({call.arg(0)}, {call.arg(1)})"
+    direction = call.choice("direction", "", ("LEFT", "RIGHT")).lower()
+    return f"torch.bitwise_{direction}_shift({call.arg(0)}, {call.arg(1)})"
 
 
 def _dropout(call: Call) -> str:

@@ -10,13 +10,31 @@ from autopipe.ir.ops.lines import positive
 def _gather(call: Call) -> str:
     axis = indexed_axis(call.signature)
     data = call.operand(0)
-    fixed = call.constant(1)
-    if fixed is not None and fixed.ndim == 0:
-        place = positive(int(fixed), data.shape[axis])
-        return f"{call.arg(0)}[{', '.join([':'] * axis + [str(place)])}]"
-    if axis == 0 and len(data.shape) == 2 and data.dtype.is_floating:
+    before = [":"] * axis
+    fixed = _range(call, axis)
+    if fixed:
+        return f"{call.arg(0)}[{', '.join([*before, fixed])}]"
+    if axis == 0 and len(data.shape) == 2 and data.dtype.is_floating and _may_count_from_front(call):
         return f"F.embedding({call.arg(1)}, {call.arg(0)})"
-    return f"{call.arg(0)}[{', '.join([':'] * axis + [call.arg(1)])}]"
+    return f"{call.arg(0)}[{', '.join([*before, call.arg(1)])}]"
+
+
+def _range(call: Call, axis: int) -> str:
+    """Known indices as Python writes them, one place or a range of neighbours; "" where they are neither."""
+    indices = call.constant(1)
+    if indices is None or indices.ndim > 1 or not indices.size:
+        return ""
+    extent = call.operand(0).shape[axis]
+    places = [positive(int(index), extent) for index in indices.reshape(-1)]
+    if indices.ndim == 0:
+        return str(places[0])
+    neighbours = places == list(range(places[0], places[0] + len(places)))
+    return f"{places[0]}:{places[-1] + 1}" if neighbours else ""
+
+
+def _may_count_from_front(call: Call) -> bool:
+    """Indices that are not known are taken to be those of an embedding, which are not negative (torch checks)."""
+    return call.constant(1) is None or _counted_from_front(call)
 
 
 def _counted_from_front(call: Call) -> bool:
@@ -38,13 +56,13 @@ def _gather_nd(call: Call) -> str:
 
 def _scatter_elements(call: Call) -> str:
     axis = indexed_axis(call.signature)
-    reduction = call.node.text("reduction", "none")
+    reduction = call.choice("reduction", "none", ("none", *_REDUCTIONS))
     ending = f', "{_REDUCTIONS[reduction]}"' if reduction != "none" else ""
     return f"operators.scatter_elements({call.arg(0)}, {axis}, {call.arg(1)}, {call.arg(2)}{ending})"
 
 
 def _scatter_nd(call: Call) -> str:
-    reduction = call.node.text("reduction", "none")
+    reduction = call.choice("reduction", "none", ("none", *_REDUCTIONS))
     ending = f', "{_REDUCTIONS[reduction]}"' if reduction != "none" else ""
     return f"operators.scatter_nd({call.arg(0)}, {call.arg(1)}, {call.arg(2)}{ending})"
 
@@ -55,7 +73,7 @@ _REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 def _tensor_scatter(call: Call) -> str:
     axis = positive(call.node.integer("axis", -2), len(call.operand(0).shape))
-    circular = call.node.text("mode", "linear") == "circular"
+    circular = call.choice("mode", "linear", ("linear", "circular")) == "circular"
     start = call.optional(2)
     return f"operators.tensor_scatter({call.arg(0)}, {call.arg(1)}, {start}, {axis}, circular={circular})"
 

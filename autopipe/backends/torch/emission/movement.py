@@ -73,19 +73,16 @@ def _range(start: int, count: int, step: int, extent: int) -> str:
 
 def _pad(call: Call) -> str:
     pads = padding(call.signature)
-    mode = call.node.text("mode", "constant")
+    mode = call.choice("mode", "constant", ("constant", "reflect", "edge", "wrap"))
     if all(pair == (0, 0) for pair in pads):
         return call.arg(0)
     if mode != "constant":
-        return f'operators.pad({call.arg(0)}, {pads}, "{_PAD_MODES[mode]}")'
+        return f'operators.pad({call.arg(0)}, {pads}, "{mode}")'
     if call.opset < 11:
         value = call.stated("value", 0.0)
     else:
         value = call.scalar(2) or "0"
     return padded(call.arg(0), pads, value)
-
-
-_PAD_MODES = {"reflect": "reflect", "edge": "edge", "wrap": "wrap"}
 
 
 def padded(code: str, pads: tuple[tuple[int, int], ...], value: str = "0") -> str:
@@ -119,7 +116,7 @@ def _center_crop_pad(call: Call) -> str:
 
 def _depth_to_space(call: Call) -> str:
     block = call.node.integer("blocksize")
-    if call.node.text("mode", "DCR") == "CRD":
+    if call.choice("mode", "DCR", ("DCR", "CRD")) == "CRD":
         return f"F.pixel_shuffle({call.arg(0)}, {block})"
     batch, channels, height, width = call.operand(0).shape
     split = reshaped(call.arg(0), (batch, block, block, channels // block**2, height, width))
@@ -128,7 +125,7 @@ def _depth_to_space(call: Call) -> str:
 
 def _space_to_depth(call: Call) -> str:
     block = call.node.integer("blocksize")
-    if call.node.text("mode", "DCR") == "CRD":
+    if call.choice("mode", "DCR", ("DCR", "CRD")) == "CRD":
         return f"F.pixel_unshuffle({call.arg(0)}, {block})"
     batch, channels, height, width = call.operand(0).shape
     split = reshaped(call.arg(0), (batch, channels, height // block, block, width // block, block))

@@ -9,8 +9,8 @@ _MODES = {"linear": "bilinear", "bilinear": "bilinear", "nearest": "nearest", "c
 
 
 def _grid_sample(call: Call) -> str:
-    mode = _MODES[call.node.text("mode", "linear")]
-    padding = call.node.text("padding_mode", "zeros")
+    mode = _MODES[call.choice("mode", "linear", _MODES)]
+    padding = call.choice("padding_mode", "zeros", ("zeros", "border", "reflection"))
     corners = bool(call.node.integer("align_corners"))
     settings = f"mode={mode!r}, padding_mode={padding!r}, align_corners={corners}"
     return f"F.grid_sample({call.arg(0)}, {call.arg(1)}, {settings})"

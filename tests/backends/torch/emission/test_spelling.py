@@ -9,6 +9,7 @@ import pytest
 
 from autopipe.backends.torch.emission.call import Call, number
 from autopipe.backends.torch.emission.table import EMITTERS
+from autopipe.ir.errors import ModelError
 from autopipe.ir.ops import OPERATORS, signature_of
 from tests.ir.ops.uses import use_of
 
@@ -31,8 +32,18 @@ def spelled(op: str, arrays: list[np.ndarray | None], **settings: Any) -> str:
     return EMITTERS[op](Call(signature, codes))
 
 
-def test_every_row_has_an_emitter_and_every_emitter_a_row() -> None:
-    assert OPERATORS.keys() == EMITTERS.keys()
+def test_every_row_has_an_emitter_and_every_emitter_of_onnx_a_row() -> None:
+    ours = {name for name in EMITTERS if name.startswith("autopipe.")}
+    assert OPERATORS.keys() | ours == EMITTERS.keys()
+
+
+def test_unknown_words_are_refused() -> None:
+    for op, arrays, settings in (
+        ("Gelu", [floats(3)], {"approximate": "erf'"}),
+        ("DepthToSpace", [floats(1, 4, 2, 2)], {"blocksize": 2, "mode": "\n"}),
+    ):
+        with pytest.raises(ModelError, match="attribute"):
+            spelled(op, arrays, **settings)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +90,8 @@ def test_every_row_has_an_emitter_and_every_emitter_a_row() -> None:
         ("Gather", [floats(9, 4), integers(1, 2)], {}, "F.embedding(b, a)"),
         ("Gather", [floats(9, 4), np.array(-1)], {"axis": 1, "known": [1]}, "a[:, 3]"),
         ("Gather", [floats(9, 4), integers(1, 2)], {"axis": 1}, "a[:, b]"),
+        ("Gather", [floats(9, 4), integers(-2, -1)], {"axis": 1, "known": [1]}, "a[:, 2:4]"),
+        ("Gather", [floats(9, 4), integers(-1, 0)], {"known": [1]}, "a[b]"),
         ("ReduceMean", [floats(2, 3), integers(-1)], {}, "a.mean(dim=1, keepdim=True)"),
         ("ReduceSum", [integers(1, 2), integers(0)], {"keepdims": 0}, "a.sum(dim=0, dtype=torch.int64)"),
         ("ArgMax", [floats(2, 3)], {"axis": 1, "keepdims": 0}, "torch.argmax(a, dim=1)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -66,7 +67,7 @@ def col2im(
         shape = [1] * (2 * rank)
         shape[i], shape[rank + i] = block[i], counts[i]
         flat = flat * padded[i] + (inside.unsqueeze(1) + places).reshape(shape)
-    total, channels = int(torch.tensor(padded).prod()), data.shape[1] // max(1, int(torch.tensor(block).prod()))
+    total, channels = math.prod(padded), data.shape[1] // math.prod(block)
     source = data.reshape(data.shape[0], channels, -1)
     result = data.new_zeros(data.shape[0], channels, total).index_add(2, flat.flatten(), source)
     result = result.reshape(data.shape[0], channels, *padded)
