@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
+from functools import partial
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.placement import Placement
@@ -25,8 +26,8 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
     works = stage_work(problem, placement)
     gradients = values_with_gradient(graph, uses_of(graph)) if problem.train else frozenset()
     held = {name: (index, parts) for index, work in enumerate(works) for name, parts in _parts_sent(work).items()}
-    forward: Counter[tuple[int, int, int, int]] = Counter()
-    backward: Counter[tuple[int, int, int, int]] = Counter()
+    forward: defaultdict[tuple[int, int, int, int], list[int]] = defaultdict(list)
+    backward: defaultdict[tuple[int, int, int, int], list[int]] = defaultdict(list)
     for target, work in enumerate(works):
         for name, needed in work.received(graph).items():
             if name not in held:
@@ -34,21 +35,21 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
             source, parts = held[name]
             for sender, receiver, share in _slices(works[source].stage.devices, parts, work.stage.devices, needed):
                 size = round(graph.type_of(name).bytes * share)
-                forward[source, target, sender, receiver] += size
+                forward[source, target, sender, receiver].append(size)
                 if name in gradients:
-                    backward[source, target, sender, receiver] += size
+                    backward[source, target, sender, receiver].append(size)
+    seconds = partial(_seconds, problem.cluster)
     return tuple(
-        Message(*key, size, backward[key], *_seconds(problem.cluster, key[2], key[3], size, backward[key]))
-        for key, size in sorted(forward.items())
+        Message(
+            *key, sum(sizes), sum(backward[key]), seconds(key[2], key[3], sizes), seconds(key[3], key[2], backward[key])
+        )
+        for key, sizes in sorted(forward.items())
     )
 
 
-def _seconds(cluster: Cluster, source: int, target: int, forward: int, backward: int) -> tuple[float, float]:
-    """Seconds of both ways; a device sends itself nothing."""
-    if source == target:
-        return 0.0, 0.0
-    there, back = cluster.link(source, target), cluster.link(target, source)
-    return there.seconds(forward) if forward else 0.0, back.seconds(backward) if backward else 0.0
+def _seconds(cluster: Cluster, source: int, target: int, sizes: list[int]) -> float:
+    """Seconds of sending values of these sizes, each a message of its own; a device sends itself nothing."""
+    return 0.0 if source == target else sum(cluster.link(source, target).seconds(size) for size in sizes)
 
 
 def _parts_sent(work: StageWork) -> dict[str, int]:

@@ -48,6 +48,10 @@ class Tables:
     samples: SampleAxes
     received: Shared
     sent: Shared
+    arriving: Matrix
+    """Number of values received: each is a message of its own."""
+    leaving: Matrix
+    """Number of values sent."""
     kept: Shared
     workspace: Shared
     state: Matrix
@@ -72,9 +76,9 @@ class Tables:
 
         A stage receives activations from the stages before it and, in training, gradients from those after it.
         """
-        found = _message_seconds(self.received.local(degree), before)
+        found = _message_seconds(self.received.local(degree), self.arriving, before)
         if self.problem.train:
-            found = found + _message_seconds(self.sent.local(degree), after)
+            found = found + _message_seconds(self.sent.local(degree), self.leaving, after)
             states = self.problem.optimizer.states
             per_byte = update_seconds(device, 1.0, states) - device.launch_latency_s
             update = self.gradients * per_byte + device.launch_latency_s
@@ -111,6 +115,8 @@ def make_tables(problem: Problem, chain: Chain) -> Tables:
         samples,
         received=shared(incoming_sums, located),
         sent=shared(outgoing_sums, located),
+        arriving=incoming_sums(chain.blocks, [(block, readers, 1.0) for _, block, readers, _ in values]),
+        leaving=outgoing_sums(chain.blocks, [(block, readers, 1.0) for _, block, readers, _ in values]),
         kept=shared(distinct_sums, list(_kept(problem, chain, samples))),
         workspace=_workspace(problem, chain, samples, widths),
         state=state,
@@ -118,10 +124,11 @@ def make_tables(problem: Problem, chain: Chain) -> Tables:
     )
 
 
-def _message_seconds(sizes: Matrix, link: Link | None) -> Matrix:
+def _message_seconds(sizes: Matrix, values: Matrix, link: Link | None) -> Matrix:
     if link is None:
         return np.zeros_like(sizes)
-    return np.where(sizes > 0, link.latency_s + sizes / link.bandwidth_bytes_per_s, 0.0)
+    seconds: Matrix = values * link.latency_s + sizes / link.bandwidth_bytes_per_s
+    return seconds
 
 
 def _crossing(problem: Problem, chain: Chain) -> Iterable[tuple[str, int, list[int], float]]:
@@ -151,9 +158,7 @@ def _parameters(problem: Problem, chain: Chain) -> tuple[Matrix, Matrix]:
     return distinct_sums(chain.blocks, state), distinct_sums(chain.blocks, gradients)
 
 
-def _kept(
-    problem: Problem, chain: Chain, samples: SampleAxes
-) -> Iterable[tuple[bool, list[int], float]]:
+def _kept(problem: Problem, chain: Chain, samples: SampleAxes) -> Iterable[tuple[bool, list[int], float]]:
     """(whether replicas share it out, blocks that keep it, bytes) of everything kept."""
     blocks: dict[tuple[str, int], list[int]] = {}
     facts: dict[tuple[str, int], tuple[bool, float]] = {}
@@ -166,9 +171,7 @@ def _kept(
         yield cut, sorted(set(blocks[key])), size
 
 
-def _workspace(
-    problem: Problem, chain: Chain, samples: SampleAxes, widths: dict[str, int]
-) -> Shared:
+def _workspace(problem: Problem, chain: Chain, samples: SampleAxes, widths: dict[str, int]) -> Shared:
     """The largest task's passing memory: gradients of a node's tensors, or without training what is alive around it."""
     graph = problem.graph
     most = {True: np.zeros(chain.blocks), False: np.zeros(chain.blocks)}
