@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import subprocess
-import xml.etree.ElementTree as ElementTree
+from xml.etree import ElementTree
 
 import pytest
 

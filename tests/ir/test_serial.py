@@ -20,15 +20,17 @@ from autopipe.ir.serial.plan_file import plan_digest, read_plan, write_plan
 from autopipe.ir.serial.record import Record
 from autopipe.ir.timeline import Span, Timeline
 
-TASKS = tuple(tuple(map(Task.parse, text.split())) for text in ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "1F0 1B0 1F1 1B1"))
+ORDERS = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "1F0 1B0 1F1 1B1")
+TASKS = tuple(tuple(map(Task.parse, order.split())) for order in ORDERS)
 
 
 def a_plan(model):
     split = (Split("b", 2),)
     stages = (Stage((0, 1, 2, 5), (0,), 4), Stage((3, 4), (1, 2), 4, ((3, split), (4, split)), recompute=True))
     summary = Summary(
-        "manual", "1f1b", 3, 2, 2, 4, 2, 0.5, 16.0, 0.25, (10, 20, 20), (("read", 0.1), ("manual", 0.2)), 0.4, False, None
-    )
+        "manual", "1f1b", 3, 2, 2, 4, 2, 0.5, 16.0, 0.25, (10, 20, 20), (("read", 0.1), ("manual", 0.2)), 0.4, False,
+        None,
+    )  # fmt: skip
     prediction = Prediction(
         (StagePrediction(0.1, 0.2, 0.0, 0.01, 8, 16, 4, 2), StagePrediction(0.1, 0.2, 0.05, 0.01, 8, 16, 4, 2)),
         (Message(0, 1, 0, 1, 64, 32, 0.001, 0.0005), Message(0, 1, 0, 2, 64, 32, 0.001, 0.0005)),
@@ -38,8 +40,12 @@ def a_plan(model):
 
 
 def a_timeline():
-    spans = (Span(device, task, float(place), place + 1.0) for device in range(3) for place, task in enumerate(TASKS[device]))
-    return Timeline(tuple(spans), (), (((0.0, 10),), ((0.0, 20),), ((0.0, 20),)), (10, 20, 20), 4.0)
+    spans = tuple(
+        Span(device, task, float(place), place + 1.0)
+        for device, order in enumerate(TASKS)
+        for place, task in enumerate(order)
+    )
+    return Timeline(spans, (), (((0.0, 10),), ((0.0, 20),), ((0.0, 20),)), (10, 20, 20), 4.0)
 
 
 @pytest.fixture
@@ -92,8 +98,8 @@ def at(document, path):
 
 NOT_READ = {
     ("plan.json", "message_columns"), ("schedule.json", "makespan"), ("schedule.json", "lower_bound"),
-    ("schedule.json", "optimal"), ("schedule.json", "gap"), ("schedule.json", "peak_memory"), ("schedule.json", "start"),
-    ("schedule.json", "time"), ("schedule.json", "memory"), ("schedule.json", "after"),
+    ("schedule.json", "optimal"), ("schedule.json", "gap"), ("schedule.json", "peak_memory"),
+    ("schedule.json", "start"), ("schedule.json", "time"), ("schedule.json", "memory"), ("schedule.json", "after"),
 }  # fmt: skip
 """Keys for other readers: a plan is simulated anew from what it decides."""
 
