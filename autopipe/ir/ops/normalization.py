@@ -13,7 +13,7 @@ def trains(signature: Signature) -> bool:
     """Whether a BatchNormalization normalises by the batch's own statistics."""
     if signature.opset >= _TRAINING_MODE_STATED:
         return bool(signature.node.integer("training_mode"))
-    return len(signature.results) > 1
+    return any(value is not None for value in signature.results[1:])
 
 
 def batch_norm(signature: Signature) -> Line:

@@ -13,7 +13,7 @@ from autopipe.ir.space import Space
 def pool(signature: Signature) -> Line:
     """`n c *i -> n c *o`; where indices into the whole tensor are asked for, it stays whole."""
     rank = len(signature.operand(0).shape) - 2
-    lead = "n! c!" if len(signature.results) > 1 else "n c"
+    lead = "n! c!" if any(value is not None for value in signature.results[1:]) else "n c"
     result = f"{lead} {spatial('o', rank)}"
     results = [result if value is not None else "?" for value in signature.results]
     return Line(f"{lead} {spatial('i', rank)} -> {', '.join(results)}")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from autopipe.backends.torch.emission.call import Call, Emitter, literal, torch_dtype
+from autopipe.backends.torch.emission.call import Call, Emitter, literal, number, torch_dtype
 from autopipe.ir.ops.products import equation_of, has_bias
+
+
+def _matmul(call: Call) -> str:
+    library = "operators.matmul_whole" if call.result().dtype.is_integer else "torch.matmul"
+    return f"{library}({call.arg(0)}, {call.arg(1)})"
 
 
 def _gemm(call: Call) -> str:
@@ -18,7 +23,7 @@ def _gemm(call: Call) -> str:
         product = f"torch.mm({left}, {right})"
         return product if alpha == 1.0 else f"{_factor(call, alpha)} * {product}"
     bias = call.arg(2)
-    if node.integer("transB") and alpha == beta == 1.0 and len(call.operand(2).shape) == 1:
+    if node.integer("transB") and alpha == beta == 1.0 and call.operand(2).shape == call.result().shape[1:]:
         return f"F.linear({left}, {call.arg(1)}, {bias})"
     factors = f", beta={_factor(call, beta)}" if beta != 1.0 else ""
     factors += f", alpha={_factor(call, alpha)}" if alpha != 1.0 else ""
@@ -26,7 +31,7 @@ def _gemm(call: Call) -> str:
 
 
 def _factor(call: Call, value: float) -> str:
-    return literal(int(value) if call.result().dtype.is_integer else value)
+    return literal(int(value)) if call.result().dtype.is_integer else number(value)
 
 
 def _einsum(call: Call) -> str:
@@ -45,7 +50,7 @@ def _matmul_quantized(call: Call) -> str:
 
 
 PRODUCTS: dict[str, Emitter] = {
-    "MatMul": lambda call: f"torch.matmul({call.arg(0)}, {call.arg(1)})",
+    "MatMul": _matmul,
     "autopipe.Linear": lambda call: f"F.linear({call.arg(0)}, {call.arg(1)}.t(), {call.arg(2)})",
     "Gemm": _gemm,
     "Einsum": _einsum,

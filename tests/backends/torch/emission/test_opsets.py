@@ -118,3 +118,9 @@ def test_convolution(stride: int, dilation: int, kernel: int, pads: list[int], m
     reach = attributes["dilations"][0] * (kernel - 1)
     if policy == "NOTSET" and sum(pads) <= reach + 4:
         compare("ConvTranspose", [normal(2, 4, 6), normal(4, 3, kernel), normal(6)], opset=21, **attributes)
+
+
+def test_products_of_integers() -> None:
+    left = np.arange(-6, 6, dtype=np.int64).reshape(3, 4) * 2**40
+    compare("MatMul", [left, np.arange(8, dtype=np.int64).reshape(4, 2)], opset=13)
+    compare("MatMul", [left.astype(np.int32), np.arange(4, dtype=np.int32)], opset=13)

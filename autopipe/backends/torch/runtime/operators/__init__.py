@@ -34,6 +34,7 @@ from autopipe.backends.torch.runtime.operators.quantization import (
     dynamic_quantize_linear,
     matmul_integer,
     matmul_quantized,
+    matmul_whole,
     quantize_linear,
 )
 from autopipe.backends.torch.runtime.operators.recurrent import gru, lstm, rnn
@@ -70,6 +71,7 @@ __all__ = [
     "lstm",
     "matmul_integer",
     "matmul_quantized",
+    "matmul_whole",
     "max_pool_with_indices",
     "max_unpool",
     "mean_variance_norm",

@@ -43,6 +43,11 @@ def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _saturate(torch.round(x / scale) + zero_point, torch.uint8), scale, zero_point.to(torch.uint8)
 
 
+def matmul_whole(a: Tensor, b: Tensor) -> Tensor:
+    """The product of stacks of integer matrices, in their own type; CUDA has none, so there the CPU computes it."""
+    return torch.matmul(a.cpu(), b.cpu()).to(a.device) if a.is_cuda else torch.matmul(a, b)
+
+
 def matmul_integer(a: Tensor, b: Tensor, a_zero_point: Tensor | None, b_zero_point: Tensor | None) -> Tensor:
     """`(a - a_zero_point) @ (b - b_zero_point)` as int32; zero points by row of a and by column of b."""
     return torch.matmul(_centred(a, a_zero_point, -1), _centred(b, b_zero_point, -2)).to(torch.int32)
