@@ -1,4 +1,7 @@
-"""Reading and writing at places that may count from the end, as ONNX allows and torch does not."""
+"""Reading and writing at places that may count from the end, as ONNX allows and torch does not.
+
+What is written takes the type of what it is written into: under autocast the two may differ, which torch refuses.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def gather_nd(data: Tensor, indices: Tensor, batch: int) -> Tensor:
 
 def scatter_elements(data: Tensor, dim: int, indices: Tensor, updates: Tensor, reduction: str | None = None) -> Tensor:
     """`data` with `updates` written, or combined by `sum`, `prod`, `amax` or `amin`, at `indices` along `dim`."""
-    places = _from_front(indices, data.shape[dim])
+    places, updates = _from_front(indices, data.shape[dim]), updates.to(data.dtype)
     if reduction is None:
         return data.scatter(dim, places, updates)
     return data.scatter_reduce(dim, places, updates, reduction)
@@ -36,7 +39,7 @@ def scatter_elements(data: Tensor, dim: int, indices: Tensor, updates: Tensor, r
 
 def scatter_nd(data: Tensor, indices: Tensor, updates: Tensor, reduction: str | None = None) -> Tensor:
     """`data` with slices `updates` written, or combined, at the tuples in the last dimension of `indices`."""
-    places = indices.unbind(-1)
+    places, updates = indices.unbind(-1), updates.to(data.dtype)
     if reduction in (None, "sum"):
         return data.index_put(places, updates, accumulate=reduction == "sum")
     depth = indices.shape[-1]
@@ -58,7 +61,7 @@ def tensor_scatter(past: Tensor, update: Tensor, start: Tensor | None, dim: int,
         places = places.remainder(past.shape[dim])
     shape = [1] * past.dim()
     shape[0], shape[dim] = places.shape
-    return past.scatter(dim, places.reshape(shape).expand(update.shape), update)
+    return past.scatter(dim, places.reshape(shape).expand(update.shape), update.to(past.dtype))
 
 
 def one_hot(indices: Tensor, depth: int, values: Tensor, dim: int) -> Tensor:

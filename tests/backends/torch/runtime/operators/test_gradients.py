@@ -63,3 +63,13 @@ def test_dropout_scales_what_it_keeps() -> None:
     assert mask.dtype == torch.bool
     assert torch.equal(result, torch.where(mask, 1 / 0.75, 0.0).to(result.dtype))
     assert 650 < int(mask.sum()) < 850
+
+
+@pytest.mark.parametrize(
+    "name", ["scatter_elements", "scatter_nd", "scatter_nd sum", "scatter_nd prod", "tensor_scatter"]
+)
+def test_what_is_written_may_have_another_type(name: str) -> None:
+    function, shapes = CASES[name]
+    first, second = (torch.full(shape, 0.5) for shape in shapes)
+    for left, right in ((first.bfloat16(), second), (first, second.bfloat16())):
+        assert torch.equal(function(left, right).float(), function(first, second))
