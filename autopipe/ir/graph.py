@@ -163,7 +163,8 @@ class Graph:
     """A whole model, or one evaluation of it on one micro-batch.
 
     `values` types every value that a node writes, in the order written. `opset` is the version of the "" domain that
-    gives the nodes their meaning. `batch_axes` says, for each input that carries samples, which of its axes counts them.
+    gives the nodes their meaning. `batch_axes` says, for each input that carries samples, which of its axes counts
+    them.
     """
 
     name: str
@@ -194,12 +195,17 @@ class Graph:
         producers = {name: index for index, node in enumerate(self.nodes) for name in node.outputs if name}
         object.__setattr__(self, "_types", types)
         object.__setattr__(self, "_producers", producers)
-        held = {each.value.name: each for each in (*self.parameters, *self.constants)}
+        held: dict[str, Parameter | Constant] = {each.value.name: each for each in self.parameters}
+        held.update((each.value.name, each) for each in self.constants)
         object.__setattr__(self, "_held", held)
 
     def type_of(self, name: str) -> Value:
         """The value called `name`; raises KeyError if there is none."""
         return self._types[name]
+
+    def has(self, name: str) -> bool:
+        """Whether there is a value called `name`."""
+        return name in self._types
 
     def producer(self, name: str) -> int | None:
         """Index of the node that writes `name`; None for inputs, parameters and constants."""

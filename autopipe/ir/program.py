@@ -92,11 +92,16 @@ class DataInput:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's block of a parameter, and the ranks whose gradients for the same block add up to its gradient."""
+    """A rank's block of a parameter, and the ranks whose gradients for the same block add up to its gradient.
+
+    `home` is the one stage that uses the block, where there is one and all of those ranks run it: its last backward
+    completes the gradient on all of them.
+    """
 
     parameter: int
     box: Box
     gradient_ranks: tuple[int, ...]
+    home: int | None
 
 
 class Verb(enum.Enum):

@@ -31,8 +31,8 @@ class Pool:
     """`size` processes in one gloo world. A failure ends them; the next run starts new ones."""
 
     size: int
-    _processes: list[ForkServerProcess] = field(default_factory=list)
-    _connections: list[Connection[object, object]] = field(default_factory=list)
+    _processes: list[ForkServerProcess] = field(default_factory=list, repr=False)
+    _connections: list[Connection[object, object]] = field(default_factory=list, repr=False)
 
     def run(self, folder: Path, *arguments: object, timeout_s: float = TIMEOUT_S) -> list[str]:
         """Run every rank's file in `folder` with these command-line arguments; what each printed, by rank.
@@ -95,7 +95,7 @@ class Pool:
 class Pools:
     """A pool for every number of ranks that is asked for."""
 
-    _by_size: dict[int, Pool] = field(default_factory=dict)
+    _by_size: dict[int, Pool] = field(default_factory=dict, repr=False)
 
     def of(self, size: int) -> Pool:
         """The pool of `size` processes."""

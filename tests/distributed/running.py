@@ -98,7 +98,8 @@ def expected_step(graph: Graph, loss: str, folder: Path, batch: Mapping[str, np.
         evaluate(graph, parameters | inputs)[loss].reshape(()) for inputs in micro_batches_of(graph, batch, count)
     ]
     total = torch.stack(losses).mean()
-    total.backward()
+    if total.requires_grad:
+        total.backward()
     gradients = {
         index: (torch.zeros_like(tensor) if tensor.grad is None else tensor.grad).numpy()
         for index, tensor in enumerate(parameters.values())

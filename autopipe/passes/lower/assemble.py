@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import Box, Layout, Partial
+from autopipe.ir.layout import Layout, Partial
 from autopipe.ir.placement import Placement
 from autopipe.ir.program import (
     DataInput,
@@ -20,10 +21,12 @@ from autopipe.ir.program import (
     Verb,
 )
 from autopipe.ir.schedule import Schedule
+from autopipe.passes.lower.executable import check_messages, check_tasks
 from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.lower.inputs import input_ranges
 from autopipe.passes.lower.order import instructions, sections
-from autopipe.passes.lower.shard import ShardedStage, shard_stage
+from autopipe.passes.lower.parameters import parameter_shards, torn_parameters
+from autopipe.passes.lower.shard import Demands, ShardedStage, shard_stage
 from autopipe.passes.lower.stages import assign_nodes
 from autopipe.passes.lower.transfers import transfer_pieces
 
@@ -33,30 +36,56 @@ def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | No
 
     Raises CodegenError where the placement or the schedule cannot be executed.
     """
-    if loss is not None and math.prod(graph.type_of(loss).shape) != 1:
-        raise CodegenError(
-            f"the loss {loss!r} has shape {list(graph.type_of(loss).shape)}", hint="it must be one number"
-        )
+    _check_loss(graph, loss)
+    check_tasks(placement, schedule)
     wanted = (loss,) if loss is not None else tuple(dict.fromkeys(graph.outputs))
-    assigned = assign_nodes(graph, placement, wanted)
-    stages = tuple(
-        shard_stage(graph, number, stage, nodes.nodes, nodes.outputs)
-        for number, (stage, nodes) in enumerate(zip(placement.stages, assigned, strict=True))
-    )
+    stages = _sharded(graph, placement, wanted)
     pieces = transfer_pieces(graph, stages, differentiable_values(graph) if loss is not None else frozenset())
-    shards = _parameter_shards(graph, placement, stages)
+    check_messages(pieces, schedule)
+    shards = parameter_shards(graph, schedule.devices, stages)
+    batch = batch_axes_of(graph)
     return Program(
-        world_size=len(schedule.tasks),
+        world_size=schedule.devices,
         train=loss is not None,
         micro_batches=schedule.micro_batches,
         micro_batch_size=placement.stages[0].micro_batch_size,
         loss=loss,
         parameters=graph.parameters,
         inputs=input_ranges(graph),
-        outputs=tuple(_output(graph, name, placement, stages) for name in wanted),
+        outputs=tuple(_output(graph, name, stages, batch) for name in wanted),
         stages=tuple(stage.code for stage in stages),
-        ranks=tuple(_rank(rank, graph, stages, pieces, shards[rank], schedule) for rank in range(len(schedule.tasks))),
+        ranks=tuple(_rank(rank, graph, stages, pieces, shards[rank], schedule) for rank in range(schedule.devices)),
     )
+
+
+def _check_loss(graph: Graph, loss: str | None) -> None:
+    if loss is None:
+        return
+    if math.prod(graph.type_of(loss).shape) != 1:
+        raise CodegenError(
+            f"the loss {loss!r} has shape {list(graph.type_of(loss).shape)}", hint="it must be one number"
+        )
+    if graph.producer(loss) is None:
+        raise CodegenError(f"the loss {loss!r} is not computed by the model", hint="name a value that a node writes")
+
+
+def _sharded(graph: Graph, placement: Placement, wanted: tuple[str, ...]) -> tuple[ShardedStage, ...]:
+    """The stages' local forwards.
+
+    A parameter that stages would cut differently is held whole by all of them: its gradient is a sum over equal blocks.
+    """
+    assigned = assign_nodes(graph, placement, wanted)
+    shares = frozenset(wanted) - graph.consumers().keys()
+
+    def shard(whole: frozenset[str]) -> tuple[ShardedStage, ...]:
+        return tuple(
+            shard_stage(graph, number, stage, nodes, Demands(whole, shares))
+            for number, (stage, nodes) in enumerate(zip(placement.stages, assigned, strict=True))
+        )
+
+    stages = shard(frozenset())
+    torn = torn_parameters(stages)
+    return shard(torn) if torn else stages
 
 
 def _rank(
@@ -104,40 +133,12 @@ def _talking(rank: int, wired: tuple[StageOnRank, ...]) -> frozenset[tuple[int, 
     return frozenset(found)
 
 
-def _parameter_shards(
-    graph: Graph, placement: Placement, stages: tuple[ShardedStage, ...]
-) -> tuple[tuple[Shard, ...], ...]:
-    """For each rank its blocks of parameters; ranks with the same block of a parameter share its gradient."""
-    indices = {parameter.value.name: index for index, parameter in enumerate(graph.parameters)}
-    blocks: dict[tuple[int, int], Box] = {}
-    holders: dict[tuple[int, Box], list[int]] = {}
-    for stage in stages:
-        devices = stage.code.devices
-        for name, layout in stage.parameters.items():
-            for position, rank in enumerate(devices):
-                key = (rank, indices[name])
-                box = layout.box(position, len(devices))
-                if blocks.setdefault(key, box) != box:
-                    raise CodegenError(f"rank {rank} would hold {name!r} in two layouts")
-                ranks = holders.setdefault((indices[name], box), [])
-                if rank not in ranks:
-                    ranks.append(rank)
-    shards: list[list[Shard]] = [[] for _ in range(placement.devices)]
-    for (index, box), ranks in sorted(holders.items(), key=lambda item: (item[0][0], item[1])):
-        for rank in ranks:
-            shards[rank].append(Shard(index, box, tuple(sorted(ranks))))
-    return tuple(tuple(each) for each in shards)
-
-
-def _output(graph: Graph, name: str, placement: Placement, stages: tuple[ShardedStage, ...]) -> Output:
-    producer = graph.producer(name)
-    if producer is None:
-        raise CodegenError(f"output {name!r} is an input or a constant", hint="remove it from the model's outputs")
-    number = placement.stage_of()[producer]
-    layout = stages[number].outputs[name]
-    devices = placement.stages[number].devices
+def _output(graph: Graph, name: str, stages: tuple[ShardedStage, ...], batch: BatchAxes) -> Output:
+    stage = next(stage for stage in stages if name in stage.outputs)
+    layout = stage.outputs[name]
+    devices = stage.code.devices
     boxes = tuple(OutputShard(rank, layout.box(position, len(devices))) for position, rank in enumerate(devices))
-    return Output(graph.type_of(name), number, boxes, _combine(layout), _batch_dimension(graph, name))
+    return Output(graph.type_of(name), stage.code.stage, boxes, _combine(layout), _batch_axis(graph, name, batch))
 
 
 def _combine(layout: Layout) -> str:
@@ -146,6 +147,13 @@ def _combine(layout: Layout) -> str:
     return "mean" if layout.partial is Partial.MEAN else "sum"
 
 
-def _batch_dimension(graph: Graph, name: str) -> int | None:
-    """The axis of an output that counts samples."""
-    return 0 if graph.type_of(name).shape else None
+def _batch_axis(graph: Graph, name: str, batch: BatchAxes) -> int | None:
+    """The axis of an output along which micro-batches follow one another; None where it counts no samples.
+
+    Micro-batches of one sample leave no extent to follow through the graph: there it is taken to be the first axis of
+    what has one of extent one.
+    """
+    if batch.batch > 1:
+        samples = batch.of(name)
+        return samples.dimension if samples is not None and samples.outer == 1 else None
+    return 0 if graph.type_of(name).shape[:1] == (1,) else dict(graph.batch_axes).get(name)

@@ -7,7 +7,7 @@ from autopipe.ir.ops import operator_of
 
 
 def differentiable_values(graph: Graph) -> frozenset[str]:
-    """Values whose gradient a trainable parameter needs: floating, and computed from one through differentiable nodes."""
+    """Values whose gradient a trainable parameter needs: floating, computed from one through differentiable nodes."""
     found = {parameter.value.name for parameter in graph.parameters if parameter.trainable}
     for node in graph.nodes:
         row = operator_of(node)

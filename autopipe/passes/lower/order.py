@@ -35,7 +35,7 @@ def instructions(tasks: Sequence[Task], talking: frozenset[tuple[int, Verb]]) ->
 
 
 def sections(flat: Sequence[Instruction]) -> tuple[Section, Section, Section]:
-    """Warm-up, repetend and cool-down: the loop that covers most, and what stands before and after it, rolled up too."""
+    """Warm-up, repetend and cool-down: the loop that covers most, what stands before it and after, rolled up too."""
     loop = _longest_loop(flat)
     if loop is None:
         return tuple(flat), (), ()

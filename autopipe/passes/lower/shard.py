@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Constant, Graph, Node, Value
-from autopipe.ir.layout import Layout, Partial, operand_layout, replicated, result_layout
+from autopipe.ir.layout import Layout, Partial, is_block, operand_layout, replicated, result_layout
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
 from autopipe.ir.ops.row import Signature
 from autopipe.ir.placement import Split, Stage
 from autopipe.ir.program import Collective, Compute, Operation, StageCode
-from autopipe.ir.space import Space
+from autopipe.ir.space import AxisKind, Space
+from autopipe.passes.lower.stages import StageNodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +42,26 @@ class _Use:
     splits: tuple[Split, ...]
 
 
-def shard_stage(
-    graph: Graph, number: int, stage: Stage, nodes: tuple[tuple[int, tuple[Split, ...]], ...], outputs: tuple[str, ...]
-) -> ShardedStage:
-    """The local forward of `stage` computing `nodes` (with their splits) and giving `outputs`.
+@dataclass(frozen=True, slots=True)
+class Demands:
+    """What the rest of the program asks of how a stage holds things."""
 
-    A partial output stays partial where it is a scalar (a loss is added up when it is reported); other partial results
-    are reduced at once. Raises CodegenError for splits that cannot be executed.
+    whole: frozenset[str] = frozenset()
+    """Parameters that every device must hold whole."""
+    shares: frozenset[str] = frozenset()
+    """Scalars that nothing computes with: they may leave the stage as partial sums (a loss is added up when it is
+    reported)."""
+
+
+def shard_stage(graph: Graph, number: int, stage: Stage, nodes: StageNodes, demands: Demands) -> ShardedStage:
+    """The local forward of `stage` computing `nodes`.
+
+    Partial results are reduced at once, but for the shares that `demands` allows. Raises CodegenError for splits that
+    cannot be executed.
     """
     group = len(stage.devices)
-    uses = tuple(_use(graph, index, splits, group) for index, splits in nodes)
-    worker = _Sharding(graph, stage, _needs(graph, uses), outputs)
+    uses = tuple(_use(graph, index, splits, group) for index, splits in nodes.nodes)
+    worker = _Sharding(graph, stage, _needs(graph, uses, demands.whole), nodes.outputs, demands.shares)
     for use in uses:
         worker.place(use)
     return worker.finish(number)
@@ -69,19 +79,40 @@ def _use(graph: Graph, index: int, splits: tuple[Split, ...], group: int) -> _Us
             hint="one axis, split over all devices of the stage, can",
             where=repr(node.name),
         )
+    for split in splits:
+        _check_split(node, space, split)
     return _Use(index, node, signature, space, splits)
 
 
-def _needs(graph: Graph, uses: tuple[_Use, ...]) -> dict[str, Layout]:
+def _check_split(node: Node, space: Space, split: Split) -> None:
+    """Raise CodegenError unless the split leaves every device an equal block of the node's work."""
+    axis = next((axis for axis in space.axes if axis.name == split.axis), None)
+    if axis is None:
+        names = " ".join(axis.name for axis in space.axes) or "none"
+        raise CodegenError(f"{node.op} has no axis {split.axis!r}", hint=f"it has {names}", where=repr(node.name))
+    if axis.kind is AxisKind.WHOLE:
+        raise CodegenError(f"{node.op} cannot be split along {axis.name!r}", where=repr(node.name))
+    if axis.extent % split.degree:
+        raise CodegenError(
+            f"axis {axis.name!r} of {node.op} has extent {axis.extent}: {split.degree} devices cannot share it equally",
+            where=repr(node.name),
+        )
+    if not is_block(space, axis.name, split.degree):
+        raise CodegenError(
+            f"a share of axis {axis.name!r} of {node.op} is not one block of its tensors", where=repr(node.name)
+        )
+
+
+def _needs(graph: Graph, uses: tuple[_Use, ...], whole: frozenset[str]) -> dict[str, Layout]:
     """For each value the stage does not compute, the layout to hold it in: the one all users need, else whole."""
     written = {name for use in uses for name in use.node.outputs}
     wanted: dict[str, set[Layout]] = {}
     for use in uses:
         for position, name in enumerate(use.node.inputs):
             if name and name not in written:
-                constant = graph.constant(name) is not None
-                whole = replicated(graph.type_of(name).shape)
-                wanted.setdefault(name, set()).add(whole if constant else _operand_layout(use, position))
+                fixed = name in whole or graph.constant(name) is not None
+                layout = replicated(graph.type_of(name).shape) if fixed else _operand_layout(use, position)
+                wanted.setdefault(name, set()).add(layout)
     return {
         name: next(iter(layouts)) if len(layouts) == 1 else replicated(graph.type_of(name).shape)
         for name, layouts in wanted.items()
@@ -107,6 +138,7 @@ class _Sharding:
     stage: Stage
     taken: dict[str, Layout]
     outputs: tuple[str, ...]
+    shares: frozenset[str]
     operations: list[Operation] = field(default_factory=list)
     held: dict[str, tuple[Value, Layout]] = field(default_factory=dict)
     converted: dict[tuple[str, Layout], Value] = field(default_factory=dict)
@@ -154,14 +186,21 @@ class _Sharding:
         )
 
     def _hold(self, name: str, local: Value, layout: Layout) -> None:
-        if layout.partial is None or (name in self.outputs and not layout.shape):
+        if layout.partial is None or (name in self.shares and not layout.shape):
             self.held[name] = (local, layout)
             return
         reduced_layout = _plain(replace(layout, partial=None, partial_over=()))
-        partial = replace(local, name=f"{name}\0partial")
+        partial = replace(local, name=self._derived(name, "partial"))
         self._rename_last_result(name, partial)
         self._exchange("all_reduce", partial, local, average=layout.partial is Partial.MEAN)
         self.held[name] = (local, reduced_layout)
+
+    def _derived(self, name: str, what: str) -> str:
+        """A name for another form of a value that no value of the model has."""
+        found = f"{name}\0{what}"
+        while self.graph.has(found):
+            found += "\0"
+        return found
 
     def _rename_last_result(self, name: str, partial: Value) -> None:
         last = self.operations[-1]
@@ -185,7 +224,7 @@ class _Sharding:
             local = self._gathered(name, local, have)
         if not need.is_whole:
             dimension = next(index for index, cuts in enumerate(need.cuts) if cuts)
-            result = Value(f"{name}\0{dimension}", local.dtype, need.local_shape())
+            result = Value(self._derived(name, str(dimension)), local.dtype, need.local_shape())
             self._exchange("slice", local, result, dimension)
             local = result
         self.converted[name, need] = local
@@ -196,7 +235,7 @@ class _Sharding:
         if (name, whole) in self.converted:
             return self.converted[name, whole]
         dimension = next(index for index, cuts in enumerate(have.cuts) if cuts)
-        result = Value(f"{name}\0whole", local.dtype, have.shape)
+        result = Value(self._derived(name, "whole"), local.dtype, have.shape)
         self._exchange("all_gather", local, result, dimension)
         self.converted[name, whole] = result
         return result

@@ -32,6 +32,7 @@ def assign_nodes(graph: Graph, placement: Placement, wanted: tuple[str, ...]) ->
     for name in wanted:
         producer = graph.producer(name)
         if producer is None:
+            outputs[0][name] = None  # An input, parameter or constant: any stage can give it.
             continue
         stage = stage_of[producer]
         outputs[stage][name] = None

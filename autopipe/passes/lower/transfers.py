@@ -19,10 +19,8 @@ def transfer_pieces(
     pieces: list[Piece] = []
     for target, stage in enumerate(stages):
         for name, need in stage.inputs.items():
-            source = producers.get(name)
-            if source is None:
-                continue
-            pieces.extend(_value_pieces(name, source, target, stages, need, name in differentiable))
+            if graph.producer(name) is not None:
+                pieces.extend(_value_pieces(name, producers[name], target, stages, need, name in differentiable))
     return tuple(replace(piece, channel=channel) for channel, piece in enumerate(pieces))
 
 

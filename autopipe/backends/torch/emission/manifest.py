@@ -127,6 +127,7 @@ def _rank(rank: RankCode) -> dict[str, Any]:
                 "starts": list(shard.box.starts),
                 "stops": list(shard.box.stops),
                 "ranks": list(shard.gradient_ranks),
+                "home": shard.home,
             }
             for shard in rank.shards
         ],

@@ -30,26 +30,35 @@ class _Names:
         return code
 
 
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """The function as text, and the code of what it takes and gives."""
+
+    text: str
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
+
+
 def emit_forward(stage: StageCode) -> str:
     """The function `forward(p, …)` of a stage. Raises CodegenError for an operator without emission."""
+    return _forward(stage).text
+
+
+def _forward(stage: StageCode) -> _Forward:
     stage = merge_neighbours(stage)
     names = _Names()
     for index, value in stage.parameters:
         names.codes[value.name] = f"p.w{index}"
     for index, constant in stage.constants:
         names.codes[constant.value.name] = f"p.c{index}"
-    arguments = [names.fresh(value) for value in stage.inputs]
+    arguments = tuple(names.fresh(value) for value in stage.inputs)
     last_use = _last_uses(stage)
     lines = [f"def forward({', '.join(['p', *arguments])}):"]
     for position, operation in enumerate(stage.operations):
         lines.extend(_statement(operation, names, last_use.get(position, ())))
-    lines.append(f"    return {_results(stage, names)}")
-    return "\n".join(lines) + "\n"
-
-
-def _results(stage: StageCode, names: _Names) -> str:
-    codes = [names.codes[value.name] for value in stage.outputs]
-    return f"({', '.join(codes)}{',' if len(codes) == 1 else ''})"
+    results = tuple(names.codes[value.name] for value in stage.outputs)
+    lines.append(f"    return ({', '.join(results)}{',' if len(results) == 1 else ''})")
+    return _Forward("\n".join(lines) + "\n", arguments, results)
 
 
 def _last_uses(stage: StageCode) -> dict[int, tuple[str, ...]]:
@@ -145,25 +154,22 @@ def emit_stage(stage: StageCode, title: str) -> str:
 
     `title` is one line that says what the stage is part of; it must be plain text of our own.
     """
-    forward = emit_forward(stage)
-    used = dict.fromkeys(_CONSTANT.findall(forward))
-    names = [f"x{position}" for position in range(len(stage.inputs))]
-    outputs = forward.rstrip().rpartition("return ")[2].strip("()").rstrip(",")
-    listed = [name.strip() for name in outputs.split(",")]
+    forward = _forward(stage)
+    used = dict.fromkeys(_CONSTANT.findall(forward.text))
     return (
-        f'"""{title}\n\n{_summary(stage, names, listed)}"""\n\n'
+        f'"""{title}\n\n{_summary(stage, forward)}"""\n\n'
         "import torch\n"
         "import torch.nn.functional as F\n\n"
         "from autopipe.backends.torch.runtime import operators\n\n"
-        f"INPUTS = {_types(names, stage.inputs)}\n"
-        f"OUTPUTS = {_types(listed, stage.outputs)}\n"
+        f"INPUTS = {_types(forward.arguments, stage.inputs)}\n"
+        f"OUTPUTS = {_types(forward.results, stage.outputs)}\n"
         f"PARAMETERS = {tuple(f'w{index}' for index, _ in stage.parameters)!r}\n"
         f"CONSTANTS = {tuple(used)!r}\n\n\n"
-        f"{forward}"
+        f"{forward.text}"
     )
 
 
-def _types(names: list[str], values: tuple[Value, ...]) -> str:
+def _types(names: tuple[str, ...], values: tuple[Value, ...]) -> str:
     """A dict from identifier to element type and local shape."""
     lines = [
         f"    {name!r}: (torch.{value.dtype.value}, {value.shape!r}),\n"
@@ -172,10 +178,10 @@ def _types(names: list[str], values: tuple[Value, ...]) -> str:
     return f"{{\n{''.join(lines)}}}" if lines else "{}"
 
 
-def _summary(stage: StageCode, inputs: list[str], outputs: list[str]) -> str:
+def _summary(stage: StageCode, forward: _Forward) -> str:
     """Lines saying what goes in and out, and how large the parameters are."""
-    rows = [("in", name, value) for name, value in zip(inputs, stage.inputs, strict=True)]
-    rows += [("out", name, value) for name, value in zip(outputs, stage.outputs, strict=True)]
+    rows = [("in", name, value) for name, value in zip(forward.arguments, stage.inputs, strict=True)]
+    rows += [("out", name, value) for name, value in zip(forward.results, stage.outputs, strict=True)]
     lines = [f"{way:<4} {name:<5} {value.dtype.value:<8} {list(value.shape)}" for way, name, value in rows]
     elements = sum(value.elements for _, value in stage.parameters)
     size = sum(value.bytes for _, value in stage.parameters)

@@ -18,16 +18,18 @@ class Group:
     def __init__(self, ranks: tuple[int, ...], rank: int, process_group: dist.ProcessGroup | None) -> None:
         self.size = len(ranks)
         self.position = ranks.index(rank)
+        self.order = tuple(sorted(ranks).index(each) for each in ranks)
+        """Where each position's part is in what the process group gathers, which is by rank."""
         self.process_group = process_group
 
     def all_reduce(self, tensor: torch.Tensor, average: bool = False) -> torch.Tensor:
         """The sum, or with `average` the mean, of all ranks' tensors."""
-        total: torch.Tensor = _AllReduce.apply(tensor, self)
+        total: torch.Tensor = _AllReduce.apply(tensor, self)  # type: ignore[no-untyped-call]
         return total / self.size if average else total
 
     def all_gather(self, tensor: torch.Tensor, dimension: int) -> torch.Tensor:
         """The ranks' shards joined along `dimension`."""
-        gathered: torch.Tensor = _AllGather.apply(tensor, self, dimension)
+        gathered: torch.Tensor = _AllGather.apply(tensor, self, dimension)  # type: ignore[no-untyped-call]
         return gathered
 
     def slice(self, tensor: torch.Tensor, dimension: int) -> torch.Tensor:
@@ -53,7 +55,7 @@ class _AllGather(torch.autograd.Function):
         context.group, context.dimension = group, dimension
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size)]
         dist.all_gather(parts, tensor.contiguous(), group=group.process_group)
-        return torch.cat(parts, dimension)
+        return torch.cat([parts[place] for place in group.order], dimension)
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from autopipe.backends.torch.runtime.manifest import ShardEntry
 from autopipe.backends.torch.runtime.transport import Transport
 
 _BUCKET_BYTES = 25 * 2**20
@@ -31,23 +32,18 @@ class Bucket:
 class GradientReduction:
     """All buckets of a rank. Every rank of a group starts the group's buckets in the same order."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        parameters: dict[int, torch.Tensor],
-        ranks: dict[int, tuple[int, ...]],
-        home: dict[int, int],
-    ) -> None:
-        """`ranks[i]` add up parameter i. `home[i]` is the one stage of this rank that uses it, where there is one and
-        its group is those ranks: such buckets start as soon as the stage's last backward has their gradients, the
+    def __init__(self, transport: Transport, parameters: dict[int, torch.Tensor], shards: Iterable[ShardEntry]) -> None:
+        """Buckets of parameters with a home stage start as soon as the stage's last backward has their gradients, the
         others at the end. Parameters are taken last first, since backward finishes with the first.
         """
         self.transport = transport
         self.buckets: list[Bucket] = []
         members: dict[tuple[int, tuple[int, ...]], list[torch.Tensor]] = {}
-        for index in sorted(parameters, reverse=True):
-            if len(ranks[index]) > 1 and parameters[index].requires_grad:
-                members.setdefault((home.get(index, _NO_STAGE), ranks[index]), []).append(parameters[index])
+        for shard in sorted(shards, key=lambda shard: shard.parameter, reverse=True):
+            parameter = parameters[shard.parameter]
+            if len(shard.ranks) > 1 and parameter.requires_grad:
+                home = _NO_STAGE if shard.home is None else shard.home
+                members.setdefault((home, shard.ranks), []).append(parameter)
         for stage, group in sorted(members):
             self.buckets.extend(_packed(stage, group, members[stage, group]))
         for bucket in self.buckets:

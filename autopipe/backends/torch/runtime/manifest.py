@@ -44,6 +44,8 @@ class ShardEntry:
     starts: tuple[int, ...]
     stops: tuple[int, ...]
     ranks: tuple[int, ...]
+    home: int | None = None
+    """The stage whose last backward completes the gradient on all of those ranks, where there is one."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -169,7 +171,9 @@ def _manifest(folder: Path, raw: dict[str, Any]) -> Manifest:
         ),
         shards=tuple(
             tuple(
-                ShardEntry(each["parameter"], tuple(each["starts"]), tuple(each["stops"]), tuple(each["ranks"]))
+                ShardEntry(
+                    each["parameter"], tuple(each["starts"]), tuple(each["stops"]), tuple(each["ranks"]), each["home"]
+                )
                 for each in rank["shards"]
             )
             for rank in raw["ranks"]

@@ -101,10 +101,7 @@ class Rank:
                 setattr(arguments, name, named[name])
             ranks = manifest.stage_ranks[number]
             arguments.group = Group(ranks, self.number, transport.group(ranks))
-        shards = {shard.parameter: shard for shard in manifest.shards[self.number]}
-        self.reduction = GradientReduction(
-            transport, self.parameters, {index: shard.ranks for index, shard in shards.items()}, self._homes()
-        )
+        self.reduction = GradientReduction(transport, self.parameters, manifest.shards[self.number])
         trained = [tensor for tensor in self.parameters.values() if tensor.requires_grad]
         self.optimizer = make_optimizer(manifest.optimizer, trained) if self.train else None
         self.checkpointer = self._checkpointer()
@@ -135,19 +132,6 @@ class Rank:
         if self.checkpointer is not None and (done == self.options.steps or (every and done % every == 0)):
             self.task = "checkpoint"
             self.checkpointer.save(done)
-
-    def _homes(self) -> dict[int, int]:
-        """The stage of each parameter that one stage of this rank alone uses, on just the ranks that add it up."""
-        users: dict[int, list[int]] = {}
-        for number, (module, _) in self._modules.items():
-            for name in module.PARAMETERS:
-                users.setdefault(int(name[1:]), []).append(number)
-        ranks = {shard.parameter: shard.ranks for shard in self.manifest.shards[self.number]}
-        return {
-            index: stages[0]
-            for index, stages in users.items()
-            if len(stages) == 1 and ranks[index] == tuple(sorted(self.manifest.stage_ranks[stages[0]]))
-        }
 
     def run(self, step: Callable[[], None]) -> None:
         """Run one step and report it."""

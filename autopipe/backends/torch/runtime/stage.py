@@ -74,7 +74,7 @@ class Stage:
         arguments = self._arguments(micro_batch)
         start = self._rank.clock.mark()
         with torch.set_grad_enabled(self._rank.train), self._rank.autocast():
-            results = self._forward(self._p, *arguments.values())
+            results = self._typed(self._forward(self._p, *arguments.values()))
         self._rank.clock.add(task, start)
         if self._rank.train or self._sends:
             self._kept[micro_batch] = Kept(arguments, results)
@@ -83,6 +83,10 @@ class Stage:
         self._hand_over(micro_batch, results)
         if not self._rank.train:
             self._rank.collect(self.number, micro_batch, results)
+
+    def _typed(self, results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """The results in the types that those who receive them expect: autocast computes in narrower ones."""
+        return tuple(result.to(dtype) for result, (dtype, _) in zip(results, self._outputs, strict=True))
 
     def _arguments(self, micro_batch: int) -> Tensors:
         found: Tensors = {}
@@ -163,6 +167,10 @@ class Stage:
         if self._loss is not None:
             loss = kept.results[self._loss.result]
             found.setdefault(self._loss.result, []).append((torch.full_like(loss, self._loss.share), None))
+        if self._p.group.size > 1:
+            # Exchanges in backward wait for the whole group, so a rank that no gradient comes to takes part too.
+            for index in range(len(kept.results)):
+                found.setdefault(index, [])
         seeds = [
             (kept.results[index], _added(pieces, kept.results[index]))
             for index, pieces in sorted(found.items())

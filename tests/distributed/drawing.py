@@ -1,0 +1,291 @@
+"""Random graphs, placements and schedules for hypothesis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+from hypothesis.vendor.pretty import RepresentationPrinter
+
+from autopipe.ir.batch import batch_axes_of
+from autopipe.ir.dtype import DType
+from autopipe.ir.graph import Graph
+from autopipe.ir.layout import is_block
+from autopipe.ir.ops import space_of
+from autopipe.ir.placement import Placement, Split, Stage, stage_edges
+from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.ir.space import AxisKind
+from autopipe.passes.schedule.gpipe import order_gpipe
+from autopipe.passes.schedule.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.stage_graph import StageGraph
+from tests.distributed.builder import Builder
+
+BATCH = 4
+WIDTH = 4
+ROWS = 6
+"""Rows of embedding tables; whole numbers in batches stay below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A graph, where and when it runs, and its loss (None for inference)."""
+
+    graph: Graph
+    placement: Placement
+    schedule: Schedule
+    loss: str | None
+
+    def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:
+        printer.text(repr(self))
+
+    def __repr__(self) -> str:
+        nodes = "\n".join(
+            f"  {index} {node.op} {' '.join(node.inputs)} -> {' '.join(node.outputs)} {node.attributes}"
+            for index, node in enumerate(self.graph.nodes)
+        )
+        stages = "\n".join(f"  {stage}" for stage in self.placement.stages)
+        return f"loss {self.loss}, outputs {self.graph.outputs}\n{nodes}\n{stages}\n{self.schedule.grid()}"
+
+
+class _Growing:
+    """A graph to which random nodes are added."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self.draw = draw
+        self.builder = Builder()
+        self.floats = [self.builder.input((BATCH, WIDTH)), self.builder.input((BATCH, 2, WIDTH))]
+        self.ids = [self.builder.input((BATCH, 2), DType.INT64)]
+        self.weights = [self.builder.parameter((WIDTH, WIDTH)), self.builder.parameter((ROWS, WIDTH))]
+
+    def some(self, rank: int | None = None, width: int | None = None) -> str:
+        """A float value, the youngest ones most often."""
+        fitting = [
+            name
+            for name in self.floats
+            if (rank is None or len(self.builder.shape(name)) == rank)
+            and (width is None or self.builder.shape(name)[-1] == width)
+        ]
+        return self.draw(st.sampled_from(fitting[-4:]))
+
+    def weight(self, shape: tuple[int, ...]) -> str:
+        """A parameter of that shape, perhaps one that others use too."""
+        fitting = [name for name in self.weights if self.builder.shape(name) == shape]
+        if fitting and self.draw(st.booleans()):
+            return self.draw(st.sampled_from(fitting))
+        self.weights.append(self.builder.parameter(shape, self.draw(st.integers(0, 4)) > 0))
+        return self.weights[-1]
+
+    def grow(self) -> None:
+        kinds = [
+            self.unary, self.binary, self.product, self.product, self.bias, self.embedding, self.arg_max, self.flat,
+            self.transposed, self.reduced, self.softmax, self.halves, self.joined, self.masked, self.normalised,
+        ]  # fmt: skip
+        self.draw(st.sampled_from(kinds))()
+
+    def unary(self) -> None:
+        op = self.draw(st.sampled_from(["Tanh", "Sigmoid", "Neg", "Identity", "Relu"]))
+        self.floats.append(self.builder.node(op, self.some()))
+
+    def binary(self) -> None:
+        first = self.some()
+        shape = self.builder.shape(first)
+        second = self.draw(st.sampled_from([name for name in self.floats if self.builder.shape(name) == shape]))
+        self.floats.append(self.builder.node(self.draw(st.sampled_from(["Add", "Sub", "Mul"])), first, second))
+
+    def product(self) -> None:
+        value = self.some(width=WIDTH)
+        width = self.draw(st.sampled_from([WIDTH, WIDTH, 8]))
+        self.floats.append(self.builder.node("MatMul", value, self.weight((WIDTH, width))))
+
+    def bias(self) -> None:
+        value = self.some()
+        self.floats.append(self.builder.node("Add", value, self.weight(self.builder.shape(value)[-1:])))
+
+    def embedding(self) -> None:
+        ids = self.draw(st.sampled_from(self.ids))
+        self.floats.append(self.builder.node("Gather", self.weight((ROWS, WIDTH)), ids))
+
+    def arg_max(self) -> None:
+        self.ids.append(self.builder.node("ArgMax", self.some(3, WIDTH), axis=2, keepdims=0))
+
+    def flat(self) -> None:
+        value = self.some(3)
+        batch, rows, width = self.builder.shape(value)
+        shape = self.draw(st.sampled_from([(batch, rows * width), (batch * rows, width)]))
+        self.floats.append(self.builder.node("Reshape", value, self.builder.constant(shape)))
+
+    def transposed(self) -> None:
+        self.floats.append(self.builder.node("Transpose", self.some(3), perm=(0, 2, 1)))
+
+    def reduced(self) -> None:
+        op = self.draw(st.sampled_from(["ReduceSum", "ReduceMean", "ReduceMax"]))
+        axes = self.builder.constant([self.draw(st.integers(1, 2))])
+        self.floats.append(self.builder.node(op, self.some(3), axes, keepdims=0))
+
+    def softmax(self) -> None:
+        self.floats.append(self.builder.node("Softmax", self.some(), axis=-1))
+
+    def halves(self) -> None:
+        value = self.some()
+        first = self.builder.node("Split", value, outputs=2, axis=len(self.builder.shape(value)) - 1, num_outputs=2)
+        if self.builder.shape(value)[-1] % 2 == 0:
+            self.floats += [first, self.builder.nodes[-1].outputs[1]]
+
+    def joined(self) -> None:
+        first = self.some()
+        shape = self.builder.shape(first)
+        second = self.draw(st.sampled_from([name for name in self.floats if self.builder.shape(name) == shape]))
+        if shape[-1] <= 8:
+            self.floats.append(self.builder.node("Concat", first, second, axis=len(shape) - 1))
+
+    def masked(self) -> None:
+        """A mask that depends on inputs alone is computed by every stage that needs it."""
+        limit = self.builder.constant(2)
+        mask = self.builder.node("Cast", self.builder.node("Greater", self.ids[0], limit), to=11)
+        narrow = [name for name in self.floats if self.builder.shape(name) == (BATCH, 2)]
+        if not narrow:
+            narrow = [self.builder.node("ReduceMean", self.floats[1], self.builder.constant([2]), keepdims=0)]
+        self.floats.append(self.builder.node("Mul", narrow[-1], mask))
+
+    def normalised(self) -> None:
+        value = self.some(width=WIDTH)
+        scale, bias = self.weight((WIDTH,)), self.weight((WIDTH,))
+        self.floats.append(self.builder.node("LayerNormalization", value, scale, bias, axis=-1))
+
+
+@st.composite
+def graphs(draw: st.DrawFn, train: bool) -> tuple[Graph, str | None]:
+    """A graph with its loss, or with several outputs."""
+    growing = _Growing(draw)
+    builder = growing.builder
+    growing.product()
+    for _ in range(draw(st.integers(1, 8))):
+        growing.grow()
+    made = [name for name in growing.floats if name not in {value.name for value in builder.inputs}]
+    if not train:
+        names = draw(st.lists(st.sampled_from([*made, *growing.ids[1:]]), min_size=1, max_size=3, unique=True))
+        return builder.graph(*names), None
+    ends = draw(st.lists(st.sampled_from(made[-4:]), min_size=1, max_size=2, unique=True))
+    if draw(st.booleans()):
+        logits = growing.some(2)
+        labels = builder.input(builder.shape(logits)[:1], DType.INT64, 0)
+        if builder.shape(logits)[0] == BATCH and builder.shape(logits)[1] >= ROWS:
+            ends.append(logits)
+            loss = builder.node("SoftmaxCrossEntropyLoss", logits, labels)
+            return builder.graph(loss), loss
+    loss = builder.mean_square(ends[0])
+    for end in ends[1:]:
+        loss = builder.node("Add", loss, builder.mean_square(end))
+    return builder.graph(loss), loss
+
+
+def _assignment(draw: st.DrawFn, graph: Graph) -> list[list[int]]:
+    """Nodes by stage: each at or after the stages of what it reads."""
+    stages = draw(st.integers(1, 4))
+    stage_of: dict[int, int] = {}
+    contiguous = draw(st.booleans())
+    for index, node in enumerate(graph.nodes):
+        producers = [graph.producer(name) for name in node.inputs]
+        least = max((stage_of[each] for each in producers if each is not None), default=0)
+        if contiguous:
+            least = max([least, *stage_of.values()])
+        step = draw(st.sampled_from([0, 0, 1])) if contiguous else draw(st.integers(0, stages - 1 - least))
+        stage_of[index] = min(least + step, stages - 1)
+    nodes: list[list[int]] = [[] for _ in range(stages)]
+    for index, stage in stage_of.items():
+        nodes[stage].append(index)
+    return [each for each in nodes if each]
+
+
+def _splits(draw: st.DrawFn, graph: Graph, nodes: list[int], degree: int) -> tuple[tuple[int, tuple[Split, ...]], ...]:
+    """Nothing, the batch, or any axis of each node."""
+    kind = draw(st.sampled_from(["whole", "batch", "any"]))
+    if degree == 1 or kind == "whole":
+        return ()
+    batch = batch_axes_of(graph)
+    found = []
+    for index in nodes:
+        space = space_of(graph, graph.nodes[index])
+        axes = [
+            axis.name
+            for axis in space.axes
+            if axis.kind is not AxisKind.WHOLE and axis.extent > 1 and is_block(space, axis.name, degree)
+        ]
+        own = batch.axis(index)
+        if kind == "batch" and own in axes:
+            found.append((index, (Split(own, degree),)))
+        elif kind == "any" and axes and draw(st.integers(0, 3)):
+            found.append((index, (Split(draw(st.sampled_from(axes)), degree),)))
+    return tuple(found)
+
+
+@st.composite
+def placements(draw: st.DrawFn, graph: Graph) -> Placement:
+    """Stages on groups of 1, 2 or 4 of at most four devices, in any order of devices, several on one or on all."""
+    devices = draw(st.sampled_from([1, 2, 2, 4, 4]))
+    stages = []
+    for nodes in _assignment(draw, graph):
+        degree = draw(st.sampled_from([each for each in (1, 1, 2, 4) if each <= devices]))
+        group = tuple(draw(st.permutations(range(devices)))[:degree])
+        splits = _splits(draw, graph, nodes, degree)
+        stages.append(Stage(tuple(nodes), group, BATCH, splits, draw(st.integers(0, 3)) == 0))
+    return Placement(tuple(stages))
+
+
+@st.composite
+def schedules(draw: st.DrawFn, graph: Graph, placement: Placement, train: bool) -> Schedule:
+    """1F1B, GPipe, or any order that keeps each stage's micro-batches in turn."""
+    edges = stage_edges(graph, placement)
+    groups = tuple(stage.devices for stage in placement.stages)
+    micro_batches = draw(st.integers(1, 4))
+    kind = draw(st.sampled_from(["1f1b", "gpipe", "any"]))
+    if kind != "any":
+        order = order_1f1b if kind == "1f1b" else order_gpipe
+        schedule = order(StageGraph(placement.devices, groups, edges), micro_batches, train, lambda task: 1)
+    else:
+        schedule = _any_order(draw, groups, edges, micro_batches, train, placement.devices)
+    schedule.verify(groups, edges, train)
+    return schedule
+
+
+def _any_order(
+    draw: st.DrawFn,
+    groups: tuple[tuple[int, ...], ...],
+    edges: tuple[tuple[int, int], ...],
+    micro_batches: int,
+    train: bool,
+    devices: int,
+) -> Schedule:
+    done: set[Task] = set()
+    rows: list[list[Task]] = [[] for _ in range(devices)]
+    phases = (Phase.FORWARD, Phase.BACKWARD) if train else (Phase.FORWARD,)
+    following = {(stage, phase): 0 for stage in range(len(groups)) for phase in phases}
+    while True:
+        ready = [
+            Task(stage, phase, micro_batch)
+            for (stage, phase), micro_batch in following.items()
+            if micro_batch < micro_batches and _needs(Task(stage, phase, micro_batch), edges) <= done
+        ]
+        if not ready:
+            return Schedule(micro_batches, tuple(map(tuple, rows)))
+        task = draw(st.sampled_from(ready))
+        following[task.stage, task.phase] += 1
+        done.add(task)
+        for device in groups[task.stage]:
+            rows[device].append(task)
+
+
+def _needs(task: Task, edges: tuple[tuple[int, int], ...]) -> set[Task]:
+    if task.phase is Phase.FORWARD:
+        return {Task(source, Phase.FORWARD, task.micro_batch) for source, target in edges if target == task.stage}
+    later = {Task(target, Phase.BACKWARD, task.micro_batch) for source, target in edges if source == task.stage}
+    return later | {Task(task.stage, Phase.FORWARD, task.micro_batch)}
+
+
+@st.composite
+def cases(draw: st.DrawFn, train: bool) -> Case:
+    """A whole case."""
+    graph, loss = draw(graphs(train))
+    placement = draw(placements(graph))
+    placement.verify(graph)
+    return Case(graph, placement, draw(schedules(graph, placement, train)), loss)

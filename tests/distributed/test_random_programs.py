@@ -1,0 +1,62 @@
+"""Random graphs on random stages, groups, splits and schedules compute what torch computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from tests.distributed.builder import evaluate
+from tests.distributed.drawing import ROWS, Case, cases
+from tests.distributed.pool import Pools
+from tests.distributed.running import (
+    assert_equal_steps,
+    batch_of,
+    drawn_parameters,
+    expected_step,
+    micro_batches_of,
+    run_forward,
+    run_step,
+    write,
+)
+
+RANDOM = settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@RANDOM
+@given(case=cases(train=True))
+def test_training_computes_loss_and_gradients(pools: Pools, case: Case) -> None:
+    assert case.loss is not None
+    with TemporaryDirectory() as folder:
+        program = Path(folder) / "program"
+        write(case.graph, case.placement, case.schedule, case.loss, program)
+        count = case.schedule.micro_batches
+        batch = batch_of(case.graph, count, below=ROWS)
+        expected = expected_step(case.graph, case.loss, program, batch, count)
+        assert_equal_steps(run_step(pools, program, batch), expected, 1e-9)
+
+
+@RANDOM
+@given(case=cases(train=False))
+def test_inference_gives_every_output(pools: Pools, case: Case) -> None:
+    with TemporaryDirectory() as folder:
+        program = Path(folder) / "program"
+        write(case.graph, case.placement, case.schedule, None, program)
+        batch = batch_of(case.graph, case.schedule.micro_batches, below=ROWS)
+        found = run_forward(pools, program, batch)
+        parameters = drawn_parameters(case.graph, program)
+        parts = [
+            evaluate(case.graph, parameters | inputs)
+            for inputs in micro_batches_of(case.graph, batch, case.schedule.micro_batches)
+        ]
+        assert set(found) == set(case.graph.outputs)
+        for name in case.graph.outputs:
+            expected = torch.cat([part[name] for part in parts]).numpy()
+            np.testing.assert_allclose(found[name], expected, rtol=1e-9, atol=1e-12)
