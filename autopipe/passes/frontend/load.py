@@ -95,8 +95,8 @@ def _strip(path: Path) -> Stripped:
         with path.open("rb") as file:
             if path.stat().st_size == 0:
                 raise ModelError("the file is empty")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
-                return strip_weights(data)
+            # Not closed by hand: views of it live on in the traceback of an error.
+            return strip_weights(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
     except OSError as error:
         raise ModelError(f"cannot be read: {error.strerror}") from error
 

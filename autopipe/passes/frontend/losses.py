@@ -21,7 +21,8 @@ class CrossEntropy:
     """The mean cross-entropy between scores and labels.
 
     `logits` names a value of shape (samples, …, classes), `labels` the int64 input of that shape without the classes,
-    which is added where the model has none of that name. The mean is over all positions.
+    which is added where the model has none of that name. The mean is over all positions. Axes of extent 1 behind the
+    classes are not counted: convolutional networks may end in (samples, classes, 1, 1).
     """
 
     logits: str
@@ -65,16 +66,17 @@ def with_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
             f"loss: {choice.logits!r} is {logits.dtype.value}{list(logits.shape)}, no scores of classes",
             hint="logits have the shape (samples, classes) or (samples, positions, classes)",
         )
-    labels = Value(choice.labels, DType.INT64, logits.shape[:-1])
+    counted = _without_ones(logits.shape)
+    labels = Value(choice.labels, DType.INT64, counted[:-1])
     graph = _with_labels(graph, labels, choice.logits)
     taken = {*known, *(value.name for value in graph.inputs), *(held.value.name for held in graph.constants)}
     taken |= {parameter.value.name for parameter in graph.parameters}
     builder = _Appender(graph, taken)
     scores, targets = choice.logits, labels.name
     if len(logits.shape) > 2:  # ONNX's loss has the classes on axis 1
-        rows = math.prod(labels.shape)
-        scores = builder.reshape(logits, (rows, logits.shape[-1]))
-        targets = builder.reshape(labels, (rows,))
+        scores = builder.reshape(logits, (math.prod(labels.shape), counted[-1]))
+    if len(labels.shape) > 1:
+        targets = builder.reshape(labels, (math.prod(labels.shape),))
     mean = (("reduction", "mean"),)
     loss = builder.append("SoftmaxCrossEntropyLoss", (scores, targets), "loss", logits.dtype, (), mean)
     return dataclasses.replace(builder.graph, outputs=(*graph.outputs, loss)), loss
@@ -82,6 +84,13 @@ def with_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
 
 def _is_scalar(value: Value) -> bool:
     return value.dtype.is_floating and value.elements == 1
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of logits without the axes of extent 1 behind the classes."""
+    while len(shape) > 2 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
 
 
 def _with_labels(graph: Graph, labels: Value, logits: str) -> Graph:

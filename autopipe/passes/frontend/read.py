@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Graph
-from autopipe.ir.ops import OPERATORS, qualified_name
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend.batches import mixing_nodes, rebatched
 from autopipe.passes.frontend.clean import cleaned, without_unread
@@ -18,8 +15,9 @@ from autopipe.passes.frontend.fuse import fused
 from autopipe.passes.frontend.interpret import interpret
 from autopipe.passes.frontend.load import Source, load, located
 from autopipe.passes.frontend.losses import CrossEntropy, own_loss, require_loss, with_cross_entropy
-from autopipe.passes.frontend.model import Model, Unsupported
+from autopipe.passes.frontend.model import Model
 from autopipe.passes.frontend.parameters import roles_of
+from autopipe.passes.frontend.support import refusal, require_readable, unsupported_operators
 from autopipe.passes.frontend.weights import Weights
 
 
@@ -46,12 +44,7 @@ def read_model(
         path, dims=dims, batch=batch, batch_axes=batch_axes, loss=loss, mode=mode, frozen=frozen
     )
     if model.unsupported:
-        raise ModelError(
-            "operators that are not supported: "
-            + ", ".join(f"{each.operator} ({each.count})" for each in model.unsupported),
-            hint="; ".join(f"{each.nearest} is supported" for each in model.unsupported if each.nearest),
-            where=f"{path}: {model.unsupported[0].node!r}",
-        )
+        raise located(refusal(model.unsupported), path)
     return model
 
 
@@ -82,6 +75,7 @@ def _survey(
     mode: Mode | None,
     frozen: tuple[str, ...],
 ) -> Model:
+    require_readable(source)
     initializers = {tensor.name for tensor in source.graph.initializer}
     data = tuple(info for info in source.graph.input if info.name not in initializers)
     inputs = bind_inputs(data, dims, batch, batch_axes)
@@ -130,15 +124,3 @@ def _mixing_warnings(graph: Graph, mode: Mode) -> tuple[str, ...]:
         f"{nodes[0].op} {nodes[0].name!r}{more} mixes the samples of a batch: "
         "micro-batches change what is computed, as in every pipeline",
     )
-
-
-def unsupported_operators(graph: Graph) -> tuple[Unsupported, ...]:
-    """The operators without a row, most frequent first."""
-    counts = Counter(qualified_name(node) for node in graph.nodes)
-    first = {qualified_name(node): node.name for node in reversed(graph.nodes)}
-    return tuple(
-        Unsupported(name, count, first[name], next(iter(difflib.get_close_matches(name, OPERATORS, n=1)), ""))
-        for name, count in counts.most_common()
-        if name not in OPERATORS
-    )
-
