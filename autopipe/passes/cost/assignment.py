@@ -3,84 +3,130 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.space import Dimension
 from autopipe.passes.cost.uses import Use, uses_of
-from autopipe.passes.lower.stages import assign_nodes
+from autopipe.passes.lower.stages import StageNodes, assign_nodes
+
+Cuts = tuple[int, ...]
+"""How often each dimension of a tensor is cut; () where none is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How a stage's group shares one use: how often each axis is cut, and with it each operand and result."""
+
+    degrees: dict[str, int]
+    share: float
+    """The part of the node that one device computes."""
+    operands: tuple[Cuts, ...]
+    results: tuple[Cuts, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """One node on one stage. `degrees` says how often each of its axes is cut."""
+    """One node on one stage."""
 
     index: int
     node: Node
     use: Use
-    degrees: dict[str, int]
-
-    @property
-    def share(self) -> float:
-        """The part of the node that one device computes."""
-        return 1.0 / math.prod(self.degrees.values())
-
-    def cuts(self, dimensions: tuple[Dimension, ...] | None) -> tuple[int, ...]:
-        """How often each dimension of one of its tensors is cut."""
-        if not self.degrees or dimensions is None:
-            return ()
-        found = tuple(math.prod(self.degrees.get(axis, 1) for axis in dimension) for dimension in dimensions)
-        return found if any(count > 1 for count in found) else ()
+    sharing: Sharing
 
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """A stage's nodes in topological order, recomputed ones included, and the values that others need of it."""
+    """A stage's nodes in topological order, recomputed ones included, and what its group holds of what they read.
+
+    `given` are values it computes that others want, `received` those that other stages compute, `parameters` those it
+    reads, each with the number of parts in which the group holds it. Nodes that want one in different layouts make
+    every device hold it whole.
+    """
 
     stage: Stage
     nodes: tuple[Assigned, ...]
-    outputs: tuple[str, ...]
-
-    def received(self, graph: Graph) -> dict[str, int]:
-        """Values that other stages compute, and in how many parts the group holds each."""
-        own = {name for each in self.nodes for name in each.node.outputs}
-        return {
-            name: parts
-            for name, parts in self._reads().items()
-            if name not in own and graph.producer(name) is not None
-        }
-
-    def parameters(self, graph: Graph) -> dict[str, int]:
-        """Names of the parameters the stage reads, and in how many parts the group holds each.
-
-        Nodes that want one in different layouts make every device hold it whole.
-        """
-        return {name: parts for name, parts in self._reads().items() if graph.parameter(name) is not None}
-
-    def _reads(self) -> dict[str, int]:
-        cuts: dict[str, set[tuple[int, ...]]] = {}
-        for each in self.nodes:
-            for name, dimensions in zip(each.node.inputs, each.use.space.operands, strict=True):
-                if name:
-                    cuts.setdefault(name, set()).add(each.cuts(dimensions))
-        return {name: math.prod(next(iter(found))) if len(found) == 1 else 1 for name, found in cuts.items()}
+    given: dict[str, int]
+    received: dict[str, int]
+    parameters: dict[str, int]
 
 
 def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
     """The work of each stage, in order: nodes that no wanted output depends on are left out."""
     graph = problem.graph
     uses = uses_of(graph)
+    sharing = _sharings()
     wanted = (problem.loss,) if problem.train and problem.loss is not None else graph.outputs
+    assigned = assign_nodes(graph, placement, wanted)
     return tuple(
-        StageWork(
-            stage,
-            tuple(
-                Assigned(index, graph.nodes[index], uses[index], {split.axis: split.degree for split in splits})
-                for index, splits in plan.nodes
-            ),
-            plan.outputs,
-        )
-        for stage, plan in zip(placement.stages, assign_nodes(graph, placement, wanted), strict=True)
+        _stage_work(graph, stage, nodes, uses, sharing)
+        for stage, nodes in zip(placement.stages, assigned, strict=True)
     )
+
+
+def _stage_work(
+    graph: Graph,
+    stage: Stage,
+    assigned: StageNodes,
+    uses: tuple[Use, ...],
+    sharing: Callable[[Use, tuple[Split, ...]], Sharing],
+) -> StageWork:
+    nodes = tuple(
+        Assigned(index, graph.nodes[index], uses[index], sharing(uses[index], splits))
+        for index, splits in assigned.nodes
+    )
+    parts = _parts(nodes)
+    written = {
+        name: math.prod(cut)
+        for each in nodes
+        for name, cut in zip(each.node.outputs, each.sharing.results, strict=True)
+    }
+    return StageWork(
+        stage=stage,
+        nodes=nodes,
+        given={name: written[name] for name in assigned.outputs if name in written},
+        received={
+            name: count for name, count in parts.items() if graph.producer(name) is not None and name not in written
+        },
+        parameters={name: count for name, count in parts.items() if graph.parameter(name) is not None},
+    )
+
+
+def _parts(nodes: tuple[Assigned, ...]) -> dict[str, int]:
+    """For each value read, in how many parts a group holds it."""
+    cuts: dict[str, Cuts | None] = {}
+    for each in nodes:
+        for name, cut in zip(each.node.inputs, each.sharing.operands, strict=True):
+            if name and cuts.setdefault(name, cut) != cut:
+                cuts[name] = None
+    return {name: math.prod(cut or ()) for name, cut in cuts.items()}
+
+
+def _sharings() -> Callable[[Use, tuple[Split, ...]], Sharing]:
+    """A function from a use and its splits to their sharing; equal ones are worked out once."""
+    known: dict[tuple[int, tuple[Split, ...]], Sharing] = {}
+
+    def sharing(use: Use, splits: tuple[Split, ...]) -> Sharing:
+        key = (id(use), splits)
+        found = known.get(key)
+        if found is None:
+            degrees = {split.axis: split.degree for split in splits}
+            found = known[key] = Sharing(
+                degrees,
+                1.0 / math.prod(degrees.values()),
+                tuple(_cuts(dimensions, degrees) for dimensions in use.space.operands),
+                tuple(_cuts(dimensions, degrees) for dimensions in use.space.results),
+            )
+        return found
+
+    return sharing
+
+
+def _cuts(dimensions: tuple[Dimension, ...] | None, degrees: dict[str, int]) -> Cuts:
+    if not degrees or dimensions is None:
+        return ()
+    found = tuple(math.prod(degrees.get(axis, 1) for axis in dimension) for dimension in dimensions)
+    return found if any(count > 1 for count in found) else ()

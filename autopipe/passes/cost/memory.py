@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.space import Dimension
-from autopipe.passes.cost.assignment import Assigned, StageWork, stage_work
+from autopipe.passes.cost.assignment import Cuts, StageWork, stage_work
 from autopipe.passes.cost.kept import Kept
 
 OPTIMIZER_STATE_BYTES = 4
@@ -50,7 +49,7 @@ def static_memory(problem: Problem, placement: Placement) -> tuple[int, ...]:
     works = stage_work(problem, placement)
     held: list[dict[str, int]] = [{} for _ in problem.cluster.devices]
     for work in works:
-        for name, parts in work.parameters(problem.graph).items():
+        for name, parts in work.parameters.items():
             for device in work.stage.devices:
                 held[device][name] = min(parts, held[device].get(name, parts))
     return tuple(state_of(problem, each.items()).total for each in held)
@@ -61,24 +60,19 @@ def kept_bytes(work: StageWork, kept: tuple[tuple[Kept, ...], ...]) -> int:
     found: dict[tuple[str, int], int] = {}
     for each in work.nodes:
         for value in kept[each.index]:
-            local = value.local_bytes(each.degrees)
+            local = value.local_bytes(each.sharing.degrees)
             found[value.key] = max(local, found.get(value.key, 0))
     return sum(found.values())
 
 
 def received_bytes(graph: Graph, work: StageWork) -> int:
     """Bytes on one device of the values that other stages send for one micro-batch."""
-    return sum(graph.type_of(name).bytes // parts for name, parts in work.received(graph).items())
+    return sum(graph.type_of(name).bytes // parts for name, parts in work.received.items())
 
 
 def sent_bytes(graph: Graph, work: StageWork, crossing: frozenset[str]) -> int:
     """Bytes on one device of the values it sends to other stages, which are among `crossing`, for one micro-batch."""
-    cuts = {
-        name: each.cuts(dimensions)
-        for each in work.nodes
-        for name, dimensions in zip(each.node.outputs, each.use.space.results, strict=True)
-    }
-    return sum(graph.type_of(name).bytes // math.prod(cuts[name]) for name in crossing.intersection(cuts))
+    return sum(graph.type_of(name).bytes // parts for name, parts in work.given.items() if name in crossing)
 
 
 def gradient_workspace(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:
@@ -86,8 +80,8 @@ def gradient_workspace(graph: Graph, work: StageWork, widths: dict[str, int]) ->
     most = 0
     for each in work.nodes:
         if each.use.row.kind != "view":
-            written = _local_sizes(graph, each, each.node.outputs, each.use.space.results, widths)
-            read = _local_sizes(graph, each, each.node.inputs, each.use.space.operands, widths)
+            written = _local_sizes(graph, each.node.outputs, each.sharing.results, widths)
+            read = _local_sizes(graph, each.node.inputs, each.sharing.operands, widths)
             computed = sum(size for name, size in read.items() if graph.producer(name) is not None)
             most = max(most, sum(written.values()) + computed)
     return most
@@ -105,15 +99,15 @@ def live_bytes(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:
             source = roots.get(each.node.inputs[0], each.node.inputs[0])
             roots |= {name: source for name in each.node.outputs if name}
             last[source] = position
-    last |= {roots.get(name, name): len(work.nodes) for name in work.outputs}
+    last |= {roots.get(name, name): len(work.nodes) for name in work.given}
     ends: dict[int, list[str]] = {}
     for name, position in last.items():
         ends.setdefault(position, []).append(name)
-    sizes: dict[str, int] = {name: graph.type_of(name).bytes // parts for name, parts in work.received(graph).items()}
+    sizes: dict[str, int] = {name: graph.type_of(name).bytes // parts for name, parts in work.received.items()}
     used = most = sum(sizes.values())
     for position, each in enumerate(work.nodes):
         if each.use.row.kind != "view":
-            written = _local_sizes(graph, each, each.node.outputs, each.use.space.results, widths)
+            written = _local_sizes(graph, each.node.outputs, each.sharing.results, widths)
             sizes |= written
             used += sum(written.values())
             most = max(most, used)
@@ -122,15 +116,11 @@ def live_bytes(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:
 
 
 def _local_sizes(
-    graph: Graph,
-    each: Assigned,
-    names: tuple[str, ...],
-    tensors: tuple[tuple[Dimension, ...] | None, ...],
-    widths: dict[str, int],
+    graph: Graph, names: tuple[str, ...], cuts: tuple[Cuts, ...], widths: dict[str, int]
 ) -> dict[str, int]:
     """Bytes on one device of the tensors that a node reads or writes."""
     return {
-        name: graph.type_of(name).elements * widths[name] // math.prod(each.cuts(dimensions))
-        for name, dimensions in zip(names, tensors, strict=True)
+        name: graph.type_of(name).elements * widths[name] // math.prod(cut)
+        for name, cut in zip(names, cuts, strict=True)
         if name
     }

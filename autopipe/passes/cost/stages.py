@@ -68,7 +68,7 @@ def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]
     widths = element_bytes(problem.graph, uses, problem.precision)
     kept = kept_values(problem.graph, uses, problem.precision)
     groups = _gradient_groups(problem, works)
-    crossing = frozenset(name for work in works for name in work.received(problem.graph))
+    crossing = frozenset(name for work in works for name in work.received)
     return tuple(
         _stage_cost(problem, work, kept, widths, crossing, gradients)
         for work, gradients in zip(works, groups, strict=True)
@@ -94,7 +94,7 @@ def _stage_cost(
     graph, recompute = problem.graph, work.stage.recompute and problem.train
     forward, backward = _compute_seconds(problem, work)
     exchange = exchange_seconds(graph, problem.cluster, work)
-    state = state_of(problem, work.parameters(graph).items())
+    state = state_of(problem, work.parameters.items())
     received, sent = received_bytes(graph, work), sent_bytes(graph, work, crossing)
     held = transient = 0
     if problem.train:
@@ -120,7 +120,7 @@ def _stage_cost(
 def _compute_seconds(problem: Problem, work: StageWork) -> tuple[float, float]:
     """Seconds of the nodes' forward and backward on the slowest of the stage's devices."""
     nodes = [problem.work[each.index] for each in work.nodes]
-    shares = np.array([each.share for each in work.nodes])
+    shares = np.array([each.sharing.share for each in work.nodes])
     devices = {problem.cluster.devices[device] for device in work.stage.devices}
     seconds = [node_seconds(nodes, device, problem.precision, shares) for device in devices]
     return max(float(forward.sum()) for forward, _ in seconds), max(float(backward.sum()) for _, backward in seconds)
@@ -136,8 +136,7 @@ def _gradient_groups(problem: Problem, works: Iterable[StageWork]) -> list[dict[
 
     The group of a parameter is all devices that hold it, over all stages; of one held in parts, those with one part.
     """
-    graph = problem.graph
-    parts = [work.parameters(graph) for work in works]
+    parts = [work.parameters for work in works]
     holders: dict[str, set[int]] = {}
     for work, held in zip(works, parts, strict=True):
         for name, count in held.items():

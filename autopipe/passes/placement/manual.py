@@ -21,8 +21,9 @@ class Manual:
     """Puts each node into the stage, on the devices and with the split that constraints ask for.
 
     A node that no constraint gives a stage follows the last of the stages it reads from; one that reads the model's
-    inputs starts in stage 0, and one that reads parameters alone joins the first stage that reads it. Where no stage is given devices, stages share the devices equally, in order. A
-    stage on several devices shares out its samples, where they divide, unless a constraint splits a node otherwise.
+    inputs starts in stage 0, and one that reads parameters alone joins the first stage that reads it. Where no stage
+    is given devices, stages share the devices equally, in order. A stage on several devices shares out its samples,
+    where they divide, unless a constraint splits a node otherwise.
     """
 
     name: ClassVar[str] = "manual"

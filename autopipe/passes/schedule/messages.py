@@ -11,7 +11,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.placement import Placement
 from autopipe.ir.prediction import Message
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.assignment import StageWork, stage_work
+from autopipe.passes.cost.assignment import stage_work
 from autopipe.passes.cost.gradients import values_with_gradient
 from autopipe.passes.cost.uses import uses_of
 
@@ -25,11 +25,11 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
     graph = problem.graph
     works = stage_work(problem, placement)
     gradients = values_with_gradient(graph, uses_of(graph)) if problem.train else frozenset()
-    held = {name: (index, parts) for index, work in enumerate(works) for name, parts in _parts_sent(work).items()}
+    held = {name: (index, parts) for index, work in enumerate(works) for name, parts in work.given.items()}
     forward: defaultdict[tuple[int, int, int, int], list[int]] = defaultdict(list)
     backward: defaultdict[tuple[int, int, int, int], list[int]] = defaultdict(list)
     for target, work in enumerate(works):
-        for name, needed in work.received(graph).items():
+        for name, needed in work.received.items():
             if name not in held:
                 continue
             source, parts = held[name]
@@ -50,20 +50,6 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
 def _seconds(cluster: Cluster, source: int, target: int, sizes: list[int]) -> float:
     """Seconds of sending values of these sizes, each a message of its own; a device sends itself nothing."""
     return 0.0 if source == target else sum(cluster.link(source, target).seconds(size) for size in sizes)
-
-
-def _parts_sent(work: StageWork) -> dict[str, int]:
-    """For each value that other stages need, the number of parts in which the stage holds it."""
-    outputs = set(work.outputs)
-    found = {}
-    for each in work.nodes:
-        for name, dimensions in zip(each.node.outputs, each.use.space.results, strict=True):
-            if name in outputs:
-                parts = 1
-                for count in each.cuts(dimensions):
-                    parts *= count
-                found[name] = parts
-    return found
 
 
 def _slices(

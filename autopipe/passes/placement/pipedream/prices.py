@@ -23,6 +23,7 @@ class Prices:
         count = tables.chain.blocks + 1
         self._empty = np.where(np.tri(count, count, 0, dtype=bool), np.inf, 0.0)
         self._compute = cache(tables.seconds)
+        self._parts = cache(tables.memory)
         self._overhead = cache(tables.overhead)
         self._times = cache(self._stage_seconds)
         self._fits = cache(self._within)
@@ -76,8 +77,10 @@ class Prices:
         """Bytes without and with recomputation; infinite for what the options exclude."""
         recompute = self.problem.recompute if self.problem.train else "none"
         never = np.full_like(self._empty, np.inf)
-        plain = never if recompute == "full" else self.tables.memory(degree, in_flight, False)
-        again = never if recompute == "none" else self.tables.memory(degree, in_flight, True)
+        always, each = self._parts(degree, False)
+        plain = never if recompute == "full" else always + each * in_flight
+        always, each = self._parts(degree, True)
+        again = never if recompute == "none" else always + each * in_flight
         return plain, again
 
     def _within(self, degree: int, in_flight: int, limit: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:

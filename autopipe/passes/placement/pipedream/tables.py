@@ -85,14 +85,15 @@ class Tables:
             found = found + (reduce.seconds_each(self.gradients) + update) / self.problem.micro_batches
         return found
 
-    def memory(self, degree: int, in_flight: int, recompute: bool) -> Matrix:
-        """Bytes on a device of a stage that keeps `in_flight` micro-batches."""
+    def memory(self, degree: int, recompute: bool) -> tuple[Matrix, Matrix]:
+        """Bytes on a device of a stage: those that are always there, and those for each micro-batch it keeps."""
         received, sent = self.received.local(degree), self.sent.local(degree)
+        always = self.state + self.workspace.local(degree)
         if not self.problem.train:
-            return self.state + received + sent + self.workspace.local(degree)
+            return always + received + sent, np.zeros_like(always)
+        always = always + 2 * (received + sent)
         kept = self.kept.local(degree)
-        held = received * in_flight + kept if recompute else kept * in_flight
-        return self.state + 2 * (received + sent) + held + self.workspace.local(degree)
+        return (always + kept, received) if recompute else (always, kept)
 
 
 def make_tables(problem: Problem, chain: Chain) -> Tables:
