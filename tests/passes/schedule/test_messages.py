@@ -1,0 +1,74 @@
+"""The messages that a step is simulated with are those that the generated programs send."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from autopipe.configs.load import load_configuration, resolve_cluster
+from autopipe.configs.zoo import build, configure
+from autopipe.ir.placement import Placement, Stage
+from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.lower import lower
+from autopipe.passes.pipeline import Request, make_plan
+from autopipe.passes.placement.pipedream.strategy import PipeDream
+from autopipe.passes.schedule.messages import stage_messages
+from autopipe.passes.schedule.one_f_one_b import OneForwardOneBackward
+
+GROUPS = [
+    ((0,), (1,)),
+    ((0, 1), (2, 3)),
+    ((0,), (1, 2, 3, 4)),
+    ((0, 1, 2, 3), (4, 5)),
+    ((0, 1, 2, 3), (4,)),
+    ((0, 1), (0, 1)),
+    ((0, 1, 2, 3), (2, 3)),
+    ((3,), (0,), (2, 1), (0,)),
+]
+
+
+@pytest.fixture(scope="module", params=["gpt", "two-branch"])
+def planned(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "model.onnx"
+    build(configure(request.param, {"loss": "true"})).save(path)
+    cluster = resolve_cluster(load_configuration(words={"--gpus": "6"}))
+    return make_plan(Request(path, cluster, PipeDream(), OneForwardOneBackward(), batch_size=8, micro_batches=2))
+
+
+def cut(graph, groups, samples):
+    """Equal numbers of nodes a stage, each shared by samples."""
+    count = len(graph.nodes)
+    ends = [count * place // len(groups) for place in range(len(groups) + 1)]
+    stages = []
+    for first, last, group in zip(ends, ends[1:], groups, strict=False):
+        nodes = tuple(range(first, last))
+        stages.append(Stage(nodes, group, samples, sample_axes(graph).splits(nodes, len(group))))
+    return Placement(tuple(stages))
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_bytes_by_link_are_those_of_the_program(planned, groups):
+    problem = planned.problem
+    graph = problem.graph
+    placement = cut(graph, groups, problem.micro_batch_size)
+    schedule = OneForwardOneBackward().run(problem, placement)
+    program = lower(graph, placement, schedule, problem.loss)
+    forward, backward, seconds = Counter(), Counter(), Counter()
+    for rank in program.ranks:
+        for stage in rank.stages:
+            for piece in stage.sends:
+                link = piece.source_stage, piece.target_stage, piece.source_rank, piece.target_rank
+                size = piece.sent.elements * graph.type_of(piece.tensor).dtype.itemsize
+                forward[link] += size
+                backward[link] += size * piece.needs_gradient
+                if piece.source_rank != piece.target_rank:
+                    # Each piece is a message of its own, with its own latency.
+                    way = problem.cluster.link(piece.source_rank, piece.target_rank)
+                    seconds[link] += way.latency_s + size / way.bandwidth_bytes_per_s
+    messages = stage_messages(problem, placement)
+    links = [(each.source_stage, each.target_stage, each.source, each.target) for each in messages]
+    assert {link: each.forward_bytes for link, each in zip(links, messages, strict=True)} == forward
+    assert {link: each.backward_bytes for link, each in zip(links, messages, strict=True)} == backward
+    for link, each in zip(links, messages, strict=True):
+        assert each.forward_s == pytest.approx(seconds[link])
