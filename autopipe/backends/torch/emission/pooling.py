@@ -15,16 +15,21 @@ def _window(call: Call) -> Window:
     return window_of(call.node, kernel, call.operand(0).shape[2:], call.result().shape[2:])
 
 
-def _fits(call: Call, window: Window) -> bool:
+def _fits(call: Call, window: Window, ceil: bool = False) -> bool:
     """Whether torch's own pads, alike at both ends and at most half a window, give this result."""
-    counts = [
-        (extent + 2 * begin - reach) // stride + 1
-        for extent, begin, reach, stride in zip(
-            call.operand(0).shape[2:], window.begin, window.reach, window.strides, strict=True
-        )
-    ]
     small = all(2 * begin <= size for begin, size in zip(window.begin, window.kernel, strict=True))
-    return small and window.begin == window.end and tuple(counts) == call.result().shape[2:]
+    extents = zip(call.operand(0).shape[2:], window.begin, window.reach, window.strides, strict=True)
+    counts = tuple(_count(*each, ceil) for each in extents)
+    return small and window.begin == window.end and counts == call.result().shape[2:]
+
+
+def _count(extent: int, begin: int, reach: int, stride: int, ceil: bool) -> int:
+    """Windows along one axis; rounded up, the last must still start before the pads at the end."""
+    room = extent + 2 * begin - reach
+    if not ceil:
+        return room // stride + 1
+    count = -(-room // stride) + 1
+    return count - 1 if (count - 1) * stride >= extent + begin else count
 
 
 def _exact_pads(call: Call, window: Window) -> str:
@@ -54,10 +59,11 @@ def _max_pool(call: Call) -> str:
     narrow = call.operand(0).dtype in (DType.INT8, DType.UINT8)
     if narrow:
         source = f"{source}.float()"
-    fits = _fits(call, window)
-    if not fits:
+    fits, fits_up = _fits(call, window), _fits(call, window, ceil=True)
+    if not fits and not fits_up:
         source = f"F.pad({source}, {_exact_pads(call, window)}, value={_LOWEST})"
-    pooled = f"F.max_pool{rank}d({source}, {_settings(window, fits)})"
+    up = ", ceil_mode=True" if fits_up and not fits else ""
+    pooled = f"F.max_pool{rank}d({source}, {_settings(window, fits or fits_up)}{up})"
     pooled = f"{pooled}.to(torch.{call.operand(0).dtype.value})" if narrow else pooled
     return f"({pooled}, None)" if len(call.node.outputs) > 1 else pooled
 

@@ -45,6 +45,7 @@ VECTOR = floats(4)
         ("Conv", [IMAGE, floats(4, 1, 3, 1)], {"group": 4, "pads": [1, 0, 2, 0]}, "F.conv2d(F.pad(a, (0, 0, 1, 2)), b, groups=4)"),
         ("ConvTranspose", [IMAGE, floats(4, 2, 2, 2)], {"strides": [2, 2]}, "F.conv_transpose2d(a, b, stride=2)"),
         ("MaxPool", [IMAGE], {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1] * 4}, "F.max_pool2d(a, 3, 2, 1)"),
+        ("MaxPool", [IMAGE], {"kernel_shape": [3, 3], "strides": [2, 2], "ceil_mode": 1}, "F.max_pool2d(a, 3, 2, ceil_mode=True)"),
         ("AveragePool", [IMAGE], {"kernel_shape": [2, 2], "strides": [2, 2]}, "F.avg_pool2d(a, 2, 2)"),
         ("GlobalAveragePool", [IMAGE], {}, "torch.mean(a, (2, 3), keepdim=True)"),
         ("BatchNormalization", [IMAGE, *[VECTOR] * 4], {}, "F.batch_norm(a, d, e, b, c, eps=1e-05)"),

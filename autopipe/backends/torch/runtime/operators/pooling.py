@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Extents = tuple[int, ...]
+_AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
 def _windows(padded: Tensor, kernel: Extents, strides: Extents, dilations: Extents) -> Tensor:
@@ -26,11 +27,16 @@ def average_pool(
     x: Tensor, kernel: Extents, strides: Extents, dilations: Extents, pads: Extents, counted: Extents
 ) -> Tensor:
     """Mean of each window of x padded by `pads`; of those pads only what lies within `counted` is counted."""
-    axes = _last(len(kernel))
-    total = _windows(F.pad(x, pads), kernel, strides, dilations).sum(axes)
     ones = F.pad(torch.ones((1, 1, *x.shape[2:]), dtype=x.dtype, device=x.device), counted, value=1.0)
     rest = tuple(pad - known for pad, known in zip(pads, counted, strict=True))
-    return total / _windows(F.pad(ones, rest), kernel, strides, dilations).sum(axes)
+    settings = (kernel, strides, dilations)
+    return _window_means(F.pad(x, pads), *settings) / _window_means(F.pad(ones, rest), *settings)
+
+
+def _window_means(padded: Tensor, kernel: Extents, strides: Extents, dilations: Extents) -> Tensor:
+    if set(dilations) == {1}:
+        return _AVERAGE[len(kernel)](padded, kernel, strides)
+    return _windows(padded, kernel, strides, dilations).mean(_last(len(kernel)))
 
 
 def lp_pool(x: Tensor, kernel: Extents, strides: Extents, dilations: Extents, pads: Extents, power: int) -> Tensor:
