@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopipe.ir.ops import OPERATORS
+from autopipe.ir.ops.row import notated
 from autopipe.ir.space import AxisKind
 from tests.ir.ops.splitting import Use, check
 from tests.ir.ops.uses import use_of
@@ -201,3 +204,21 @@ def test_blocks_of_space(batch: int, seed: int, mode: str) -> None:
 )
 def test_lines_of_notation(op: str, arrays: list[np.ndarray], attributes: dict[str, object], line: str) -> None:
     assert str(use_of(op, arrays, **attributes).space) == line
+
+
+@pytest.mark.parametrize(
+    ("op", "arrays", "line"),
+    [
+        ("Softmax", [normal(0, 2, 4)], "a b -> a b"),
+        ("ReduceMean", [normal(0, 2, 4), integers([1])], "a b+, 1 -> a 1"),
+        ("ReduceSum", [normal(0, 2, 4), integers([1])], "a b~, 1 -> a 1"),
+        ("Transpose", [normal(0, 4, 4)], "a b -> a b"),
+        ("Reshape", [normal(0, 2, 3), integers([6])], "a b, 1 -> (b a)"),
+    ],
+)
+def test_a_false_line_is_found_out(
+    op: str, arrays: list[np.ndarray], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(OPERATORS, op, replace(OPERATORS[op], notation=notated(line)))
+    with pytest.raises(AssertionError):
+        check(use_of(op, arrays))
