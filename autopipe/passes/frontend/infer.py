@@ -62,6 +62,7 @@ class Inference:
 
     def _infer(self, node: onnx.NodeProto, operands: tuple[Operand, ...], where: str) -> tuple[Value | None, ...]:
         import onnx
+        import onnx.checker
         import onnx.defs
         import onnx.shape_inference
 
@@ -92,6 +93,8 @@ class Inference:
             shapes = ", ".join(str(value.shape) for _, value, _ in known)
             reason = str(error).strip().splitlines()[-1].strip()
             raise ModelError(f"the shapes {shapes} do not fit: {reason}", where=where) from error
+        except onnx.checker.ValidationError as error:
+            raise ModelError(f"not a valid use: {str(error).splitlines()[0]}", where=where) from error
         except (RuntimeError, ValueError, KeyError):
             return nothing
         return tuple(_static(found[name], where) if name in found else None for name in node.output)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import itertools
 import mmap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,6 +69,8 @@ def _load(path: Path) -> Source:
         raise ModelError("not an ONNX file: its protobuf cannot be parsed") from error
     if not model.HasField("graph") or not (model.graph.node or model.graph.output):
         raise ModelError("not an ONNX model: it holds no graph")
+    if not all(isinstance(text, str) for text in _texts(model)):
+        raise ModelError("not an ONNX file: a name in it is no text")
     warnings = []
     if model.configuration or any(node.device_configurations for node in model.graph.node):
         warnings.append("the file's multi-device annotations are ignored")
@@ -84,6 +88,27 @@ def _load(path: Path) -> Source:
         metadata={entry.key: entry.value for entry in (*model.graph.metadata_props, *model.metadata_props)},
         warnings=tuple(warnings),
     )
+
+
+def _texts(model: onnx.ModelProto) -> Iterator[object]:
+    """Every name in a model that is read here; protobuf gives bytes for what is not UTF-8."""
+    graph = model.graph
+    yield graph.name
+    for opset in model.opset_import:
+        yield opset.domain
+    for function in model.functions:
+        yield from (function.name, function.domain)
+    for entry in (*model.metadata_props, *graph.metadata_props):
+        yield from (entry.key, entry.value)
+    for info in (*graph.input, *graph.output, *graph.value_info):
+        yield info.name
+        yield from (dimension.dim_param for dimension in info.type.tensor_type.shape.dim)
+    for tensor in graph.initializer:
+        yield tensor.name
+        yield from itertools.chain.from_iterable((entry.key, entry.value) for entry in tensor.external_data)
+    for node in itertools.chain(graph.node, *(function.node for function in model.functions)):
+        yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
+        yield from (attribute.name for attribute in node.attribute)
 
 
 def _strip(path: Path) -> Stripped:

@@ -26,10 +26,15 @@ def unsupported_operators(graph: Graph) -> tuple[Unsupported, ...]:
 def require_readable(source: Source) -> None:
     """Raise ModelError, naming every operator that cannot be typed and has no row: control flow, other domains.
 
-    Operators that ONNX can type may still be computed while reading, and are judged afterwards.
+    Operators that ONNX can type may still be computed while reading, and are judged afterwards; raises too where the
+    operands or attributes of one are not what ONNX defines.
     """
+    import onnx.checker
     import onnx.defs
 
+    context = onnx.checker.C.CheckerContext()
+    context.ir_version = onnx.IR_VERSION
+    context.opset_imports = dict(source.opsets)
     opsets, unreadable = dict(source.opsets), []
     for node in source.nodes:
         domain = "" if node.domain == "ai.onnx" else node.domain
@@ -38,6 +43,12 @@ def require_readable(source: Source) -> None:
         known = onnx.defs.has(node.op_type, opsets.get(domain, 1), domain)
         if name not in OPERATORS and name not in REMOVED and (flow or not known or name.startswith("Sequence")):
             unreadable.append((name, node.name))
+        elif known:
+            try:
+                onnx.checker.check_node(node, context)
+            except onnx.checker.ValidationError as error:
+                reason = str(error).strip().splitlines()[0]
+                raise ModelError(f"not as ONNX defines it: {reason}", where=f"{node.op_type} {node.name!r}") from error
     if unreadable:
         raise refusal(_without_row(unreadable))
 
