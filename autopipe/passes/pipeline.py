@@ -124,8 +124,22 @@ def reopen(request: Request, plan: Plan) -> Planned:
             f"the plan does not belong to this model: the graph of {request.model} is not the one that was planned",
             hint="plan again, or restore the model's file",
         )
+    _check_decisions(problem, plan)
     stage_devices = tuple(stage.devices for stage in plan.placement.stages)
     return Planned(plan, problem, simulate(plan.schedule, stage_devices, plan.prediction), model.digest, model.warnings)
+
+
+def _check_decisions(problem: Problem, plan: Plan) -> None:
+    """Raise ConfigurationError unless the plan's decisions fit the problem: its files may have been edited."""
+    if problem.mode.value != plan.mode:
+        raise ConfigurationError(f"the plan is to {plan.mode}, its configuration to {problem.mode.value}")
+    if plan.placement.devices > problem.cluster.size or plan.schedule.devices != problem.cluster.size:
+        raise ConfigurationError(
+            f"the plan is for {plan.schedule.devices} devices, its configuration for {problem.cluster.size}"
+        )
+    if max(max(stage.nodes, default=0) for stage in plan.placement.stages) >= len(problem.graph.nodes):
+        raise ConfigurationError(f"the plan places nodes that the graph of {len(problem.graph.nodes)} nodes has not")
+    plan.placement.verify(problem.graph)
 
 
 def _first_problem(request: Request, runner: Runner) -> tuple[Model, Problem]:

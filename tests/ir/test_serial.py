@@ -170,6 +170,24 @@ def test_values_that_cannot_be_are_refused(folder, path, value):
         read_plan(folder)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda form: form["tasks"][0].reverse(), "0B1 waits for 0F1"),
+        (lambda form: form["tasks"][0].pop(), "stage 0 runs F on micro-batch 1"),
+        (lambda form: form["tasks"][0][0].update(unit=5), "there is no micro-batch 5"),
+        (lambda form: (form["tasks"].pop(), form.update(devices=2)), "tasks are for 2 devices, the placement has 3"),
+    ],
+)
+def test_a_schedule_that_cannot_run_is_refused(folder, change, message):
+    form = json.loads((folder / "schedule.json").read_text())
+    change(form)
+    (folder / "schedule.json").write_text(json.dumps(form))
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        read_plan(folder)
+    assert "schedule.json" in caught.value.where
+
+
 nodes = st.sets(st.integers(0, 60), min_size=1).map(lambda found: tuple(sorted(found)))
 splits = st.lists(st.builds(Split, st.sampled_from("bmnk"), st.integers(1, 8)), max_size=3).map(tuple)
 

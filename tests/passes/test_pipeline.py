@@ -158,6 +158,10 @@ def test_a_plan_is_reopened_on_its_own_model_only(gpt, tmp_path):
     planned = make_plan(request(gpt, batch_size=8, micro_batches=4))
     again = reopen(request(gpt), planned.plan)
     assert (again.problem, again.timeline, again.digest) == (planned.problem, planned.timeline, planned.digest)
+    with pytest.raises(ConfigurationError, match="the plan is to train, its configuration to infer"):
+        reopen(request(gpt, mode=Mode.INFER), planned.plan)
+    with pytest.raises(ConfigurationError, match="the plan is for 4 devices, its configuration for 3"):
+        reopen(request(gpt, devices=3), planned.plan)
     other = tmp_path / "other.onnx"
     build(configure("gpt", {"layers": "2", "hidden": "32", "heads": "2", "sequence": "16", "loss": "true"})).save(other)
     with pytest.raises(ConfigurationError, match="does not belong to this model"):

@@ -8,7 +8,12 @@ import json
 import os
 from pathlib import Path
 
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.placement import Placement
 from autopipe.ir.plan import Plan, Summary
+from autopipe.ir.prediction import Prediction
+from autopipe.ir.problem import Mode
+from autopipe.ir.schedule import Schedule
 from autopipe.ir.serial.placement_form import placement_form, placement_of
 from autopipe.ir.serial.prediction_form import prediction_form, prediction_of
 from autopipe.ir.serial.record import Record, read_record
@@ -18,6 +23,7 @@ from autopipe.ir.timeline import Timeline
 FORMAT = "autopipe.plan/1"
 PLAN_FILE = "plan.json"
 SCHEDULE_FILE = "schedule.json"
+MODES = tuple(mode.value for mode in Mode)
 
 
 def write_plan(folder: Path, plan: Plan, timeline: Timeline, home: Path | None = None) -> None:
@@ -32,16 +38,36 @@ def read_plan(folder: Path) -> Plan:
     """The plan in `folder`, its model's path made absolute. Raises ConfigurationError with file and key."""
     record = read_record(folder / PLAN_FILE, FORMAT)
     placement = placement_of(record.at("placement"))
+    prediction = prediction_of(record.at("predictions"), placement)
+    mode = record.at("mode")
+    if mode.text() not in MODES:
+        mode.refuse(" or ".join(MODES))
+    schedule = _schedule_of(folder / SCHEDULE_FILE, placement, prediction, mode.text() == "train")
     return Plan(
         model=os.path.normpath(os.path.join(folder.resolve(), record.at("model").text())),
         graph_digest=record.at("graph_digest").text(),
-        mode=record.at("mode").text(),
+        mode=mode.text(),
         batch_size=record.at("batch_size").integer(1),
         placement=placement,
-        schedule=read_schedule(folder / SCHEDULE_FILE, tuple(stage.devices for stage in placement.stages)),
+        schedule=schedule,
         summary=_summary_of(record.at("summary")),
-        prediction=prediction_of(record.at("predictions"), placement),
+        prediction=prediction,
     )
+
+
+def _schedule_of(path: Path, placement: Placement, prediction: Prediction, train: bool) -> Schedule:
+    """The schedule in `path`, which must be able to run."""
+    stage_devices = tuple(stage.devices for stage in placement.stages)
+    schedule = read_schedule(path, stage_devices)
+    if schedule.devices < placement.devices:
+        raise ConfigurationError(
+            f"tasks are for {schedule.devices} devices, the placement has {placement.devices}", where=str(path)
+        )
+    try:
+        schedule.verify(stage_devices, prediction.edges, train)
+    except InfeasibleError as error:
+        raise ConfigurationError(error.message.partition("\n")[0], "plan again", f"{path}: {error.where}") from error
+    return schedule
 
 
 def plan_digest(plan: Plan) -> str:
