@@ -26,7 +26,7 @@ def plan(
     \b
     Example:
       autopipe plan gpt.onnx --gpus 4
-      autopipe plan llama.onnx --gpus 64 --cluster a100-80gb --batch-size 256 --precision bf16
+      autopipe plan llama.onnx --gpus 64 --cluster a100-80gb --batch-size 256 --set recompute=full
     """
     from autopipe.cli.plan_folder import check_target, write_plan_folder
     from autopipe.cli.plan_screen import plan_screen
