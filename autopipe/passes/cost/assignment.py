@@ -11,7 +11,7 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.space import Dimension
 from autopipe.passes.cost.uses import Use, uses_of
-from autopipe.passes.lower.stages import StageNodes, assign_nodes
+from autopipe.passes.lower.stages import assign_nodes
 
 Cuts = tuple[int, ...]
 """How often each dimension of a tensor is cut; () where none is."""
@@ -43,8 +43,8 @@ class StageWork:
     """A stage's nodes in topological order, recomputed ones included, and what its group holds of what they read.
 
     `given` are values it computes that others want, `received` those that other stages compute, `parameters` those it
-    reads, each with the number of parts in which the group holds it. Nodes that want one in different layouts make
-    every device hold it whole.
+    reads, each with the number of parts in which the group holds it. Nodes that want one in different layouts, or
+    stages a parameter, make every device hold it whole.
     """
 
     stage: Stage
@@ -60,34 +60,35 @@ def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
     uses = uses_of(graph)
     sharing = _sharings()
     wanted = (problem.loss,) if problem.train and problem.loss is not None else graph.outputs
-    assigned = assign_nodes(graph, placement, wanted)
+    plans = assign_nodes(graph, placement, wanted)
+    assigned = [
+        tuple(
+            Assigned(index, graph.nodes[index], uses[index], sharing(uses[index], splits))
+            for index, splits in plan.nodes
+        )
+        for plan in plans
+    ]
+    read = [_cuts_read(nodes) for nodes in assigned]
+    torn = _torn(graph, read)
     return tuple(
-        _stage_work(graph, stage, nodes, uses, sharing)
-        for stage, nodes in zip(placement.stages, assigned, strict=True)
+        _stage_work(graph, stage, nodes, plan.outputs, cuts | dict.fromkeys(torn & cuts.keys(), ()))
+        for stage, plan, nodes, cuts in zip(placement.stages, plans, assigned, read, strict=True)
     )
 
 
 def _stage_work(
-    graph: Graph,
-    stage: Stage,
-    assigned: StageNodes,
-    uses: tuple[Use, ...],
-    sharing: Callable[[Use, tuple[Split, ...]], Sharing],
+    graph: Graph, stage: Stage, nodes: tuple[Assigned, ...], outputs: tuple[str, ...], read: dict[str, Cuts]
 ) -> StageWork:
-    nodes = tuple(
-        Assigned(index, graph.nodes[index], uses[index], sharing(uses[index], splits))
-        for index, splits in assigned.nodes
-    )
-    parts = _parts(nodes)
     written = {
         name: math.prod(cut)
         for each in nodes
         for name, cut in zip(each.node.outputs, each.sharing.results, strict=True)
     }
+    parts = {name: math.prod(cut) for name, cut in read.items()}
     return StageWork(
         stage=stage,
         nodes=nodes,
-        given={name: written[name] for name in assigned.outputs if name in written},
+        given={name: written[name] for name in outputs if name in written},
         received={
             name: count for name, count in parts.items() if graph.producer(name) is not None and name not in written
         },
@@ -95,14 +96,24 @@ def _stage_work(
     )
 
 
-def _parts(nodes: tuple[Assigned, ...]) -> dict[str, int]:
-    """For each value read, in how many parts a group holds it."""
-    cuts: dict[str, Cuts | None] = {}
+def _cuts_read(nodes: tuple[Assigned, ...]) -> dict[str, Cuts]:
+    """How a group holds each value it reads: as all readers want it, else whole."""
+    cuts: dict[str, Cuts] = {}
     for each in nodes:
         for name, cut in zip(each.node.inputs, each.sharing.operands, strict=True):
             if name and cuts.setdefault(name, cut) != cut:
-                cuts[name] = None
-    return {name: math.prod(cut or ()) for name, cut in cuts.items()}
+                cuts[name] = ()
+    return cuts
+
+
+def _torn(graph: Graph, read: list[dict[str, Cuts]]) -> frozenset[str]:
+    """Parameters that stages would cut differently: all of them hold these whole."""
+    wanted: dict[str, set[Cuts]] = {}
+    for cuts in read:
+        for name, cut in cuts.items():
+            if graph.parameter(name) is not None:
+                wanted.setdefault(name, set()).add(cut)
+    return frozenset(name for name, found in wanted.items() if len(found) > 1)
 
 
 def _sharings() -> Callable[[Use, tuple[Split, ...]], Sharing]:

@@ -22,32 +22,39 @@ def in_flight(problem: Problem, placement: Placement) -> tuple[int, ...]:
 
 
 def fitted(problem: Problem, placement: Placement) -> Placement:
-    """The placement, recomputing in the stages of overfull devices where `recompute` is `auto`.
+    """The placement, recomputing in stages of overfull devices where `recompute` is `auto`.
 
     Raises InfeasibleError, naming stage, device and by how much, where a device's memory does not hold its stages.
     """
-    worst = _worst(problem, placement)
-    if worst is None:
-        return placement
-    if problem.train and problem.recompute == "auto":
-        kept = in_flight(problem, placement)
-        while worst is not None:
-            device, _ = worst
-            costs = stage_costs(problem, placement)
-            plain = [index for index, stage in enumerate(placement.stages) if device in stage.devices]
-            plain = [index for index in plain if not placement.stages[index].recompute]
-            if not plain:
-                break
-            most = max(plain, key=lambda index: costs[index].kept_bytes * kept[index])
-            stages = list(placement.stages)
-            stages[most] = replace(stages[most], recompute=True)
-            placement = Placement(tuple(stages))
-            worst = _worst(problem, placement)
-    if worst is None:
-        return placement
-    device, need = worst
-    on_device = [index for index, stage in enumerate(placement.stages) if device in stage.devices]
-    raise out_of_memory(problem, on_device, len(placement.stages), device, need)
+    while True:
+        costs = stage_costs(problem, placement)
+        used = device_memory(problem, placement, costs)
+        overfull = [device for device, need in enumerate(used) if need > problem.memory_of(device)]
+        if not overfull:
+            return placement
+        relieved = _relieving(problem, placement, costs, overfull)
+        if not relieved:
+            worst = max(overfull, key=lambda device: used[device] - problem.memory_of(device))
+            stages = [index for index, stage in enumerate(placement.stages) if worst in stage.devices]
+            raise out_of_memory(problem, stages, len(placement.stages), worst, used[worst])
+        placement = Placement(
+            tuple(
+                replace(stage, recompute=stage.recompute or index in relieved)
+                for index, stage in enumerate(placement.stages)
+            )
+        )
+
+
+def _relieving(
+    problem: Problem, placement: Placement, costs: tuple[StageCost, ...], overfull: list[int]
+) -> frozenset[int]:
+    """For each overfull device the stage that keeps most and does not recompute yet, where it may."""
+    if not problem.train or problem.recompute != "auto":
+        return frozenset()
+    kept = [cost.kept_bytes * count for cost, count in zip(costs, in_flight(problem, placement), strict=True)]
+    plain = [index for index, stage in enumerate(placement.stages) if not stage.recompute]
+    choices = ([index for index in plain if device in placement.stages[index].devices] for device in overfull)
+    return frozenset(max(choice, key=lambda index: kept[index]) for choice in choices if choice)
 
 
 def device_memory(problem: Problem, placement: Placement, costs: tuple[StageCost, ...]) -> tuple[int, ...]:
@@ -76,14 +83,6 @@ def out_of_memory(
         + (", in the placement that needs least" if least else ""),
         hint=hint,
     )
-
-
-def _worst(problem: Problem, placement: Placement) -> tuple[int, int] | None:
-    """The device most over its limit and what it needs; None where all fit."""
-    used = device_memory(problem, placement, stage_costs(problem, placement))
-    over = {device: need - problem.memory_of(device) for device, need in enumerate(used)}
-    device = max(over, key=lambda index: over[index])
-    return (device, used[device]) if over[device] > 0 else None
 
 
 def _size(count: float) -> str:

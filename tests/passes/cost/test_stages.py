@@ -135,3 +135,12 @@ def test_memory_is_checked_and_recomputation_turned_on_where_it_helps() -> None:
     assert [stage.recompute for stage in again.stages] == [True, False]
     with pytest.raises(InfeasibleError, match="over the limit of"):
         fitted(replace(loose, recompute="auto", memory_limit=1), placement)
+
+
+def test_a_parameter_that_stages_would_cut_differently_is_held_whole() -> None:
+    graph = tied()
+    given = problem(graph, cluster(3))
+    first = Stage((0, 1), (0, 1), 8, ((0, (Split("n", 2),)), (1, (Split("x1", 2),))))
+    alone = stage_costs(given, Placement((first, Stage((2,), (2,), 8))))
+    assert [cost.parameter_bytes for cost in alone] == [4 * 16 * 16] * 2
+    assert alone[0].gradient_s == all_reduce(given.cluster, range(3)).seconds(4 * 16 * 16)
