@@ -120,8 +120,8 @@ def _scores(view: View, name: str) -> _Scores | None:
         return None
     if any(view.type_of(mask).dtype != types[0].dtype for mask in masks):
         return None
-    telling = [mask for mask in masks if (numbers := view.numbers(mask)) is None or numbers.any()]
-    causal = len(telling) == 1 and _is_causal(view.numbers(telling[0]))
+    telling = [mask for mask in masks if _mask_kind(view, mask) != "blank"]
+    causal = len(telling) == 1 and _mask_kind(view, telling[0]) == "causal"
     return _Scores(query, key, scale * query_scale * key_scale, () if causal else tuple(telling), causal)
 
 
@@ -132,13 +132,26 @@ def _product(view: View, name: str) -> tuple[float, Node] | None:
     return None if node is None else (scale, node)
 
 
+def _mask_kind(view: View, mask: str) -> str:
+    """`blank` for a mask of zeros, `causal` for one that shows each position itself and those before it, else `other`.
+
+    Layers share their masks, and a mask of a long sequence is large: each is looked at once.
+    """
+    if mask not in view.masks:
+        numbers = view.numbers(mask)
+        blank = numbers is not None and not numbers.any()
+        view.masks[mask] = "blank" if blank else "causal" if _is_causal(numbers) else "other"
+    return view.masks[mask]
+
+
 def _is_causal(mask: np.ndarray | None) -> bool:
     """Whether a mask shows each position itself and those before it, and hides all others."""
     if mask is None or mask.ndim < 2 or mask.shape[-1] != mask.shape[-2] or mask.dtype.kind not in "fV":
         return False
-    square = mask.reshape(-1, *mask.shape[-2:]).astype(np.float32)
+    square = mask.reshape(-1, *mask.shape[-2:]).astype(np.float32, copy=False)
     shown = np.tri(mask.shape[-1], dtype=bool)
-    return bool((square[:, shown] == 0).all() and (square[:, ~shown] <= HIDDEN).all())
+    hidden = square <= HIDDEN
+    return bool(np.all((square == 0) == shown) and np.all(hidden != shown))
 
 
 def _key(view: View, transposed: str) -> str | None:

@@ -38,6 +38,8 @@ class View:
     readers: Counter[str]
     writers: dict[str, Node] = field(default_factory=dict)
     made: dict[str, Value] = field(default_factory=dict)
+    masks: dict[str, str] = field(default_factory=dict)
+    """What the masks seen so far hide."""
 
     @classmethod
     def of(cls, graph: Graph) -> View:
