@@ -81,7 +81,12 @@ def equation_of(signature: Signature) -> Equation:
             sorted(set(letters) - {x for x in letters if letters.count(x) > 1})
         )
     allowed = all(letter.isascii() and letter.isalpha() for letter in letters)
-    if not allowed or len(operands) != len(signature.operands) or not set(right) <= {*letters, "."}:
+    fits = len(operands) == len(signature.operands) and all(
+        len(word) == len(value.shape) if "." not in word else len(word) - 1 <= len(value.shape)
+        for word, value in zip(operands, signature.operands, strict=True)
+        if value is not None
+    )
+    if not allowed or not fits or not set(right) <= {*letters, "."}:
         raise ModelError(f"Einsum has the equation {text!r}", where=repr(signature.node.name))
     return Equation(operands, right)
 

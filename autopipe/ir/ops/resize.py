@@ -62,11 +62,29 @@ def _numbers(signature: Signature, index: int) -> tuple[float, ...]:
     return () if array is None else tuple(float(value) for value in np.asarray(array, np.float64).reshape(-1))
 
 
+_WORDS = {
+    "mode": {"nearest", "linear", "cubic"},
+    "coordinate_transformation_mode": {
+        "half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners", "asymmetric", "tf_crop_and_resize",
+        "tf_half_pixel_for_nn",
+    },
+    "nearest_mode": {"round_prefer_floor", "round_prefer_ceil", "floor", "ceil"},
+    "keep_aspect_ratio_policy": {"stretch", "not_larger", "not_smaller"},
+}  # fmt: skip
+"""What attributes may say."""
+
+
 def resize(signature: Signature) -> Line:
-    """`*d i -> *d o` with i and o whole."""
+    """`*d i -> *d o` with i and o whole. Raises ModelError for a word that ONNX does not define."""
+    for name, words in _WORDS.items():
+        if signature.node.has(name) and signature.node.text(name) not in words:
+            raise ModelError(
+                f"Resize has {name} {signature.node.text(name)!r}, not {', '.join(sorted(words))}",
+                where=repr(signature.node.name),
+            )
     changed = [each.axis for each in resized_axes(signature)]
-    words = names(len(signature.operand(0).shape))
-    source, result = list(words), list(words)
+    axes = names(len(signature.operand(0).shape))
+    source, result = list(axes), list(axes)
     for axis in changed:
         source[axis], result[axis] = f"i{axis}!", f"o{axis}!"
     others = [None if value is None else unindexed(value.shape) for value in signature.operands[1:]]

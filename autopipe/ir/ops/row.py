@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopipe.ir.dtype import DType
+from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Graph, Node, Value
 from autopipe.ir.space import Space, parse
 
@@ -110,8 +111,18 @@ class Operator:
     """Element types the operator can take on all backends."""
 
     def space(self, signature: Signature) -> Space:
-        """The iteration space of one use. Raises NotationError where the row does not fit the tensors."""
-        line = self.notation(signature)
+        """The iteration space of one use.
+
+        Raises ModelError where the node's attributes make no sense for its operands, as a file may state any, and
+        NotationError where the row does not fit the tensors.
+        """
+        try:
+            line = self.notation(signature)
+        except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
+            shapes = ", ".join("absent" if value is None else str(value.shape) for value in signature.operands)
+            raise ModelError(
+                f"{self.name} cannot take operands {shapes} with these attributes", where=repr(signature.node.name)
+            ) from error
         return parse(
             line.text,
             tuple(None if value is None else value.shape for value in signature.operands),

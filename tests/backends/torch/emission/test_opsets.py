@@ -53,6 +53,12 @@ def test_resizing_before_11(op: str, opset: int, mode: str) -> None:
     compare(op, [normal(1, 2, 4, 5), np.array([1, 1, 1.5, 2.5], np.float32)], opset=opset, mode=mode)
 
 
+def test_nearest_by_the_rule_of_tensorflow() -> None:
+    scales = np.array([1, 1, 0.4, 1.6], np.float32)
+    attributes = {"coordinate_transformation_mode": "tf_half_pixel_for_nn", "nearest_mode": "floor"}
+    compare("Resize", [normal(1, 2, 7, 5), np.zeros(0, np.float32), scales], opset=11, **attributes)
+
+
 def test_upsample_by_attribute() -> None:
     compare("Upsample", [normal(1, 2, 4, 3)], opset=7, scales=[1.0, 1.0, 2.0, 3.0])
 

@@ -54,6 +54,8 @@ def _places(resized: ResizedAxis, extent: int, rule: str) -> Tensor:
         return torch.zeros_like(spots) if width == 1 else spots * (extent - 1) / (width - 1)
     if rule == "asymmetric":
         return spots / scale
+    if rule == "tf_half_pixel_for_nn":
+        return (spots + 0.5) / scale
     if rule == "tf_crop_and_resize":
         span = (stop - start) * (extent - 1)
         return start * (extent - 1) + (spots * 0 + span / 2 if width == 1 else spots * span / (width - 1))
