@@ -127,8 +127,9 @@ class _Growing:
 
     def halves(self) -> None:
         value = self.some()
-        first = self.builder.node("Split", value, outputs=2, axis=len(self.builder.shape(value)) - 1, num_outputs=2)
-        if self.builder.shape(value)[-1] % 2 == 0:
+        axis = len(self.builder.shape(value)) - 1
+        if self.builder.shape(value)[axis] % 2 == 0:
+            first = self.builder.node("Split", value, outputs=2, axis=axis, num_outputs=2)
             self.floats += [first, self.builder.nodes[-1].outputs[1]]
 
     def joined(self) -> None:

@@ -16,11 +16,14 @@ from autopipe.backends.torch.runtime.manifest import ShardEntry, read_manifest
 from autopipe.backends.torch.runtime.parameters import draw_block
 from autopipe.backends.torch.verification import difference, read_losses, read_outputs
 from autopipe.ir.graph import Graph
-from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.passes.lower import lower
+from autopipe.passes.schedule.gpipe import order_gpipe
+from autopipe.passes.schedule.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.stage_graph import StageGraph
 from tests.distributed.builder import evaluate
 from tests.distributed.pool import Pools
 
@@ -36,6 +39,17 @@ def write(
     provenance = Provenance("model.onnx", "", "", Optimizer(), precision, SEED, 0.1, 0.2)
     write_program([ProgramFiles("", program, *titles)], provenance, folder)
     return program
+
+
+def schedule_of(
+    graph: Graph, placement: Placement, micro_batches: int, name: str = "1f1b", train: bool = True
+) -> Schedule:
+    """1F1B or GPipe for a placement, all tasks of one length."""
+    stages = StageGraph(
+        placement.devices, tuple(stage.devices for stage in placement.stages), stage_edges(graph, placement)
+    )
+    order = order_1f1b if name == "1f1b" else order_gpipe
+    return order(stages, micro_batches, train, lambda task: 1)
 
 
 def one_device(graph: Graph, micro_batches: int, train: bool, size: int) -> tuple[Placement, Schedule]:

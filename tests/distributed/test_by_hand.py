@@ -7,26 +7,14 @@ from pathlib import Path
 import pytest
 
 from autopipe.ir.graph import Graph
-from autopipe.ir.placement import Placement, Stage, stage_edges
-from autopipe.ir.schedule import Schedule
-from autopipe.passes.schedule.gpipe import order_gpipe
-from autopipe.passes.schedule.one_f_one_b import order_1f1b
-from autopipe.passes.schedule.stage_graph import StageGraph
+from autopipe.ir.placement import Placement, Stage
 from tests.distributed.builder import mlp
 from tests.distributed.pool import Pools
-from tests.distributed.running import assert_equal_steps, batch_of, expected_step, run_step, write
+from tests.distributed.running import assert_equal_steps, batch_of, expected_step, run_step, schedule_of, write
+
+pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-9
-
-
-def schedule_of(
-    graph: Graph, placement: Placement, micro_batches: int, name: str = "1f1b", train: bool = True
-) -> Schedule:
-    stages = StageGraph(
-        placement.devices, tuple(stage.devices for stage in placement.stages), stage_edges(graph, placement)
-    )
-    order = order_1f1b if name == "1f1b" else order_gpipe
-    return order(stages, micro_batches, train, lambda task: 1)
 
 
 def check(

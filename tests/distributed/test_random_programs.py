@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
@@ -23,8 +24,10 @@ from tests.distributed.running import (
     write,
 )
 
+pytestmark = pytest.mark.distributed
+
 RANDOM = settings(
-    max_examples=300,
+    max_examples=80,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )

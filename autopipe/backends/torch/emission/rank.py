@@ -37,7 +37,7 @@ def emit_rank(program: Program, rank: RankCode, title: str) -> str:
         f"{modules}"
         "from autopipe.backends.torch import runtime\n\n"
         f"rank = runtime.Rank({rank.rank}, __file__)\n\n"
-        f"{stages}\n\n"
+        f"{stages}\n\n\n"
         f"{_step(rank)}\n\n"
         'if __name__ == "__main__":\n'
         "    rank.main(step)\n"

@@ -158,15 +158,23 @@ def emit_stage(stage: StageCode, title: str) -> str:
     used = dict.fromkeys(_CONSTANT.findall(forward.text))
     return (
         f'"""{title}\n\n{_summary(stage, forward)}"""\n\n'
-        "import torch\n"
-        "import torch.nn.functional as F\n\n"
-        "from autopipe.backends.torch.runtime import operators\n\n"
+        f"{_imports(forward.text)}\n"
         f"INPUTS = {_types(forward.arguments, stage.inputs)}\n"
         f"OUTPUTS = {_types(forward.results, stage.outputs)}\n"
         f"PARAMETERS = {tuple(f'w{index}' for index, _ in stage.parameters)!r}\n"
         f"CONSTANTS = {tuple(used)!r}\n\n\n"
         f"{forward.text}"
     )
+
+
+def _imports(text: str) -> str:
+    """Import statements for what the forward uses."""
+    lines = ["import torch\n"]
+    if re.search(r"\bF\.", text):
+        lines.append("import torch.nn.functional as F\n")
+    if re.search(r"\boperators\.", text):
+        lines.append("\nfrom autopipe.backends.torch.runtime import operators\n")
+    return "".join(lines)
 
 
 def _types(names: tuple[str, ...], values: tuple[Value, ...]) -> str:

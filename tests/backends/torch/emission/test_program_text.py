@@ -1,0 +1,55 @@
+"""The text of a program: golden files, and a size that the number of micro-batches does not change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autopipe.backends.torch.emission.rank import emit_rank
+from autopipe.ir.graph import Graph
+from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.ir.program import Program
+from autopipe.passes.lower import lower
+from tests.distributed.builder import mlp
+from tests.distributed.running import schedule_of, write
+
+Golden = Callable[[str, str], None]
+
+
+def placed() -> tuple[Graph, str, Placement]:
+    """Two products on a device each, then a third on two devices, split by its batch."""
+    graph, loss = mlp(3)
+    batch = tuple((node, (Split(axis, 2),)) for node, axis in ((4, "m"), (5, "x0"), (6, "x0"), (7, "d0")))
+    stages = (Stage((0, 1), (0,), 4), Stage((2, 3), (1,), 4), Stage((4, 5, 6, 7), (2, 3), 4, batch))
+    return graph, loss, Placement(stages)
+
+
+def program_of(micro_batches: int, name: str) -> Program:
+    graph, loss, placement = placed()
+    return lower(graph, placement, schedule_of(graph, placement, micro_batches, name), loss)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_rank_files_have_the_same_size_for_any_number_of_micro_batches(name: str) -> None:
+    few, many = program_of(32, name), program_of(512, name)
+    for short, long in zip(few.ranks, many.ranks, strict=True):
+        lines = [emit_rank(program, rank, "A rank.").splitlines() for program, rank in ((few, short), (many, long))]
+        assert len(lines[0]) == len(lines[1])
+        assert len(lines[0]) < 40
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_files_of_a_program(name: str, tmp_path: Path, golden: Golden) -> None:
+    graph, loss, placement = placed()
+    folder = tmp_path / "program"
+    write(graph, placement, schedule_of(graph, placement, 8, name), loss, folder)
+    for rank in (0, 1, 2):
+        golden((folder / f"rank_{rank:03d}.py").read_text(encoding="utf-8"), f"program/{name}/rank_{rank:03d}.txt")
+    if name == "1f1b":
+        golden((folder / "stage_02.py").read_text(encoding="utf-8"), "program/stage_02.txt")
+        golden((folder / "run.py").read_text(encoding="utf-8"), "program/run.txt")
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        golden(json.dumps(manifest, indent=1, sort_keys=True) + "\n", "program/manifest.json")

@@ -1,0 +1,96 @@
+"""What cannot be executed is refused in one line that says what and where."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopipe.ir.errors import CodegenError
+from autopipe.ir.graph import Graph
+from autopipe.ir.ops import space_of
+from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.ir.space import Space
+from autopipe.passes.lower import lower
+from tests.distributed.builder import Builder, mlp
+from tests.distributed.running import one_device
+
+
+def two_devices(graph: Graph, *splits: tuple[int, tuple[Split, ...]]) -> tuple[Placement, Schedule]:
+    order = (Task(0, Phase.FORWARD, 0), Task(0, Phase.BACKWARD, 0))
+    stage = Stage(tuple(range(len(graph.nodes))), (0, 1), 4, splits)
+    return Placement((stage,)), Schedule(1, (order, order))
+
+
+@pytest.mark.parametrize(
+    ("node", "splits", "message"),
+    [
+        (0, (Split("zz", 2),), "MatMul has no axis 'zz'"),
+        (0, (Split("b", 3),), "split as b:3 over 2 devices cannot be executed"),
+        (0, (Split("b", 2), Split("n", 2)), "split as b:2 n:2 over 2 devices cannot be executed"),
+    ],
+)
+def test_splits_of_other_axes_or_degrees(node: int, splits: tuple[Split, ...], message: str) -> None:
+    graph, loss = mlp(1)
+    with pytest.raises(CodegenError, match=message):
+        lower(graph, *two_devices(graph, (node, splits)), loss)
+
+
+def test_uneven_splits() -> None:
+    builder = Builder()
+    value = builder.node("Tanh", builder.input((3, 5)))
+    loss = builder.mean_square(builder.node("Softmax", builder.node("Add", value, builder.parameter((5,))), axis=-1))
+    graph = builder.graph(loss)
+    axes = [axis.name for axis in _space(graph, 0).axes]
+    with pytest.raises(CodegenError, match=f"axis '{axes[0]}' of Tanh has extent 3: 2 devices cannot share it equally"):
+        lower(graph, *two_devices(graph, (0, (Split(axes[0], 2),)), (1, (Split(axes[0], 2),))), loss)
+
+
+def test_whole_axes() -> None:
+    builder = Builder()
+    loss = builder.mean_square(builder.node("Softmax", builder.parameter((4, 4)), axis=-1))
+    graph = builder.graph(loss)
+    axis = next(axis.name for axis in _space(graph, 0).axes if axis.kind.value == "whole")
+    with pytest.raises(CodegenError, match=f"Softmax cannot be split along '{axis}'"):
+        lower(graph, *two_devices(graph, (0, (Split(axis, 2),))), loss)
+
+
+def test_stages_with_unequal_micro_batches() -> None:
+    graph, loss = mlp(1)
+    placement = Placement((Stage((0,), (0,), 4), Stage((1, 2, 3), (0,), 2)))
+    _, schedule = one_device(graph, 1, True, 4)
+    with pytest.raises(CodegenError, match="micro-batches of 2 and 4 samples"):
+        lower(graph, placement, schedule, loss)
+
+
+def test_half_backwards() -> None:
+    graph, loss = mlp(1)
+    placement, _ = one_device(graph, 1, True, 4)
+    order = tuple(Task(0, phase, 0) for phase in (Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT))
+    with pytest.raises(CodegenError, match="0I0 is half a backward"):
+        lower(graph, placement, Schedule(1, (order,)), loss)
+
+
+def test_more_devices_than_the_schedule_has() -> None:
+    graph, loss = mlp(1)
+    _, schedule = one_device(graph, 1, True, 4)
+    placement = Placement((Stage((0, 1, 2, 3), (1,), 4),))
+    with pytest.raises(CodegenError, match="the placement uses 2 devices, the schedule has 1"):
+        lower(graph, placement, schedule, loss)
+
+
+def test_a_loss_of_several_numbers() -> None:
+    graph, _ = mlp(1)
+    with pytest.raises(CodegenError, match=r"the loss 'v1' has shape \[4, 4\]"):
+        lower(graph, *one_device(graph, 1, True, 4), "v1")
+
+
+def test_a_loss_that_nothing_computes() -> None:
+    builder = Builder()
+    given = builder.input((), batch_axis=None)
+    graph = builder.graph(builder.node("Tanh", given))
+    with pytest.raises(CodegenError, match="the loss 'in0' is not computed by the model"):
+        lower(graph, *one_device(graph, 1, True, 4), given)
+
+
+def _space(graph: Graph, index: int) -> Space:
+    return space_of(graph, graph.nodes[index])
