@@ -1,0 +1,128 @@
+"""Takes every exported model from its file to verified ranks, and writes what came of it to docs/exported-models.md.
+
+    python scripts/exported_models.py                 all of them: about an hour on two cores
+    python scripts/exported_models.py --only gpt2     those whose name holds `gpt2`; the table's other rows stay
+
+Every row is four commands of autopipe on four ranks of this machine's CPU: plan, codegen, launch, verify. A row that
+fails is a row of the table, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "docs" / "exported-models.md"
+sys.path.insert(0, str(ROOT))
+
+from tests.exports.journey import (  # noqa: E402 - needs the path above
+    MICRO_BATCHES,
+    Journey,
+    Outcome,
+    all_journeys,
+    travel,
+)
+
+PASSES = "passes"
+HEADER = (
+    "model", "exporter", "shapes", "outputs", "strategy", "batch", "nodes", "devices of each stage",
+    "outputs, ONNX Runtime", "outputs, one device", "loss, one device", "gradients, one device", "result",
+)  # fmt: skip
+TEXT = """# Exported models, from file to verified ranks
+
+Made by `python scripts/exported_models.py` on {day}, at autopipe's commit {commit}{versions}.
+
+Each row is one ONNX file that went through `autopipe plan --gpus 4 --cluster cpu-local`, `codegen`, `launch --device
+cpu` and `verify` on four ranks of one machine's CPU. The files: the nine networks that ship with onnx
+(`onnx/backend/test/data/light`), and small random models of `transformers` and torch in `tests/exports`, through both
+of torch's exporters. `loss`: the loss is in the graph (for onnx's networks a cross-entropy given in YAML), two steps
+are trained, and one step's loss and every gradient are compared; `forward`: one step of inference.
+
+Differences are ‖a − b‖₂ / ‖b‖₂ of the worst tensor, in fp32; up to 1e-5 passes. Left: the one-device program's outputs
+against ONNX Runtime on the file as it was given. Then: the four ranks against the one-device program. Batch:
+micro-batches × samples in each, and the samples that the file fixes where those are more. Nodes: in the file →
+planned. Devices of each stage: 1 + 2 + 1 is a pipeline of three stages, whose middle one has two replicas.
+
+{passed} of {count} rows pass.
+
+"""
+
+
+def main() -> int:
+    """Run the journeys and write the table; 1 where one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="PATTERN", help="run only what has PATTERN in its name")
+    pattern = parser.parse_args().only
+    rows = _former_rows() if pattern else {}
+    failures = 0
+    for journey in all_journeys():
+        if pattern not in journey.name:
+            continue
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="autopipe-export-") as folder:
+            outcome = travel(journey, Path(folder))
+        failures += bool(outcome.failure)
+        rows[journey.name] = _row(journey, outcome)
+        print(f"{time.perf_counter() - started:5.0f} s  {journey.name}  {outcome.failure or 'passes'}", flush=True)
+        _write(rows)
+    return 1 if failures else 0
+
+
+def _row(journey: Journey, outcome: Outcome) -> list[str]:
+    export = journey.export
+    size = journey.micro_batch_size or export.batch
+    found = (outcome.outputs, outcome.ranks_outputs, outcome.loss, outcome.gradients)
+    return [
+        export.model,
+        {"torchscript": "dynamo=False", "dynamo": "dynamo=True", "onnx": "onnx `light`"}[export.exporter],
+        "dynamic" if export.dynamic else "static",
+        "loss" if export.loss else "forward",
+        journey.strategy,
+        f"{MICRO_BATCHES} × {size}" + (f" (file: {export.batch})" if size != export.batch else ""),
+        "{} → {}".format(*outcome.nodes) if outcome.nodes else "",
+        " + ".join(map(str, outcome.stages)),
+        *("" if value is None else f"{value:.1e}" for value in found),
+        outcome.failure.replace("|", "/").replace("\n", " ") or PASSES,
+    ]
+
+
+def _write(rows: dict[str, list[str]]) -> None:
+    """The table, rows in the order of the journeys."""
+    ordered = [rows[journey.name] for journey in all_journeys() if journey.name in rows]
+    text = TEXT.format(
+        day=time.strftime("%Y-%m-%d"),
+        commit=_commit(),
+        versions="".join(f", {name} {version(name)}" for name in ("torch", "transformers", "onnx", "onnxruntime-gpu")),
+        passed=sum(row[-1] == PASSES for row in ordered),
+        count=len(ordered),
+    )
+    lines = [HEADER, ["---"] * len(HEADER), *ordered]
+    TABLE.write_text(text + "".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8")
+
+
+def _former_rows() -> dict[str, list[str]]:
+    """The rows that the table holds, by the journey's name: a journey and its row agree in the first six columns."""
+    if not TABLE.exists():
+        return {}
+    lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][2:]
+    rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines]
+    by_key = {tuple(row[:6]): row for row in rows}
+    keys = {journey.name: tuple(_row(journey, Outcome(journey))[:6]) for journey in all_journeys()}
+    return {name: by_key[key] for name, key in keys.items() if key in by_key}
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

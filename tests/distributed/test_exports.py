@@ -1,0 +1,56 @@
+"""Exported models go from their file to verified ranks by the four commands of the README.
+
+`./test -m sweep` runs every export; `scripts/exported_models.py` runs them too and writes the table in docs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.exports.journey import Journey, all_journeys, travel
+
+TOLERANCE = 1e-5
+FAST = (
+    "squeezenet-onnx-static-loss",
+    "gpt2-dynamo-dynamic-loss",
+    "llama-torchscript-dynamic-forward",
+    "bert-torchscript-dynamic-loss-data_parallel",
+    "t5-dynamo-static-loss-4to2",
+    "resnet-dynamo-dynamic-loss",
+    "lstm-torchscript-static-loss",
+    "dlrm-torchscript-dynamic-loss",
+)
+"""At least one of each architecture, exporter, kind of shapes and kind of output."""
+
+JOURNEYS = {journey.name: journey for journey in all_journeys()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", FAST)
+def test_representative_exports_are_verified_on_four_ranks(name: str, tmp_path: Path) -> None:
+    check(JOURNEYS[name], tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "journey", [JOURNEYS[name] for name in JOURNEYS if name not in FAST], ids=lambda each: each.name
+)
+def test_every_export_is_verified_on_four_ranks(journey: Journey, tmp_path: Path) -> None:
+    check(journey, tmp_path)
+
+
+def check(journey: Journey, folder: Path) -> None:
+    outcome = travel(journey, folder)
+    assert not outcome.failure
+    assert sum(outcome.stages) == 4
+    assert outcome.outputs is not None and outcome.outputs <= TOLERANCE
+    if journey.export.loss:
+        assert outcome.steps == 2
+        assert outcome.loss is not None and outcome.loss <= TOLERANCE
+        assert outcome.gradients is not None and outcome.gradients <= TOLERANCE
+    else:
+        assert outcome.steps == 1
+        assert outcome.ranks_outputs is not None and outcome.ranks_outputs <= TOLERANCE

@@ -1,0 +1,180 @@
+"""From an export to verified ranks, through the command line: plan, codegen, launch, verify."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.exports.architectures import SEQUENCE
+from tests.exports.export import LIGHT, Export, onnx_file
+
+DEVICES = 4
+MICRO_BATCHES = 4
+TIME_LIMIT_S = 600
+"""For one command."""
+
+
+@dataclass(frozen=True, slots=True)
+class Journey:
+    """One export and how it is planned."""
+
+    export: Export
+    strategy: str = "pipedream"
+    micro_batch_size: int | None = None
+    """The batch of the export where None."""
+
+    @property
+    def name(self) -> str:
+        """The export's name and what is not the default."""
+        other = [] if self.strategy == "pipedream" else [self.strategy]
+        if self.micro_batch_size is not None:
+            other.append(f"{self.export.batch}to{self.micro_batch_size}")
+        return "-".join((self.export.name, *other))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a journey; differences are ‖a − b‖₂ / ‖b‖₂ of the worst tensor, None where it never got there."""
+
+    journey: Journey
+    nodes: tuple[int, int] | None = None
+    """Nodes in the file, and in the graph that was planned."""
+    stages: tuple[int, ...] = ()
+    """Devices of each stage."""
+    steps: int = 0
+    """Steps that launch ran, each with a finite loss in training."""
+    ranks_outputs: float | None = None
+    outputs: float | None = None
+    loss: float | None = None
+    gradients: float | None = None
+    failure: str = ""
+    """The command that failed and its error, "" where all went well."""
+
+
+class CommandError(Exception):
+    """A command of autopipe that ended with another code than 0."""
+
+
+def all_journeys() -> tuple[Journey, ...]:
+    """Every export by the default strategy, and some by others and on parts of a baked batch."""
+    from tests.exports.export import all_exports
+
+    others = [
+        Journey(Export(model, exporter, dynamic, loss, batch=4), strategy, micro_batch)
+        for model, exporter, dynamic, loss, strategy, micro_batch in (
+            ("gpt2", "dynamo", False, True, "data_parallel", None),
+            ("bert", "torchscript", True, True, "data_parallel", None),
+            ("resnet", "torchscript", False, True, "data_parallel", None),
+            ("lstm", "dynamo", False, True, "data_parallel", None),
+            ("dlrm", "torchscript", False, False, "data_parallel", None),
+            ("gpt2", "dynamo", False, True, "pipedream", 2),
+            ("llama", "torchscript", False, True, "pipedream", 1),
+            ("t5", "dynamo", False, True, "pipedream", 2),
+            ("vit", "torchscript", False, True, "pipedream", 2),
+            ("dlrm", "dynamo", False, True, "pipedream", 2),
+            ("lstm", "torchscript", False, False, "pipedream", 2),
+        )
+    ]
+    return (*map(Journey, all_exports()), *others)
+
+
+def travel(journey: Journey, folder: Path) -> Outcome:
+    """Run the four commands in `folder`."""
+    seen: dict[str, Any] = {}
+    try:
+        plan = _command("plan", *_plan_arguments(journey, folder), "-o", folder / "plan")
+        assert plan["mode"] == ("train" if journey.export.loss else "infer")
+        stages = json.loads((folder / "plan" / "plan.json").read_text(encoding="utf-8"))["placement"]["stages"]
+        seen["stages"] = tuple(len(stage["devices"]) for stage in stages)
+        planned = {node for stage in stages for start, stop in stage["nodes"] for node in range(start, stop)}
+        seen["nodes"] = _nodes_in_file(onnx_file(journey.export)), len(planned)
+        _command("codegen", folder / "plan")
+        program = folder / "plan" / "program"
+        seen["steps"] = _launched(journey, program)
+        verified = _command("verify", program, "--device", "cpu", accept_difference=True)
+    except CommandError as error:
+        return Outcome(journey, **seen, failure=str(error))
+    for check in verified["checks"]:
+        field = _FIELDS[check["compared"]]
+        seen[field] = check["relative_difference"]
+    worst = max(verified["checks"], key=lambda check: check["relative_difference"])
+    failure = "" if verified["equal"] else f"verify: {worst['compared']} differ, most in {worst['worst']}"
+    return Outcome(journey, **seen, failure=failure)
+
+
+_FIELDS = {
+    "outputs of the ranks": "ranks_outputs",
+    "outputs of one device": "outputs",
+    "loss of the ranks": "loss",
+    "gradients of the ranks": "gradients",
+}
+"""Field of an outcome by what a check of `verify` compares."""
+
+
+def _plan_arguments(journey: Journey, folder: Path) -> list[object]:
+    export = journey.export
+    path = onnx_file(export)
+    size = journey.micro_batch_size or export.batch
+    batch = ["--batch-size", MICRO_BATCHES * size, "--micro-batches", MICRO_BATCHES]
+    arguments = [path, "--gpus", DEVICES, "--cluster", "cpu-local", "--strategy", journey.strategy, *batch]
+    for name in _sequence_dimensions(path) if export.dynamic else ():
+        arguments += ["--dim", f"{name}={SEQUENCE}"]
+    if export.loss and export.model in LIGHT:
+        written = folder / "loss.yaml"
+        scores = json.dumps(LIGHT[export.model])
+        written.write_text(f"loss: {{cross_entropy: {{logits: {scores}, labels: labels}}}}\n", encoding="utf-8")
+        arguments += ["--config", written]
+    return arguments
+
+
+def _sequence_dimensions(path: Path) -> list[str]:
+    """The symbols of axis 1 of the inputs."""
+    import onnx
+
+    graph = onnx.load(path, load_external_data=False).graph
+    shapes = [each.type.tensor_type.shape.dim for each in graph.input]
+    return sorted({shape[1].dim_param for shape in shapes if len(shape) > 1 and shape[1].dim_param})
+
+
+def _nodes_in_file(path: Path) -> int:
+    import onnx
+
+    return len(onnx.load(path, load_external_data=False).graph.node)
+
+
+def _launched(journey: Journey, program: Path) -> int:
+    """Train two steps or infer one; the number of steps."""
+    count = 2 if journey.export.loss else 1
+    steps = _command("launch", program, "--device", "cpu", "--steps", count)["steps"]
+    if len(steps) != count:
+        raise CommandError(f"launch: {len(steps)} steps of {count}")
+    if journey.export.loss and not all(math.isfinite(step["loss"]) for step in steps):
+        raise CommandError(f"launch: losses {[step['loss'] for step in steps]}")
+    return count
+
+
+def _command(name: str, *arguments: object, accept_difference: bool = False) -> dict[str, Any]:
+    """What a command prints with --json. With `accept_difference` a failed comparison is a result too."""
+    words = [sys.executable, "-m", "autopipe", name, *map(str, arguments), "--json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, cwd=root, env=environment, timeout=TIME_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise CommandError(f"{name}: not done after {TIME_LIMIT_S} s") from None
+    objects = [json.loads(line) for line in done.stdout.splitlines()]
+    if done.returncode == 0 or (accept_difference and objects and "checks" in objects[0]):
+        return dict(objects[0])
+    if objects and "error" in objects[-1]:
+        error = objects[-1]["error"]
+        place = f"{error['where']}: " if error["where"] else ""
+        raise CommandError(f"{name}: {place}{error['message']}")
+    raise CommandError(f"{name}: exit code {done.returncode}: {done.stderr[-300:]}")
