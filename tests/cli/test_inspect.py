@@ -1,0 +1,87 @@
+"""`autopipe inspect` as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import onnx
+import onnx.helper as oh
+import pytest
+from click.testing import CliRunner
+
+from autopipe.cli.inspect import inspect
+from autopipe.cli.main import main
+from autopipe.ir.ops import OPERATORS
+from tests.passes.frontend.building import INT64, floats, model, node, saved
+
+
+@pytest.fixture
+def classifier(tmp_path: Path) -> Path:
+    """One product, one loss, a symbolic batch and width."""
+    nodes = [
+        node("Identity", "x", "i"),
+        node("MatMul", "i w", "logits"),
+        node("SoftmaxCrossEntropyLoss", "logits labels", "loss"),
+    ]
+    proto = model(nodes, {"x": ["batch", "width"], "labels": (INT64, ["batch"])}, "loss", {"w": floats(16, 5)})
+    return saved(proto, tmp_path)
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(inspect, list(words), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_object_says_what_the_model_is(classifier: Path) -> None:
+    shown = json.loads(run(str(classifier), "--dim", "width=16", "--dim", "batch=4", "--json"))
+    assert shown["inputs"] == [
+        {"name": "x", "type": "float32", "shape": [4, 16]},
+        {"name": "labels", "type": "int64", "shape": [4]},
+    ]
+    assert (shown["mode"], shown["loss"], shown["batch"], shown["batch_axes"]) == (
+        "train", "loss", 4, {"x": 0, "labels": 0},
+    )  # fmt: skip
+    assert (shown["parameters"], shown["parameter_bytes"], shown["buffer_tensors"]) == (80, 320, 0)
+    assert (shown["nodes_before"], shown["nodes"]) == (3, 2)
+    assert shown["operators"] == {"MatMul": 1, "SoftmaxCrossEntropyLoss": 1}
+    product = 2 * 4 * 16 * 5
+    assert shown["forward_flops"] >= product and shown["forward_flops"] < 2 * product
+    assert shown["unsupported"] == shown["branches"] == shown["warnings"] == []
+
+
+def test_the_screen_shows_the_same(classifier: Path) -> None:
+    text = run(str(classifier), "--dim", "width=16")
+    for words in ("'x' float32[1, 16], samples on axis 0", "80 in 1 tensors, 320 bytes", "2 of 3", "loss 'loss'"):
+        assert words in text
+    assert text.count("\n") <= 24
+
+
+def test_operators_without_a_row_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(OPERATORS, "HardSwish")
+    nodes = [node("HardSwish", "x", "a"), node("HardSwish", "a", "y")]
+    path = saved(model(nodes, {"x": [2, 3]}, "y"), tmp_path)
+    shown = json.loads(run(str(path), "--json"))
+    assert shown["unsupported"] == [{"operator": "HardSwish", "count": 2, "node": "hardswish_a", "nearest": "Swish"}]
+    assert shown["forward_flops"] is None
+    assert "HardSwish (2), first at 'hardswish_a'" in run(str(path))
+
+
+def test_errors_are_one_line_with_the_right_code(
+    classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(classifier)]) == 2
+    assert "add --dim width=EXTENT" in capsys.readouterr().err
+    assert main(["inspect", str(classifier), "--dim", "width"]) == 2
+    assert "expected NAME=EXTENT" in capsys.readouterr().err
+    nothing = tmp_path / "nothing.onnx"
+    nothing.write_bytes(b"")
+    assert main(["inspect", str(nothing)]) == 3
+    assert "nothing.onnx: the file is empty" in capsys.readouterr().err
+    foreign = onnx.ModelProto.FromString(classifier.read_bytes())
+    foreign.opset_import.add(domain="org.example", version=1)
+    foreign.graph.node.append(oh.make_node("Magic", ["logits"], ["m"], name="wand", domain="org.example"))
+    assert main(["inspect", str(saved(foreign, tmp_path, "foreign.onnx")), "--dim", "width=16"]) == 3
+    error = capsys.readouterr().err
+    assert "org.example.Magic (1)" in error and "'wand'" in error and "Traceback" not in error

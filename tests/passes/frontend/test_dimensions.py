@@ -1,0 +1,152 @@
+"""Symbolic dimensions and the batch: bound, baked in, shrunk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autopipe.ir.errors import ConfigurationError, ModelError
+from autopipe.passes.frontend import read_model
+from tests.passes.frontend.building import INT64, Shape, floats, integers, model, node, saved
+from tests.passes.frontend.reference import assert_close, random_feeds, run_read
+
+
+def chain(folder: Path, inputs: dict[str, Shape]) -> Path:
+    """A sum of inputs that are [batch, positions, 3]."""
+    names = list(inputs)
+    nodes = [node("Sum", " ".join(names), "s"), node("MatMul", "s w", "y")]
+    return saved(model(nodes, inputs, "y", {"w": floats(3, 4)}), folder)  # type: ignore[arg-type]
+
+
+def test_symbols_are_bound_by_name_and_the_batch_by_its_place(tmp_path: Path) -> None:
+    path = chain(tmp_path, {"a": ["s0", "seq", 3], "b": ["s7", "seq", 3]})
+    read = read_model(path, dims={"seq": 5}, batch=4)
+    assert [value.shape for value in read.graph.inputs] == [(4, 5, 3), (4, 5, 3)]
+    assert read.graph.type_of("y").shape == (4, 5, 4)
+    assert (read.batch, read.graph.batch_axes) == (4, (("a", 0), ("b", 0)))
+    assert read_model(path, dims={"seq": 5}).batch == 1
+    assert read_model(path, dims={"seq": 5, "s0": 6, "s7": 6}).batch == 6
+
+
+def test_an_unbound_symbol_is_named_with_the_flag_to_add(tmp_path: Path) -> None:
+    path = chain(tmp_path, {"a": ["batch", "seq", 3]})
+    with pytest.raises(ConfigurationError, match=r"dimension 'seq' \(axis 1 of input 'a'\)") as caught:
+        read_model(path)
+    assert caught.value.hint == "add --dim seq=EXTENT"
+    with pytest.raises(ConfigurationError, match="no such dimension") as caught:
+        read_model(path, dims={"seq": 5, "sequence": 5})
+    assert "'seq'" in caught.value.hint
+    with pytest.raises(ConfigurationError, match="at least 1"):
+        read_model(path, dims={"seq": 0})
+
+
+def test_the_batch_axis_may_be_another_or_none(tmp_path: Path) -> None:
+    path = chain(tmp_path, {"a": [5, "n", 3], "b": [5, 1, 3]})
+    read = read_model(path, batch=2, batch_axes={"a": 1, "b": None})
+    assert read.graph.batch_axes == (("a", 1),) and read.graph.type_of("y").shape == (5, 2, 4)
+    with pytest.raises(ConfigurationError, match="no axis 3"):
+        read_model(path, batch_axes={"a": 3})
+    with pytest.raises(ConfigurationError, match="names 'c', which is no input"):
+        read_model(path, batch_axes={"c": 0})
+
+
+def test_an_input_of_extent_one_is_broadcast(tmp_path: Path) -> None:
+    read = read_model(chain(tmp_path, {"a": ["batch", 5, 3], "positions": [1, 5, 3]}), batch=4)
+    assert read.graph.batch_axes == (("a", 0),)
+
+
+def test_inputs_that_disagree(tmp_path: Path) -> None:
+    path = saved(model([node("MatMul", "x z", "y")], {"x": [6, 4], "z": [4, 3]}, "y"), tmp_path)
+    with pytest.raises(ModelError, match="'z' has 4 where others have 6") as caught:
+        read_model(path)
+    assert "z: null" in caught.value.hint
+    assert read_model(path, batch_axes={"z": None}).batch == 6
+
+
+def test_a_scalar_input_carries_no_samples(tmp_path: Path) -> None:
+    read = read_model(saved(model([node("Mul", "x t", "y")], {"x": ["n", 3], "t": []}, "y"), tmp_path), batch=2)
+    assert read.graph.batch_axes == (("x", 0),)
+
+
+def baked(folder: Path, mask: np.ndarray) -> Path:
+    """Six samples in every shape: merged with positions, in a mask, in a Reshape's target."""
+    nodes = [
+        node("Reshape", "x flat", "rows"), node("MatMul", "rows w", "hidden"), node("Reshape", "hidden apart", "parts"),
+        node("Transpose", "parts", "turned", perm=[1, 0, 2]), node("Reshape", "turned flat2", "mixed"),
+        node("Relu", "mixed", "bent"), node("Reshape", "bent turnedshape", "again"),
+        node("Transpose", "again", "back", perm=[1, 0, 2]), node("Add", "back val_3", "y"),
+    ]  # fmt: skip
+    held = {
+        "w": floats(3, 4), "flat": integers(30, 3), "apart": integers(6, 5, 4), "flat2": integers(30, 4),
+        "turnedshape": integers(5, 6, 4), "val_3": mask,
+    }  # fmt: skip
+    return saved(model(nodes, {"x": [6, 5, 3]}, "y", held), folder)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_baked_batch_shrinks(size: int, tmp_path: Path) -> None:
+    path = baked(tmp_path, np.broadcast_to(floats(1, 5, 4), (6, 5, 4)).copy())
+    whole, part = read_model(path), read_model(path, batch=size)
+    assert (whole.batch, part.batch) == (6, size)
+    feeds = random_feeds(whole.graph)
+    expected = run_read(whole, feeds)["y"]
+    for start in range(0, 6, size):
+        found = run_read(part, {"x": feeds["x"][start : start + size]})
+        assert_close(found, {"y": expected[start : start + size]})
+
+
+def test_a_baked_batch_that_cannot_shrink(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="micro-batches of 4 cannot be made of the 6"):
+        read_model(baked(tmp_path, np.zeros((6, 5, 4), dtype=np.float32)), batch=4)
+    with pytest.raises(ModelError, match="'val_3' differs from sample to sample"):
+        read_model(baked(tmp_path, floats(6, 5, 4)), batch=2)
+
+
+def test_a_parameter_an_entry_a_sample(tmp_path: Path) -> None:
+    path = saved(model([node("Add", "x w", "y")], {"x": [6, 3]}, "y", {"w": floats(6, 3)}), tmp_path)
+    with pytest.raises(ModelError, match="'w' has an entry for each of the 6 samples"):
+        read_model(path, batch=2)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "held", "name"),
+    [
+        (
+            [node("SoftmaxCrossEntropyLoss", "x labels", "loss", ignore_index=-1)],
+            {},
+            "softmaxcrossentropyloss_loss",
+        ),
+        (
+            [
+                node("BatchNormalization", "x s s s s", "a b c", training_mode=1),
+                node("SoftmaxCrossEntropyLoss", "a labels", "loss"),
+            ],
+            {"s": floats(5)},
+            "batchnormalization_a",
+        ),
+        (
+            [
+                node("Transpose", "x", "t", perm=[1, 0]),
+                node("MatMul", "x t", "scores"),
+                node("SoftmaxCrossEntropyLoss", "scores labels", "loss"),
+            ],
+            {},
+            "matmul_scores",
+        ),
+    ],
+)
+def test_nodes_that_mix_samples_are_warned_of(
+    nodes: list[object], held: dict[str, np.ndarray], name: str, tmp_path: Path
+) -> None:
+    inputs: dict[str, Shape | tuple[int, Shape]] = {"x": [4, 5], "labels": (INT64, [4])}
+    read = read_model(saved(model(nodes, inputs, "loss", held), tmp_path))  # type: ignore[arg-type]
+    (warning,) = read.warnings
+    assert repr(name) in warning and "mixes the samples" in warning
+
+
+def test_a_plain_loss_mixes_nothing(tmp_path: Path) -> None:
+    nodes = [node("SoftmaxCrossEntropyLoss", "x labels", "loss")]
+    inputs: dict[str, Shape | tuple[int, Shape]] = {"x": [4, 5], "labels": (INT64, [4])}
+    assert read_model(saved(model(nodes, inputs, "loss"), tmp_path)).warnings == ()

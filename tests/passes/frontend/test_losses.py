@@ -1,0 +1,61 @@
+"""The loss: found, named, or put behind logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.problem import Mode
+from autopipe.passes.frontend import CrossEntropy, read_model
+from tests.passes.frontend.building import INT64, floats, model, node, saved
+from tests.passes.frontend.reference import random_feeds, run_read
+
+
+def scores(folder: Path, *shape: int) -> Path:
+    """Logits of `shape`, labelled by nobody."""
+    nodes = [node("MatMul", "x w", "logits"), node("Relu", "logits", "y")]
+    return saved(model(nodes, {"x": [*shape[:-1], 3]}, "y", {"w": floats(3, shape[-1])}), folder)
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (4, 2, 5), (4, 2, 3, 5)])
+def test_cross_entropy_is_the_mean_over_all_positions(shape: tuple[int, ...], tmp_path: Path) -> None:
+    read = read_model(scores(tmp_path, *shape), loss=CrossEntropy("logits", "target"))
+    assert (read.mode, read.loss, read.graph.outputs) == (Mode.TRAIN, "loss", ("y", "loss"))
+    assert read.graph.inputs[-1].shape == shape[:-1]
+    assert read.graph.batch_axes == (("x", 0), ("target", 0))
+    feeds = random_feeds(read.graph, top=5)
+    logits = (feeds["x"] @ floats(3, 5)).reshape(-1, 5).astype(np.float64)
+    chosen = np.take_along_axis(logits, feeds["target"].reshape(-1, 1), axis=1)[:, 0]
+    expected = (np.log(np.exp(logits).sum(axis=1)) - chosen).mean()
+    assert run_read(read, feeds)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_labels_that_the_model_has_are_used(tmp_path: Path) -> None:
+    nodes = [node("MatMul", "x w", "logits"), node("Cast", "labels", "y", to=1)]
+    proto = model(nodes, {"x": [4, 3], "labels": (INT64, [4])}, "logits y", {"w": floats(3, 5)})
+    read = read_model(saved(proto, tmp_path), loss=CrossEntropy("logits", "labels"))
+    assert [value.name for value in read.graph.inputs] == ["x", "labels"]
+    with pytest.raises(ConfigurationError, match=r"labels 'x' are float32\[4, 3\]"):
+        read_model(saved(proto, tmp_path), loss=CrossEntropy("logits", "x"))
+
+
+def test_losses_that_cannot_be(tmp_path: Path) -> None:
+    path = scores(tmp_path, 4, 5)
+    with pytest.raises(ConfigurationError, match="no value 'logit'") as caught:
+        read_model(path, loss=CrossEntropy("logit"))
+    assert "'logits'" in caught.value.hint
+    with pytest.raises(ConfigurationError, match="no output 'z'"):
+        read_model(path, loss="z")
+    with pytest.raises(ConfigurationError, match=r"'y' is float32\[4, 5\], not one"):
+        read_model(path, loss="y")
+
+
+def test_the_models_own_loss_is_found_and_mode_can_be_said(tmp_path: Path) -> None:
+    nodes = [node("ReduceMean", "x", "loss", keepdims=0)]
+    path = saved(model(nodes, {"x": [4, 3]}, "loss"), tmp_path)
+    assert (read_model(path).loss, read_model(path).mode) == ("loss", Mode.TRAIN)
+    assert read_model(path, mode=Mode.INFER).mode is Mode.INFER
+    assert read_model(scores(tmp_path, 4, 5)).mode is Mode.INFER

@@ -1,0 +1,174 @@
+"""What is a parameter, what a buffer, what a constant; none lost, merged, untied or read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import FileSlice, Fill, Graph, Initializer
+from autopipe.passes.frontend import read_model
+from tests.passes.frontend.building import INT64, floats, integers, model, node, saved
+from tests.passes.frontend.reference import parameter_array
+
+
+def trained(graph: Graph) -> dict[str, bool]:
+    return {each.value.name: each.trainable for each in graph.parameters}
+
+
+def test_numbers_lie_where_the_slices_say(tmp_path: Path) -> None:
+    """Raw and packed numbers, large ones that are skipped when parsing and small ones that are not."""
+    large, small, packed = floats(64, 64), floats(64, seed=1), floats(64, 8, seed=2)
+    nodes = [node("Gemm", "x large small", "h"), node("MatMul", "h packed", "y")]
+    proto = model(nodes, {"x": [2, 64]}, "y", {"large": large, "small": small})
+    proto.graph.initializer.append(onnx.helper.make_tensor("packed", 1, packed.shape, packed.reshape(-1)))
+    read = read_model(saved(proto, tmp_path))
+    assert all(isinstance(each.storage, FileSlice) for each in read.graph.parameters)
+    found = {each.value.name: parameter_array(each, read.path) for each in read.graph.parameters}
+    for name, expected in {"large": large, "small": small, "packed": packed}.items():
+        assert np.array_equal(found[name], expected), name
+
+
+def test_a_tied_weight_stays_one_and_equal_weights_stay_two(tmp_path: Path) -> None:
+    nodes = [
+        node("Gather", "table x", "e"), node("MatMul", "e one", "a"), node("MatMul", "a two", "b"),
+        node("Transpose", "table", "head", perm=[1, 0]), node("MatMul", "b head", "y"),
+    ]  # fmt: skip
+    held = {"table": floats(9, 4), "one": floats(4, 4), "two": floats(4, 4)}
+    read = read_model(saved(model(nodes, {"x": (INT64, [2, 3])}, "y", held), tmp_path))
+    assert trained(read.graph) == {"table": True, "one": True, "two": True}
+    assert len(read.graph.consumers()["table"]) == 2
+
+
+def test_an_identity_ties(tmp_path: Path) -> None:
+    nodes = [node("Identity", "w", "v"), node("MatMul", "x w", "h"), node("MatMul", "h v", "y")]
+    read = read_model(saved(model(nodes, {"x": [2, 4]}, "y", {"w": floats(4, 4)}), tmp_path))
+    assert [each.inputs for each in read.graph.nodes] == [("x", "w"), ("h", "w")]
+
+
+def test_filled_weights_are_weights_of_their_own(tmp_path: Path) -> None:
+    value = onnx.helper.make_tensor("value", 1, [1], [0.25])
+    nodes = [
+        node("ConstantOfShape", "shape", "one", value=value), node("ConstantOfShape", "shape", "two", value=value),
+        node("MatMul", "x one", "h"), node("MatMul", "h two", "m"),
+        node("ConstantOfShape", "shape", "zeros"), node("Add", "m zeros", "y"),
+    ]  # fmt: skip
+    read = read_model(saved(model(nodes, {"x": [4, 4]}, "y", {"shape": integers(4, 4)}), tmp_path))
+    assert [(each.value.name, each.storage) for each in read.graph.parameters] == [
+        ("one", Fill(0.25)),
+        ("two", Fill(0.25)),
+    ]
+    assert [each.value.name for each in read.graph.constants] == ["zeros"]
+
+
+def test_buffers_are_not_trained(tmp_path: Path) -> None:
+    nodes = [
+        node("BatchNormalization", "x scale offset mean variance", "h"), node("MatMul", "positions frequency", "angle"),
+        node("Cos", "angle", "c"), node("Mul", "h c", "y"),
+    ]  # fmt: skip
+    held = {name: np.abs(floats(3)) for name in ("scale", "offset", "mean", "variance")} | {"frequency": floats(1, 3)}
+    inputs: dict[str, list[int]] = {"x": [4, 3], "positions": [4, 1]}
+    read = read_model(saved(model(nodes, inputs, "y", held), tmp_path))  # type: ignore[arg-type]
+    expected = {"scale": True, "offset": True, "mean": False, "variance": False, "frequency": False}
+    assert trained(read.graph) == expected
+
+
+@pytest.mark.parametrize("pattern", ["enc.*", "re:enc\\..*"])
+def test_frozen_parameters_are_not_trained(pattern: str, tmp_path: Path) -> None:
+    nodes = [node("MatMul", "x enc.w", "h"), node("MatMul", "h dec.w", "y")]
+    path = saved(model(nodes, {"x": [2, 3]}, "y", {"enc.w": floats(3, 3), "dec.w": floats(3, 3)}), tmp_path)
+    assert trained(read_model(path, frozen=(pattern,)).graph) == {"enc.w": False, "dec.w": True}
+
+
+def test_scalars_and_what_exporters_lift_are_constants(tmp_path: Path) -> None:
+    nodes = [node("Mul", "x s", "a"), node("Add", "a val_7", "b"), node("MatMul", "b val_8", "y")]
+    held = {"s": np.float32(2).reshape(()), "val_7": floats(3), "val_8": floats(3, 4)}
+    read = read_model(saved(model(nodes, {"x": [2, 3]}, "y", held), tmp_path))
+    assert trained(read.graph) == {"val_8": True}
+    assert {each.value.name for each in read.graph.constants} == {"s", "val_7"}
+
+
+def test_a_bias_of_one_element_is_a_parameter(tmp_path: Path) -> None:
+    proto = model([node("Gemm", "x w b", "y")], {"x": [2, 3]}, "y", {"w": floats(3, 1), "b": floats(1)})
+    read = read_model(saved(proto, tmp_path))
+    assert trained(read.graph) == {"w": True, "b": True}
+
+
+def test_weights_that_are_absent_have_types_and_schemes(tmp_path: Path) -> None:
+    nodes = [
+        node("Gather", "table x", "e"), node("LayerNormalization", "e scale offset", "n"),
+        node("Transpose", "kernel", "k", perm=[1, 0]), node("MatMul", "n k", "y"),
+    ]  # fmt: skip
+    types: dict[str, list[int]] = {"table": [11, 4], "scale": [4], "offset": [4], "kernel": [7, 4]}
+    proto = model(nodes, {"x": (INT64, [2, 3])}, "y", types=types)  # type: ignore[arg-type]
+    read = read_model(saved(proto, tmp_path))
+    schemes = {each.value.name: each.storage for each in read.graph.parameters}
+    assert schemes == {
+        "table": Initializer("normal", 0.02),
+        "scale": Initializer("ones"),
+        "offset": Initializer("zeros"),
+        "kernel": Initializer("normal", 0.02),
+    }
+    assert "'table' and 3 more" in read.warnings[0]
+
+
+def test_types_of_absent_weights_follow_from_their_uses(tmp_path: Path) -> None:
+    """An export without weights types activations alone."""
+    nodes = [
+        node("Gather", "table x", "e"), node("Mul", "scale e", "n"), node("Transpose", "kernel", "k", perm=[1, 0]),
+        node("MatMul", "n k", "h"), node("Reshape", "h rows", "r"), node("Gemm", "r w b", "g", transB=1),
+        node("Conv", "image filter", "c", kernel_shape=[3, 3]), node("MatMul", "h head", "y"),
+    ]  # fmt: skip
+    types: dict[str, list[int]] = {"e": [2, 3, 4], "n": [2, 3, 4], "h": [2, 3, 5], "g": [6, 8], "c": [2, 6, 4, 4]}
+    proto = model(
+        nodes, {"x": (INT64, [2, 3]), "image": [2, 3, 6, 6]}, "y g c", {"rows": integers(6, 5)},
+        types=types,  # type: ignore[arg-type]
+    )  # fmt: skip
+    path = saved(proto, tmp_path)
+    for info in proto.graph.output:
+        if info.name == "y":
+            info.CopyFrom(onnx.helper.make_tensor_value_info("y", 1, [2, 3, 13]))
+    path.write_bytes(proto.SerializeToString())
+    read = read_model(path)
+    assert {each.value.name: each.value.shape for each in read.graph.parameters} == {
+        "table": (13, 4), "scale": (4,), "kernel": (5, 4), "w": (8, 5), "b": (8,), "filter": (6, 3, 3, 3),
+        "head": (5, 13),
+    }  # fmt: skip
+
+
+def test_an_absent_weight_whose_shape_nothing_tells(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="reads 'w', which nothing writes and whose shape cannot be told"):
+        read_model(saved(model([node("MatMul", "x w", "y")], {"x": [2, 3]}, "y"), tmp_path))
+
+
+def test_the_file_may_say_which_are_parameters_and_how_they_start(tmp_path: Path) -> None:
+    nodes = [node("MatMul", "x w", "h"), node("Add", "h table", "y")]
+    types: dict[str, list[int]] = {"w": [3, 4]}
+    proto = model(nodes, {"x": [2, 3]}, "y", {"table": floats(2, 4)}, types=types)  # type: ignore[arg-type]
+    stated = {"autopipe.parameters": ["w"], "autopipe.init": {"w": {"scheme": "uniform", "bound": 0.5}}}
+    onnx.helper.set_model_props(proto, {key: json.dumps(value) for key, value in stated.items()})
+    read = read_model(saved(proto, tmp_path))
+    assert [(each.value.name, each.storage) for each in read.graph.parameters] == [("w", Initializer("uniform", 0.5))]
+    for key, text in (("autopipe.parameters", "{"), ("autopipe.init", '{"w": {"scheme": "magic"}}')):
+        onnx.helper.set_model_props(proto, {key: text})
+        with pytest.raises(ModelError, match=key):
+            read_model(saved(proto, tmp_path))
+
+
+def test_initializers_among_the_inputs_are_no_inputs(tmp_path: Path) -> None:
+    proto = model([node("MatMul", "x w", "y")], {"x": [2, 3], "w": [3, 4]}, "y", {"w": floats(3, 4)})
+    read = read_model(saved(proto, tmp_path))
+    assert [value.name for value in read.graph.inputs] == ["x"] and trained(read.graph) == {"w": True}
+
+
+def test_the_digest_tells_structures_apart_and_not_weights(tmp_path: Path) -> None:
+    nodes = [node("MatMul", "x w", "y")]
+    digests = [
+        read_model(saved(model(nodes, {"x": [2, 32]}, "y", {"w": floats(32, extent, seed=seed)}), tmp_path)).digest
+        for extent, seed in ((32, 0), (32, 1), (64, 0))
+    ]
+    assert digests[0] == digests[1] != digests[2]
