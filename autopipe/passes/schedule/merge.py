@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from autopipe.ir.schedule import Phase, Task
@@ -43,7 +44,7 @@ def merge_orders(
 
 
 class _State:
-    """Which tasks are done, which may start, and which devices are free."""
+    """Which tasks are done, which stages' next tasks may start, and which devices are free."""
 
     def __init__(
         self,
@@ -52,12 +53,11 @@ class _State:
         edges: Sequence[tuple[int, int]],
         devices: int,
     ) -> None:
-        self.orders = stage_orders
         self.devices = stage_devices
         self.free = [True] * devices
         self.lists: list[list[Task]] = [[] for _ in range(devices)]
-        self.position = [0] * len(stage_orders)
-        self.idle = set(range(len(stage_orders)))
+        self.rest = [deque(order) for order in stage_orders]
+        self.running: set[int] = set()
         self.done: set[Task] = set()
         self.given = {task for order in stage_orders for task in order}
         self.before: list[list[int]] = [[] for _ in stage_orders]
@@ -65,14 +65,14 @@ class _State:
         for source, target in edges:
             self.before[target].append(source)
             self.after[source].append(target)
+        self.waiting = {stage for stage in range(len(stage_orders)) if self._ready(stage)}
+        """Stages whose next task waits for nothing but devices."""
 
     def start_ready(self) -> list[Task]:
         """Start what can start now, and return it."""
-        heads = (self.orders[stage][self.position[stage]] for stage in self.idle if self._has_more(stage))
-        waiting = sorted((task for task in heads if self._ready(task)), key=_preference)
         reserved: set[int] = set()
         started = []
-        for task in waiting:
+        for task in sorted((self.rest[stage][0] for stage in self.waiting), key=_preference):
             group = self.devices[task.stage]
             if all(self.free[device] and device not in reserved for device in group):
                 self._start(task)
@@ -83,23 +83,27 @@ class _State:
 
     def finish(self, task: Task) -> None:
         self.done.add(task)
-        self.idle.add(task.stage)
+        self.running.discard(task.stage)
         for device in self.devices[task.stage]:
             self.free[device] = True
+        following = self.after if task.phase is Phase.FORWARD else self.before
+        self.waiting.update(stage for stage in (task.stage, *following[task.stage]) if self._ready(stage))
 
     def _start(self, task: Task) -> None:
-        self.idle.discard(task.stage)
-        self.position[task.stage] += 1
+        self.waiting.discard(task.stage)
+        self.running.add(task.stage)
+        self.rest[task.stage].popleft()
         for device in self.devices[task.stage]:
             self.free[device] = False
             self.lists[device].append(task)
 
-    def _has_more(self, stage: int) -> bool:
-        return self.position[stage] < len(self.orders[stage])
-
-    def _ready(self, task: Task) -> bool:
+    def _ready(self, stage: int) -> bool:
+        """Whether a stage is idle and all that its next task needs is done."""
+        if stage in self.running or not self.rest[stage]:
+            return False
+        task = self.rest[stage][0]
         sources = self.before if task.phase is Phase.FORWARD else self.after
-        needs = (Task(stage, task.phase, task.micro_batch) for stage in sources[task.stage])
+        needs = (Task(source, task.phase, task.micro_batch) for source in sources[stage])
         return all(need in self.done for need in needs if need in self.given)
 
 
