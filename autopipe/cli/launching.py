@@ -38,7 +38,7 @@ class Launch:
         with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
             scratch = Path(name)
             try:
-                launch_program(self.manifest, self._arguments(scratch), gang)
+                launch_program(self.manifest, self._arguments(scratch), gang, note)
             finally:
                 if self.trace is not None:
                     _write_json(self.trace, chrome_trace(scratch / "spans"))

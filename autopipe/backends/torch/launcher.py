@@ -10,21 +10,20 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from autopipe.backends.torch.runtime.failures import Failure, read_failure
+from autopipe.backends.torch.runtime.failures import Failure
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
+from autopipe.ir.errors import ConfigurationError, LaunchError
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import LogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+_TAKEN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
-_ELASTIC_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
+
+def _say_nothing(text: str) -> None:
+    """Take no note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,47 +61,66 @@ def local_ranks(manifest: Manifest, gang: Gang) -> tuple[int, int]:
     return nodes, ranks
 
 
-def launch_program(manifest: Manifest, arguments: list[str], gang: Gang) -> None:
+def launch_program(
+    manifest: Manifest, arguments: list[str], gang: Gang, note: Callable[[str], None] = _say_nothing
+) -> None:
     """Run the program's ranks of this node to their end. `arguments` are those of a rank's file.
 
-    Raises the first failing rank's error: ConfigurationError where the rank could not take what it was given,
-    otherwise LaunchError; KeyboardInterrupt after Ctrl-C, when all ranks have ended.
+    `note` is told of restarts. Raises the first failing rank's error: ConfigurationError where the rank could not take
+    what it was given, otherwise LaunchError; KeyboardInterrupt after Ctrl-C, when all ranks have ended.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from autopipe.backends.torch.agent import run_agent
 
     nodes, ranks = local_ranks(manifest, gang)
-    if not gang.debug:
-        for name in _ELASTIC_LOGGERS:
-            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     logs = Path(tempfile.mkdtemp(prefix="autopipe-logs-"))
-    config = LaunchConfig(
-        min_nodes=nodes,
-        max_nodes=nodes,
-        nproc_per_node=ranks,
-        run_id=gang.rendezvous_id or f"autopipe-{manifest.plan[:12]}",
-        rdzv_endpoint=gang.rendezvous_endpoint or "localhost:0",
-        rdzv_backend="c10d",
-        max_restarts=gang.max_restarts,
-        monitor_interval=0.1,
-        logs_specs=_logs(logs, ranks, gang),
-    )
+    command = ("-u", str(manifest.folder / "run.py"), *arguments)
+    endpoint = gang.rendezvous_endpoint or "localhost:0"
+    name = gang.rendezvous_id or f"autopipe-{manifest.plan[:12]}"
+    failure: Failure | None = None
     try:
-        with _rank_environment():
-            elastic_launch(config, sys.executable)("-u", str(manifest.folder / "run.py"), *arguments)
-    except ChildFailedError as error:
-        raise _first_error(error.failures, logs) from error
+        with _rank_environment(), _signals_kept(), _elastic_quiet(gang.debug):
+            failure = run_agent(command, ranks, nodes, endpoint, name, gang.max_restarts, logs, gang.live, note)
     except SignalException as error:
-        shutil.rmtree(logs, ignore_errors=True)
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from error
         raise LaunchError(f"stopped by {error.sigval.name}") from error
-    except (RendezvousError, OSError) as error:
-        raise LaunchError(f"the nodes did not meet: {error}", hint="another node may have stopped the run") from error
-    else:
-        shutil.rmtree(logs, ignore_errors=True)
+    except RendezvousError as error:
+        raise LaunchError(f"the nodes did not meet: {error}", hint="another node may have ended the run") from error
+    finally:
+        if failure is None or failure.final:
+            shutil.rmtree(logs, ignore_errors=True)
+    if failure is not None:
+        failed = failure.error()
+        if not failure.final:
+            failed.hint = failed.hint or f"what each rank wrote is in {logs}"
+        raise failed
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Put back the handlers of signals that elastic takes for itself."""
+    saved = {each: signal.getsignal(each) for each in _TAKEN_SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in saved.items():
+            signal.signal(each, handler)
+
+
+@contextmanager
+def _elastic_quiet(debug: bool) -> Iterator[None]:
+    """Keep elastic's log lines off the terminal, unless they are wanted."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    before = logger.level
+    if not debug:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextmanager
@@ -126,46 +144,6 @@ def _rank_environment() -> Iterator[None]:
                 os.environ.pop(name)
             else:
                 os.environ[name] = value
-
-
-def _logs(folder: Path, ranks: int, gang: Gang) -> LogsSpecs:
-    """What ranks write goes to files, but for rank 0's step lines where they are asked for."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-
-    redirects = dict.fromkeys(range(ranks), Std.ALL)
-    if gang.live:
-        redirects[0] = Std.ERR
-    return DefaultLogsSpecs(log_dir=str(folder), redirects=redirects)
-
-
-def _first_error(failures: Mapping[int, ProcessFailure], logs: Path) -> AutopipeError:
-    """The error of the rank that failed first and not because another one had."""
-    found = [_failure(rank, failure, logs) for rank, failure in failures.items()]
-    first = min(found, key=lambda failure: (failure.consequence, failure.time))
-    error = first.error()
-    if error.exit_code == LaunchError.exit_code and not error.hint:
-        error.hint = f"what each rank wrote is in {logs}"
-    else:
-        shutil.rmtree(logs, ignore_errors=True)
-    return error
-
-
-def _failure(rank: int, failure: ProcessFailure, logs: Path) -> Failure:
-    written = read_failure(failure.error_file_data)
-    if written is not None:
-        return written
-    name = failure.signal_name() if failure.exitcode < 0 else ""
-    message = f"killed by {name}" if name else _last_words(logs, failure)
-    hint = "the machine may be out of memory" if name == "SIGKILL" else ""
-    # Elastic stops the ranks that are left with SIGTERM.
-    return Failure(rank, "", message, hint, "", failure.timestamp, LaunchError.exit_code, name == "SIGTERM")
-
-
-def _last_words(logs: Path, failure: ProcessFailure) -> str:
-    """The last line that a rank wrote before it ended: it failed before it could say more."""
-    files = sorted(logs.glob(f"*/attempt_*/{failure.local_rank}/stderr.log"))
-    lines = files[-1].read_text(encoding="utf-8", errors="replace").split("\n") if files else []
-    return next((line for line in reversed(lines) if line.strip()), f"ended with exit code {failure.exitcode}")
 
 
 def run_alone(folder: Path, arguments: list[str]) -> None:

@@ -28,7 +28,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of one rank. `consequence` says that it only followed another rank's."""
+    """The end of one rank. It is `final` if trying again would end alike, a `consequence` if it followed another's."""
 
     rank: int
     task: str
@@ -37,6 +37,7 @@ class Failure:
     where: str
     time: float
     exit_code: int
+    final: bool
     consequence: bool
 
     def error(self) -> AutopipeError:
@@ -54,11 +55,11 @@ def failure_of(error: BaseException, rank: int, task: str) -> Failure:
     """The failure of a rank that an exception ends."""
     if isinstance(error, AutopipeError):
         words = (error.message, error.hint, error.where)
-        return Failure(rank, task, *words, time.time(), error.exit_code, consequence=False)
+        return Failure(rank, task, *words, time.time(), error.exit_code, final=True, consequence=False)
     first = next(iter(str(error).strip().splitlines()), "")
     message = f"{type(error).__name__}: {first}" if first else type(error).__name__
     lost = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST_PEER)
-    return Failure(rank, task, message, "", "", time.time(), LaunchError.exit_code, consequence=lost)
+    return Failure(rank, task, message, "", "", time.time(), LaunchError.exit_code, final=False, consequence=lost)
 
 
 def end_on_error(rank: Rank) -> None:

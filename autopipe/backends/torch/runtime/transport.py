@@ -9,10 +9,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from autopipe.backends.torch.runtime.pending import Arrival, Departure
 from autopipe.ir.errors import LaunchError
 
+ATTEMPT = "AUTOPIPE_ATTEMPT"
+"""Environment variable that tells apart the attempts of one launch, where the launcher keeps the store."""
 _STEP_TIMEOUT = timedelta(minutes=30)
 """For the start and for whatever a step waits for."""
 _CHECKPOINT_TIMEOUT = timedelta(hours=2)
@@ -45,7 +48,9 @@ class Transport:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
         backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
-        dist.init_process_group(backend, rank=self.rank, world_size=self.world_size, timeout=_STEP_TIMEOUT)
+        dist.init_process_group(
+            backend, rank=self.rank, world_size=self.world_size, timeout=_STEP_TIMEOUT, store=_attempt_store()
+        )
         self._joined = True
 
     def make_patient_group(self) -> None:
@@ -96,7 +101,7 @@ class Transport:
 
     def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> dist.Work:
         """Start adding up `tensor` over the ranks, in place."""
-        work = dist.all_reduce(tensor, group=self.group(ranks), async_op=True)
+        work: dist.Work | None = dist.all_reduce(tensor, group=self.group(ranks), async_op=True)
         if work is None:
             raise LaunchError(f"rank {self.rank} is not among ranks {ranks}")
         return work
@@ -138,9 +143,21 @@ class Transport:
         dist.barrier()
         if self._joined:
             dist.destroy_process_group()
-            return
-        for group in (*self._groups.values(), *self._channels.values()):
-            dist.destroy_process_group(group)
+        else:
+            for group in (*self._groups.values(), *self._channels.values()):
+                dist.destroy_process_group(group)
+        self._groups.clear()
+        self._channels.clear()
+        self._patient = None
+
+
+def _attempt_store() -> Store | None:
+    """The launcher's store, with this attempt's own keys; None where torch shall find or make one."""
+    attempt = os.environ.get(ATTEMPT)
+    if attempt is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return PrefixStore(attempt, TCPStore(address, port, is_master=False, timeout=_STEP_TIMEOUT))
 
 
 def _tag(channel: int, gradient: bool) -> int:

@@ -1,0 +1,144 @@
+"""Torch elastic's agent, told which failures are worth another try, and what to say of them.
+
+`torch.distributed.launcher.api.elastic_launch` starts ranks again whatever they ended with. A loss that is no number or
+a data file that is missing would only fail again, so this agent stops at those.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from autopipe.backends.torch.runtime.failures import Failure, read_failure
+from autopipe.backends.torch.runtime.transport import ATTEMPT
+from autopipe.ir.errors import LaunchError
+
+_MEETING_TIMEOUT_S = 900
+_POLL_S = 0.1
+
+
+class Agent(LocalElasticAgent):
+    """Runs this node's ranks, again after a failure that may not come back."""
+
+    def __init__(self, spec: WorkerSpec, logs: Path, redirects: dict[int, Std], note: Callable[[str], None]) -> None:
+        super().__init__(spec, DefaultLogsSpecs(log_dir=str(logs), redirects=redirects))
+        self._logs = logs
+        self._note = note
+        self.failure: Failure | None = None
+        """The one that ended the latest attempt."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        # Torch 2.13 keeps one store for all attempts, and gloo would find in it where the ranks of the last one
+        # listened. Nodes may differ in how often they have restarted, so a token tells attempts apart.
+        store: Any = worker_group.store
+        if worker_group.group_rank == 0:
+            store.set(ATTEMPT, uuid.uuid4().hex)
+        os.environ[ATTEMPT] = store.get(ATTEMPT).decode()
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.FAILED:
+            self.failure = first_failure(result.failures, self._logs)
+            if self.failure.final:
+                self._remaining_restarts = 0
+            elif self._remaining_restarts:
+                left = self._remaining_restarts - 1
+                self._note(f"{self.failure.error()}; starting all ranks again, {left} restarts left after this")
+        return result
+
+
+def run_agent(
+    command: tuple[str, ...],
+    ranks: int,
+    nodes: int,
+    endpoint: str,
+    name: str,
+    max_restarts: int,
+    logs: Path,
+    live: bool,
+    note: Callable[[str], None],
+) -> Failure | None:
+    """Meet the other nodes, run `ranks` processes of `command` under this Python to their end.
+
+    Returns the failure that ended them, None where all went well. What they write goes to files in `logs`, but for
+    rank 0's stdout with `live`. Raises torch's SignalException and RendezvousError.
+    """
+    handler = get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d",
+            endpoint=endpoint,
+            run_id=name,
+            min_nodes=nodes,
+            max_nodes=nodes,
+            timeout=_MEETING_TIMEOUT_S,
+        )
+    )
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=ranks,
+        entrypoint=sys.executable,
+        args=command,
+        rdzv_handler=handler,
+        max_restarts=max_restarts,
+        monitor_interval=_POLL_S,
+    )
+    redirects = dict.fromkeys(range(ranks), Std.ALL)
+    if live:
+        redirects[0] = Std.ERR
+    agent = Agent(spec, logs, redirects, note)
+    try:
+        result = agent.run()
+    except SignalException:
+        raise  # Without closing the rendezvous: other nodes may go on with one that takes this one's place.
+    except BaseException:
+        handler.shutdown()
+        raise
+    handler.shutdown()
+    if result is None:
+        raise LaunchError("another node ended the run")
+    return agent.failure if result.is_failed() else None
+
+
+def first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> Failure:
+    """The failure, among those by rank, that came first and not because of another one."""
+    found = [_failure(rank, failure, logs) for rank, failure in failures.items()]
+    return min(found, key=lambda failure: (failure.consequence, failure.time))
+
+
+def _failure(rank: int, failure: ProcessFailure, logs: Path) -> Failure:
+    written = read_failure(failure.error_file_data)
+    if written is not None:
+        return written
+    name = failure.signal_name() if failure.exitcode < 0 else ""
+    return Failure(
+        rank=rank,
+        task="",
+        message=f"killed by {name}" if name else _last_words(failure, logs),
+        hint="the machine may be out of memory" if name == "SIGKILL" else "",
+        where="",
+        time=failure.timestamp,
+        exit_code=LaunchError.exit_code,
+        final=False,
+        # Elastic stops the ranks that are left with SIGTERM.
+        consequence=name == "SIGTERM",
+    )
+
+
+def _last_words(failure: ProcessFailure, logs: Path) -> str:
+    """The last line that a rank wrote, where it failed before it could say more."""
+    files = sorted(logs.glob(f"*/attempt_*/{failure.local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime)
+    lines = files[-1].read_text(encoding="utf-8", errors="replace").split("\n") if files else []
+    return next((line for line in reversed(lines) if line.strip()), f"ended with exit code {failure.exitcode}")
