@@ -42,6 +42,11 @@ def node_seconds(
     return forward, backward
 
 
+def accumulate_seconds(device: Device, gradient_bytes: float) -> float:
+    """Seconds of adding a micro-batch's gradients to those before: two operands read, their sum written."""
+    return 3 * gradient_bytes / (device.bandwidth_bytes_per_s * device.fraction("elementwise"))
+
+
 def update_seconds(device: Device, parameter_bytes: float, states: int) -> float:
     """Seconds of an optimizer's update: parameter and states read and written, gradient read, in one fused launch."""
     if not parameter_bytes:

@@ -24,7 +24,7 @@ from autopipe.passes.cost.memory import (
     state_of,
 )
 from autopipe.passes.cost.precision import element_bytes
-from autopipe.passes.cost.roofline import node_seconds, update_seconds
+from autopipe.passes.cost.roofline import accumulate_seconds, node_seconds, update_seconds
 from autopipe.passes.cost.uses import uses_of
 
 
@@ -35,7 +35,8 @@ class StageCost:
     forward_s: float
     """Seconds of one micro-batch's forward, collectives inside the stage included."""
     backward_s: float
-    """Seconds of one micro-batch's backward; with recomputation the second forward too. 0 without training."""
+    """Seconds of one micro-batch's backward, adding up gradients included (on average: the first has nothing to add
+    to); with recomputation the second forward too. 0 without training."""
     gradient_s: float
     """Seconds, once a step, to sum gradients over all devices, of any stage, that hold the same parameters."""
     update_s: float
@@ -95,6 +96,7 @@ def _stage_cost(
     forward, backward = _compute_seconds(problem, work)
     exchange = exchange_seconds(graph, problem.cluster, work)
     state = state_of(problem, work.parameters.items())
+    backward += _accumulate_seconds(problem, work, state)
     received, sent = received_bytes(graph, work), sent_bytes(graph, work, crossing)
     held = transient = 0
     if problem.train:
@@ -124,6 +126,13 @@ def _compute_seconds(problem: Problem, work: StageWork) -> tuple[float, float]:
     devices = {problem.cluster.devices[device] for device in work.stage.devices}
     seconds = [node_seconds(nodes, device, problem.precision, shares) for device in devices]
     return max(float(forward.sum()) for forward, _ in seconds), max(float(backward.sum()) for _, backward in seconds)
+
+
+def _accumulate_seconds(problem: Problem, work: StageWork, state: State) -> float:
+    """Seconds a micro-batch of adding up gradients, on the slowest device."""
+    devices = (problem.cluster.devices[device] for device in work.stage.devices)
+    repeats = 1 - 1 / problem.micro_batches
+    return repeats * max(accumulate_seconds(device, state.gradient_bytes) for device in devices)
 
 
 def _update_seconds(problem: Problem, work: StageWork, state: State) -> float:

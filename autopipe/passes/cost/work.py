@@ -35,7 +35,7 @@ def annotate(graph: Graph, precision: str = "fp32") -> tuple[Work, ...]:
                 forward_flops=use.flops,
                 backward_flops=use.row.backward * use.flops * share,
                 forward_bytes=moved,
-                backward_bytes=use.row.backward * moved * share,
+                backward_bytes=(use.row.backward * moved + _cleared(node, use, sizes, gradient)) * share,
                 kept_bytes=sum(new.values()),
             )
         )
@@ -49,6 +49,14 @@ def _moved(node: Node, use: Use, sizes: dict[str, int]) -> float:
     if use.row.kind == "memory":
         read = [min(size, written) for size in read]
     return float(sum(read) + written)
+
+
+def _cleared(node: Node, use: Use, sizes: dict[str, int], gradient: frozenset[str]) -> int:
+    """Bytes of zeros that backward writes where a copy read only parts: the gradient of a table is as large as it."""
+    if use.row.kind != "memory":
+        return 0
+    written = sum(sizes[name] for name in node.outputs if name)
+    return sum(max(0, sizes[name] - written) for name in dict.fromkeys(node.inputs) if name in gradient)
 
 
 def _gradient_share(node: Node, use: Use, gradient: frozenset[str]) -> float:

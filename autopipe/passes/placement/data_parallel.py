@@ -22,6 +22,11 @@ class DataParallel:
     def requires(self, problem: Problem) -> None:
         """Raise InfeasibleError unless the devices share a micro-batch equally."""
         devices, samples = problem.cluster.size, problem.micro_batch_size
+        if devices > 1 and not problem.graph.batch_axes:
+            raise InfeasibleError(
+                f"data_parallel cannot share samples among {devices} devices: no input of the model carries any",
+                hint="say which axis of each input counts samples in model.batch_axes, or choose another strategy",
+            )
         if samples % devices:
             raise InfeasibleError(
                 f"data_parallel cannot share a micro-batch of {samples} samples equally among {devices} devices",

@@ -64,6 +64,16 @@ def test_equal_layers_are_worked_out_once() -> None:
     assert len({id(use) for use in uses}) == 2
 
 
+def test_a_lookup_reads_rows_and_its_gradient_is_a_table() -> None:
+    builder = Builder(8, 4)
+    builder.inputs = (Value("x", DType.INT64, (8,)),)
+    table = builder.parameter("table", (100, 4))
+    (work,) = annotate(builder.finish(builder.node("Gather", (table, "x"), (8, 4))))
+    rows, indices = 4 * 8 * 4, 8 * 8
+    assert work.forward_bytes == 2 * rows + indices
+    assert work.backward_bytes == work.forward_bytes + (4 * 100 * 4 - rows)
+
+
 def test_an_unknown_operator_is_named() -> None:
     value = Value("x", DType.FLOAT32, (2,))
     node = Node("odd one", "Conjure", ("x",), ("y",))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
@@ -24,6 +26,13 @@ def test_samples_that_do_not_divide_are_refused() -> None:
     given = problem(perceptron([16, 16], batch=6), cluster(4))
     with pytest.raises(InfeasibleError, match=r"micro-batch of 6 samples equally among 4 devices \(choose"):
         DataParallel().requires(given)
+
+
+def test_a_model_without_samples_is_refused() -> None:
+    graph = replace(perceptron([16, 16]), batch_axes=())
+    with pytest.raises(InfeasibleError, match="no input of the model carries any"):
+        DataParallel().requires(problem(graph, cluster(4)))
+    DataParallel().requires(problem(graph, cluster(1)))
 
 
 def test_memory_that_does_not_do_is_refused() -> None:

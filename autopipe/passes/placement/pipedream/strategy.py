@@ -69,7 +69,9 @@ class PipeDream:
         samples, devices = prices.problem.micro_batch_size, prices.problem.cluster.size
         blocks = prices.tables.chain.blocks
         degrees = tuple(
-            degree for degree in range(1, devices + 1) if samples % degree == 0 and (self.replicate or degree == 1)
+            degree
+            for degree in range(1, devices + 1)
+            if samples % degree == 0 and (degree == 1 or (self.replicate and prices.problem.graph.batch_axes))
         )
         most = min(self.max_stages or devices, devices)
         if all(rule.stage is None for rule in rules):

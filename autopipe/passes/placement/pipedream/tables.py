@@ -14,7 +14,7 @@ from autopipe.passes.cost.communication import Cost
 from autopipe.passes.cost.kept import kept_values
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.precision import element_bytes
-from autopipe.passes.cost.roofline import node_seconds, update_seconds
+from autopipe.passes.cost.roofline import accumulate_seconds, node_seconds, update_seconds
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
 from autopipe.passes.placement.pipedream.chain import Chain
 from autopipe.passes.placement.pipedream.ranges import (
@@ -72,17 +72,18 @@ class Tables:
         )
 
     def overhead(self, degree: int, device: Device, before: Link | None, after: Link | None, reduce: Cost) -> Matrix:
-        """Seconds a micro-batch of receiving from neighbours, and of the step's end shared by all micro-batches.
+        """Seconds a micro-batch of receiving and of adding up gradients, and of the step's end shared by all of them.
 
         A stage receives activations from the stages before it and, in training, gradients from those after it.
         """
         found = _message_seconds(self.received.local(degree), self.arriving, before)
         if self.problem.train:
             found = found + _message_seconds(self.sent.local(degree), self.leaving, after)
-            states = self.problem.optimizer.states
-            per_byte = update_seconds(device, 1.0, states) - device.launch_latency_s
-            update = self.gradients * per_byte + device.launch_latency_s
-            found = found + (reduce.seconds_each(self.gradients) + update) / self.problem.micro_batches
+            count = self.problem.micro_batches
+            per_byte = update_seconds(device, 1.0, self.problem.optimizer.states) - device.launch_latency_s
+            update = self.gradients * per_byte + device.launch_latency_s * (self.gradients > 0)
+            found = found + (reduce.seconds_each(self.gradients) + update) / count
+            found = found + self.gradients * accumulate_seconds(device, 1.0) * (1 - 1 / count)
         return found
 
     def memory(self, degree: int, recompute: bool) -> tuple[Matrix, Matrix]:

@@ -72,7 +72,11 @@ def test_no_other_chain_is_faster(widths: list[int], devices: int, micro_batches
             if fits(given, placement):
                 best[stages] = min(max(prices(given, placement)), best.get(stages, float("inf")))
     if not best:
-        # Too many devices for the operators: fewer are used; or too little memory, which is said.
+        # Too little memory, which is said; or too many devices for the operators: fewer are used.
+        try:
+            assert PipeDream().run(given).devices < devices
+        except InfeasibleError as error:
+            assert memory < 10**9 and "over the limit" in str(error)
         return
     answer = PipeDream().run(given)
     answer.verify(graph)
