@@ -12,21 +12,10 @@ GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 """Gates of a cell."""
 
 
-ACTIVATIONS = frozenset(
-    [
-        "affine",
-        "elu",
-        "hardsigmoid",
-        "leakyrelu",
-        "relu",
-        "scaledtanh",
-        "sigmoid",
-        "softplus",
-        "softsign",
-        "tanh",
-        "thresholdedrelu",
-    ]
-)
+ACTIVATIONS = {
+    "affine", "elu", "hardsigmoid", "leakyrelu", "relu", "scaledtanh", "sigmoid", "softplus", "softsign", "tanh",
+    "thresholdedrelu",
+}  # fmt: skip
 """Activations of gates, in lower case as their names may be spelled."""
 
 
