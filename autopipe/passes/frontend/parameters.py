@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autopipe.ir.errors import ConfigurationError, ModelError
+from autopipe.ir.ops import OPERATORS
 
 if TYPE_CHECKING:
     import onnx
@@ -84,6 +85,10 @@ class Uses:
         """Whether a value is read where operators take weights."""
         return any(slot in WEIGHT_SLOTS.get(operator, frozenset()) for operator, slot in self.slots(name))
 
+    def is_static(self, name: str) -> bool:
+        """Whether an operator must know the value while compiling: Resize its scales."""
+        return any(operator in OPERATORS and slot in OPERATORS[operator].static for operator, slot in self.slots(name))
+
 
 @dataclass(frozen=True, slots=True)
 class Roles:
@@ -103,7 +108,7 @@ class Roles:
         """Whether a floating-point tensor of the file is a number in the graph rather than a parameter."""
         if self.stated is not None:
             return name not in self.stated
-        if rank == 0:
+        if rank == 0 or self.uses.is_static(name):
             return True
         return bool(LIFTED.fullmatch(name)) and (elements == 1 or not self.uses.is_weight(name))
 
