@@ -27,6 +27,8 @@ from autopipe.cli.output import Output
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --checkpoint DIR.")
 @click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Chrome trace of this node's ranks.")
 @click.option("--outputs", type=click.Path(path_type=Path), metavar="FILE.npz", help="Outputs of inference.")
+@click.option("--dry-run", is_flag=True, help="Run one step of one rank without the others, and say what it does.")
+@click.option("--rank", type=click.IntRange(min=0), help="Which rank --dry-run runs [0].")
 @standard_options
 def launch(
     output: Output,
@@ -45,6 +47,8 @@ def launch(
     resume: bool,
     trace: Path | None,
     outputs: Path | None,
+    dry_run: bool,
+    rank: int | None,
 ) -> None:
     """Run the ranks of PROGRAM, a folder that codegen wrote.
 
@@ -57,7 +61,7 @@ def launch(
 
     from autopipe.backends.torch.launcher import Gang
     from autopipe.backends.torch.runtime.manifest import read_manifest
-    from autopipe.cli.launching import Launch
+    from autopipe.cli.launching import Launch, rehearsal_table
 
     manifest = read_manifest(program.absolute())
     restarts = max_restarts if max_restarts is not None else 3 if checkpoint is not None else 0
@@ -71,6 +75,12 @@ def launch(
         debug=bool(click.get_current_context().params["debug"]),
     )
     run = Launch(manifest, device, steps, data, seed, checkpoint, checkpoint_every, resume, trace, outputs)
+    if dry_run:
+        report = run.rehearse(rank or 0)
+        output.result(report, rehearsal_table(report))
+        return
+    if rank is not None:
+        raise click.UsageError("--rank goes with --dry-run")
     reports = run.start(gang, output.note)
     output.result({"program": program, "steps": reports})
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from autopipe.backends.torch.launcher import Gang, launch_program, local_ranks, read_reports
+from rich.table import Table
+
+from autopipe.backends.torch.launcher import Gang, launch_program, local_ranks, read_reports, run_alone
 from autopipe.backends.torch.runtime.checkpoint_folder import committed_steps
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.trace import chrome_trace
@@ -43,6 +46,20 @@ class Launch:
                 if self.trace is not None:
                     _write_json(self.trace, chrome_trace(scratch / "spans"))
             return read_reports(scratch / "report.jsonl")
+
+    def rehearse(self, rank: int) -> dict[str, object]:
+        """Run one step of one rank's program without the others and return what it did."""
+        world_size = self.manifest.world_size
+        if not 0 <= rank < world_size:
+            raise ConfigurationError(f"there is no rank {rank}", hint=f"the program has ranks 0 to {world_size - 1}")
+        with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
+            report = Path(name) / "report.json"
+            arguments = ["--dry-run", "--device", self.device, "--steps", "1", "--report", str(report)]
+            arguments += ["--data", self.data] if self.data is not None else []
+            arguments += ["--seed", str(self.seed)] if self.seed is not None else []
+            run_alone(self.manifest.folder, arguments, rank, world_size)
+            found: dict[str, object] = json.loads(report.read_text(encoding="utf-8"))
+            return found
 
     def _check(self) -> None:
         train = self.manifest.train
@@ -88,6 +105,20 @@ def placement_note(device: str, ranks: int) -> str:
     if ranks <= gpus:
         return f"{ranks} ranks on {ranks} GPUs, over NCCL"
     return f"{ranks} ranks share {gpus} GPU{'s' if gpus > 1 else ''}: over gloo, through host memory"
+
+
+def rehearsal_table(report: Mapping[str, Any]) -> Table:
+    """What a rank's dry run did, for a person."""
+    table = Table("one step of", f"rank {report['rank']} of {report['world_size']}")
+    table.add_row("stages", ", ".join(map(str, report["stages"])))
+    table.add_row("tasks", " ".join(report["tasks"]))
+    for way in ("sent", "received"):
+        for rank, size in report[f"{way}_bytes"].items():
+            table.add_row(f"{way} {'to' if way == 'sent' else 'from'} rank {rank}", f"{size:,} bytes")
+    table.add_row("gradients added up", f"{report['reduced_bytes']:,} bytes")
+    table.add_row("parameters", f"{report['parameters']:,} ({report['parameter_bytes'] / 2**20:.1f} MiB)")
+    table.add_row("peak memory", f"{report['peak_memory_bytes'] / 2**20:.0f} MiB")
+    return table
 
 
 def _write_json(path: Path, form: object) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopipe.backends.torch.runtime.failures import Failure
+from autopipe.backends.torch.runtime.failures import ERROR_FILE, Failure, read_failure
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.errors import ConfigurationError, LaunchError
 
@@ -146,19 +146,26 @@ def _rank_environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def run_alone(folder: Path, arguments: list[str]) -> None:
-    """Run a one-rank program in a process of its own. Raises LaunchError with the last line it wrote."""
-    with _rank_environment():
-        environment = {
-            name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        }
-    done = subprocess.run(
-        [sys.executable, "-u", str(folder / "run.py"), *arguments],
-        env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["failed without a word"]
-        raise LaunchError(f"the one-device program failed: {lines[-1]}", where=str(folder))
+def run_alone(folder: Path, arguments: list[str], rank: int = 0, world_size: int = 1) -> None:
+    """Run one rank of a program in a process of its own: all of a one-rank program, or one rank of a dry run.
+
+    Raises the rank's error.
+    """
+    with tempfile.TemporaryDirectory(prefix="autopipe-rank-") as scratch, _rank_environment():
+        failed = Path(scratch) / "error.json"
+        world = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+        world |= {"LOCAL_WORLD_SIZE": str(world_size), ERROR_FILE: str(failed)}
+        done = subprocess.run(
+            [sys.executable, "-u", str(folder / "run.py"), *arguments],
+            env=dict(os.environ) | world, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if not done.returncode:
+            return
+        failure = read_failure(json.loads(failed.read_text(encoding="utf-8"))) if failed.exists() else None
+    if failure is not None:
+        raise failure.error()
+    lines = done.stderr.strip().splitlines() or ["failed without a word"]
+    raise LaunchError(lines[-1], where=str(folder))
 
 
 def read_reports(path: Path) -> list[dict[str, object]]:

@@ -18,7 +18,7 @@ from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+ERROR_FILE = "TORCHELASTICERROR_FILE"
 _LOST_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "Timeout")
 """Words of the errors that a rank gets from torch when another one has gone away."""
 _GRACE_S = 2.0
@@ -78,7 +78,7 @@ def end_on_error(rank: Rank) -> None:
         sys.stdout.flush()
         sys.stderr.write(f"error: {failure.error()}\n")
         sys.stderr.flush()
-        if failure.consequence and _ERROR_FILE in os.environ:
+        if failure.consequence and ERROR_FILE in os.environ:
             time.sleep(_GRACE_S)
         os._exit(failure.exit_code)
 
@@ -87,7 +87,7 @@ def end_on_error(rank: Rank) -> None:
 
 def _write(failure: Failure) -> None:
     """Write the failure where elastic looks for it, in elastic's form with ours beside it."""
-    name = os.environ.get(_ERROR_FILE)
+    name = os.environ.get(ERROR_FILE)
     if not name:
         return
     form = {"message": str(failure.error()), "timestamp": int(failure.time), "autopipe": asdict(failure)}

@@ -16,6 +16,7 @@ from autopipe.backends.torch.runtime.checkpoint import Checkpointer, TrainingSta
 from autopipe.backends.torch.runtime.clock import Clock
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.data import open_source, read_block
+from autopipe.backends.torch.runtime.dry_run import DryReporter, DryTransport
 from autopipe.backends.torch.runtime.failures import end_on_error
 from autopipe.backends.torch.runtime.gradients import GradientReduction
 from autopipe.backends.torch.runtime.manifest import read_manifest
@@ -44,7 +45,7 @@ class Rank:
         self.manifest = read_manifest(Path(file).resolve().parent)
         self.train = self.manifest.train
         self.seed = self.manifest.seed if self.options.seed is None else self.options.seed
-        self.transport = Transport(self.options.device)
+        self.transport = (DryTransport if self.options.dry_run else Transport)(self.options.device)
         self._check_world()
         self.device = self.transport.device
         self.clock = Clock(self.device)
@@ -107,7 +108,7 @@ class Rank:
         self.checkpointer = self._checkpointer()
         self.source = open_source(manifest, self.options.data, self.seed)
         self.collector = OutputCollector(manifest, transport, self.options.outputs)
-        self.reporter = Reporter(self)
+        self.reporter = DryReporter(self, transport) if isinstance(transport, DryTransport) else Reporter(self)
 
     def _checkpointer(self) -> Checkpointer | None:
         if self.options.checkpoint is None:

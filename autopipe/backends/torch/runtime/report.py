@@ -53,7 +53,7 @@ class Reporter:
         spans = rank.clock.spans()
         busy = sum(span.end - span.start for span in spans)
         loss, bad_stage, bad_micro_batch = self._loss()
-        numbers = [loss, float(bad_stage), float(bad_micro_batch), seconds, busy, float(_peak_memory(rank.device))]
+        numbers = [loss, float(bad_stage), float(bad_micro_batch), seconds, busy, float(peak_memory(rank.device))]
         gathered = rank.transport.gather_numbers(numbers)
         for number, (_, stage, micro_batch, *_) in enumerate(gathered):
             if stage != _FINE:
@@ -110,7 +110,7 @@ class Reporter:
             file.write(json.dumps(form) + "\n")
 
 
-def _peak_memory(device: torch.device) -> int:
+def peak_memory(device: torch.device) -> int:
     """Bytes: what the allocator held at most on a GPU, the process's resident set on the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
