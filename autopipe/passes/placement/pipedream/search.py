@@ -30,8 +30,13 @@ Price = Callable[[int, int, int], Matrix]
 """(place from the end counting from 1, first device, degree) → the price of every range of blocks there."""
 
 
-def search(blocks: int, devices: int, stages: int, degrees: tuple[int, ...], price: Price) -> Iterator[list[Piece]]:
-    """For every number of stages up to `stages` the chain over all devices with the least largest price, if any."""
+def search(
+    blocks: int, devices: int, stages: int, degrees: tuple[int, ...], price: Price, join: np.ufunc = np.maximum
+) -> Iterator[list[Piece]]:
+    """For every number of stages up to `stages` the best chain over all devices, if there is any.
+
+    The best has the least largest price, or with `join=np.add` the least sum of prices.
+    """
     best = {0: _ending(blocks)}
     choices: list[dict[int, tuple[np.ndarray, np.ndarray]]] = [{}]
     for place in range(1, min(stages, blocks, devices) + 1):
@@ -42,7 +47,7 @@ def search(blocks: int, devices: int, stages: int, degrees: tuple[int, ...], pri
                 used = rest + degree
                 if used > devices:
                     continue
-                costs = np.maximum(price(place, devices - used, degree), later[None, :])
+                costs = join(price(place, devices - used, degree), later[None, :])
                 stop = costs.argmin(axis=1)
                 cost = np.take_along_axis(costs, stop[:, None], axis=1)[:, 0]
                 if used not in reached:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
+
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
@@ -14,6 +16,7 @@ from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.placement.pipedream.chain import make_chain
 from autopipe.passes.placement.pipedream.obey import Rule, groups_of, ruled, rules_of
 from autopipe.passes.placement.pipedream.prices import Prices
+from autopipe.passes.placement.pipedream.ranges import Matrix
 from autopipe.passes.placement.pipedream.search import Piece, Price, search
 from autopipe.passes.placement.pipedream.tables import make_tables
 
@@ -66,14 +69,9 @@ class PipeDream:
 
     def _answers(self, prices: Prices, price: Price, rules: tuple[Rule, ...]) -> list[list[Piece]]:
         """The best chain for each number of stages that has one."""
-        samples, devices = prices.problem.micro_batch_size, prices.problem.cluster.size
-        blocks = prices.tables.chain.blocks
-        degrees = tuple(
-            degree
-            for degree in range(1, devices + 1)
-            if samples % degree == 0 and (degree == 1 or (self.replicate and prices.problem.graph.batch_axes))
-        )
+        devices, blocks = prices.problem.cluster.size, prices.tables.chain.blocks
         most = min(self.max_stages or devices, devices)
+        degrees = self._degrees(prices.problem)
         if all(rule.stage is None for rule in rules):
             return list(search(blocks, devices, most, degrees, ruled(price, rules, blocks + 1, 0) if rules else price))
         found: list[list[Piece]] = []
@@ -82,14 +80,38 @@ class PipeDream:
             found.extend(pieces for pieces in answers if len(pieces) == stages)
         return found
 
+    def _degrees(self, problem: Problem) -> tuple[int, ...]:
+        """Numbers of devices that may share a stage's samples."""
+        if not self.replicate or not problem.graph.batch_axes:
+            return (1,)
+        samples = problem.micro_batch_size
+        return tuple(degree for degree in range(1, problem.cluster.size + 1) if samples % degree == 0)
+
     def _best(self, prices: Prices, rules: tuple[Rule, ...]) -> list[Piece]:
         """Over all numbers of stages the chain whose step, filling and draining included, is shortest."""
-        repeats = prices.problem.micro_batches - 1
-        return min(
-            self._answers(prices, prices.seconds, rules),
-            key=lambda pieces: sum(piece.price for piece in pieces) + repeats * _highest(pieces),
-            default=[],
-        )
+
+        def step(pieces: list[Piece]) -> float:
+            return sum(piece.price for piece in pieces) + (prices.problem.micro_batches - 1) * _highest(pieces)
+
+        best = min(self._answers(prices, prices.seconds, rules), key=step, default=[])
+        if len(best) < 3:
+            return best
+        evened = self._evened(prices, rules, best)
+        return evened if evened and step(evened) <= step(best) else best
+
+    def _evened(self, prices: Prices, rules: tuple[Rule, ...], best: list[Piece]) -> list[Piece]:
+        """As many stages, none slower than the slowest of `best`, the others even: with the least sum of squares."""
+        slowest = _highest(best) * (1 + 1e-9)
+
+        def squared(place: int, device: int, degree: int) -> Matrix:
+            seconds = prices.seconds(place, device, degree)
+            return np.where(seconds <= slowest, seconds**2, np.inf)
+
+        blocks = prices.tables.chain.blocks
+        price = ruled(squared, rules, blocks + 1, len(best))
+        answers = search(blocks, prices.problem.cluster.size, len(best), self._degrees(prices.problem), price, np.add)
+        evened = next((pieces for pieces in answers if len(pieces) == len(best)), [])
+        return [replace(piece, price=piece.price**0.5) for piece in evened]
 
 
 def _highest(pieces: list[Piece]) -> float:

@@ -96,6 +96,16 @@ def test_equal_layers_come_out_even() -> None:
     assert [stage.devices for stage in answer.stages] == [(0,), (1,), (2,), (3,)]
 
 
+def test_stages_beside_a_heavy_one_are_even_too() -> None:
+    builder = Builder(64, 64)
+    data = "x"
+    for _ in range(12):
+        data = builder.relu(builder.linear(data, 64))
+    given = problem(builder.finish(builder.linear(data, 2048)), cluster(4, flops=1e10), micro_batches=16)
+    answer = PipeDream(replicate=False).run(given)
+    assert [len(stage.nodes) for stage in answer.stages] == [8, 8, 8, 1]
+
+
 def test_fewer_operators_than_devices_use_as_many_as_they_can() -> None:
     given = problem(perceptron([16, 16]), cluster(4))
     assert PipeDream(replicate=False).run(given).devices == 2
