@@ -23,6 +23,9 @@ from autopipe.passes.placement.pipedream.tables import make_tables
 _MOST_BLOCKS = 224
 """Cuts that the search considers: its time grows with their square."""
 
+_EVEN_ENOUGH = 1.001
+"""How much longer a step may be, as a factor, for stages that are more even: costs are not known better than that."""
+
 
 @dataclass(frozen=True, slots=True)
 class PipeDream:
@@ -97,7 +100,7 @@ class PipeDream:
         if len(best) < 3:
             return best
         evened = self._evened(prices, rules, best)
-        return evened if evened and step(evened) <= step(best) else best
+        return evened if evened and step(evened) <= step(best) * _EVEN_ENOUGH else best
 
     def _evened(self, prices: Prices, rules: tuple[Rule, ...], best: list[Piece]) -> list[Piece]:
         """As many stages, none slower than the slowest of `best`, the others even: with the least sum of squares."""
