@@ -42,7 +42,7 @@ def attention(view: View, node: Node) -> Replacement | None:
     if softmax is None or softmax.integer("axis", -1 if view.graph.opset >= SOFTMAX_SINCE else 1) not in (-1, 3):
         return None
     scores = _scores(view, view.uncast(softmax.inputs[0]))
-    if scores is None:
+    if scores is None or view.type_of(scores.query).dtype is not view.type_of(value).dtype:
         return None
     key, key_scale, turned = _keys(view, scores, value, node)
     shared = [None if turned.nodes else _shared_head(view, name) for name in (key, value)]
@@ -118,7 +118,8 @@ def _scores(view: View, name: str) -> _Scores | None:
     types = [view.type_of(each) for each in (query, key)]
     if any(len(each.shape) != 4 for each in types) or types[0].shape[:2] != types[1].shape[:2]:
         return None
-    if any(view.type_of(mask).dtype != types[0].dtype for mask in masks):
+    added = [view.type_of(mask) for mask in masks]
+    if any(mask.dtype is not types[0].dtype or len(mask.shape) < 2 for mask in added):
         return None
     telling = [mask for mask in masks if _mask_kind(view, mask) != "blank"]
     causal = len(telling) == 1 and _mask_kind(view, telling[0]) == "causal"
