@@ -110,8 +110,17 @@ class Reporter:
             file.write(json.dumps(form) + "\n")
 
 
+def _resident_peak() -> int:
+    """Bytes of the process's resident set at its largest so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+_INTERPRETER = _resident_peak()
+"""What Python and torch take before a program loads anything."""
+
+
 def peak_memory(device: torch.device) -> int:
-    """Bytes: what the allocator held at most on a GPU, the process's resident set on the CPU."""
+    """Bytes at most: of the allocator on a GPU; on the CPU of the resident set, beyond Python and torch themselves."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return _resident_peak() - _INTERPRETER
