@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.space import Dimension
-from autopipe.passes.cost.gradients import values_with_gradient
 from autopipe.passes.cost.precision import PRODUCT_KINDS, element_bytes, narrows
 from autopipe.passes.cost.uses import Use
+from autopipe.passes.lower.gradients import differentiable_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def kept_values(graph: Graph, uses: tuple[Use, ...], precision: str = "fp32") ->
     of a product's operands do. A view keeps nothing; keeping a view keeps what it is a view of. Nodes through which no
     gradient flows keep nothing.
     """
-    keeper = _Keeper(graph, precision, values_with_gradient(graph, uses), element_bytes(graph, uses, precision))
+    keeper = _Keeper(graph, precision, differentiable_values(graph), element_bytes(graph, uses, precision))
     return tuple(keeper.of(node, use) for node, use in zip(graph.nodes, uses, strict=True))
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.problem import Work
-from autopipe.passes.cost.gradients import values_with_gradient
 from autopipe.passes.cost.kept import kept_values
 from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.uses import Use, uses_of
+from autopipe.passes.lower.gradients import differentiable_values
 
 _NO_WORK = ("view",)
 
@@ -19,7 +19,7 @@ def annotate(graph: Graph, precision: str = "fp32") -> tuple[Work, ...]:
     Raises ModelError for an operator without a row.
     """
     uses = uses_of(graph)
-    gradient = values_with_gradient(graph, uses)
+    gradient = differentiable_values(graph)
     widths = element_bytes(graph, uses, precision)
     sizes = {name: width * graph.type_of(name).elements for name, width in widths.items()}
     seen: set[tuple[str, int]] = set()

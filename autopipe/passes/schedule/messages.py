@@ -12,8 +12,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.prediction import Message
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.assignment import stage_work
-from autopipe.passes.cost.gradients import values_with_gradient
-from autopipe.passes.cost.uses import uses_of
+from autopipe.passes.lower.gradients import differentiable_values
 
 
 def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...]:
@@ -24,7 +23,7 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
     """
     graph = problem.graph
     works = stage_work(problem, placement)
-    gradients = values_with_gradient(graph, uses_of(graph)) if problem.train else frozenset()
+    gradients = differentiable_values(graph) if problem.train else frozenset()
     held = {name: (index, parts) for index, work in enumerate(works) for name, parts in work.given.items()}
     forward: defaultdict[tuple[int, int, int, int], list[int]] = defaultdict(list)
     backward: defaultdict[tuple[int, int, int, int], list[int]] = defaultdict(list)
