@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -12,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from autopipe.backends.torch.runtime import philox
+from autopipe.backends.torch.runtime.archive import Archive
 from autopipe.backends.torch.runtime.manifest import InputEntry, Manifest
 from autopipe.backends.torch.runtime.wiring import Slices
 from autopipe.ir.errors import ConfigurationError
@@ -23,7 +23,10 @@ class Source(Protocol):
     """Where samples come from. Sample numbers run on from step to step."""
 
     def rows(self, entry: InputEntry, start: int, stop: int) -> np.ndarray:
-        """Samples [start, stop) of an input, along its batch axis; the whole value where it has none."""
+        """Samples [start, stop) of an input, along its batch axis; the whole value where it has none.
+
+        `start` says the step either way.
+        """
 
 
 def open_source(manifest: Manifest, data: str | None, seed: int) -> Source:
@@ -39,7 +42,7 @@ def read_block(source: Source, manifest: Manifest, entry: InputEntry, sample: in
     """The block `box` of the micro-batch that starts at sample number `sample`."""
     axis = entry.batch_axis
     if axis is None:
-        return np.ascontiguousarray(source.rows(entry, 0, 0)[tuple(slice(*each) for each in box)])
+        return np.ascontiguousarray(source.rows(entry, sample, sample)[tuple(slice(*each) for each in box)])
     start, stop = box[axis]
     per_sample = entry.shape[axis] // manifest.micro_batch_size
     rows = source.rows(entry, sample + start // per_sample, sample + -(-stop // per_sample))
@@ -79,39 +82,30 @@ class FileSource:
 
     def __init__(self, manifest: Manifest, path: Path) -> None:
         self._manifest = manifest
-        self._path = path
-        try:
-            with zipfile.ZipFile(path) as archive:
-                self._names = {name.removesuffix(".npy") for name in archive.namelist()}
-            self._archive = np.load(path, allow_pickle=False)
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
-            raise ConfigurationError(f"data cannot be read: {error}", where=str(path)) from error
-        missing = [entry.name for entry in manifest.inputs if entry.name not in self._names]
+        self._archive = Archive(path)
+        missing = [entry.name for entry in manifest.inputs if entry.name not in self._archive.names]
         if missing:
-            have = ", ".join(sorted(self._names)) or "nothing"
+            have = ", ".join(sorted(self._archive.names)) or "nothing"
             raise ConfigurationError(f"no array for input {missing[0]!r}", hint=f"it has {have}", where=str(path))
+        self._where = str(path)
         self._arrays: dict[str, np.ndarray] = {}
 
     def rows(self, entry: InputEntry, start: int, stop: int) -> np.ndarray:
-        array = self._array(entry)
+        if entry.name not in self._arrays:
+            self._arrays[entry.name] = _fitting(self._archive.array(entry.name), entry, self._where)
+        array = self._arrays[entry.name]
         if entry.batch_axis is None:
-            return array
+            return _converted(np.array(array), entry, self._where)
         extent = entry.shape[entry.batch_axis] // self._manifest.micro_batch_size
         indices = np.arange(start * extent, stop * extent) % array.shape[entry.batch_axis]
-        return np.take(array, indices, axis=entry.batch_axis)
-
-    def _array(self, entry: InputEntry) -> np.ndarray:
-        if entry.name not in self._arrays:
-            try:
-                array = self._archive[entry.name]
-            except ValueError as error:
-                raise ConfigurationError(f"{entry.name!r} cannot be read: {error}", where=str(self._path)) from error
-            self._arrays[entry.name] = _checked(array, entry, str(self._path))
-        return self._arrays[entry.name]
+        return _converted(np.take(array, indices, axis=entry.batch_axis), entry, self._where)
 
 
 class FunctionSource:
-    """A Python function `module:function` that returns an iterator of batches, each a mapping of input to array."""
+    """A Python function `module:function` that returns an iterator of batches, each a mapping of input to array.
+
+    Batch i is what step i runs on. The iterator cannot go back: a run that continues takes the batches before it too.
+    """
 
     def __init__(self, manifest: Manifest, name: str) -> None:
         module, colon, function = name.partition(":")
@@ -128,19 +122,17 @@ class FunctionSource:
         self._batch: Mapping[str, np.ndarray] = {}
 
     def rows(self, entry: InputEntry, start: int, stop: int) -> np.ndarray:
-        if entry.batch_axis is None:
-            self._advance(max(self._step, 0))
-            return _checked(np.asarray(self._value(entry)), entry, self._name)
         self._advance(start // self._manifest.batch_size)
+        array = _fitting(np.asarray(self._value(entry)), entry, self._name)
+        if entry.batch_axis is None:
+            return _converted(array, entry, self._name)
         extent = entry.shape[entry.batch_axis] // self._manifest.micro_batch_size
-        array = _checked(np.asarray(self._value(entry)), entry, self._name)
         offset = self._step * self._manifest.batch_size
-        if array.shape[entry.batch_axis] < (stop - offset) * extent:
-            raise ConfigurationError(
-                f"{entry.name!r} has {array.shape[entry.batch_axis]} rows, a batch {self._manifest.batch_size * extent}",
-                where=self._name,
-            )
-        return np.take(array, range((start - offset) * extent, (stop - offset) * extent), axis=entry.batch_axis)
+        have, needed = array.shape[entry.batch_axis], self._manifest.batch_size * extent
+        if have < needed:
+            raise ConfigurationError(f"{entry.name!r} has {have} rows, a batch {needed}", where=self._name)
+        rows = np.take(array, range((start - offset) * extent, (stop - offset) * extent), axis=entry.batch_axis)
+        return _converted(rows, entry, self._name)
 
     def _advance(self, step: int) -> None:
         while self._step < step:
@@ -156,15 +148,33 @@ class FunctionSource:
         return self._batch[entry.name]
 
 
-def _checked(array: np.ndarray, entry: InputEntry, where: str) -> np.ndarray:
-    """The array in the input's type, if it fits its shape apart from the number of samples."""
+def _fitting(array: np.ndarray, entry: InputEntry, where: str) -> np.ndarray:
+    """The array, if it fits the input's shape apart from the number of samples. Raises ConfigurationError."""
     axis = entry.batch_axis
-    fits = len(array.shape) == len(entry.shape) and all(
-        have == need for index, (have, need) in enumerate(zip(array.shape, entry.shape, strict=True)) if index != axis
+    wanted = ["samples" if index == axis else str(extent) for index, extent in enumerate(entry.shape)]
+    fits = len(array.shape) == len(wanted) and all(
+        need in ("samples", str(have)) for have, need in zip(array.shape, wanted, strict=True)
     )
     if not fits:
-        raise ConfigurationError(f"{entry.name!r} is {list(array.shape)}, not {list(entry.shape)}", where=where)
-    return array.astype(_numpy_dtype(entry), copy=False)
+        raise ConfigurationError(f"{entry.name!r} is {list(array.shape)}, not [{', '.join(wanted)}]", where=where)
+    if axis is not None and not array.shape[axis]:
+        raise ConfigurationError(f"{entry.name!r} has no samples", where=where)
+    return array
+
+
+def _converted(rows: np.ndarray, entry: InputEntry, where: str) -> np.ndarray:
+    """Rows in the input's type. Raises ConfigurationError for what it cannot hold: text, fractions as whole numbers."""
+    dtype = _numpy_dtype(entry)
+    if rows.dtype == dtype:
+        return rows
+    numbers = "biufc" if dtype.kind == "c" else "biuf"
+    if rows.dtype.kind not in numbers:
+        raise ConfigurationError(f"{entry.name!r} holds {rows.dtype}, not {dtype}", where=where)
+    with np.errstate(invalid="ignore"):
+        found: np.ndarray = rows.astype(dtype)
+    if dtype.kind in "biu" and not np.array_equal(found, rows):
+        raise ConfigurationError(f"{entry.name!r} holds numbers that are no {dtype}", where=where)
+    return found
 
 
 def _numpy_dtype(entry: InputEntry) -> np.dtype:

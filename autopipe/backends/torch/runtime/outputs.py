@@ -45,7 +45,7 @@ class OutputCollector:
         if self._transport.rank == 0:
             names = np.array([entry.name for entry in self._manifest.outputs])
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            np.savez(self._path, allow_pickle=False, names=names, **found)
+            np.savez(self._path, names=names, **found)
 
     def _fetch(self, index: int, entry: OutputEntry, shard: OutputShard) -> torch.Tensor | None:
         """A rank's blocks of all micro-batches, stacked, on rank 0; None elsewhere."""

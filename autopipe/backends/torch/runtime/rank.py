@@ -23,7 +23,7 @@ from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.optimizers import make_optimizer
 from autopipe.backends.torch.runtime.options import parse_options
 from autopipe.backends.torch.runtime.outputs import OutputCollector
-from autopipe.backends.torch.runtime.parameters import Arguments, load_constants, load_parameters
+from autopipe.backends.torch.runtime.parameters import Arguments, load_constants, load_parameters, torch_dtype
 from autopipe.backends.torch.runtime.recording import record_gradients
 from autopipe.backends.torch.runtime.report import Reporter
 from autopipe.backends.torch.runtime.stage import Stage
@@ -172,7 +172,7 @@ class Rank:
         batch_size = self.manifest.batch_size
         sample = self.steps_done * batch_size + micro_batch * self.manifest.micro_batch_size
         block = torch.from_numpy(read_block(self.source, self.manifest, entry, sample, box))
-        return block.to(self.device, non_blocking=True)
+        return block.to(self.device, torch_dtype(entry.dtype), non_blocking=True)
 
     def collect(self, stage: int, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None:
         """Keep what this stage gives of the graph's outputs."""
