@@ -18,6 +18,7 @@ from autopipe.passes.frontend.losses import CrossEntropy, own_loss, require_loss
 from autopipe.passes.frontend.model import Model
 from autopipe.passes.frontend.parameters import roles_of
 from autopipe.passes.frontend.support import refusal, require_readable, unsupported_operators
+from autopipe.passes.frontend.ties import retied
 from autopipe.passes.frontend.weights import Weights
 
 
@@ -80,7 +81,7 @@ def _survey(
     data = tuple(info for info in source.graph.input if info.name not in initializers)
     inputs = bind_inputs(data, dims, batch, batch_axes)
     weights = Weights.of(source, roles_of(source.nodes, source.metadata, frozen))
-    read = without_unread(interpret(source, inputs, weights))
+    read = retied(without_unread(interpret(source, inputs, weights)), source.path)
     graph = fused(cleaned(read))
     require_same_parameters(read, graph)
     if isinstance(loss, CrossEntropy):
