@@ -1,0 +1,90 @@
+"""ONNX's own cases read as a user's file is: checked, folded, cleaned and fused, then emitted and run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from onnx.backend.test.case.test_case import TestCase
+from onnx.backend.test.runner import Runner
+
+from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.ir.ops import OPERATORS
+from autopipe.passes.frontend.load import OLDEST_OPSET
+from autopipe.passes.frontend.read import read_model
+from tests.conformance.adapter import forward_of, stage_of, to_array, to_tensor
+from tests.conformance.cases import all_cases, data_of, model_of, skips, tolerances, unread
+from tests.passes.frontend.reference import parameter_array
+
+
+def _opset(case: TestCase) -> int:
+    return max(each.version for each in model_of(case).opset_import if each.domain in ("", "ai.onnx"))
+
+
+def _versioned(case: TestCase) -> bool:
+    return any(each.domain in ("", "ai.onnx") for each in model_of(case).opset_import)
+
+
+READ = [
+    (kind, name)
+    for (kind, name), case in all_cases().items()
+    if name not in skips() and name not in unread() and _versioned(case) and _opset(case) >= OLDEST_OPSET
+]
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize(("kind", "name"), READ)
+def test_case(kind: str, name: str, tmp_path: Path) -> None:
+    case = all_cases()[kind, name]
+    model, path = model_of(case), tmp_path / "model.onnx"
+    inputs, expected = next(data_of(case))
+    held = {each.name for each in model.graph.initializer}
+    given = dict(zip((each.name for each in model.graph.input if each.name not in held), inputs, strict=False))
+    onnx.save(_with_known_inputs(model, given), path)
+    graph = read_model(path, batch_axes=dict.fromkeys(_data_inputs(path, held))).graph
+    place = SimpleNamespace(
+        device=torch.device("cpu"),
+        **{f"w{index}": to_tensor(parameter_array(each, path)) for index, each in enumerate(graph.parameters)},
+        **{f"c{index}": to_tensor(each.array) for index, each in enumerate(graph.constants)},
+    )
+    forward = forward_of(emit_forward(stage_of(graph)))
+    results = forward(place, *(to_tensor(given[each.name]) for each in graph.inputs))
+    rtol, atol = tolerances().get(name, (case.rtol, case.atol))
+    Runner.assert_similar_outputs(expected, [to_array(result) for result in results], rtol=rtol, atol=atol)
+
+
+def _with_known_inputs(model: onnx.ModelProto, given: dict[str, np.ndarray]) -> onnx.ModelProto:
+    """The model with inputs that tell shapes held in the file, as a user's model has them."""
+    found = onnx.ModelProto()
+    found.CopyFrom(model)
+    known = {
+        name
+        for node in found.graph.node
+        if node.op_type in OPERATORS
+        for slot, name in enumerate(node.input)
+        if name in given and _tells_shapes(node, slot, given[name])
+    }
+    for name in sorted(known):
+        found.graph.initializer.append(numpy_helper.from_array(np.asarray(given[name]), name))
+    kept = [each for each in found.graph.input if each.name not in known]
+    del found.graph.input[:]
+    found.graph.input.extend(kept)
+    return found
+
+
+def _tells_shapes(node: onnx.NodeProto, slot: int, array: np.ndarray) -> bool:
+    """Whether an operator must know an operand, or may reckon shapes from it before another one must."""
+    return slot in OPERATORS[node.op_type].static or (array.dtype == np.int64 and node.op_type not in _INDEXED)
+
+
+_INDEXED = frozenset({"Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND", "Scatter", "OneHot"})
+"""Operators whose integers are data."""
+
+
+def _data_inputs(path: Path, held: set[str]) -> list[str]:
+    return [each.name for each in onnx.load(path).graph.input if each.name not in held]
