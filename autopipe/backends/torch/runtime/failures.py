@@ -18,7 +18,7 @@ from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank
 
-ERROR_FILE = "TORCHELASTICERROR_FILE"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _LOST_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "Timeout")
 """Words of the errors that a rank gets from torch when another one has gone away."""
 _GRACE_S = 2.0
