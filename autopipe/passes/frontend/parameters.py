@@ -116,9 +116,11 @@ class Roles:
         """Whether a parameter is a weight rather than a buffer."""
         if any(_matches(name, pattern) for pattern in self.frozen):
             return False
+        if self.uses.slots(name) & STATISTICS:
+            return False  # Whatever the file states: running statistics follow the data, not a gradient.
         if self.stated is not None:
             return name in self.stated
-        if name in self.buffers or self.uses.slots(name) & STATISTICS:
+        if name in self.buffers:
             return False
         ends = self.uses.slots(name, ANGLE_STEPS)
         return not ends or not all(operator in ANGLES for operator, _ in ends)
