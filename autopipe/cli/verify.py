@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
+
+if TYPE_CHECKING:
+    from autopipe.cli.verification import Check
 
 
 @click.command()
@@ -16,7 +21,11 @@ from autopipe.cli.output import Output
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run.")
 @click.option("--data", help="FILE.npz or module:function; random data without it.")
 @click.option("--seed", type=int, help="Seed of random data and of weights that the model does not store.")
-@click.option("--tolerance", type=float, help="Largest relative difference taken for equal [1e-5; 2e-2 in bf16, fp16].")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0),
+    help="Largest relative difference taken for equal [1e-5; 2e-2 in bf16, fp16].",
+)
 @standard_options
 def verify(
     output: Output, program: Path, device: str, data: str | None, seed: int | None, tolerance: float | None
@@ -30,30 +39,36 @@ def verify(
     Example:
       autopipe verify gpt.plan/program --device cpu
     """
-    from rich.table import Table
-
     from autopipe.backends.torch.runtime.manifest import read_manifest
     from autopipe.cli.verification import Verification
     from autopipe.ir.errors import VerificationError
 
     manifest = read_manifest(program.absolute())
-    limit = tolerance or (1e-5 if manifest.precision == "fp32" else 2e-2)
+    limit = tolerance if tolerance is not None else 1e-5 if manifest.precision == "fp32" else 2e-2
     arguments = ["--device", device]
     arguments += ["--data", data] if data else []
     arguments += ["--seed", str(seed)] if seed is not None else []
     with tempfile.TemporaryDirectory() as scratch, output.progress("verifying", total=4) as bar:
         checks = list(Verification(manifest, arguments, data, seed, Path(scratch)).run(bar.advance))
-    table = Table("compared", "with", "tensors", "worst", "difference")
-    for check in checks:
-        table.add_row(
-            check.compared, check.reference, str(check.count), check.worst.tensor, f"{check.worst.relative:.2e}"
-        )
     result = {"tolerance": limit, "checks": [check.as_json() for check in checks]}
     failed = [check for check in checks if not check.worst.relative <= limit]
-    output.result(result | {"equal": not failed}, table)
+    verdict = f"{'not equal' if failed else 'equal'}: the limit is {limit:g}"
+    output.result(result | {"equal": not failed}, *_lines(checks), verdict)
     if failed:
         check = failed[0]
         raise VerificationError(
-            f"{check.compared} differ from {check.reference} by {check.worst.relative:.2e} (limit {limit:g})",
+            f"{check.compared}: {check.worst.relative:.2e} away from {check.reference} (limit {limit:g})",
             where=repr(check.worst.tensor),
         )
+
+
+def _lines(checks: Sequence[Check]) -> Iterator[str]:
+    """A line a check below the headings. The worst tensor's name, which may be long, stands last and is never cut."""
+    rows = [("compared", "with", "tensors", "difference", "worst")]
+    rows += [
+        (check.compared, check.reference, str(check.count), f"{check.worst.relative:.2e}", check.worst.tensor)
+        for check in checks
+    ]
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    for compared, reference, count, relative, worst in rows:
+        yield f"{compared:{first}}  {reference:{second}}  {count:>7}  {relative:>10}  {worst}"
