@@ -200,9 +200,10 @@ def _typed(sweep: _Sweep, name: str, inferred: Value | None, where: str) -> Valu
 
 
 def _constant(sweep: _Sweep, node: onnx.NodeProto) -> None:
-    name, where = node.output[0], f"Constant {node.name!r}"
-    if len(node.attribute) != 1:
-        raise ModelError("it has no value", where=where)
+    where = f"Constant {node.name!r}"
+    if len(node.attribute) != 1 or len(node.output) != 1:
+        raise ModelError("it is not one value", where=where)
+    name = node.output[0]
     attribute = node.attribute[0]
     if attribute.name == "value":
         held = sweep.weights.constant(name, attribute.t)

@@ -92,6 +92,20 @@ def test_scalars_and_what_exporters_lift_are_constants(tmp_path: Path) -> None:
     assert {each.value.name for each in read.graph.constants} == {"s", "val_7"}
 
 
+def test_a_constant_nodes_numbers_are_held_and_large_ones_left_in_the_file(tmp_path: Path) -> None:
+    small, large = floats(20, 20), floats(200, 200)
+    nodes = [
+        onnx.helper.make_node("Constant", [], ["small"], value=onnx.numpy_helper.from_array(small)),
+        onnx.helper.make_node("Constant", [], ["large"], value=onnx.numpy_helper.from_array(large)),
+        node("Add", "x small", "y"), node("Add", "z large", "u"),
+    ]  # fmt: skip
+    proto = model(nodes, {"x": [20, 20], "z": [200, 200]}, "y u")
+    read = read_model(saved(proto, tmp_path), batch_axes={"x": None, "z": None})
+    (constant,), (buffer,) = read.graph.constants, read.graph.parameters
+    assert np.array_equal(constant.array, small)
+    assert np.array_equal(parameter_array(buffer, read.path), large) and not buffer.trainable
+
+
 def test_a_bias_of_one_element_is_a_parameter(tmp_path: Path) -> None:
     proto = model([node("Gemm", "x w b", "y")], {"x": [2, 3]}, "y", {"w": floats(3, 1), "b": floats(1)})
     read = read_model(saved(proto, tmp_path))
