@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from autopipe.backends.torch.emission.stage import emit_stage
 from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.program import Program
 
-_ENTRY = '''"""Runs the rank that the environment names; started on every process by torch elastic, torchrun or SLURM."""
+_ENTRY = '''"""Runs the rank that the environment names; torch elastic, torchrun or SLURM start it on every process."""
 
 import os
 import runpy
@@ -91,11 +91,14 @@ def _write(folder: Path, files: dict[str, str], program: Program) -> None:
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Fill a new folder beside `folder` with `write`, then put it in its place by renaming.
 
-    Raises ConfigurationError where that cannot be done, or where `folder` holds something that is not a program.
+    Raises ConfigurationError where that cannot be done, or where `folder` holds something that is not a program; what
+    was there is then still there.
     """
     folder = folder.absolute()
-    if folder.exists() and not _is_program(folder):
-        raise ConfigurationError(f"{folder} exists and is not a program folder", hint="choose another with -o")
+    if folder.exists() and not _is_replaceable(folder):
+        raise ConfigurationError(
+            f"{folder} holds something that is not part of a program", hint="choose another with -o"
+        )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -104,24 +107,45 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
             f"{folder} cannot be written: {error.strerror}", hint="choose another with -o"
         ) from error
     try:
-        write(scratch)
-        scratch.chmod(0o755)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(scratch, folder)
+        made = scratch / "made"
+        made.mkdir()
+        write(made)
+        _put(made, folder, scratch / "former")
     except OSError as error:
         raise ConfigurationError(f"{folder} cannot be written: {error.strerror}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _is_program(folder: Path) -> bool:
+def _put(made: Path, folder: Path, former: Path) -> None:
+    """Rename `made` to `folder`; what stood there becomes `former`, or stays where the renaming fails."""
+    if not folder.exists():
+        made.rename(folder)
+        return
+    folder.rename(former)
+    try:
+        made.rename(folder)
+    except OSError:
+        former.rename(folder)
+        raise
+
+
+_OURS = re.compile(r"rank_\d+\.py|stage_\d+\.py|run\.py|manifest\.json|constants\.npz|__pycache__")
+
+
+def _is_replaceable(folder: Path) -> bool:
+    """Whether a folder is empty or holds a program and nothing else: a user's own files are never removed."""
     if not folder.is_dir():
         return False
-    manifest = folder / "manifest.json"
-    if not manifest.exists():
-        return not any(folder.iterdir())
+    entries = list(folder.iterdir())
+    return not entries or (
+        _has_manifest(folder)
+        and all(_OURS.fullmatch(entry.name) or (entry.is_dir() and _is_replaceable(entry)) for entry in entries)
+    )
+
+
+def _has_manifest(folder: Path) -> bool:
     try:
-        return bool(json.loads(manifest.read_text(encoding="utf-8")).get("format") == FORMAT)
+        return bool(json.loads((folder / "manifest.json").read_text(encoding="utf-8")).get("format") == FORMAT)
     except (OSError, ValueError, AttributeError):
         return False

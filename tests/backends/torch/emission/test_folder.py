@@ -1,0 +1,181 @@
+"""A program folder is written whole or not at all, and never in place of something else."""
+
+from __future__ import annotations
+
+import os
+import py_compile
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autopipe.backends.torch.emission import folder as folder_module
+from autopipe.backends.torch.emission.folder import ProgramFiles, replace_folder, write_program
+from autopipe.backends.torch.emission.manifest import Provenance
+from autopipe.ir.errors import CodegenError, ConfigurationError
+from autopipe.ir.problem import Optimizer
+from autopipe.passes.lower import lower
+from tests.distributed.builder import Builder, mlp
+from tests.distributed.running import one_device
+
+PROVENANCE = Provenance("model.onnx", "", "", Optimizer(), "fp32", 0, 0.1, 0.2)
+
+
+def files(name: str = "", layers: int = 1) -> ProgramFiles:
+    graph, loss = mlp(layers)
+    return ProgramFiles(name, lower(graph, *one_device(graph, 2, True, 4), loss), ("A stage.",), ("A rank.",))
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    """Everything in a folder, hidden files too."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_program_and_its_reference(tmp_path: Path) -> None:
+    write_program([files(), files("reference")], PROVENANCE, tmp_path / "deep" / "program")
+    found = listing(tmp_path)
+    one = {"rank_000.py", "stage_00.py", "run.py", "manifest.json", "constants.npz"}
+    assert set(found) == {f"deep/program/{sub}{name}" for sub in ("", "reference/") for name in one}
+    for path in (tmp_path / "deep" / "program").rglob("*.py"):
+        py_compile.compile(str(path), doraise=True)
+
+
+def test_the_same_program_is_the_same_text(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_program([files()], PROVENANCE, tmp_path / name)
+    assert listing(tmp_path / "one") == listing(tmp_path / "two")
+
+
+def test_permissions_follow_the_mask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_program([files()], PROVENANCE, tmp_path / "program")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "program").stat().st_mode) == 0o750
+
+
+def test_an_earlier_program_is_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "program"
+    write_program([files(layers=3), files("forward")], PROVENANCE, target)
+    py_compile.compile(str(target / "stage_00.py"))
+    write_program([files()], PROVENANCE, target)
+    write_program([files()], PROVENANCE, tmp_path / "fresh")
+    assert listing(target) == listing(tmp_path / "fresh")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "program"]
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "program").mkdir()
+    write_program([files()], PROVENANCE, tmp_path / "program")
+    assert (tmp_path / "program" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("extra", ["notes.txt", "checkpoints/step_1/weights.safetensors", "reference/mine.txt"])
+@pytest.mark.parametrize("program", [False, True])
+def test_other_peoples_files_are_kept(tmp_path: Path, extra: str, program: bool) -> None:
+    target = tmp_path / "program"
+    if program:
+        write_program([files(), files("reference")], PROVENANCE, target)
+    (target / extra).parent.mkdir(parents=True, exist_ok=True)
+    (target / extra).write_text("mine", encoding="utf-8")
+    before = listing(tmp_path)
+    with pytest.raises(ConfigurationError, match="holds something that is not part of a program"):
+        write_program([files()], PROVENANCE, target)
+    assert listing(tmp_path) == before
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "program").write_text("mine", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="holds something that is not part of a program"):
+        write_program([files()], PROVENANCE, tmp_path / "program")
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        write_program([files()], PROVENANCE, tmp_path / "program" / "below")
+    assert (tmp_path / "program").read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+def test_a_parent_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0o500)
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        write_program([files()], PROVENANCE, tmp_path / "closed" / "program")
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_disk_that_is_full_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
+) -> None:
+    target = tmp_path / "program"
+    if exists:
+        write_program([files(layers=2)], PROVENANCE, target)
+    before = listing(tmp_path)
+
+    def full(*arguments: object, **keywords: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folder_module.np, "savez", full)
+    with pytest.raises(ConfigurationError, match="cannot be written: No space left on device"):
+        write_program([files()], PROVENANCE, target)
+    assert listing(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == (["program"] if exists else [])
+
+
+def test_a_renaming_that_fails_puts_the_former_program_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "program"
+    write_program([files(layers=2)], PROVENANCE, target)
+    before = listing(tmp_path)
+    rename = Path.rename
+
+    def failing(path: Path, other: Path) -> Path:
+        if path.name == "made":
+            raise OSError(5, "Input/output error")
+        return rename(path, other)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(ConfigurationError, match="cannot be written: Input/output error"):
+        write_program([files()], PROVENANCE, target)
+    assert listing(tmp_path) == before
+
+
+def test_an_interruption_while_writing_leaves_what_was_there(tmp_path: Path) -> None:
+    target = tmp_path / "program"
+    write_program([files()], PROVENANCE, target)
+    before = listing(tmp_path)
+
+    def interrupted(folder: Path) -> None:
+        (folder / "half").write_text("half", encoding="utf-8")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replace_folder(target, interrupted)
+    assert listing(tmp_path) == before
+
+
+def test_text_that_is_no_python_is_never_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_module, "emit_stage", lambda stage, title: "def forward(:\n")
+    with pytest.raises(CodegenError, match="generated code is not valid Python") as caught:
+        write_program([files()], PROVENANCE, tmp_path / "program")
+    assert "stage_00.py" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_operators_that_torch_lacks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopipe.backends.torch.emission import stage
+
+    monkeypatch.delitem(stage.EMITTERS, "Tanh")
+    with pytest.raises(CodegenError, match="operator Tanh cannot be written as PyTorch"):
+        write_program([files()], PROVENANCE, tmp_path / "program")
+    assert not list(tmp_path.iterdir())
+
+
+def test_constants_without_elements_are_kept(tmp_path: Path) -> None:
+    builder = Builder()
+    empty = builder.constant([], dtype=builder.dtype)
+    value = builder.node("Concat", builder.parameter((4,)), empty, axis=0)
+    loss = builder.mean_square(value)
+    graph = builder.graph(loss)
+    program = lower(graph, *one_device(graph, 1, True, 4), loss)
+    write_program([ProgramFiles("", program, ("A stage.",), ("A rank.",))], PROVENANCE, tmp_path / "program")
+    with np.load(tmp_path / "program" / "constants.npz") as stored:
+        assert stored["c0"].shape == (0,)
