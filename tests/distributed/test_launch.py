@@ -1,0 +1,137 @@
+"""`autopipe launch`: reports, traces, errors of ranks, several nodes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.distributed.launching import (
+    BATCH,
+    MICRO_BATCHES,
+    finish,
+    launch,
+    rank_pids,
+    spell_data,
+    start,
+    wait_for,
+    write_chain,
+)
+
+pytestmark = pytest.mark.distributed
+
+
+def test_json_holds_a_report_of_every_step_and_the_trace_every_task(tmp_path: Path) -> None:
+    program = write_chain(tmp_path / "program")
+    trace = tmp_path / "trace.json"
+    ended = launch(program, "--steps", 2, "--json", "--trace", trace)
+    assert ended.code == 0, ended.stderr
+    steps = ended.result["steps"]
+    assert [step["step"] for step in steps] == [0, 1]
+    assert all(math.isfinite(step["loss"]) and len(step["peak_memory_bytes"]) == 2 for step in steps)
+    assert "2 ranks on the CPU, over gloo" in ended.stderr
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    tasks = {(event["tid"], event["args"]["step"], event["name"]) for event in events}
+    expected = {
+        (rank, step, f"{rank}{phase}{index}")
+        for rank in (0, 1)
+        for step in (0, 1)
+        for phase in "FB"
+        for index in range(MICRO_BATCHES)
+    }
+    assert tasks == expected
+    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events)
+
+
+def test_a_moved_program_prints_its_steps(tmp_path: Path) -> None:
+    program = write_chain(tmp_path / "program")
+    moved = program.rename(tmp_path / "elsewhere")
+    ended = launch(moved, "--steps", 2)
+    assert ended.code == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert [line.split()[:2] for line in lines] == [["step", "0"], ["step", "1"]]
+    assert "bubble" in lines[0] and "samples/s" in lines[0]
+
+
+def test_a_rank_that_raises_is_named_with_its_task(tmp_path: Path) -> None:
+    program = write_chain(tmp_path / "program")
+    data = spell_data(tmp_path, "if step == 1: raise ValueError('no more rows')")
+    ended = launch(program, "--steps", 3, "--data", data)
+    assert ended.code == 5
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
+    assert errors == ["error: rank 0, task 0F0: ValueError: no more rows"]
+    assert "Traceback" not in ended.stderr and "torch" not in ended.stderr
+
+
+def test_a_loss_that_is_no_number_names_rank_stage_and_micro_batch(tmp_path: Path) -> None:
+    program = write_chain(tmp_path / "program")
+    rows = np.ones((BATCH * MICRO_BATCHES, 4))
+    rows[BATCH] = np.nan
+    np.savez(tmp_path / "rows.npz", in0=rows)
+    ended = launch(program, "--data", tmp_path / "rows.npz", "--max-restarts", 2)
+    assert ended.code == 5
+    assert "error: rank 1, stage 1, micro-batch 1: the loss is not a finite number" in ended.stderr
+    assert "starting all ranks again" not in ended.stderr
+
+
+def test_a_mistake_found_by_a_rank_is_the_users_and_not_tried_again(tmp_path: Path) -> None:
+    program = write_chain(tmp_path / "program")
+    ended = launch(program, "--data", tmp_path / "absent.npz", "--max-restarts", 2, "--json")
+    assert ended.code == 2
+    assert ended.result["error"]["kind"] == "ConfigurationError"
+    assert "absent.npz" in ended.result["error"]["where"]
+    assert "starting all ranks again" not in ended.stderr
+
+
+def test_an_interrupt_stops_all_ranks(tmp_path: Path) -> None:
+    program = write_chain(tmp_path / "program")
+    data = spell_data(tmp_path, "(here / 'reached').write_text('') if step == 2 else None")
+    process = start(program, "--steps", 10**9, "--data", data)
+    wait_for((tmp_path / "reached").exists, process)
+    pids = rank_pids(process.pid)
+    assert set(pids) == {0, 1}
+    process.send_signal(signal.SIGINT)
+    ended = finish(process)
+    assert ended.code == 130
+    assert "interrupted" in ended.stderr
+    for pid in pids.values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_two_nodes_meet_and_compute_what_one_does(tmp_path: Path) -> None:
+    program = write_chain(tmp_path / "program", groups=((0, 1), (2, 3)))
+    alone = launch(program, "--steps", 2, "--json")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = ("--steps", 2, "--json", "--nnodes", 2, "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "pair")
+    nodes = [start(program, *flags) for _ in range(2)]
+    ended = [finish(node) for node in nodes]
+    assert [each.code for each in ended] == [0, 0], [each.stderr for each in ended]
+    assert sorted((each.losses for each in ended), key=len) == [[], alone.losses]
+
+
+def test_a_dry_run_counts_what_a_rank_exchanges(tmp_path: Path) -> None:
+    program = write_chain(tmp_path / "program", groups=((0, 1), (2,)))
+    ended = launch(program, "--dry-run", "--rank", 0, "--json")
+    assert ended.code == 0, ended.stderr
+    report = ended.result
+    half = BATCH // 2 * 4 * 8 * MICRO_BATCHES
+    assert report["sent_bytes"] == {"2": half} and report["received_bytes"] == {"2": half}
+    assert sorted(report["tasks"]) == sorted(f"0{phase}{index}" for phase in "FB" for index in range(MICRO_BATCHES))
+    assert report["reduced_bytes"] == report["parameter_bytes"] == report["parameters"] * 8
+
+
+def test_inference_writes_its_outputs(tmp_path: Path) -> None:
+    program = write_chain(tmp_path / "program", train=False)
+    ended = launch(program, "--outputs", tmp_path / "out.npz")
+    assert ended.code == 0, ended.stderr
+    with np.load(tmp_path / "out.npz") as stored:
+        assert stored["output_0"].shape[0] == MICRO_BATCHES

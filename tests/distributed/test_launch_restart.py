@@ -1,0 +1,65 @@
+"""A rank is killed in the middle of a step: all start again and compute, bit by bit, what they would have."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from autopipe.ir.problem import Optimizer
+from tests.distributed.launching import finish, launch, rank_pids, spell_data, start, wait_for, write_chain
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 6
+# Rank 0 stops in step 4 until it is killed with the others; started again, it finds that it has been there.
+BLOCK = """if step == 4 and rank == 0 and not (here / 'reached').exists():
+            (here / 'reached').write_text('')
+            time.sleep(10**6)"""
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [Optimizer("adamw", lr=0.05, weight_decay=0.1), Optimizer("sgd", lr=0.05, momentum=0.9)],
+    ids=["adamw", "momentum"],
+)
+def test_losses_after_a_restart_are_those_of_an_undisturbed_run(tmp_path: Path, optimizer: Optimizer) -> None:
+    program = write_chain(tmp_path / "program", optimizer, groups=((0, 1), (2,)))
+    undisturbed = launch(program, "--steps", STEPS, "--json", "--data", spell_data(tmp_path))
+    assert undisturbed.code == 0, undisturbed.stderr
+    flags = ("--checkpoint", tmp_path / "saved", "--checkpoint-every", 2)
+    process = start(program, "--steps", STEPS, "--json", "--data", spell_data(tmp_path, BLOCK), *flags)
+    wait_for((tmp_path / "reached").exists, process)
+    os.kill(rank_pids(process.pid)[1], signal.SIGKILL)
+    ended = finish(process)
+    assert ended.code == 0, ended.stderr
+    assert "rank 1: killed by SIGKILL" in ended.stderr and "starting all ranks again" in ended.stderr
+    assert len(set(undisturbed.losses)) == STEPS
+    assert ended.losses == undisturbed.losses
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["step_00000004", "step_00000006"]
+
+
+def test_without_restarts_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
+    program = write_chain(tmp_path / "program")
+    process = start(program, "--steps", STEPS, "--data", spell_data(tmp_path, BLOCK))
+    wait_for((tmp_path / "reached").exists, process)
+    pids = rank_pids(process.pid)
+    os.kill(pids[1], signal.SIGKILL)
+    ended = finish(process)
+    assert ended.code == 5
+    assert "error: rank 1: killed by SIGKILL" in ended.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+def test_resuming_goes_on_to_the_same_losses(tmp_path: Path) -> None:
+    program = write_chain(tmp_path / "program", Optimizer("adamw"))
+    saved = tmp_path / "saved"
+    whole = launch(program, "--steps", 4, "--json")
+    first = launch(program, "--steps", 2, "--json", "--checkpoint", saved)
+    second = launch(program, "--steps", 4, "--json", "--checkpoint", saved, "--resume")
+    assert second.code == 0, second.stderr
+    assert [step["step"] for step in second.result["steps"]] == [2, 3]
+    assert first.losses + second.losses == whole.losses
