@@ -12,8 +12,7 @@ import numpy as np
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Value
-from autopipe.passes.frontend.contrib import DOMAIN, contrib_types
-from autopipe.passes.frontend.elements import attributes_of, dtype_of, tensor_of, type_proto
+from autopipe.passes.frontend.elements import dtype_of, tensor_of, type_proto
 from autopipe.passes.frontend.rules import told_by_rule
 
 if TYPE_CHECKING:
@@ -69,10 +68,7 @@ class Inference:
 
         opsets = dict(self.opsets)
         nothing: tuple[Value | None, ...] = (None,) * len(node.output)
-        if node.domain == DOMAIN:
-            stated = dict(attributes_of(node))
-            return contrib_types(node.op_type, stated, tuple(value for value, _ in operands), len(node.output))
-        told = told_by_rule(node, tuple(value for value, _ in operands))
+        told = told_by_rule(node, tuple(value for value, _ in operands), where)
         if told is not None:
             return told
         try:

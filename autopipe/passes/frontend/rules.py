@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopipe.ir.dtype import DType
+from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Value
 
 if TYPE_CHECKING:
@@ -17,7 +19,10 @@ if TYPE_CHECKING:
 Operands = tuple[Value | None, ...]
 Results = tuple[Value, ...]
 Rule = Callable[[Operands, frozenset[str]], Results]
-"""From the operands' types and the names of the attributes that are set (not zero) to the results' types."""
+"""From the operands' types and the names of the attributes that are set (not zero) to the results' types.
+
+Raises ValueError where shapes do not fit or operands are missing.
+"""
 
 
 def _like_first(operands: Operands, flags: frozenset[str]) -> Results:
@@ -35,11 +40,13 @@ def _skip_normalization(operands: Operands, flags: frozenset[str]) -> Results:
 
 
 def _fused_matmul(operands: Operands, flags: frozenset[str]) -> Results:
-    left, right = operands[0], operands[1]
-    assert left is not None and right is not None
-    rows, columns = ("transA" in flags), ("transB" in flags)
-    lead = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-    return (Value("", left.dtype, (*lead, left.shape[-1 if rows else -2], right.shape[-2 if columns else -1])),)
+    left, right = (value for value in operands[:2] if value is not None)
+    first, second = left.shape[-2:], right.shape[-2:]
+    rows, inner = first[::-1] if "transA" in flags else first
+    other, columns = second[::-1] if "transB" in flags else second
+    if inner != other:
+        raise ValueError(f"{inner} and {other}")
+    return (Value("", left.dtype, (*np.broadcast_shapes(left.shape[:-2], right.shape[:-2]), rows, columns)),)
 
 
 RULES: dict[tuple[str, str], Rule] = {
@@ -57,10 +64,18 @@ RULES: dict[tuple[str, str], Rule] = {
 """By domain and operator."""
 
 
-def told_by_rule(node: onnx.NodeProto, operands: Operands) -> tuple[Value | None, ...] | None:
-    """Types of what a node writes, nameless, None where a result is absent; None where there is no rule for it."""
+def told_by_rule(node: onnx.NodeProto, operands: Operands, where: str) -> tuple[Value | None, ...] | None:
+    """Types of what a node writes, nameless, None where a result is absent; None where there is no rule for it.
+
+    Raises ModelError where the operands' shapes do not fit.
+    """
     rule = RULES.get((node.domain, node.op_type))
-    if rule is None or operands[0] is None:
+    if rule is None or not operands or operands[0] is None:
         return None
-    told = rule(operands, frozenset(each.name for each in node.attribute if each.i))
-    return tuple(replace(value, name="") if name else None for name, value in zip(node.output, told, strict=False))
+    try:
+        told = rule(operands, frozenset(each.name for each in node.attribute if each.i))
+    except ValueError as error:
+        shapes = ", ".join(str(value.shape) for value in operands if value is not None)
+        raise ModelError(f"the shapes {shapes} do not fit: {error}", where=where) from error
+    results = itertools.zip_longest(node.output, told[: len(node.output)])
+    return tuple(replace(value, name="") if name and value else None for name, value in results)

@@ -48,3 +48,11 @@ def test_shapes_are_those_of_onnxruntime(
 def test_a_product_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"\(2, 3, 6\), \(2, 5, 6\) do not fit"):
         read_model(path_of("FusedMatMul", ["x", "v"], tmp_path))
+
+
+def test_a_result_that_the_operator_does_not_have(tmp_path: Path) -> None:
+    nodes = [oh.make_node("Gelu", ["x"], ["y", "z"], name="node", domain=DOMAIN)]
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model(nodes, {"x": [2, 3]}, "y z", domains=[DOMAIN]).SerializeToString())
+    with pytest.raises(ModelError, match="shape of its result 'z' cannot be told"):
+        read_model(path)
