@@ -52,16 +52,18 @@ def _limits(graph: Graph, name: str, consumers: dict[str, tuple[int, ...]], seen
             found.append(limit)
         elif node.op in _PASSING and not graph.type_of(node.outputs[0]).dtype.is_floating:
             found.extend(_limits(graph, node.outputs[0], consumers, seen))
-        elif node.op in ("Add", "Sub") and node.inputs[0] == name:
-            shift = _shift(graph, node)
+        else:
+            shift = _shift(graph, node, name)
             rest = _limits(graph, node.outputs[0], consumers, seen) if shift is not None else []
-            found.extend(limit - (shift or 0) for limit in rest)
+            found.extend(max(limit - (shift or 0), 1) for limit in rest)
     return found
 
 
-def _shift(graph: Graph, node: Node) -> int | None:
-    """How far an Add or Sub of a known number moves its first operand up at most."""
-    constant = graph.constant(node.inputs[1])
+def _shift(graph: Graph, node: Node, name: str) -> int | None:
+    """How far an Add or Sub of known numbers moves `name` up at most; None for other nodes."""
+    if node.op not in ("Add", "Sub") or (node.op == "Sub" and node.inputs[0] != name):
+        return None
+    constant = graph.constant(node.inputs[1] if node.inputs[0] == name else node.inputs[0])
     if constant is None or not constant.array.size or not constant.value.dtype.is_integer:
         return None
     return int(constant.array.max()) if node.op == "Add" else -int(constant.array.min())

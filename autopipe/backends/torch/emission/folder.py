@@ -85,7 +85,7 @@ def _write(folder: Path, files: dict[str, str], program: Program) -> None:
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     constants = {f"c{index}": constant.array for stage in program.stages for index, constant in stage.constants}
-    np.savez(folder / "constants.npz", **constants)
+    np.savez(folder / "constants.npz", **constants)  # type: ignore[arg-type]
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:

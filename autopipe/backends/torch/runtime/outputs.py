@@ -45,7 +45,7 @@ class OutputCollector:
         if self._transport.rank == 0:
             names = np.array([entry.name for entry in self._manifest.outputs])
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            np.savez(self._path, names=names, **found)
+            np.savez(self._path, names=names, **found)  # type: ignore[arg-type]
 
     def _fetch(self, index: int, entry: OutputEntry, shard: OutputShard) -> torch.Tensor | None:
         """A rank's blocks of all micro-batches, stacked, on rank 0; None elsewhere."""

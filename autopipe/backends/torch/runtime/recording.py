@@ -17,4 +17,4 @@ def record_gradients(folder: Path, rank: int, parameters: dict[int, torch.Tensor
             gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             wide = gradient if gradient.dtype is torch.float64 else gradient.float()
             found[str(index)] = wide.cpu().numpy()
-    np.savez(folder / f"gradients_{rank:03d}.npz", **found)
+    np.savez(folder / f"gradients_{rank:03d}.npz", **found)  # type: ignore[arg-type]
