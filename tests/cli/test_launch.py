@@ -1,0 +1,86 @@
+"""What `autopipe launch` refuses before it starts anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopipe.backends.torch.launcher import Gang, local_ranks, read_reports
+from autopipe.backends.torch.runtime.manifest import read_manifest
+from autopipe.cli.main import main
+from autopipe.ir.errors import ConfigurationError
+from tests.distributed.launching import write_chain
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chain(tmp_path_factory.mktemp("launch") / "program", groups=((0,), (1,), (2,), (3,)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--resume"], "--resume needs a folder"),
+        (["--checkpoint-every", "2"], "--checkpoint-every needs a folder"),
+        (["--outputs", "x.npz"], "for training collects no outputs"),
+        (["--rank", "1"], "--rank goes with --dry-run"),
+        (["--dry-run", "--rank", "4"], "there is no rank 4"),
+        (["--nnodes", "two"], "neither a number nor MIN:MAX"),
+        (["--nnodes", "3:2"], "MIN at most MAX"),
+        (["--nnodes", "0"], "at least 1"),
+        (["--nnodes", "3"], "4 ranks do not fit 3 nodes"),
+        (["--nproc-per-node", "3"], "4 ranks do not fit 1 nodes with 3 ranks each"),
+        (["--nnodes", "2"], "several nodes need a meeting point"),
+        (["--steps", "0"], "--steps"),
+    ],
+)
+def test_flags_that_make_no_sense(
+    program: Path, flags: list[str], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", str(program), "--device", "cpu", *flags]) == 2
+    assert words in capfd.readouterr().err
+
+
+def test_a_folder_that_is_no_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", str(tmp_path)]) == 2
+    assert "not a program folder" in capfd.readouterr().err
+
+
+def test_an_earlier_run_is_not_written_over(program: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "step_00000012").mkdir()
+    assert main(["launch", str(program), "--device", "cpu", "--checkpoint", str(tmp_path)]) == 2
+    error = capfd.readouterr().err
+    assert "after 12 steps" in error and "--resume" in error
+
+
+def test_inference_has_nothing_to_save(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program = write_chain(tmp_path / "program", train=False)
+    assert main(["launch", str(program), "--device", "cpu", "--checkpoint", str(tmp_path / "saved")]) == 2
+    assert "nothing to save" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gang", "expected"),
+    [
+        (Gang(), (1, 4)),
+        (Gang((2, 2), rendezvous_endpoint="x:1"), (2, 2)),
+        (Gang((1, 4), 2, "x:1"), (2, 2)),
+        (Gang((1, 4), rendezvous_endpoint="x:1"), (4, 1)),
+        (Gang((1, 4), 4), (1, 4)),
+    ],
+)
+def test_ranks_are_shared_among_nodes(program: Path, gang: Gang, expected: tuple[int, int]) -> None:
+    assert local_ranks(read_manifest(program), gang) == expected
+
+
+def test_nodes_outside_the_limits_are_refused(program: Path) -> None:
+    with pytest.raises(ConfigurationError, match="do not fit"):
+        local_ranks(read_manifest(program), Gang((3, 4), 2, "x:1"))
+
+
+def test_a_step_done_again_is_reported_once(tmp_path: Path) -> None:
+    path = tmp_path / "report.jsonl"
+    path.write_text('{"step": 0, "loss": 1}\n{"step": 1, "loss": 2}\n{"step": 1, "loss": 3}\n')
+    assert read_reports(path) == [{"step": 0, "loss": 1}, {"step": 1, "loss": 3}]
+    assert read_reports(tmp_path / "none") == []
