@@ -69,17 +69,10 @@ class HandWrittenGPT(nn.Module):
 
 def generated_step(arguments: argparse.Namespace, folder: Path) -> Callable[[], None]:
     """One training step of the program that autopipe generates for one device."""
-    sizes = {
-        "layers": arguments.layers,
-        "hidden": arguments.hidden,
-        "heads": arguments.heads,
-        "vocabulary": arguments.vocabulary,
-        "sequence": arguments.sequence,
-        "loss": "true",
-        "weights": "none",
-    }
     model, plan = folder / "gpt.onnx", folder / "gpt.plan"
-    settings = [word for key, value in sizes.items() for word in ("--set", f"{key}={value}")]
+    names = ("layers", "hidden", "heads", "vocabulary", "sequence")
+    sizes = [f"{name}={getattr(arguments, name)}" for name in names]
+    settings = [word for size in (*sizes, "loss=true", "weights=none") for word in ("--set", size)]
     _autopipe("zoo", "build", "gpt", "-o", model, *settings)
     batch = ["--batch-size", arguments.batch, "--micro-batches", 1]
     _autopipe("plan", model, "--gpus", 1, "--cluster", "cpu-local", *batch, "-o", plan)
@@ -133,7 +126,8 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (
-        ("layers", 12), ("hidden", 768), ("heads", 12), ("vocabulary", 50257), ("sequence", 256), ("batch", 2), ("rounds", 15)
+        ("layers", 12), ("hidden", 768), ("heads", 12), ("vocabulary", 50257), ("sequence", 256), ("batch", 2),
+        ("rounds", 15),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -35,9 +35,7 @@ class GeneratedStage(nn.Module):
     def __init__(self, module: ModuleType, p: Any) -> None:
         super().__init__()
         self._module, self._p = module, p
-        self.weights = nn.ParameterList(
-            nn.Parameter(getattr(p, name).detach().clone()) for name in module.PARAMETERS
-        )
+        self.weights = nn.ParameterList(nn.Parameter(getattr(p, name).detach().clone()) for name in module.PARAMETERS)
         self._held = type(p)(**vars(p))
         for name, weight in zip(module.PARAMETERS, self.weights, strict=True):
             setattr(self._held, name, weight)
@@ -120,15 +118,14 @@ def worker(program: Path, rounds: int) -> None:
 def build(arguments: argparse.Namespace, folder: Path) -> Path:
     """The generated program: a Llama (its head is not tied, so that the peer can run it) in four stages under 1F1B."""
     model, plan = folder / "llama.onnx", folder / "llama.plan"
-    sizes = {
-        "layers": arguments.layers, "hidden": arguments.hidden, "heads": arguments.heads, "vocabulary": arguments.vocabulary,
-        "sequence": arguments.sequence, "loss": "true", "weights": "none",
-    }  # fmt: skip
-    settings = [word for key, value in sizes.items() for word in ("--set", f"{key}={value}")]
+    names = ("layers", "hidden", "heads", "vocabulary", "sequence")
+    sizes = [f"{name}={getattr(arguments, name)}" for name in names]
+    settings = [word for size in (*sizes, "loss=true", "weights=none") for word in ("--set", size)]
     _autopipe("zoo", "build", "llama", "-o", model, *settings)
     size = arguments.micro_batches * arguments.micro_batch_size
     batch = ["--batch-size", size, "--micro-batches", arguments.micro_batches]
-    _autopipe("plan", model, "--gpus", RANKS, "--cluster", "cpu-local", "--set", "strategy.replicate=false", *batch, "-o", plan)
+    one_device_a_stage = ("--set", "strategy.replicate=false")
+    _autopipe("plan", model, "--gpus", RANKS, "--cluster", "cpu-local", *one_device_a_stage, *batch, "-o", plan)
     _autopipe("codegen", plan)
     return plan / "program"
 
