@@ -104,6 +104,8 @@ def _unguarded(view: View, name: str) -> str:
 def _scores(view: View, name: str) -> _Scores | None:
     """What is softmaxed, as scale · Q Kᵀ + masks; recognised where their numbers are known."""
     masks: list[str] = []
+    chosen = _chosen(view, name)
+    name = chosen or name
     while (found := _product(view, name)) is None:
         node = view.made_by(name, "Add")
         if node is None:
@@ -122,8 +124,21 @@ def _scores(view: View, name: str) -> _Scores | None:
     if any(mask.dtype is not types[0].dtype or len(mask.shape) < 2 for mask in added):
         return None
     telling = [mask for mask in masks if _mask_kind(view, mask) != "blank"]
-    causal = len(telling) == 1 and _mask_kind(view, telling[0]) == "causal"
+    if chosen and telling:
+        return None
+    causal = bool(chosen) or (len(telling) == 1 and _mask_kind(view, telling[0]) == "causal")
     return _Scores(query, key, scale * query_scale * key_scale, () if causal else tuple(telling), causal)
+
+
+def _chosen(view: View, name: str) -> str | None:
+    """The scores within Where(causal, scores, number that hides)."""
+    node = view.made_by(name, "Where")
+    hidden = view.scalar(node.inputs[2]) if node is not None else None
+    if node is None or hidden is None or hidden > HIDDEN:
+        return None
+    if view.type_of(node.inputs[1]).shape != view.type_of(name).shape:
+        return None
+    return node.inputs[1] if _mask_kind(view, node.inputs[0]) == "causal" else None
 
 
 def _product(view: View, name: str) -> tuple[float, Node] | None:
@@ -136,10 +151,14 @@ def _product(view: View, name: str) -> tuple[float, Node] | None:
 def _mask_kind(view: View, mask: str) -> str:
     """`blank` for a mask of zeros, `causal` for one that shows each position itself and those before it, else `other`.
 
+    A mask is added, or chooses by true what is shown.
+
     Layers share their masks, and a mask of a long sequence is large: each is looked at once.
     """
     if mask not in view.masks:
         numbers = view.numbers(mask)
+        if numbers is not None and numbers.dtype == np.bool_:
+            numbers = np.where(numbers, np.float32(0), np.float32(-np.inf))
         blank = numbers is not None and not numbers.any()
         view.masks[mask] = "blank" if blank else "causal" if _is_causal(numbers) else "other"
     return view.masks[mask]
