@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,30 +27,31 @@ class Difference:
 
 
 def difference(name: str, ours: np.ndarray, reference: np.ndarray, scale: float = 0.0) -> Difference:
-    """The difference of two arrays; infinite where shapes or (for whole numbers) any element differ.
+    """The difference of two arrays; infinite where shapes, infinities, NaNs or (of whole numbers) any element differ.
 
     With `scale`, the norm of all that is compared, a reference that is zero but for rounding is compared in its units.
     """
+    unequal = Difference(name, math.inf)
     if ours.shape != reference.shape:
-        return Difference(name, float("inf"))
-    if not np.issubdtype(reference.dtype, np.floating):
-        return Difference(name, 0.0 if np.array_equal(ours, reference) else float("inf"))
-    left, right = ours.astype(np.float64), reference.astype(np.float64)
-    same = (left == right) | (np.isnan(left) & np.isnan(right))
-    left, right = np.where(same, 0.0, left), np.where(np.isfinite(right), right, 0.0)
-    right_or_zero = np.where(same, 0.0, right)
-    distance = float(np.linalg.norm((left - right_or_zero).ravel()))
-    norm = float(np.linalg.norm(right.ravel()))
+        return unequal
+    if not np.issubdtype(reference.dtype, np.inexact):
+        return Difference(name, 0.0) if np.array_equal(ours, reference) else unequal
+    wide = np.complex128 if np.iscomplexobj(reference) else np.float64
+    left, right = ours.astype(wide).ravel(), reference.astype(wide).ravel()
+    differ = (left != right) & ~(np.isnan(left) & np.isnan(right))
+    if not (np.isfinite(left[differ]).all() and np.isfinite(right[differ]).all()):
+        return unequal
+    distance = float(np.linalg.norm(left[differ] - right[differ]))
+    norm = float(np.linalg.norm(right[np.isfinite(right)]))
     if norm <= _ROUNDING * scale:
         norm = scale
-    relative = distance / norm if norm else distance
-    return Difference(name, relative if relative == relative else float("inf"))
+    return Difference(name, distance / norm if norm else distance)
 
 
 def gradient_differences(ranks: Manifest, recorded: Path, expected: Path) -> Iterator[Difference]:
     """One difference a parameter: the worst of its blocks. `recorded` and `expected` are folders of recorded gradients.
 
-    Raises VerificationError where a trained parameter has no recorded gradient.
+    Raises VerificationError where a trained parameter has no recorded gradient, or no rank has the parameter.
     """
     whole = _blocks(expected)
     scale = float(np.sqrt(sum(float(np.sum(np.square(each.astype(np.float64)))) for each in whole.values())))
@@ -67,7 +69,10 @@ def gradient_differences(ranks: Manifest, recorded: Path, expected: Path) -> Ite
             found = difference(entry.name, ours, whole[shard.parameter][region], scale)
             if shard.parameter not in worst or found.relative > worst[shard.parameter].relative:
                 worst[shard.parameter] = found
-    yield from (worst[index] for index in sorted(worst))
+    for index in sorted(whole):
+        if index not in worst:
+            raise VerificationError(f"no rank holds {ranks.parameters[index].name!r}", where=str(recorded))
+        yield worst[index]
 
 
 def _blocks(folder: Path) -> dict[int, np.ndarray]:

@@ -1,0 +1,126 @@
+"""What counts as equal, and that what is not equal is found."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
+from autopipe.backends.torch.verification import difference, gradient_differences, read_outputs
+from autopipe.ir.errors import VerificationError
+from autopipe.ir.placement import Placement, Split, Stage
+from tests.distributed.builder import mlp
+from tests.distributed.running import schedule_of, write
+
+NUMBERS = arrays.arrays(np.float64, 5, elements=st.floats(-1e6, 1e6))
+SPECIAL = [math.nan, math.inf, -math.inf]
+
+
+@given(NUMBERS, NUMBERS)
+def test_differences_are_relative_norms(ours: np.ndarray, reference: np.ndarray) -> None:
+    distance = math.sqrt(sum((a - b) ** 2 for a, b in zip(ours.tolist(), reference.tolist(), strict=True)))
+    norm = math.sqrt(sum(b**2 for b in reference.tolist()))
+    expected = distance / norm if norm else distance
+    assert difference("x", ours, reference).relative == pytest.approx(expected, rel=1e-9, abs=1e-300)
+
+
+@given(NUMBERS)
+def test_equal_arrays_do_not_differ(array: np.ndarray) -> None:
+    for index, number in enumerate(SPECIAL):
+        array[index] = number
+    assert difference("x", array.copy(), array).relative == 0.0
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("other", [0.0, 1.0, *SPECIAL])
+def test_infinities_and_nans_must_be_matched(special: float, other: float) -> None:
+    pair = np.array([1.0, special]), np.array([1.0, other])
+    same = special == other or (math.isnan(special) and math.isnan(other))
+    for ours, reference in (pair, pair[::-1]):
+        assert difference("x", ours, reference).relative == (0.0 if same else math.inf)
+
+
+def test_shapes_and_whole_numbers() -> None:
+    assert difference("x", np.zeros((2, 3)), np.zeros((3, 2))).relative == math.inf
+    assert difference("x", np.array([1, 2]), np.array([1, 2])).relative == 0.0
+    assert difference("x", np.array([1, 2]), np.array([1, 3])).relative == math.inf
+    assert difference("x", np.array([True]), np.array([False])).relative == math.inf
+    assert difference("x", np.array([1j]), np.array([1.0 + 0j])).relative == pytest.approx(math.sqrt(2))
+
+
+def test_single_precision_is_compared_in_double() -> None:
+    reference = np.full(4, 1e30, np.float32)
+    assert difference("x", reference * np.float32(1.5), reference).relative == pytest.approx(0.5, rel=1e-6)
+
+
+def test_what_is_zero_but_for_rounding_is_compared_in_units_of_the_rest() -> None:
+    tiny, other = np.array([1e-9]), np.array([3e-9])
+    assert difference("x", other, tiny).relative == pytest.approx(2.0)
+    assert difference("x", other, tiny, scale=1.0).relative == pytest.approx(2e-9)
+    assert difference("x", np.array([0.5]), tiny, scale=1.0).relative == pytest.approx(0.5)
+    assert difference("x", np.array([2e-3]), np.array([1e-3]), scale=1.0).relative == pytest.approx(1.0)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Manifest:
+    """A program that holds one parameter in halves on two ranks, another whole on a third."""
+    graph, loss = mlp(2)
+    splits = ((0, (Split("n", 2),)),)
+    placement = Placement((Stage((0, 1), (0, 1), 4, splits), Stage((2, 3, 4, 5), (2,), 4)))
+    write(graph, placement, schedule_of(graph, placement, 2), loss, tmp_path / "program")
+    return read_manifest(tmp_path / "program")
+
+
+def record(folder: Path, gradients: list[dict[str, np.ndarray]]) -> Path:
+    folder.mkdir()
+    for rank, found in enumerate(gradients):
+        np.savez(folder / f"gradients_{rank:03d}.npz", **found)  # type: ignore[arg-type]
+    return folder
+
+
+WHOLE = {"0": np.arange(1.0, 17.0).reshape(4, 4), "1": np.ones((4, 4))}
+
+
+def parts() -> list[dict[str, np.ndarray]]:
+    return [{"0": WHOLE["0"][:, :2].copy()}, {"0": WHOLE["0"][:, 2:].copy()}, {"1": WHOLE["1"].copy()}]
+
+
+def test_blocks_are_compared_with_their_part_of_the_whole(ranks: Manifest, tmp_path: Path) -> None:
+    expected = record(tmp_path / "one", [WHOLE])
+    found = list(gradient_differences(ranks, record(tmp_path / "ranks", parts()), expected))
+    assert [(each.tensor, each.relative) for each in found] == [("w0", 0.0), ("w1", 0.0)]
+
+
+@pytest.mark.parametrize(("rank", "name"), [(0, "0"), (1, "0"), (2, "1")])
+def test_one_wrong_block_is_found(ranks: Manifest, tmp_path: Path, rank: int, name: str) -> None:
+    wrong = parts()
+    wrong[rank][name][1, 1] += 1
+    expected = record(tmp_path / "one", [WHOLE])
+    found = list(gradient_differences(ranks, record(tmp_path / "ranks", wrong), expected))
+    assert [each.relative > 0.01 for each in found] == [name == "0", name == "1"]
+
+
+def test_gradients_that_are_missing(ranks: Manifest, tmp_path: Path) -> None:
+    expected = record(tmp_path / "one", [WHOLE])
+    without = parts()
+    del without[1]["0"]
+    with pytest.raises(VerificationError, match="no gradient was recorded for 'w0'"):
+        list(gradient_differences(ranks, record(tmp_path / "less", without), expected))
+    with pytest.raises(VerificationError, match="gradients were not recorded"):
+        list(gradient_differences(ranks, record(tmp_path / "fewer", parts()[:2]), expected))
+    held = Manifest(**{name: getattr(ranks, name) for name in ranks.__slots__} | {"shards": ranks.shards[:2]})
+    with pytest.raises(VerificationError, match="no rank holds 'w1'"):
+        list(gradient_differences(held, record(tmp_path / "parts", parts()), expected))
+
+
+def test_outputs_by_name(tmp_path: Path) -> None:
+    np.savez(tmp_path / "outputs.npz", names=np.array(["b/0", "a"]), output_0=np.ones(2), output_1=np.zeros(3))
+    found = read_outputs(tmp_path / "outputs.npz")
+    assert list(found) == ["b/0", "a"]
+    assert found["a"].shape == (3,)
