@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopipe.ir.placement import Placement
 from autopipe.ir.prediction import Prediction
@@ -47,5 +47,5 @@ class Plan:
     placement: Placement
     schedule: Schedule
     summary: Summary
-    prediction: Prediction = Prediction()
+    prediction: Prediction = field(default_factory=Prediction)
     """What the summary was simulated from."""

@@ -178,11 +178,8 @@ def _solve_extents(
         if len(tensor) != len(shape):
             raise NotationError(f"notation {notation!r} does not fit shape {shape}")
         for dimension, extent in zip(tensor, shape, strict=True):
-            if len(dimension) == 1:
-                if known.setdefault(dimension[0], extent) != extent:
-                    raise NotationError(
-                        f"axis {dimension[0]!r} of {notation!r} is both {known[dimension[0]]} and {extent}"
-                    )
+            if len(dimension) == 1 and known.setdefault(dimension[0], extent) != extent:
+                raise NotationError(f"axis {dimension[0]!r} of {notation!r} is both {known[dimension[0]]} and {extent}")
     for tensor, shape in pairs:
         if tensor is None or shape is None:
             continue
