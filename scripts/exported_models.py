@@ -41,8 +41,9 @@ Made by `python scripts/exported_models.py` on {day}, at autopipe's commit {comm
 Each row is one ONNX file that went through `autopipe plan --gpus 4 --cluster cpu-local`, `codegen`, `launch --device
 cpu` and `verify` on four ranks of one machine's CPU. The files: the nine networks that ship with onnx
 (`onnx/backend/test/data/light`), and small random models of `transformers` and torch in `tests/exports`, through both
-of torch's exporters. `loss`: the loss is in the graph (for onnx's networks a cross-entropy given in YAML), two steps
-are trained, and one step's loss and every gradient are compared; `forward`: one step of inference.
+of torch's exporters. `loss`: the loss is in the graph, two steps are trained, and one step's loss and every gradient
+are compared; `forward`: one step of inference. For onnx's networks the loss is a cross-entropy given in YAML, and those
+rows run copies with random weights: as shipped every weight is 0.02, and there would be no gradient to compare.
 
 Differences are ‖a − b‖₂ / ‖b‖₂ of the worst tensor, in fp32; up to 1e-5 passes. Left: the one-device program's outputs
 against ONNX Runtime on the file as it was given. Then: the four ranks against the one-device program. Batch:

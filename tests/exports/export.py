@@ -9,21 +9,10 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.exports.light import LIGHT, drawn, shipped
+
 BATCH = 2
 """Samples of the traced batch, which a static export fixes."""
-LIGHT = {
-    "bvlc_alexnet": "r24",
-    "densenet121": "fc6_1",
-    "inception_v1": "r143",
-    "inception_v2": "r507",
-    "resnet50": "r174",
-    "shufflenet": "r201",
-    "squeezenet": "r65",
-    "vgg19": "r46",
-    "zfnet512": "r20",
-}
-"""The networks of onnx's `light` data and the value with their scores before the softmax: a batch of one image is baked
-in, weights are ConstantOfShape nodes, there is no loss."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -35,7 +24,7 @@ class Export:
     """`torchscript` (dynamo=False), `dynamo` (dynamo=True), or `onnx` for a file that ships with onnx."""
     dynamic: bool
     loss: bool
-    """A loss in the graph; for a network that ships with onnx, the YAML's loss behind its scores."""
+    """A loss in the graph; for a network that ships with onnx, random weights and the YAML's loss behind its scores."""
     batch: int = BATCH
     """Samples of the traced batch."""
 
@@ -61,18 +50,15 @@ def all_exports() -> tuple[Export, ...]:
     return (*light, *torch)
 
 
-def onnx_file(export: Export) -> Path:
-    """The export's file, made where it is not in the cache yet."""
+def onnx_file(export: Export, scratch: Path) -> Path:
+    """The export's file, made where it is not in the cache yet; `scratch` takes those that are too large to keep."""
     if export.exporter == "onnx":
-        import onnx.backend.test
-
-        data = Path(onnx.backend.test.__file__).parent / "data" / "light"
-        return data / f"light_{export.model}.onnx"
+        return drawn(export.model, scratch) if export.loss else shipped(export.model)
     path = _cache() / f"{export.name}-{export.batch}.onnx"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            made = Path(scratch) / path.name
+        with tempfile.TemporaryDirectory(dir=path.parent) as draft:
+            made = Path(draft) / path.name
             _export(export, made)
             made.rename(path)
     return path

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autopipe.cli.main import main
 from tests.exports.architectures import SEQUENCE
-from tests.exports.export import LIGHT, Export, onnx_file
+from tests.exports.export import Export, onnx_file
+from tests.exports.light import LIGHT
 
 DEVICES = 4
 MICRO_BATCHES = 4
-TIME_LIMIT_S = 600
-"""For one command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +87,13 @@ def travel(journey: Journey, folder: Path) -> Outcome:
     """Run the four commands in `folder`."""
     seen: dict[str, Any] = {}
     try:
-        plan = _command("plan", *_plan_arguments(journey, folder), "-o", folder / "plan")
+        path = onnx_file(journey.export, folder)
+        plan = _command("plan", *_plan_arguments(journey, path, folder), "-o", folder / "plan")
         assert plan["mode"] == ("train" if journey.export.loss else "infer")
         stages = json.loads((folder / "plan" / "plan.json").read_text(encoding="utf-8"))["placement"]["stages"]
         seen["stages"] = tuple(len(stage["devices"]) for stage in stages)
         planned = {node for stage in stages for start, stop in stage["nodes"] for node in range(start, stop)}
-        seen["nodes"] = _nodes_in_file(onnx_file(journey.export)), len(planned)
+        seen["nodes"] = _nodes_in_file(path), len(planned)
         _command("codegen", folder / "plan")
         program = folder / "plan" / "program"
         seen["steps"] = _launched(journey, program)
@@ -117,9 +117,8 @@ _FIELDS = {
 """Field of an outcome by what a check of `verify` compares."""
 
 
-def _plan_arguments(journey: Journey, folder: Path) -> list[object]:
+def _plan_arguments(journey: Journey, path: Path, folder: Path) -> list[object]:
     export = journey.export
-    path = onnx_file(export)
     size = journey.micro_batch_size or export.batch
     batch = ["--batch-size", MICRO_BATCHES * size, "--micro-batches", MICRO_BATCHES]
     arguments = [path, "--gpus", DEVICES, "--cluster", "cpu-local", "--strategy", journey.strategy, *batch]
@@ -160,21 +159,19 @@ def _launched(journey: Journey, program: Path) -> int:
 
 
 def _command(name: str, *arguments: object, accept_difference: bool = False) -> dict[str, Any]:
-    """What a command prints with --json. With `accept_difference` a failed comparison is a result too."""
-    words = [sys.executable, "-m", "autopipe", name, *map(str, arguments), "--json"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, cwd=root, env=environment, timeout=TIME_LIMIT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise CommandError(f"{name}: not done after {TIME_LIMIT_S} s") from None
-    objects = [json.loads(line) for line in done.stdout.splitlines()]
-    if done.returncode == 0 or (accept_difference and objects and "checks" in objects[0]):
+    """What a command prints with --json. With `accept_difference` a failed comparison is a result too.
+
+    The command line's own entry is called in this process: starting Python and torch for each command would take
+    longer than all that the commands do. Ranks are processes of their own.
+    """
+    printed, noted = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(noted):
+        code = main([name, *map(str, arguments), "--json"])
+    objects = [json.loads(line) for line in printed.getvalue().splitlines()]
+    if code == 0 or (accept_difference and objects and "checks" in objects[0]):
         return dict(objects[0])
     if objects and "error" in objects[-1]:
         error = objects[-1]["error"]
         place = f"{error['where']}: " if error["where"] else ""
         raise CommandError(f"{name}: {place}{error['message']}")
-    raise CommandError(f"{name}: exit code {done.returncode}: {done.stderr[-300:]}")
+    raise CommandError(f"{name}: exit code {code}: {noted.getvalue()[-300:]}")
