@@ -141,13 +141,14 @@ def _opsets(model: onnx.ModelProto) -> tuple[tuple[str, int], ...]:
 
 
 def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
+    import onnx.checker
     import onnx.inliner
 
     if not model.functions:
         return model
     try:
         return onnx.inliner.inline_local_functions(model)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
         raise ModelError(f"its functions cannot be inlined: {str(error).splitlines()[0]}") from error
 
 

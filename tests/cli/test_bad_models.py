@@ -1,0 +1,241 @@
+"""Files that are no model, broken models and models that are not supported: exit code 3 and one line, from inspect and
+from plan."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.helper as oh
+import pytest
+
+from tests.cli.command_line import CommandLine
+from tests.passes.frontend.building import floats, model, node, saved
+
+MODEL = "model.onnx"
+
+
+def linear(**changes: object) -> onnx.ModelProto:
+    """y = x w."""
+    return model([node("MatMul", "x w", "y")], {"x": [2, 3]}, "y", {"w": floats(3, 4)}, **changes)  # type: ignore[arg-type]
+
+
+def _weights_at(folder: Path, location: str, offset: int = 0, length: int = 48) -> None:
+    """The model `linear`, its weights in another file."""
+    proto = linear()
+    (tensor,) = proto.graph.initializer
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
+        tensor.external_data.add(key=key, value=value)
+    (folder / MODEL).write_bytes(proto.SerializeToString())
+
+
+def _bytes(content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / MODEL).write_bytes(content)
+
+
+def _inferred(build: Callable[[], onnx.ModelProto]) -> Callable[[Path], object]:
+    return lambda folder: saved(build(), folder)
+
+
+def _unread(build: Callable[[], onnx.ModelProto]) -> Callable[[Path], object]:
+    """As `_inferred`, for models that onnx cannot infer shapes of."""
+    return lambda folder: (folder / MODEL).write_bytes(build().SerializeToString())
+
+
+def _symlinked_weights(folder: Path) -> None:
+    _weights_at(folder, "data.bin")
+    (folder.parent / "secret").mkdir()
+    (folder.parent / "secret/data.bin").write_bytes(bytes(48))
+    (folder / "data.bin").symlink_to(folder.parent / "secret/data.bin")
+
+
+def _symlinked_parent(folder: Path) -> None:
+    _weights_at(folder, "inner/data.bin")
+    (folder.parent / "secret").mkdir()
+    (folder.parent / "secret/data.bin").write_bytes(bytes(48))
+    (folder / "inner").symlink_to(folder.parent / "secret", target_is_directory=True)
+
+
+def _short_weights(folder: Path) -> None:
+    _weights_at(folder, "data.bin")
+    (folder / "data.bin").write_bytes(bytes(47))
+
+
+def _weights_behind_the_end(folder: Path) -> None:
+    _weights_at(folder, "data.bin", offset=2**62)
+    (folder / "data.bin").write_bytes(bytes(48))
+
+
+def _weights_are_a_folder(folder: Path) -> None:
+    _weights_at(folder, "data.bin")
+    (folder / "data.bin").mkdir()
+
+
+def _cycle() -> onnx.ModelProto:
+    return model([node("Add", "x b", "a"), node("Neg", "a", "b")], {"x": [2]}, "b")
+
+
+def _duplicate_value() -> onnx.ModelProto:
+    return model([node("Neg", "x", "y"), node("Exp", "x", "y")], {"x": [2]}, "y")
+
+
+def _control_flow() -> onnx.ModelProto:
+    branch = oh.make_graph([node("Neg", "x", "z")], "branch", [], [oh.make_empty_tensor_value_info("z")])
+    choice = oh.make_node("If", ["flag"], ["y"], name="choice", then_branch=branch, else_branch=branch)
+    return model([choice], {"x": [2], "flag": (onnx.TensorProto.BOOL, [])}, "y")
+
+
+def _unknown_domain() -> onnx.ModelProto:
+    named = oh.make_node("Frobnicate", ["x"], ["y"], name="f\n'0'", domain="org.example")
+    return model([named], {"x": [2]}, "y", domains=["org.example"])
+
+
+def _misspelt() -> onnx.ModelProto:
+    return model([oh.make_node("Sofmax", ["x"], ["y"], name="last")], {"x": [2, 3]}, "y")
+
+
+def _mismatch() -> onnx.ModelProto:
+    return model([node("Add", "x w", "y")], {"x": [2, 3]}, "y", {"w": floats(4)})
+
+
+def _quantised() -> onnx.ModelProto:
+    held = {"s": np.float32(0.1), "z": np.uint8(3), "w": np.ones((2, 3), np.uint8)}
+    inputs = ["x", "s", "z", "w", "s", "z", "s", "z"]
+    named = oh.make_node("QLinearAdd", inputs, ["y"], name="quantised", domain="com.microsoft")
+    return model([named], {"x": (onnx.TensorProto.UINT8, [2, 3])}, "y", held, domains=["com.microsoft"])
+
+
+def _strings() -> onnx.ModelProto:
+    return model([node("Identity", "x", "y")], {"x": (onnx.TensorProto.STRING, [2])}, "y")
+
+
+def _wrong_size() -> onnx.ModelProto:
+    proto = linear()
+    proto.graph.initializer[0].raw_data = bytes(44)
+    return proto
+
+
+def _negative_shape() -> onnx.ModelProto:
+    proto = linear()
+    proto.graph.initializer[0].dims[:] = [-3, 4]
+    return proto
+
+
+def _no_rank() -> onnx.ModelProto:
+    proto = linear()
+    proto.graph.input[0].type.tensor_type.ClearField("shape")
+    return proto
+
+
+def _broken_attribute() -> onnx.ModelProto:
+    return model([node("Transpose", "x", "y", perm=[0, 7])], {"x": [2, 3]}, "y")
+
+
+def _missing_value() -> onnx.ModelProto:
+    return model([node("Add", "x nowhere", "y")], {"x": [2]}, "y")
+
+
+def _recursive_function() -> onnx.ModelProto:
+    proto = model([oh.make_node("Again", ["x"], ["y"], domain="local")], {"x": [2]}, "y", domains=["local"])
+    body = [oh.make_node("Again", ["a"], ["b"], domain="local")]
+    imports = [oh.make_opsetid("", 20), oh.make_opsetid("local", 1)]
+    proto.functions.append(oh.make_function("local", "Again", ["a"], ["b"], body, imports))
+    return proto
+
+
+CASES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "absent": (lambda folder: None, ("no such file",)),
+    "folder": (lambda folder: (folder / MODEL).mkdir(), ("not a file", "give the .onnx file")),
+    "dangling link": (lambda folder: (folder / MODEL).symlink_to("gone"), ("no such file",)),
+    "fifo": (lambda folder: os.mkfifo(folder / MODEL), ("not a file",)),
+    "empty": (_bytes(b""), ("is empty",)),
+    "text": (_bytes(b"hello, this is no model at all\n"), ("not an ONNX",)),
+    "zeros": (_bytes(bytes(4096)), ("not an ONNX",)),
+    "cut": (_bytes(linear().SerializeToString()[:-9]), ("not an ONNX",)),
+    "no graph": (_bytes(onnx.ModelProto(ir_version=10).SerializeToString()), ("no graph",)),
+    "opset 999": (_unread(lambda: linear(opset=999)), ("opset 999 is not supported", "7 to ")),
+    "opset 1": (_unread(lambda: linear(opset=1)), ("opset 1 is not supported", "version_converter")),
+    "cycle": (_unread(_cycle), ("cycle", "'add_a'")),
+    "value written twice": (_unread(_duplicate_value), ("'y' is written twice", "'exp_y'")),
+    "value never written": (_unread(_missing_value), ("'nowhere'",)),
+    "shapes that do not fit": (_unread(_mismatch), ("do not fit", "'add_y'")),
+    "attribute out of range": (_unread(_broken_attribute), ("'transpose_y'",)),
+    "function that calls itself": (_unread(_recursive_function), ("cannot be inlined", "local::Again")),
+    "input without rank": (_unread(_no_rank), ("input 'x'", "number of dimensions is unknown")),
+    "strings": (_inferred(_strings), ("STRING is not supported", "'x'")),
+    "weights too few": (_unread(_wrong_size), ("'w'", "44 bytes", "needs 48")),
+    "weights of negative shape": (_unread(_negative_shape), ("'w'", "shape")),
+    "weights cut": (_short_weights, ("tensor 'w'", "'data.bin' ends before its data", "48 bytes are needed")),
+    "weights behind the end": (_weights_behind_the_end, ("tensor 'w'", "'data.bin' ends before its data")),
+    "weights are a folder": (_weights_are_a_folder, ("tensor 'w'", "'data.bin' is not a file")),
+    "weights above": (lambda folder: _weights_at(folder, "../data.bin"), ("tensor 'w'", "'../data.bin'", "inside")),
+    "weights absolute": (lambda folder: _weights_at(folder, "/etc/passwd"), ("tensor 'w'", "'/etc/passwd'", "inside")),
+    "weights without end": (lambda folder: _weights_at(folder, "a\0b"), ("tensor 'w'", "inside")),
+    "weights behind a link": (_symlinked_weights, ("tensor 'w'", "'data.bin'", "link that leaves")),
+    "weights behind a linked folder": (_symlinked_parent, ("tensor 'w'", "'inner/data.bin'", "link that leaves")),
+}  # fmt: skip
+"""What lies at model.onnx, and what the line says besides its name."""
+
+UNSUPPORTED: dict[str, tuple[Callable[[], onnx.ModelProto], tuple[str, ...]]] = {
+    "domain": (_unknown_domain, ("org.example.Frobnicate (1)",)),
+    "misspelt": (_misspelt, ("Sofmax (1)", "Softmax is supported", "'last'")),
+    "control flow": (_control_flow, ("If (1)", "'choice'")),
+    "sequence": (lambda: model([node("SequenceConstruct", "x x", "y")], {"x": [2]}, "y"), ("SequenceConstruct (1)",)),
+    "depends on data": (lambda: model([node("NonZero", "x", "y")], {"x": [2, 3]}, "y"), ("cannot be told", "nonzero")),
+    "quantised": (_quantised, ("com.microsoft.QLinearAdd (1)", "'quantised'")),
+}
+"""Sound models of which something is not supported, and what the line says besides the file's name."""
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+def test_a_file_that_cannot_be_read(command_line: CommandLine, command: str, name: str) -> None:
+    prepare, says = CASES[name]
+    prepare(command_line.folder)
+    line = command_line.refuses(3, (command, MODEL), *says)
+    assert line.startswith(MODEL)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_not_supported_is_named(command_line: CommandLine, name: str) -> None:
+    build, says = UNSUPPORTED[name]
+    saved(build(), command_line.folder)
+    assert command_line.refuses(3, ("plan", MODEL), *says).startswith(MODEL)
+
+
+def _infinite_weights(folder: Path) -> None:
+    weights = floats(3, 4)
+    weights[0], weights[1] = np.nan, np.inf
+    saved(model([node("MatMul", "x w", "y")], {"x": [2, 3]}, "y", {"w": weights}), folder)
+
+
+def _annotated(folder: Path) -> None:
+    proto = linear()
+    proto.configuration.add(name="", num_devices=-3)
+    proto.graph.node[0].device_configurations.add(configuration_id="nowhere", pipeline_stage=-7)
+    (folder / MODEL).write_bytes(proto.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("prepare", "warning"),
+    [
+        (_infinite_weights, ""),
+        (_annotated, "warning: the file's multi-device annotations are ignored"),
+        (lambda folder: _weights_at(folder, "gone.bin"), "at random"),
+    ],
+    ids=["weights that are no numbers", "device annotations", "weights absent"],
+)
+def test_what_is_survived_is_planned(
+    command_line: CommandLine, prepare: Callable[[Path], object], warning: str
+) -> None:
+    prepare(command_line.folder)
+    shown = command_line.done("plan", MODEL, "--json", "-q")
+    assert json.loads(shown.out)["mode"] == "infer"
+    assert warning in shown.err
+    assert command_line.done("codegen", f"{MODEL}.plan", "-q", "--json").err == ""
