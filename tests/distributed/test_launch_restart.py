@@ -63,3 +63,15 @@ def test_resuming_goes_on_to_the_same_losses(tmp_path: Path) -> None:
     assert second.code == 0, second.stderr
     assert [step["step"] for step in second.result["steps"]] == [2, 3]
     assert first.losses + second.losses == whole.losses
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    program = write_chain(tmp_path / "program")
+    process = start(program, "--steps", STEPS, "--data", spell_data(tmp_path, BLOCK))
+    wait_for((tmp_path / "reached").exists, process)
+    pids = rank_pids(process.pid)
+    assert set(pids) == {0, 1}
+    process.kill()
+    finish(process)  # The ranks hold the launcher's stdout and stderr: this waits for their end.
+    for pid in pids.values():
+        assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text(encoding="ascii")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ _LOST_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken p
 """Words of the errors that a rank gets from torch when another one has gone away."""
 _GRACE_S = 2.0
 """How long a rank that has lost a peer waits before it ends, so that the launcher sees the peer's end first."""
+_WATCH_S = 1.0
 INTERRUPTED = 130
 
 
@@ -83,6 +85,21 @@ def end_on_error(rank: Rank) -> None:
         os._exit(failure.exit_code)
 
     sys.excepthook = hook
+
+
+def end_with_launcher() -> None:
+    """From now on, end when the process that started this rank has gone, killed perhaps: a rank that no one watches
+    would go on writing where the next launch writes."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(_WATCH_S)
+        os._exit(LaunchError.exit_code)
+
+    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
 
 
 def _write(failure: Failure) -> None:

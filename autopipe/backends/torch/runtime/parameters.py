@@ -11,7 +11,7 @@ import torch
 
 from autopipe.backends.torch.runtime import philox
 from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry
-from autopipe.ir.errors import LaunchError
+from autopipe.ir.errors import ConfigurationError, LaunchError
 
 _PARAMETER_STREAM = 1
 _NUMPY = {"bfloat16": np.dtype("<u2")}
@@ -37,7 +37,10 @@ def load_parameters(manifest: Manifest, rank: int, device: torch.device, seed: i
 
 
 def read_block(folder: Path, model: Path, entry: ParameterEntry, shard: ShardEntry, seed: int) -> torch.Tensor:
-    """One block of one parameter on the CPU. Raises LaunchError where the file is missing or too short."""
+    """One block of one parameter on the CPU.
+
+    Raises ConfigurationError where the model's file is not there, LaunchError where it cannot be read or is too short.
+    """
     if entry.storage.kind == "fill":
         return torch.full(shard.shape, entry.storage.value, dtype=torch_dtype(entry.dtype))
     if entry.storage.kind == "draw":
@@ -46,6 +49,12 @@ def read_block(folder: Path, model: Path, entry: ParameterEntry, shard: ShardEnt
     stored = _NUMPY.get(entry.dtype) or np.dtype(entry.dtype).newbyteorder("<")
     try:
         whole = np.memmap(path, dtype=stored, mode="r", offset=entry.storage.offset, shape=entry.shape or (1,))
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            "the model's file is not there, and its weights are needed",
+            hint="put it back, or plan and generate the program again",
+            where=str(path),
+        ) from error
     except (OSError, ValueError) as error:
         raise LaunchError(f"parameter {entry.name!r} cannot be read: {error}", where=str(path)) from error
     region = tuple(slice(start, stop) for start, stop in zip(shard.starts, shard.stops, strict=True))

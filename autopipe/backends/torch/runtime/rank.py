@@ -17,7 +17,7 @@ from autopipe.backends.torch.runtime.clock import Clock
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.data import open_source, read_block
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryTransport
-from autopipe.backends.torch.runtime.failures import end_on_error
+from autopipe.backends.torch.runtime.failures import end_on_error, end_with_launcher
 from autopipe.backends.torch.runtime.gradients import GradientReduction
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.optimizers import make_optimizer
@@ -41,6 +41,7 @@ class Rank:
         self.number = number
         self.task = "start"
         end_on_error(self)
+        end_with_launcher()
         self.options = parse_options(sys.argv[1:])
         self.manifest = read_manifest(Path(file).resolve().parent)
         self.train = self.manifest.train

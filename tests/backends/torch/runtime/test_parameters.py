@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autopipe.backends.torch.runtime.manifest import ParameterEntry, ShardEntry, Storage
 from autopipe.backends.torch.runtime.parameters import read_block
-from autopipe.ir.errors import LaunchError
+from autopipe.ir.errors import ConfigurationError, LaunchError
 
 NOWHERE = Path("/nonexistent")
 
@@ -84,10 +84,18 @@ def test_stored_blocks(
     assert torch.equal(found, numbers[region(shard)])
 
 
-@pytest.mark.parametrize("size", [None, 0, 15])
-def test_files_that_are_missing_or_too_short(tmp_path: Path, size: int | None) -> None:
-    if size is not None:
-        (tmp_path / "model.onnx").write_bytes(b"\0" * size)
+@pytest.mark.parametrize("file", ["", "weights.bin"])
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, file: str) -> None:
+    model = tmp_path / "model.onnx"
+    entry = ParameterEntry("w", "float32", (4,), True, Storage("file", file, offset=0, length=16))
+    with pytest.raises(ConfigurationError, match="is not there") as caught:
+        read_block(tmp_path, model, entry, ShardEntry(0, (0,), (4,), (0,)), 0)
+    assert caught.value.where == str(tmp_path / (file or model.name))
+
+
+@pytest.mark.parametrize("size", [0, 15])
+def test_files_that_are_too_short(tmp_path: Path, size: int) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"\0" * size)
     entry = ParameterEntry("layer.weight", "float32", (4,), True, Storage("file", offset=0, length=16))
     with pytest.raises(LaunchError, match=r"parameter 'layer\.weight' cannot be read"):
         read_block(tmp_path, tmp_path / "model.onnx", entry, ShardEntry(0, (0,), (4,), (0,)), 0)
