@@ -78,6 +78,10 @@ class Launch:
                 "a program for training collects no outputs", hint="plan with --mode infer, or leave out --outputs"
             )
 
+        for path in (self.trace, self.outputs):
+            if path is not None and not os.access(path.absolute().parent, os.W_OK):
+                raise ConfigurationError(f"{path} cannot be written", hint="its folder must be there, and writable")
+
     def _arguments(self, scratch: Path) -> list[str]:
         found = ["--device", self.device, "--steps", str(self.steps), "--report", str(scratch / "report.jsonl")]
         if self.checkpoint is not None:

@@ -24,6 +24,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--resume"], "--resume needs a folder"),
         (["--checkpoint-every", "2"], "--checkpoint-every needs a folder"),
         (["--outputs", "x.npz"], "for training collects no outputs"),
+        (["--trace", "/nonexistent/trace.json"], "trace.json cannot be written"),
         (["--rank", "1"], "--rank goes with --dry-run"),
         (["--dry-run", "--rank", "4"], "there is no rank 4"),
         (["--nnodes", "two"], "neither a number nor MIN:MAX"),

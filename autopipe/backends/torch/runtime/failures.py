@@ -61,7 +61,10 @@ def failure_of(error: BaseException, rank: int, task: str) -> Failure:
     first = next(iter(str(error).strip().splitlines()), "")
     message = f"{type(error).__name__}: {first}" if first else type(error).__name__
     lost = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST_PEER)
-    return Failure(rank, task, message, "", "", time.time(), LaunchError.exit_code, final=False, consequence=lost)
+    hint = ""
+    if lost:
+        message, hint = f"lost another rank: {message}", "the error of the rank, or node, that ended first says why"
+    return Failure(rank, task, message, hint, "", time.time(), LaunchError.exit_code, final=False, consequence=lost)
 
 
 def end_on_error(rank: Rank) -> None:

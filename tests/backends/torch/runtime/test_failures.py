@@ -32,7 +32,7 @@ def vars_of(failure: Failure) -> dict[str, object]:
 def test_the_cause_is_named_before_what_followed_it(tmp_path: Path) -> None:
     lost = failure_of(LOST, 0, "0B1")
     cause = failure_of(ValueError("bad row"), 1, "1F2")
-    assert lost.time <= cause.time and lost.consequence
+    assert lost.time <= cause.time and lost.consequence and "lost another rank" in lost.message
     failures = {0: process(tmp_path, 0, 5, lost), 1: process(tmp_path, 1, 5, cause), 2: process(tmp_path, 2, -15)}
     found = first_failure(failures, tmp_path).error()
     assert str(found) == "rank 1, task 1F2: ValueError: bad row"
