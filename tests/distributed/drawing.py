@@ -164,7 +164,9 @@ def graphs(draw: st.DrawFn, train: bool) -> tuple[Graph, str | None]:
         growing.grow()
     made = [name for name in growing.floats if name not in {value.name for value in builder.inputs}]
     if not train:
-        names = draw(st.lists(st.sampled_from([*made, *growing.ids[1:]]), min_size=1, max_size=3, unique=True))
+        given = [*growing.floats[:2], growing.ids[0], *growing.weights]
+        names = draw(st.lists(st.sampled_from(made + growing.ids[1:]), min_size=1, max_size=3, unique=True))
+        names += draw(st.lists(st.sampled_from(given), max_size=1))
         return builder.graph(*names), None
     ends = draw(st.lists(st.sampled_from(made[-4:]), min_size=1, max_size=2, unique=True))
     if draw(st.booleans()):
