@@ -1,0 +1,193 @@
+"""The pages of docs/ that declarations spell out: `python -m autopipe.cli.reference docs` writes them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import cast
+
+import click
+
+from autopipe.cli.commands import COMMANDS
+from autopipe.cli.files import write_text
+from autopipe.cli.main import autopipe
+from autopipe.configs import zoo
+from autopipe.configs.reference import reference as configuration_page
+from autopipe.configs.reference import table
+from autopipe.configs.schema import Dataclass
+from autopipe.configs.zoo.model import ZooModel
+from autopipe.passes.registry import scheduler_class, scheduler_names, strategy_class, strategy_names
+
+_COMMANDS_INTRODUCTION = """\
+# Command reference
+
+Every command also takes `--json`, `-q`/`--quiet`, `-v`/`--verbose`, `--debug` and `--help`:
+
+| flag | does |
+|---|---|
+"""
+
+_STREAMS = """
+The result goes to stdout; progress, notes and warnings go to stderr. An error is one line that says where and what, and
+a hint below it; with `--json` it is an object on stdout too.
+
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 2 | the configuration or the command line is wrong |
+| 3 | the model cannot be taken |
+| 4 | no plan meets the constraints and limits |
+| 5 | a run failed, or ranks and reference differ |
+| 70 | a mistake of autopipe itself |
+| 130 | interrupted |
+"""
+
+_OPTIONS_INTRODUCTION = """\
+# Strategies and schedulers
+
+A strategy decides which devices hold which part of the model, a scheduler in which order each device works. Both are
+chosen by name (`--strategy`, `--schedule`); their options are keys beside the name in a configuration, or
+`--set strategy.KEY=VALUE` and `--set schedule.KEY=VALUE`. Installed packages may announce more of them under the entry
+points `autopipe.strategies` and `autopipe.schedulers`.
+"""
+
+_MODELS_INTRODUCTION = """\
+# Models of the zoo
+
+`autopipe zoo build NAME -o FILE --set KEY=VALUE` writes one as ONNX. `--set size=NAME` takes a published size, whose
+keys other `--set` then change. Every model also takes these keys:
+"""
+
+_NO_OPTIONS = "It has no options.\n"
+
+
+def pages() -> dict[str, str]:
+    """A page's file name -> its text."""
+    return {
+        "reference-commands.md": commands_page(),
+        "reference-configuration.md": configuration_page(),
+        "reference-models.md": models_page(),
+        "reference-strategies.md": options_page(),
+    }
+
+
+def commands_page() -> str:
+    """Every command with its arguments and flags, from the declarations of click."""
+    root = click.Context(autopipe, info_name="autopipe")
+    found = list(_commands(autopipe, root))
+    shared = _shared_options(found)
+    parts = [_COMMANDS_INTRODUCTION + "".join(f"| {_flags(each)} | {_cell(each.help)} |\n" for each in shared)]
+    parts[0] += _STREAMS
+    names = {str(option.name) for option in shared}
+    parts += [_command_section(command, context, names) for command, context in found]
+    return "\n".join(parts)
+
+
+def options_page() -> str:
+    """Every strategy and scheduler with its options, from the declarations of their fields."""
+    parts = [_OPTIONS_INTRODUCTION]
+    for title, names, find in (
+        ("Strategies", strategy_names(), strategy_class),
+        ("Schedulers", scheduler_names(), scheduler_class),
+    ):
+        parts.append(f"## {title}\n")
+        parts += [_class_section(name, find(name)) for name in names]
+    return "\n".join(parts)
+
+
+def models_page() -> str:
+    """Every model of the zoo with its sizes, from the declarations of their fields."""
+    shared = table(cast("type[Dataclass]", ZooModel))
+    parts = [_MODELS_INTRODUCTION, shared]
+    known = set(shared.splitlines()[2:])
+    for name, (_, summary) in zoo.MODELS.items():
+        kind = zoo.model_class(name)
+        sizes = ", ".join(f"`{size}`" for size in kind.presets)
+        parts.append(f"## {name}\n\n{summary[0].upper()}{summary[1:]}.{f' Sizes: {sizes}.' if sizes else ''}\n")
+        parts.append("".join(f"{row}\n" for row in table(kind).splitlines() if row not in known))
+    return "\n".join(parts)
+
+
+Declared = tuple[click.Command, click.Context]
+
+
+def _commands(group: click.Group, context: click.Context) -> Iterator[Declared]:
+    """The commands below `group`, those of groups after the group itself."""
+    for name in COMMANDS if group is autopipe else group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None, f"{name} is listed but not there"
+        inner = click.Context(command, info_name=name, parent=context)
+        if isinstance(command, click.Group):
+            yield from _commands(command, inner)
+        else:
+            yield command, inner
+
+
+def _shared_options(found: Iterable[Declared]) -> list[click.Option]:
+    """The options that every command has."""
+    each = [{option.name: option for option in _options(command)} for command, _ in found]
+    return [option for name, option in each[0].items() if all(name in options for options in each)]
+
+
+def _options(command: click.Command) -> list[click.Option]:
+    return [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+
+
+def _command_section(command: click.Command, context: click.Context, shared: set[str]) -> str:
+    usage = " ".join([context.command_path, *(each.make_metavar(context) for each in _arguments(command))])
+    text, _, example = inspect.cleandoc(command.help or "").partition("\b\n")
+    lines = [f"## {usage}\n", text.strip() + "\n"]
+    lines += ["```sh", *(line.strip() for line in example.splitlines()[1:] if line), "```\n"]
+    rows = [_option_row(option, context) for option in _options(command) if option.name not in shared]
+    if rows:
+        lines += ["| flag | value | default | meaning |", "|---|---|---|---|", *rows, ""]
+    return "\n".join(lines)
+
+
+def _arguments(command: click.Command) -> list[click.Argument]:
+    return [parameter for parameter in command.params if isinstance(parameter, click.Argument)]
+
+
+def _option_row(option: click.Option, context: click.Context) -> str:
+    default = option.to_info_dict()["default"]
+    known = bool(default) and not option.is_flag and not option.multiple
+    default_cell = f"`{_cell(str(default))}`" if known else ""
+    return f"| {_flags(option)} | {_value(option, context)} | {default_cell} | {_cell(option.help)} |"
+
+
+def _value(option: click.Option, context: click.Context) -> str:
+    """What stands behind the flag."""
+    kind = option.type
+    if option.is_flag:
+        return ""
+    if isinstance(kind, click.IntRange | click.FloatRange) and option.metavar is None:
+        return f"{'a whole number' if isinstance(kind, click.IntRange) else 'a number'} from {kind.min}"
+    if isinstance(kind, click.Choice):
+        return " or ".join(f"`{choice}`" for choice in kind.choices)
+    return f"`{_cell(option.make_metavar(context))}`"
+
+
+def _flags(option: click.Option) -> str:
+    return ", ".join(f"`{flag}`" for flag in option.opts)
+
+
+def _cell(text: str | None) -> str:
+    return " ".join((text or "").replace("|", "\\|").split())
+
+
+def _class_section(name: str, kind: type) -> str:
+    options = table(kind)
+    has_options = len(options.splitlines()) > 2
+    return f"### {name}\n\n{inspect.getdoc(kind)}\n\n{options if has_options else _NO_OPTIONS}"
+
+
+def main(folder: str) -> None:
+    """Write all pages into `folder`."""
+    for name, text in pages().items():
+        write_text(Path(folder) / name, text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

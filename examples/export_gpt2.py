@@ -1,0 +1,36 @@
+"""Exports a small GPT-2 of `transformers`, its loss in the graph, and writes data for it: gpt2.onnx and tokens.npz."""
+
+import numpy as np
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+VOCABULARY, SEQUENCE = 512, 64
+
+
+class NextTokenLoss(torch.nn.Module):
+    """A language model that also takes the next tokens and returns the mean cross-entropy."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+torch.manual_seed(0)
+config = GPT2Config(vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=128, n_layer=6, n_head=4,
+                    bos_token_id=None, eos_token_id=None)  # fmt: skip
+module = NextTokenLoss(GPT2LMHeadModel(config)).eval()  # eval: without dropout
+with torch.no_grad():  # as after training, no two parameters are equal: the exporter would make one of them
+    for parameter in module.parameters():
+        parameter.add_(0.01 * torch.randn_like(parameter))
+sample = torch.zeros(2, SEQUENCE, dtype=torch.int64)
+shapes = ({0: torch.export.Dim("batch")},) * 2
+program = torch.onnx.export(module, (sample, sample.clone()), dynamo=True, input_names=["tokens", "labels"],
+                            output_names=["loss"], dynamic_shapes=shapes)  # fmt: skip
+program.save("gpt2.onnx")
+
+text = np.random.default_rng(0).zipf(1.3, (256, SEQUENCE + 1)) % VOCABULARY
+np.savez("tokens.npz", tokens=text[:, :-1], labels=text[:, 1:])
