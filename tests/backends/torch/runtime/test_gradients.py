@@ -1,0 +1,109 @@
+"""Gradients are added up over ranks in buckets that are the same on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopipe.backends.torch.runtime import gradients
+from autopipe.backends.torch.runtime.gradients import GradientReduction
+from autopipe.backends.torch.runtime.manifest import ShardEntry
+
+
+class Work:
+    """A sum over ranks that is done when waited for."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def wait(self) -> None:
+        self.tensor *= 2
+
+
+class Transport:
+    """Two ranks with equal gradients: sums are doubles. Keeps what was started, in order."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[tuple[int, ...], int]] = []
+
+    def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Work:
+        self.started.append((ranks, tensor.numel()))
+        return Work(tensor)
+
+
+def parameter(size: int, dtype: torch.dtype = torch.float32, trained: bool = True) -> torch.Tensor:
+    return torch.ones(size, dtype=dtype, requires_grad=trained)
+
+
+def shard(index: int, size: int, ranks: tuple[int, ...], home: int | None = None) -> ShardEntry:
+    return ShardEntry(index, (0,), (size,), ranks, home)
+
+
+def reduction(parameters: dict[int, torch.Tensor], shards: list[ShardEntry]) -> tuple[GradientReduction, Transport]:
+    transport = Transport()
+    return GradientReduction(transport, parameters, shards), transport  # type: ignore[arg-type]
+
+
+def test_gradients_become_sums_and_those_of_one_rank_stay() -> None:
+    held = {0: parameter(2), 1: parameter(3), 2: parameter(4), 3: parameter(5, trained=False)}
+    shards = [shard(0, 2, (0, 1)), shard(1, 3, (0,)), shard(2, 4, (0, 1)), shard(3, 5, (0, 1))]
+    worker, transport = reduction(held, shards)
+    (3 * held[0].sum() + held[1].sum()).backward()
+    worker.finish()
+    assert held[0].grad is not None
+    assert held[0].grad.tolist() == [6, 6]
+    assert held[1].grad is not None
+    assert held[1].grad.tolist() == [1, 1, 1]
+    assert held[2].grad is not None
+    assert held[2].grad.tolist() == [0] * 4, "a rank without a gradient adds zeros"
+    assert held[3].grad is None
+    assert transport.started == [((0, 1), 6)]
+
+
+def test_buckets_start_with_the_last_backward_of_their_stage() -> None:
+    held = {0: parameter(2), 1: parameter(3)}
+    worker, transport = reduction(held, [shard(0, 2, (0, 1), 4), shard(1, 3, (0, 1), 4)])
+    (held[0].sum() + held[1].sum()).backward()
+    assert not transport.started, "an earlier micro-batch sends nothing"
+    worker.arm(5)
+    held[0].sum().backward()
+    assert not transport.started, "another stage's backward sends nothing"
+    worker.arm(4)
+    (held[0].sum() + held[1].sum()).backward()
+    assert transport.started == [((0, 1), 5)]
+    worker.finish()
+    assert transport.started == [((0, 1), 5)]
+    assert held[0].grad is not None
+    assert held[0].grad.tolist() == [6, 6]
+
+
+def test_a_second_step_is_like_the_first() -> None:
+    held = {0: parameter(2)}
+    worker, transport = reduction(held, [shard(0, 2, (0, 1), 0)])
+    for _ in range(2):
+        held[0].grad = None
+        worker.arm(0)
+        held[0].sum().backward()
+        worker.finish()
+        assert held[0].grad is not None
+        assert held[0].grad.tolist() == [2, 2]
+    assert transport.started == [((0, 1), 2)] * 2
+
+
+def test_buckets_by_stage_ranks_type_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "_BUCKET_BYTES", 24)
+    held = {index: parameter(3) for index in range(6)} | {6: parameter(3, torch.float64)}
+    shards = [shard(index, 3, (0, 1), 0) for index in range(4)]
+    shards += [shard(4, 3, (0, 1)), shard(5, 3, (0, 2), 1), shard(6, 3, (0, 1), 0)]
+    worker, transport = reduction(held, shards)
+    assert [(bucket.stage, bucket.ranks, len(bucket.parameters)) for bucket in worker.buckets] == [
+        (-1, (0, 1), 1),
+        (0, (0, 1), 1),
+        (0, (0, 1), 2),
+        (0, (0, 1), 2),
+        (1, (0, 2), 1),
+    ]
+    assert worker.buckets[1].parameters == [held[6]], "the last parameters come first, types stay apart"
+    assert all(found is held[index] for found, index in zip(worker.buckets[2].parameters, (3, 2), strict=True))
+    worker.finish()
+    assert [size for _, size in transport.started] == [3, 3, 6, 6, 3]
