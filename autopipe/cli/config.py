@@ -17,6 +17,7 @@ from autopipe.configs.dump import dump
 from autopipe.configs.load import dump_configuration, load_configuration, resolve_cluster
 from autopipe.configs.presets import cluster_names, cluster_preset, is_cluster, read_cluster
 from autopipe.configs.quantity import format_bytes
+from autopipe.ir.cluster import Cluster
 
 
 @click.group()
@@ -41,6 +42,7 @@ def show(output: Output, configuration: Configuration) -> None:
     Example:
       autopipe config show --config train.yaml --gpus 8 > effective.yaml
     """
+    _checked(configuration)
     output.result(dump(configuration), dump_configuration(configuration).rstrip())
 
 
@@ -57,10 +59,7 @@ def check(output: Output, file: Path) -> None:
     if is_cluster(file):
         cluster, kind = build_cluster(read_cluster(file), None), "cluster"
     else:
-        configuration = load_configuration(file)
-        chosen_strategy(configuration)
-        chosen_scheduler(configuration)
-        cluster, kind = resolve_cluster(configuration), "configuration"
+        cluster, kind = _checked(load_configuration(file)), "configuration"
     data = {"file": str(file), "kind": kind, "valid": True, "cluster": cluster.name, "devices": cluster.size}
     output.result(data, f"{file}: a valid {kind} ({cluster.size} devices of {cluster.name})")
 
@@ -85,3 +84,10 @@ def clusters(output: Output) -> None:
         figures = (f"{device.peak.fp32 / 1e12:g}", f"{device.bandwidth / 1e9:g}")
         table.add_row(name, device.name, format_bytes(device.memory), *figures, links)
     output.result({"clusters": entries}, table)
+
+
+def _checked(configuration: Configuration) -> Cluster:
+    """The cluster of a configuration whose strategy and scheduler are known too, with their options."""
+    chosen_strategy(configuration)
+    chosen_scheduler(configuration)
+    return resolve_cluster(configuration)

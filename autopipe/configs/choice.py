@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from autopipe.configs.convert import convert
-from autopipe.configs.schema import Rest, Shape
+from autopipe.configs.schema import Origin, Rest, Shape
 from autopipe.configs.source import Entry, Place
 
 
@@ -21,6 +21,9 @@ class Choice:
 
     options: Annotated[tuple[tuple[str, Entry], ...], Rest()] = field(default=())
     """The options of the one that is named, under their own names."""
+
+    place: Annotated[Place, Origin("name")] = field(default=Place("the defaults"), compare=False)
+    """Where the name was written."""
 
 
 def build(choice: Choice, schema: type[Shape], path: str) -> Shape:

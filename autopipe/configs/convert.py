@@ -18,11 +18,13 @@ from autopipe.configs.schema import (
     AtMost,
     Dataclass,
     FilePath,
+    Origin,
     Shape,
     describe,
     find,
     is_mapping,
     keys,
+    marked_field,
     pair_value,
     rest_field,
     unwrap,
@@ -58,6 +60,9 @@ def convert(entry: Entry, schema: type[Shape], path: str = "") -> Shape:
     _check_exclusive(entry, schema, values, path)
     if rest is not None:
         values[rest] = tuple(extra)
+    origin = marked_field(schema, Origin)
+    if origin is not None:
+        values[origin[0]] = entry.value[origin[1].key].place
     return schema(**values)
 
 
@@ -99,12 +104,14 @@ def _convert_union(entry: Entry, union: Any, path: str) -> object:
     fitting = [member for member in typing.get_args(union) if _accepts(entry, member)]
     if not fitting:
         _refuse(entry, path, describe(union))
-    for member in fitting[:-1]:
+    refusals = []
+    for member in fitting:
         try:
             return convert_value(entry, member, path)
-        except ConfigurationError:
-            continue  # the next member may take it; the last one's error is the one shown
-    return convert_value(entry, fitting[-1], path)
+        except ConfigurationError as error:
+            refusals.append(error)  # the next member may take it
+    # On a command line a number may stand for text as well; what is wrong with it is wrong with the number.
+    raise refusals[-1 if isinstance(entry.value, str) else 0]
 
 
 def _convert_literal(entry: Entry, literal: Any, path: str) -> object:

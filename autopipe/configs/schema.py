@@ -64,6 +64,13 @@ class Rest:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Mark of a field that no key sets: it is told where the key `key` was written."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
 class Key:
     """One key a dataclass takes."""
 
@@ -87,11 +94,11 @@ class Key:
 
 @functools.cache
 def keys(schema: type[Dataclass]) -> tuple[Key, ...]:
-    """The keys that `schema` takes in order of declaration, without a field marked `Rest`."""
+    """The keys that `schema` takes in order of declaration, without fields marked `Rest` or `Origin`."""
     hints = typing.get_type_hints(schema, include_extras=True)
     found = []
     for field in dataclasses.fields(schema):
-        if field.init and not _is_rest(hints[field.name]):
+        if field.init and not any(find(unwrap(hints[field.name])[1], mark) for mark in (Rest, Origin)):
             factory = field.default_factory
             default = field.default if factory is dataclasses.MISSING else factory()
             found.append(Key(field.name, hints[field.name], default, field.metadata.get("flag", "")))
@@ -175,11 +182,14 @@ def pair_value(base: Any) -> Any:
     return typing.get_args(typing.get_args(base)[0])[1]
 
 
-def _is_rest(hint: Any) -> bool:
-    return find(unwrap(hint)[1], Rest) is not None
+def marked_field(schema: type[Dataclass], kind: type[Mark]) -> tuple[str, Mark] | None:
+    """The field that carries a mark of this kind, and the mark, if there is one."""
+    hints = typing.get_type_hints(schema, include_extras=True)
+    marks = ((field.name, find(unwrap(hints[field.name])[1], kind)) for field in dataclasses.fields(schema))
+    return next(((name, mark) for name, mark in marks if mark is not None), None)
 
 
 def rest_field(schema: type[Dataclass]) -> str | None:
     """The field that holds every key no other field claims, if there is one."""
-    hints = typing.get_type_hints(schema, include_extras=True)
-    return next((field.name for field in dataclasses.fields(schema) if _is_rest(hints[field.name])), None)
+    found = marked_field(schema, Rest)
+    return found[0] if found else None

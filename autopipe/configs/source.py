@@ -96,7 +96,7 @@ def read_file(path: str | Path) -> Entry:
 def read_text(text: str, source: str, folder: str = "") -> Entry:
     """The one YAML document in `text`; `source` names it in errors. Its outermost value is a mapping."""
     entry = _read(text, Place(source, 1, folder))
-    if entry is None:
+    if entry is None or (entry.value is None and not entry.text):
         raise ConfigurationError("the file is empty", hint="write at least one key", where=source)
     if not isinstance(entry.value, dict):
         raise ConfigurationError(
