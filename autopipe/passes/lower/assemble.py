@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 
 from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import CodegenError
@@ -54,7 +55,7 @@ def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | No
         inputs=input_ranges(graph),
         outputs=tuple(_output(graph, name, stages, batch) for name in wanted),
         stages=tuple(stage.code for stage in stages),
-        ranks=tuple(_rank(rank, graph, stages, pieces, shards[rank], schedule) for rank in range(schedule.devices)),
+        ranks=_ranks(graph, stages, pieces, shards, schedule),
     )
 
 
@@ -88,35 +89,42 @@ def _sharded(graph: Graph, placement: Placement, wanted: tuple[str, ...]) -> tup
     return shard(torn) if torn else stages
 
 
-def _rank(
-    rank: int,
+def _ranks(
     graph: Graph,
     stages: tuple[ShardedStage, ...],
     pieces: tuple[Piece, ...],
-    shards: tuple[Shard, ...],
+    shards: tuple[tuple[Shard, ...], ...],
     schedule: Schedule,
-) -> RankCode:
-    wired = tuple(
-        _wire(rank, graph, number, stage, pieces) for number, stage in enumerate(stages) if rank in stage.code.devices
-    )
-    flat = instructions(schedule.tasks[rank], _talking(rank, wired))
-    warm_up, repetend, cool_down = sections(flat)
-    return RankCode(rank, wired, shards, warm_up, repetend, cool_down)
+) -> tuple[RankCode, ...]:
+    wired = _wired(graph, stages, pieces, schedule.devices)
+    found = []
+    for rank, tasks in enumerate(schedule.tasks):
+        flat = instructions(tasks, _talking(rank, wired[rank]))
+        found.append(RankCode(rank, tuple(wired[rank]), shards[rank], *sections(flat)))
+    return tuple(found)
 
 
-def _wire(rank: int, graph: Graph, number: int, stage: ShardedStage, pieces: tuple[Piece, ...]) -> StageOnRank:
-    position = stage.code.devices.index(rank)
-    group = len(stage.code.devices)
+def _wired(
+    graph: Graph, stages: tuple[ShardedStage, ...], pieces: tuple[Piece, ...], devices: int
+) -> list[list[StageOnRank]]:
+    """For each rank its stages, each with what it reads, receives and sends."""
     given = {value.name for value in graph.inputs}
-    return StageOnRank(
-        stage=number,
-        data=tuple(DataInput(name, need.box(position, group)) for name, need in stage.inputs.items() if name in given),
-        receives=tuple(piece for piece in pieces if piece.target_stage == number and piece.target_rank == rank),
-        sends=tuple(piece for piece in pieces if piece.source_stage == number and piece.source_rank == rank),
-    )
+    receives: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    sends: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        receives[piece.target_stage, piece.target_rank].append(piece)
+        sends[piece.source_stage, piece.source_rank].append(piece)
+    found: list[list[StageOnRank]] = [[] for _ in range(devices)]
+    for number, stage in enumerate(stages):
+        group = len(stage.code.devices)
+        for position, rank in enumerate(stage.code.devices):
+            data = (DataInput(name, need.box(position, group)) for name, need in stage.inputs.items() if name in given)
+            wires = tuple(receives[number, rank]), tuple(sends[number, rank])
+            found[rank].append(StageOnRank(number, tuple(data), *wires))
+    return found
 
 
-def _talking(rank: int, wired: tuple[StageOnRank, ...]) -> frozenset[tuple[int, Verb]]:
+def _talking(rank: int, wired: list[StageOnRank]) -> frozenset[tuple[int, Verb]]:
     """Which verbs have anything to do on this rank: pieces within a rank are handed over, not sent."""
     found: set[tuple[int, Verb]] = set()
     for stage in wired:

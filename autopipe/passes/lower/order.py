@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from autopipe.ir.program import Instruction, Loop, Section, Verb
 from autopipe.ir.schedule import Phase, Task
 
@@ -58,32 +60,27 @@ _LONGEST_BODY = 256
 
 def _longest_loop(flat: Sequence[Instruction]) -> tuple[int, int, int, int] | None:
     """(start, body length, count, stride) of the loop that covers most instructions; the shortest body among equals."""
+    kinds: dict[tuple[int, Verb], int] = {}
+    codes = np.array([kinds.setdefault((each.stage, each.verb), len(kinds)) for each in flat], np.int64)
+    indices = np.array([each.micro_batch for each in flat], np.int64)
     best: tuple[int, int, int, int] | None = None
     covered = 0
     for length in range(1, min(_LONGEST_BODY, len(flat) // 2) + 1):
-        for start, count, stride in _loops_of(flat, length):
-            if length * count > covered:
-                best, covered = (start, length, count, stride), length * count
+        start, count, stride = _longest_run(codes, indices, length)
+        if length * count > covered:
+            best, covered = (start, length, count, stride), length * count
     return best
 
 
-def _loops_of(flat: Sequence[Instruction], length: int) -> list[tuple[int, int, int]]:
-    """Maximal runs in which each instruction equals the one `length` before it, moved on by one same distance."""
-    distances = [_distance(flat[index], flat[index + length]) for index in range(len(flat) - length)]
-    found = []
-    start = 0
-    while start < len(distances):
-        stride = distances[start]
-        stop = start
-        while stop < len(distances) and distances[stop] == stride:
-            stop += 1
-        count = 1 + (stop - start) // length
-        if stride is not None and count >= 2:
-            found.append((start, count, stride))
-        start = stop if stop > start else start + 1
-    return found
+def _longest_run(codes: np.ndarray, indices: np.ndarray, length: int) -> tuple[int, int, int]:
+    """(start, count, stride) of the longest run of bodies of `length`, the first among equals; count 0 for none.
 
-
-def _distance(first: Instruction, second: Instruction) -> int | None:
-    same = first.verb is second.verb and first.stage == second.stage and second.micro_batch > first.micro_batch
-    return second.micro_batch - first.micro_batch if same else None
+    In a run each instruction equals the one `length` before it, moved on by one same distance.
+    """
+    same = codes[length:] == codes[:-length]
+    distances = np.where(same, np.maximum(indices[length:] - indices[:-length], 0), 0)
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(distances)) + 1))
+    spans = np.diff(np.concatenate((starts, [len(distances)])))
+    counts = np.where((distances[starts] > 0) & (spans >= length), 1 + spans // length, 0)
+    found = int(np.argmax(counts))
+    return int(starts[found]), int(counts[found]), int(distances[starts[found]])
