@@ -2,6 +2,7 @@
 
     python scripts/exported_models.py                 all of them: about an hour on two cores
     python scripts/exported_models.py --only gpt2     those whose name holds `gpt2`; the table's other rows stay
+    python scripts/exported_models.py --jobs 3        three at a time
 
 Every row is four commands of autopipe on four ranks of this machine's CPU: plan, codegen, launch, verify. A row that
 fails is a row of the table, with the reason.
@@ -10,10 +11,12 @@ fails is a row of the table, with the reason.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
 
@@ -59,23 +62,33 @@ def main() -> int:
     """Run the journeys and write the table; 1 where one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="PATTERN", help="run only what has PATTERN in its name")
-    pattern = parser.parse_args().only
-    rows = _former_rows() if pattern else {}
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="journeys at a time")
+    arguments = parser.parse_args()
+    chosen = [journey for journey in all_journeys() if arguments.only in journey.name]
+    rows = _former_rows() if arguments.only else {}
     failures = 0
-    for journey in all_journeys():
-        if pattern not in journey.name:
-            continue
-        started = time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix="autopipe-export-") as folder:
-            outcome = travel(journey, Path(folder))
-        failures += bool(outcome.failure)
-        rows[journey.name] = _row(journey, outcome)
-        print(f"{time.perf_counter() - started:5.0f} s  {journey.name}  {outcome.failure or 'passes'}", flush=True)
-        _write(rows)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.jobs, context) as pool:
+        for done in as_completed([pool.submit(_travelled, journey) for journey in chosen]):
+            outcome, seconds = done.result()
+            name = outcome.journey.name
+            failures += bool(outcome.failure)
+            rows[name] = _row(outcome)
+            print(f"{seconds:5.0f} s  {name}  {outcome.failure or PASSES}", flush=True)
+            _write(rows)
     return 1 if failures else 0
 
 
-def _row(journey: Journey, outcome: Outcome) -> list[str]:
+def _travelled(journey: Journey) -> tuple[Outcome, float]:
+    """The outcome, and the seconds it took."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="autopipe-export-") as folder:
+        outcome = travel(journey, Path(folder))
+    return outcome, time.perf_counter() - started
+
+
+def _row(outcome: Outcome) -> list[str]:
+    journey = outcome.journey
     export = journey.export
     size = journey.micro_batch_size or export.batch
     found = (outcome.outputs, outcome.ranks_outputs, outcome.loss, outcome.gradients)
@@ -114,7 +127,7 @@ def _former_rows() -> dict[str, list[str]]:
     lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][2:]
     rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines]
     by_key = {tuple(row[:6]): row for row in rows}
-    keys = {journey.name: tuple(_row(journey, Outcome(journey))[:6]) for journey in all_journeys()}
+    keys = {journey.name: tuple(_row(Outcome(journey))[:6]) for journey in all_journeys()}
     return {name: by_key[key] for name, key in keys.items() if key in by_key}
 
 

@@ -8,8 +8,13 @@ import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.exports.light import LIGHT, drawn, shipped
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 BATCH = 2
 """Samples of the traced batch, which a static export fixes."""
@@ -79,7 +84,8 @@ def _cache() -> Path:
     return home / "autopipe-tests" / "-".join((*versions, made_by.hexdigest()[:12]))
 
 
-def _export(export: Export, path: Path) -> None:
+def traced(export: Export) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The module that is exported, and the inputs that it is traced with, in its arguments' order."""
     import torch
 
     from tests.exports.architectures import ARCHITECTURES, Called, LanguageModel, Recommender, perturb
@@ -93,12 +99,21 @@ def _export(export: Export, path: Path) -> None:
         del inputs["labels"]
     elif export.model == "t5":
         del inputs["decoder_input_ids"]  # made from the labels
+    if not isinstance(model, LanguageModel | Recommender):
+        model = Called(model, tuple(inputs)).eval()
+    return model, inputs
+
+
+def _export(export: Export, path: Path) -> None:
+    import torch
+
+    from tests.exports.architectures import ARCHITECTURES, Called
+
+    model, inputs = traced(export)
     names = tuple(inputs)
-    own = isinstance(model, LanguageModel | Recommender)
-    if not own:
-        model = Called(model, names).eval()
+    sequences = ARCHITECTURES[export.model].sequences
     outputs = ["loss", "logits"] if export.loss else ["logits"]
-    axes = {name: {0: "batch", 1: "sequence"} if name in architecture.sequences else {0: "batch"} for name in names}
+    axes = {name: {0: "batch", 1: "sequence"} if name in sequences else {0: "batch"} for name in names}
     shapes = _dynamic(axes)
     common = {"input_names": list(names), "output_names": outputs, "verbose": False}
     with warnings.catch_warnings():
@@ -119,7 +134,7 @@ def _export(export: Export, path: Path) -> None:
                 str(path),
                 dynamo=True,
                 external_data=False,
-                dynamic_shapes=(shapes if own else (shapes,)) if export.dynamic else None,
+                dynamic_shapes=((shapes,) if isinstance(model, Called) else shapes) if export.dynamic else None,
                 **common,
             )
 

@@ -122,8 +122,7 @@ def _plan_arguments(journey: Journey, path: Path, folder: Path) -> list[object]:
     size = journey.micro_batch_size or export.batch
     batch = ["--batch-size", MICRO_BATCHES * size, "--micro-batches", MICRO_BATCHES]
     arguments = [path, "--gpus", DEVICES, "--cluster", "cpu-local", "--strategy", journey.strategy, *batch]
-    for name in _sequence_dimensions(path) if export.dynamic else ():
-        arguments += ["--dim", f"{name}={SEQUENCE}"]
+    arguments += dimensions(path)
     if export.loss and export.model in LIGHT:
         written = folder / "loss.yaml"
         scores = json.dumps(LIGHT[export.model])
@@ -132,13 +131,14 @@ def _plan_arguments(journey: Journey, path: Path, folder: Path) -> list[object]:
     return arguments
 
 
-def _sequence_dimensions(path: Path) -> list[str]:
-    """The symbols of axis 1 of the inputs."""
+def dimensions(path: Path) -> list[str]:
+    """The flags of `plan` that bind the symbols of axis 1 of a dynamic export's inputs."""
     import onnx
 
     graph = onnx.load(path, load_external_data=False).graph
     shapes = [each.type.tensor_type.shape.dim for each in graph.input]
-    return sorted({shape[1].dim_param for shape in shapes if len(shape) > 1 and shape[1].dim_param})
+    symbols = sorted({shape[1].dim_param for shape in shapes if len(shape) > 1 and shape[1].dim_param})
+    return [word for name in symbols for word in ("--dim", f"{name}={SEQUENCE}")]
 
 
 def _nodes_in_file(path: Path) -> int:

@@ -1,0 +1,70 @@
+"""The gradients that ranks compute from an export are those that torch computes in the module it was made from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+
+from autopipe.backends.torch.runtime.manifest import read_manifest
+from autopipe.backends.torch.verification import difference
+from autopipe.cli.main import main
+from tests.distributed.pool import Pools
+from tests.distributed.running import run_step
+from tests.exports.export import Export, onnx_file, traced
+from tests.exports.journey import dimensions
+
+MICRO_BATCHES = 2
+TOLERANCE = 1e-5
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("model", ["gpt2", "llama", "bert", "t5", "vit", "dlrm", "lstm"])
+def test_gradients_are_those_of_the_exported_module(model: str, pools: Pools, tmp_path: Path) -> None:
+    # With static shapes the exporter folds tables that are read at fixed positions.
+    export = Export(model, "dynamo", dynamic=True, loss=True)
+    path = onnx_file(export, tmp_path)
+    plan = ["plan", path, "--gpus", 2, "--cluster", "cpu-local", *dimensions(path), "-o", tmp_path / "plan", "-q"]
+    plan += ["--batch-size", MICRO_BATCHES * export.batch, "--micro-batches", MICRO_BATCHES]
+    assert main(list(map(str, plan))) == 0
+    assert main(["codegen", str(tmp_path / "plan"), "-q"]) == 0
+    module, inputs = traced(export)
+    batch = {name: torch.cat([tensor, tensor.flip(0)]) for name, tensor in inputs.items()}
+    batch["labels"] = batch["labels"].roll(1, 0)
+    program = tmp_path / "plan" / "program"
+    step = run_step(pools, program, {name: tensor.numpy() for name, tensor in batch.items()})
+
+    losses = [module(*parts)[0] for parts in zip(*(each.chunk(MICRO_BATCHES) for each in batch.values()), strict=True)]
+    expected = torch.stack(losses).mean()
+    expected.backward()  # type: ignore[no-untyped-call]
+    assert step.loss == pytest.approx(expected.item(), rel=TOLERANCE)
+    known = {name: tensor.grad.numpy() for name, tensor in module.named_parameters() if tensor.grad is not None}
+    scale = float(np.sqrt(sum(float((each**2).sum()) for each in known.values())))
+    compared = set()
+    for index, entry in enumerate(read_manifest(program).parameters):
+        name, turned = stored_as(entry.name, path, module)
+        if name in known and index in step.gradients:
+            gradient = known[name].T if turned else known[name]
+            assert difference(name, step.gradients[index], gradient, scale).relative <= TOLERANCE, name
+            compared.add(name)
+    # Torch's LSTM keeps its gates in another order than ONNX's, and in the file they are new parameters.
+    assert {name for name in known if "lstm" not in name} == compared
+
+
+def stored_as(name: str, path: Path, module: torch.nn.Module) -> tuple[str, bool]:
+    """The module's parameter that the file holds as `name`, and whether the file holds it transposed.
+
+    The exporter folds the transposition of a linear layer's weight into the weight, under a name of its own, and calls
+    a tied parameter by the name of any of its places.
+    """
+    stored = [numpy_helper.to_array(each) for each in onnx.load(path).graph.initializer if each.name == name]
+    for known, tensor in module.named_parameters():
+        array = tensor.detach().numpy()
+        for turned in (False, True):
+            if any(np.array_equal(each, array.T if turned else array) for each in stored):
+                return known, turned
+    return name, False
