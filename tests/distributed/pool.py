@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import runpy
+import shutil
 import sys
 import tempfile
 import time
@@ -33,6 +34,7 @@ class Pool:
     size: int
     _processes: list[ForkServerProcess] = field(default_factory=list, repr=False)
     _connections: list[Connection[object, object]] = field(default_factory=list, repr=False)
+    _folder: str = field(default="", repr=False)
 
     def run(self, folder: Path, *arguments: object, timeout_s: float = TIMEOUT_S) -> list[str]:
         """Run every rank's file in `folder` with these command-line arguments; what each printed, by rank.
@@ -70,10 +72,12 @@ class Pool:
         context = multiprocessing.get_context("forkserver")
         # Imported once by the server; its children find them there.
         context.set_forkserver_preload(["torch", "torch.distributed", "autopipe.backends.torch.runtime"])
-        store = tempfile.mktemp(prefix="autopipe-pool-")
+        self._folder = tempfile.mkdtemp(prefix="autopipe-pool-")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, store, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.size, f"{self._folder}/store", theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -87,6 +91,8 @@ class Pool:
             process.join()
         for connection in self._connections:
             connection.close()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._processes.clear()
         self._connections.clear()
 

@@ -17,11 +17,12 @@ from autopipe.ir.program import (
     Piece,
     Program,
     RankCode,
+    Section,
     Shard,
     StageOnRank,
     Verb,
 )
-from autopipe.ir.schedule import Schedule
+from autopipe.ir.schedule import Schedule, Task
 from autopipe.passes.lower.executable import check_messages, check_tasks
 from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.lower.inputs import input_ranges
@@ -97,10 +98,13 @@ def _ranks(
     schedule: Schedule,
 ) -> tuple[RankCode, ...]:
     wired = _wired(graph, stages, pieces, schedule.devices)
+    rolled: dict[tuple[tuple[Task, ...], frozenset[tuple[int, Verb]]], tuple[Section, Section, Section]] = {}
     found = []
     for rank, tasks in enumerate(schedule.tasks):
-        flat = instructions(tasks, _talking(rank, wired[rank]))
-        found.append(RankCode(rank, tuple(wired[rank]), shards[rank], *sections(flat)))
+        key = (tasks, _talking(rank, wired[rank]))
+        if key not in rolled:  # The ranks of a group mostly do the same.
+            rolled[key] = sections(instructions(*key))
+        found.append(RankCode(rank, tuple(wired[rank]), shards[rank], *rolled[key]))
     return tuple(found)
 
 
