@@ -2,6 +2,7 @@
 
     python scripts/exported_models.py                 all of them: about an hour on two cores
     python scripts/exported_models.py --only gpt2     those whose name holds `gpt2`; the table's other rows stay
+    python scripts/exported_models.py --resume        those that the table does not say have passed
     python scripts/exported_models.py --jobs 3        three at a time
 
 Every row is four commands of autopipe on four ranks of this machine's CPU: plan, codegen, launch, verify. A row that
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,13 +34,15 @@ from tests.exports.journey import (  # noqa: E402 - needs the path above
 )
 
 PASSES = "passes"
+PACKAGES = ("torch", "transformers", "onnx", "onnxruntime")
 HEADER = (
     "model", "exporter", "shapes", "outputs", "strategy", "batch", "nodes", "devices of each stage",
     "outputs, ONNX Runtime", "outputs, one device", "loss, one device", "gradients, one device", "result",
 )  # fmt: skip
 TEXT = """# Exported models, from file to verified ranks
 
-Made by `python scripts/exported_models.py` on {day}, at autopipe's commit {commit}{versions}.
+Made by `python scripts/exported_models.py`; rows were run at autopipe's commits up to {commit} ({day}), with
+{versions}.
 
 Each row is one ONNX file that went through `autopipe plan --gpus 4 --cluster cpu-local`, `codegen`, `launch --device
 cpu` and `verify` on four ranks of one machine's CPU. The files: the nine networks that ship with onnx
@@ -53,7 +56,7 @@ against ONNX Runtime on the file as it was given. Then: the four ranks against t
 micro-batches × samples in each, and the samples that the file fixes where those are more. Nodes: in the file →
 planned. Devices of each stage: 1 + 2 + 1 is a pipeline of three stages, whose middle one has two replicas.
 
-{passed} of {count} rows pass.
+**{passed} of {count} rows pass.** {missing} of the {total} journeys that the script knows have not been run.
 
 """
 
@@ -62,10 +65,12 @@ def main() -> int:
     """Run the journeys and write the table; 1 where one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="PATTERN", help="run only what has PATTERN in its name")
+    parser.add_argument("--resume", action="store_true", help="run only what the table does not say has passed")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="journeys at a time")
     arguments = parser.parse_args()
-    chosen = [journey for journey in all_journeys() if arguments.only in journey.name]
-    rows = _former_rows() if arguments.only else {}
+    rows = _former_rows() if arguments.only or arguments.resume else {}
+    passed = {name for name, row in rows.items() if arguments.resume and row[-1] == PASSES}
+    chosen = [each for each in all_journeys() if arguments.only in each.name and each.name not in passed]
     failures = 0
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.jobs, context) as pool:
@@ -76,6 +81,7 @@ def main() -> int:
             rows[name] = _row(outcome)
             print(f"{seconds:5.0f} s  {name}  {outcome.failure or PASSES}", flush=True)
             _write(rows)
+    _write(rows)
     return 1 if failures else 0
 
 
@@ -108,13 +114,16 @@ def _row(outcome: Outcome) -> list[str]:
 
 def _write(rows: dict[str, list[str]]) -> None:
     """The table, rows in the order of the journeys."""
-    ordered = [rows[journey.name] for journey in all_journeys() if journey.name in rows]
+    journeys = all_journeys()
+    ordered = [rows[journey.name] for journey in journeys if journey.name in rows]
     text = TEXT.format(
         day=time.strftime("%Y-%m-%d"),
         commit=_commit(),
-        versions="".join(f", {name} {version(name)}" for name in ("torch", "transformers", "onnx", "onnxruntime-gpu")),
+        versions=", ".join(f"{name} {import_module(name).__version__}" for name in PACKAGES),
         passed=sum(row[-1] == PASSES for row in ordered),
         count=len(ordered),
+        missing=len(journeys) - len(ordered),
+        total=len(journeys),
     )
     lines = [HEADER, ["---"] * len(HEADER), *ordered]
     TABLE.write_text(text + "".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8")
