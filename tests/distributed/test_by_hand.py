@@ -14,6 +14,7 @@ from autopipe.ir.dtype import DType
 from autopipe.ir.graph import Graph
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.ir.program import Collective
 from tests.distributed.builder import Builder, evaluate, mlp
 from tests.distributed.pool import Pools
 from tests.distributed.running import (
@@ -247,3 +248,30 @@ def test_narrow_arithmetic(pools: Pools, tmp_path: Path, precision: str, recompu
     assert_equal_steps(found, expected, 3e-2)
     with pytest.raises(AssertionError):
         assert_equal_steps(found, expected, 1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_exchanges_of_every_type(pools: Pools, tmp_path: Path, precision: str) -> None:
+    """Sums in the narrow types of autocast, and gathered whole numbers and truth values."""
+    builder = Builder(dtype=DType.FLOAT32)
+    ids = builder.input((4, 4), DType.INT64)
+    doubled = builder.node("Add", ids, ids)
+    mask = builder.node("Greater", doubled, builder.constant(4))
+    product = builder.node("MatMul", builder.input((4, 4)), builder.parameter((4, 4)))
+    chosen = builder.node("Where", mask, product, builder.node("Cast", doubled, to=1))
+    again = builder.node("MatMul", builder.node("Tanh", chosen), builder.parameter((4, 4)))
+    loss = builder.mean_square(again)
+    graph = builder.graph(loss)
+    splits = ((0, (Split("x0", 2),)), (1, (Split("x0", 2),)), (2, (Split("k", 2),)), (6, (Split("k", 2),)))
+    placement = Placement((Stage(tuple(range(len(graph.nodes))), (0, 1), 4, splits),))
+    folder = tmp_path / "program"
+    program = write(graph, placement, schedule_of(graph, placement, 2), loss, folder, precision)
+    kinds = {
+        (operation.kind, operation.source.dtype)
+        for operation in program.stages[0].operations
+        if isinstance(operation, Collective)
+    }
+    assert {("all_gather", DType.INT64), ("all_gather", DType.BOOL), ("all_reduce", DType.FLOAT32)} <= kinds
+    batch = batch_of(graph, 2)
+    expected = expected_step(graph, loss, folder, batch, 2)
+    assert_equal_steps(run_step(pools, folder, batch), expected, 1e-5 if precision == "fp32" else 3e-2)
