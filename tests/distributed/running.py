@@ -28,15 +28,22 @@ from tests.distributed.builder import evaluate
 from tests.distributed.pool import Pools
 
 SEED = 5
+PLAIN = Optimizer()
 
 
 def write(
-    graph: Graph, placement: Placement, schedule: Schedule, loss: str | None, folder: Path, precision: str = "fp32"
+    graph: Graph,
+    placement: Placement,
+    schedule: Schedule,
+    loss: str | None,
+    folder: Path,
+    precision: str = "fp32",
+    optimizer: Optimizer = PLAIN,
 ) -> Program:
     """Write the program into `folder`."""
     program = lower(graph, placement, schedule, loss)
     titles = tuple("A stage." for _ in program.stages), tuple("A rank." for _ in program.ranks)
-    provenance = Provenance("model.onnx", "", "", Optimizer(), precision, SEED, 0.1, 0.2)
+    provenance = Provenance("model.onnx", "", "", optimizer, precision, SEED, 0.1, 0.2)
     write_program([ProgramFiles("", program, *titles)], provenance, folder)
     return program
 

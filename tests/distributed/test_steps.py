@@ -1,0 +1,82 @@
+"""Several steps: parameters stay what one device's optimizer makes of them, on all ranks that hold them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from autopipe.backends.torch.verification import read_losses
+from autopipe.ir.batch import batch_axes_of
+from autopipe.ir.dtype import DType
+from autopipe.ir.graph import Graph
+from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.ir.problem import Optimizer
+from tests.distributed.builder import Builder, evaluate
+from tests.distributed.pool import Pools
+from tests.distributed.running import batch_of, drawn_parameters, micro_batches_of, schedule_of, write
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 4
+OPTIMIZERS = [
+    Optimizer("sgd", lr=0.05),
+    Optimizer("sgd", lr=0.05, momentum=0.9, weight_decay=0.1),
+    Optimizer("adamw", lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
+]
+
+
+def tied() -> tuple[Graph, str, Placement]:
+    """A table that the first and the last stage use, two ranks sharing the batch of the stage between."""
+    builder = Builder()
+    table = builder.parameter((6, 4))
+    hidden = builder.node("Gather", table, builder.input((4, 3), DType.INT64))
+    hidden = builder.node("Tanh", builder.node("MatMul", hidden, builder.parameter((4, 4))))
+    hidden = builder.node("Mul", hidden, builder.parameter((4,), trainable=False))
+    loss = builder.mean_square(builder.node("MatMul", hidden, builder.node("Transpose", table, perm=(1, 0))))
+    graph = builder.graph(loss)
+    batch = batch_axes_of(graph)
+    splits = tuple((node, (Split(str(batch.axis(node)), 2),)) for node in (1, 2, 3))
+    last = tuple(range(4, len(graph.nodes)))
+    return graph, loss, Placement((Stage((0,), (0,), 4), Stage((1, 2, 3), (1, 2), 4, splits), Stage(last, (3,), 4)))
+
+
+def expected_losses(
+    graph: Graph, loss: str, folder: Path, batch: dict[str, np.ndarray], count: int, settings: Optimizer
+) -> list[float]:
+    """The same steps in plain torch."""
+    parameters = drawn_parameters(graph, folder)
+    trained = [parameters[each.value.name].requires_grad_() for each in graph.parameters if each.trainable]
+    optimizer = (
+        torch.optim.SGD(trained, settings.lr, settings.momentum, weight_decay=settings.weight_decay)
+        if settings.name == "sgd"
+        else torch.optim.AdamW(trained, settings.lr, settings.betas, settings.eps, settings.weight_decay)
+    )
+    losses = []
+    for _ in range(STEPS):
+        parts = [evaluate(graph, parameters | inputs)[loss] for inputs in micro_batches_of(graph, batch, count)]
+        total = torch.stack(parts).mean()
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        losses.append(total.item())
+    return losses
+
+
+@pytest.mark.parametrize("settings", OPTIMIZERS, ids=["sgd", "momentum", "adamw"])
+def test_losses_follow_those_of_one_device(pools: Pools, tmp_path: Path, settings: Optimizer) -> None:
+    graph, loss, placement = tied()
+    folder = tmp_path / "program"
+    write(graph, placement, schedule_of(graph, placement, 3), loss, folder, optimizer=settings)
+    batch = batch_of(graph, 3)
+    np.savez(tmp_path / "batch.npz", **batch)  # type: ignore[arg-type]
+    report = tmp_path / "report.jsonl"
+    arguments = ("--device", "cpu", "--data", tmp_path / "batch.npz", "--steps", STEPS, "--report", report)
+    printed = pools.of(4).run(folder, *arguments)
+    found = read_losses(report)
+    np.testing.assert_allclose(found, expected_losses(graph, loss, folder, batch, 3, settings), rtol=1e-9)
+    assert found[-1] < found[0]
+    assert printed[0].count("step ") == STEPS
+    assert printed[1:] == ["", "", ""]
