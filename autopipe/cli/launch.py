@@ -16,7 +16,9 @@ from autopipe.cli.output import Output
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run.")
 @click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps in all.")
 @click.option("--data", help="FILE.npz or module:function; random data without it.")
-@click.option("--seed", type=int, help="Seed of random data and of weights that the model does not store.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), help="Seed of random data and of weights that the model does not store."
+)
 @click.option("--nnodes", default="1", show_default=True, metavar="N|MIN:MAX", help="Number of machines.")
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks on each machine [an equal share].")
 @click.option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Where several machines meet, alike on all.")

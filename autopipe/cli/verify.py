@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 @click.argument("program", type=click.Path(path_type=Path))
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run.")
 @click.option("--data", help="FILE.npz or module:function; random data without it.")
-@click.option("--seed", type=int, help="Seed of random data and of weights that the model does not store.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), help="Seed of random data and of weights that the model does not store."
+)
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),

@@ -103,3 +103,9 @@ def test_files_say_what_they_are(tmp_path: Path) -> None:
     assert "Stage 1 of 2, on device 1." in (program / "stage_01.py").read_text(encoding="utf-8")
     for name in (verification.REFERENCE, verification.FORWARD):
         assert read_manifest(program / name).world_size == 1
+
+
+def test_seeds_below_zero_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("verify", "launch"):
+        assert main([command, str(tmp_path), "--seed", "-1"]) == 2
+        assert "--seed" in capsys.readouterr().err
