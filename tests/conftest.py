@@ -7,11 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 GOLDEN = Path(__file__).parent / "golden"
 
 # Two workers share the machine; threads of numerical libraries would only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# No test may depend on how busy the machine is.
+settings.register_profile("without a deadline", deadline=None)
+settings.load_profile("without a deadline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,10 +8,10 @@ from typing import Annotated, ClassVar, Literal
 from autopipe.configs.choice import Choice
 from autopipe.configs.cluster_file import ClusterDescription, DeviceCount
 from autopipe.configs.quantity import BYTES, SECONDS
-from autopipe.configs.schema import Above, AtLeast, FilePath
+from autopipe.configs.schema import Above, AtLeast, AtMost, FilePath
 from autopipe.ir import problem
 
-Count = Annotated[int, AtLeast(1)]
+Count = Annotated[int, AtLeast(1), AtMost(2**40)]
 Rate = Annotated[float, AtLeast(0)]
 
 

@@ -12,6 +12,10 @@ AUTO_PER_DEVICE = 4
 step, and more micro-batches gain less than they lose to smaller kernels."""
 
 
+MOST_MICRO_BATCHES = 2**16
+"""Every micro-batch is a task on every device that a schedule lists."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batching:
     """A step's samples, and how many evaluations of the graph they make."""
@@ -63,7 +67,7 @@ def _of_size(size: int, batch_size: int | None, micro_batches: int | None, own: 
             f"a batch of {batch} samples is not {count or 1} micro-batches of {size}",
             hint=f"--batch-size {max(1, count) * size}",
         )
-    return Batching(batch, count)
+    return _limited(batch, count)
 
 
 def _of_count(count: int, batch_size: int | None, own: int | None) -> Batching:
@@ -75,6 +79,15 @@ def _of_count(count: int, batch_size: int | None, own: int | None) -> Batching:
         )
     if own is not None and own % (batch // count):
         raise _not_of_own(batch // count, own)
+    return _limited(batch, count)
+
+
+def _limited(batch: int, count: int) -> Batching:
+    if count > MOST_MICRO_BATCHES:
+        raise ConfigurationError(
+            f"a batch of {batch} samples in {count} micro-batches is too fine to schedule",
+            hint=f"at most {MOST_MICRO_BATCHES} micro-batches",
+        )
     return Batching(batch, count)
 
 

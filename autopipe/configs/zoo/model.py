@@ -12,8 +12,8 @@ from autopipe.configs.schema import AtLeast, AtMost
 if TYPE_CHECKING:
     from autopipe.configs.zoo.builder import GraphBuilder
 
-Count = Annotated[int, AtLeast(1)]
-"""A size."""
+Count = Annotated[int, AtLeast(1), AtMost(2**28)]
+"""A size; the product of two still counts bytes in 64 bits."""
 
 Setting = int | float | bool | str | tuple[int, ...] | None
 """The value of a field of a model."""

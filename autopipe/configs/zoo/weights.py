@@ -144,8 +144,10 @@ def _forget_types(proto: onnx.ModelProto, parameters: tuple[Parameter, ...]) -> 
 
 
 def _require_room(path: Path, size: int) -> None:
-    """Raise ConfigurationError unless the folder of `path` exists and has `size` bytes left."""
+    """Raise ConfigurationError unless `path` can be a file in a folder that exists and has `size` bytes left."""
     folder = path.parent
+    if path.is_dir():
+        raise ConfigurationError("this is a folder", hint="name the file to write", where=str(path))
     if not folder.is_dir():
         raise ConfigurationError("there is no such folder to write the model to", where=str(folder))
     free = shutil.disk_usage(folder).free

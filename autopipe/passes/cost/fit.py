@@ -79,11 +79,15 @@ def out_of_memory(
     if problem.train and problem.recompute == "none":
         hint = f"try recompute: auto, or {hint}"
     return InfeasibleError(
-        f"{who} {_size(need)} on device {device}, {_size(need - limit)} over the limit of {_size(limit)}"
+        f"{who} {size_text(need)} on device {device}, {size_text(need - limit)} over the limit of {size_text(limit)}"
         + (", in the placement that needs least" if least else ""),
         hint=hint,
     )
 
 
-def _size(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+def size_text(count: float) -> str:
+    """A number of bytes in the largest unit of which it is a tenth at least, so that a small excess still shows."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if count >= 2**power / 10:
+            return f"{count / 2**power:.2f} {unit}"
+    return f"{count:.0f} bytes"

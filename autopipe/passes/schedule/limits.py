@@ -7,6 +7,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.prediction import Prediction
 from autopipe.ir.problem import Problem
 from autopipe.ir.timeline import Timeline
+from autopipe.passes.cost.fit import size_text
 
 
 def check_memory(problem: Problem, placement: Placement, timeline: Timeline) -> None:
@@ -24,8 +25,8 @@ def check_memory(problem: Problem, placement: Placement, timeline: Timeline) -> 
     peak, limit, static = timeline.peak_memory[device], problem.memory_of(device), timeline.static_memory[device]
     others = f", and {len(excess) - 1} more devices exceed theirs" if len(excess) > 1 else ""
     raise InfeasibleError(
-        f"{named} on device {device} would need {_gib(peak)} where {_gib(limit)} may be used: {_gib(excess[device])} "
-        f"too much ({_gib(static)} are parameters, gradients, optimizer state and buffers){others}",
+        f"{named} on device {device} would need {size_text(peak)} where {size_text(limit)} may be used: {size_text(excess[device])} "
+        f"too much ({size_text(static)} are parameters, gradients, optimizer state and buffers){others}",
         hint="use more micro-batches, recomputation (--set recompute=full), more devices or a larger memory limit",
     )
 
@@ -40,7 +41,3 @@ def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) 
         for device in stage.devices:
             busy[device] += problem.micro_batches * (predicted.forward_s + predicted.backward_s)
     return max(sum(busy) / len(busy), *busy)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.2f} MiB"

@@ -130,7 +130,7 @@ def test_memory_is_checked_and_recomputation_turned_on_where_it_helps() -> None:
     assert in_flight(loose, placement) == (2, 1)
     assert fitted(loose, placement) == placement
     tight = replace(loose, memory_limit=max(used) - 1)
-    with pytest.raises(InfeasibleError, match=r"stage 0 of 2 needs .* on device 0, 0\.00 MiB over the limit"):
+    with pytest.raises(InfeasibleError, match=r"stage 0 of 2 needs .* on device 0, \d+ bytes over the limit"):
         fitted(tight, placement)
     again = fitted(replace(tight, recompute="auto"), placement)
     assert [stage.recompute for stage in again.stages] == [True, False]
