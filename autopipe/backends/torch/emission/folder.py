@@ -30,6 +30,12 @@ folder = Path(__file__).resolve().parent
 sys.path.insert(0, str(folder))
 rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
 runpy.run_path(str(folder / f"rank_{rank:03d}.py"), run_name="__main__")
+
+# Done: the process ends here. Torch's threads may still ask for the interpreter while it is being taken down, and
+# then the whole process aborts.
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)
 '''
 
 
