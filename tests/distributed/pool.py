@@ -23,6 +23,10 @@ TIMEOUT_S = 60.0
 """A program of a test takes well under a second; one that takes this long waits for something that never comes."""
 
 
+START_TIMEOUT_S = 240.0
+"""Importing torch on a busy machine may take a minute."""
+
+
 class RankFailure(AssertionError):
     """A rank of a program failed or never finished."""
 
@@ -41,17 +45,19 @@ class Pool:
 
         Raises RankFailure with the first failing rank's traceback, or with the ranks that did not finish in time.
         """
-        if not self._processes:
-            self._start()
-        for connection in self._connections:
-            connection.send((str(folder), [str(argument) for argument in arguments]))
         try:
-            return self._replies(time.monotonic() + timeout_s, timeout_s)
+            if not self._processes:
+                self._start()
+                self._replies(START_TIMEOUT_S)
+            for connection in self._connections:
+                connection.send((str(folder), [str(argument) for argument in arguments]))
+            return self._replies(timeout_s)
         except RankFailure:
             self.stop()
             raise
 
-    def _replies(self, deadline: float, timeout_s: float) -> list[str]:
+    def _replies(self, timeout_s: float) -> list[str]:
+        deadline = time.monotonic() + timeout_s
         printed = [""] * self.size
         waiting = dict(enumerate(self._connections))
         while waiting:
@@ -127,6 +133,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection[object, obje
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
         )
+    connection.send(("", ""))
     while True:
         try:
             folder, arguments = connection.recv()
