@@ -49,7 +49,8 @@ cpu` and `verify` on four ranks of one machine's CPU. The files: the nine networ
 (`onnx/backend/test/data/light`), and small random models of `transformers` and torch in `tests/exports`, through both
 of torch's exporters. `loss`: the loss is in the graph, two steps are trained, and one step's loss and every gradient
 are compared; `forward`: one step of inference. For onnx's networks the loss is a cross-entropy given in YAML, and those
-rows run copies with random weights: as shipped every weight is 0.02, and there would be no gradient to compare.
+rows run copies with random weights: as shipped every weight is 0.02, all classes score alike, and there is no gradient
+to compare.
 
 Differences are ‖a − b‖₂ / ‖b‖₂ of the worst tensor, in fp32; up to 1e-5 passes. Left: the one-device program's outputs
 against ONNX Runtime on the file as it was given. Then: the four ranks against the one-device program. Batch:
