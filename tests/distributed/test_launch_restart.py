@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,16 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     pids = rank_pids(process.pid)
     assert set(pids) == {0, 1}
     process.kill()
-    finish(process)  # The ranks hold the launcher's stdout and stderr: this waits for their end.
-    for pid in pids.values():
-        assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    finish(process)
+    deadline = time.monotonic() + 120
+    while any(_runs(pid) for pid in pids.values()):
+        assert time.monotonic() < deadline, "a rank outlives its launcher"
+        time.sleep(0.1)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
