@@ -114,6 +114,9 @@ def _described(error: Exception) -> AutopipeError:
             return ConfigurationError(error.format_message())
         case ModuleNotFoundError() if error.name in RUN_EXTRA:
             return ConfigurationError(f"this command needs {error.name}", hint="pip install 'autopipe[run]'")
+        case OSError() if error.filename is not None and error.strerror:
+            # The file system's word on a path that was given: a name that is too long, a folder that may not be read.
+            return ConfigurationError(error.strerror, where=os.fsdecode(error.filename))
         case _:
             return AutopipeError(f"internal error: {type(error).__name__}: {error}", hint="rerun with --debug")
 

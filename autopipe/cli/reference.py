@@ -11,7 +11,7 @@ from typing import cast
 import click
 
 from autopipe.cli.commands import COMMANDS
-from autopipe.cli.files import write_text
+from autopipe.cli.files import write_texts
 from autopipe.cli.main import autopipe
 from autopipe.configs import zoo
 from autopipe.configs.reference import reference as configuration_page
@@ -185,8 +185,7 @@ def _class_section(name: str, kind: type) -> str:
 
 def main(folder: str) -> None:
     """Write all pages into `folder`."""
-    for name, text in pages().items():
-        write_text(Path(folder) / name, text)
+    write_texts({Path(folder) / name: text for name, text in pages().items()})
 
 
 if __name__ == "__main__":

@@ -41,17 +41,19 @@ def show(output: Output, plan: Path, html: Path | None, trace: Path | None, svg:
     from autopipe.cli.drawing.report import report_page
     from autopipe.cli.drawing.svg import timeline_svg
     from autopipe.cli.drawing.trace import chrome_trace
-    from autopipe.cli.files import write_text
+    from autopipe.cli.files import write_texts
     from autopipe.cli.plan_folder import open_prediction
 
     found, timeline = open_prediction(plan)
     files = {kind: path for kind, path in (("html", html), ("trace", trace), ("svg", svg)) if path is not None}
+    texts: dict[Path, str] = {}
     if html is not None:
-        write_text(html, report_page(found, timeline))
+        texts[html] = report_page(found, timeline)
     if trace is not None:
-        write_text(trace, chrome_trace(timeline))
+        texts[trace] = chrome_trace(timeline)
     if svg is not None:
-        write_text(svg, timeline_svg(found, timeline))
+        texts[svg] = timeline_svg(found, timeline)
+    write_texts(texts)
     shown = [f"{kind} in {path}" for kind, path in files.items()] or _screen(found, timeline, output)
     output.result(_data(plan, found, timeline, files), *shown)
 

@@ -139,7 +139,10 @@ def _check_decisions(problem: Problem, plan: Plan) -> None:
         )
     if max(max(stage.nodes, default=0) for stage in plan.placement.stages) >= len(problem.graph.nodes):
         raise ConfigurationError(f"the plan places nodes that the graph of {len(problem.graph.nodes)} nodes has not")
-    plan.placement.verify(problem.graph)
+    try:
+        plan.placement.verify(problem.graph)
+    except InfeasibleError as error:
+        raise ConfigurationError(error.message, hint="plan again", where="placement") from error
 
 
 def _first_problem(request: Request, runner: Runner) -> tuple[Model, Problem]:

@@ -83,7 +83,10 @@ REQUESTS: dict[str, tuple[onnx.ModelProto, int, tuple[str, ...], tuple[str, ...]
         perceptron(), 4, ("--gpus", "3", "--set", "cluster={preset: summit, nodes: 1, devices_per_node: 2}"),
         ("summit has 2 devices", "1 fewer than the 3 wanted"),
     ),
-    "memory": (perceptron(trains=True), 4, ("--gpus", "2", "--memory-limit", "1KiB"), ("stage 0 of 2 needs 1.19 KiB", "0.19 KiB over the limit of 1.00 KiB")),
+    "memory": (
+        perceptron(trains=True), 4, ("--gpus", "2", "--memory-limit", "1KiB"),
+        ("stage 0 of 2 needs 1.19 KiB", "0.19 KiB over the limit of 1.00 KiB"),
+    ),
     "memory of data parallelism": (
         perceptron(trains=True), 4, ("--gpus", "2", "--strategy", "data_parallel", "--memory-limit", "1KiB"),
         ("stage 0 of 1 needs", "over the limit of 1.00 KiB"),

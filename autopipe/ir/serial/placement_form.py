@@ -15,7 +15,11 @@ def placement_form(placement: Placement) -> dict[str, object]:
 
 def placement_of(record: Record) -> Placement:
     """The placement that `placement_form` gave. Raises ConfigurationError."""
-    return Placement(tuple(_stage_of(each) for each in record.at("stages").items()))
+    stages = record.at("stages")
+    found = tuple(_stage_of(each) for each in stages.items())
+    if not found:
+        stages.refuse("at least one stage")
+    return Placement(found)
 
 
 def _stage_form(stage: Stage) -> dict[str, object]:

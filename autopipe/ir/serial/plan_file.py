@@ -23,6 +23,8 @@ from autopipe.ir.timeline import Timeline
 FORMAT = "autopipe.plan/1"
 PLAN_FILE = "plan.json"
 SCHEDULE_FILE = "schedule.json"
+_SHOWN = 6
+"""Cells on either side of a marked one."""
 MODES = tuple(mode.value for mode in Mode)
 
 
@@ -66,8 +68,18 @@ def _schedule_of(path: Path, placement: Placement, prediction: Prediction, train
     try:
         schedule.verify(stage_devices, prediction.edges, train)
     except InfeasibleError as error:
-        raise ConfigurationError(error.message.partition("\n")[0], "plan again", f"{path}: {error.where}") from error
+        reason, _, grid = error.message.partition("\n")
+        raise ConfigurationError(f"{reason}: {_marked(grid)}", "plan again", f"{path}: {error.where}") from error
     return schedule
+
+
+def _marked(grid: str) -> str:
+    """The marked cell of a grid with those around it, on one line."""
+    cells = next(line for line in grid.splitlines() if "[" in line or line.endswith(": ")).split()
+    place = next((index for index, cell in enumerate(cells) if cell.startswith("[")), 0)
+    around = cells[max(1, place - _SHOWN) : place + _SHOWN + 1]
+    before, after = place - _SHOWN > 1, place + _SHOWN + 1 < len(cells)
+    return " ".join([*["..."] * before, *around, *["..."] * after]) or "it has no tasks"
 
 
 def plan_digest(plan: Plan) -> str:

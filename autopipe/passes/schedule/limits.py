@@ -25,8 +25,9 @@ def check_memory(problem: Problem, placement: Placement, timeline: Timeline) -> 
     peak, limit, static = timeline.peak_memory[device], problem.memory_of(device), timeline.static_memory[device]
     others = f", and {len(excess) - 1} more devices exceed theirs" if len(excess) > 1 else ""
     raise InfeasibleError(
-        f"{named} on device {device} would need {size_text(peak)} where {size_text(limit)} may be used: {size_text(excess[device])} "
-        f"too much ({size_text(static)} are parameters, gradients, optimizer state and buffers){others}",
+        f"{named} on device {device} would need {size_text(peak)} where {size_text(limit)} may be used: "
+        f"{size_text(excess[device])} too much "
+        f"({size_text(static)} are parameters, gradients, optimizer state and buffers){others}",
         hint="use more micro-batches, recomputation (--set recompute=full), more devices or a larger memory limit",
     )
 

@@ -153,5 +153,5 @@ def _is_replaceable(folder: Path) -> bool:
 def _has_manifest(folder: Path) -> bool:
     try:
         return bool(json.loads((folder / "manifest.json").read_text(encoding="utf-8")).get("format") == FORMAT)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False

@@ -127,10 +127,11 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigurationError(
-            f"{folder} is not a program folder: {error.strerror}", hint="run autopipe codegen"
-        ) from error
-    except ValueError as error:
+        hint = "run autopipe codegen"
+        if (folder / "plan.json").is_file():
+            hint = f"it is a plan: autopipe codegen {folder} makes {folder / 'program'}"
+        raise ConfigurationError(f"{folder} is not a program folder: {error.strerror}", hint=hint) from error
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"not valid JSON: {error}", where=str(path)) from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ConfigurationError(
@@ -143,15 +144,17 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _manifest(folder: Path, raw: dict[str, Any]) -> Manifest:
+    if len(raw["ranks"]) != raw["world_size"]:
+        raise ValueError(f"world_size is {raw['world_size']} where there are {len(raw['ranks'])} ranks")
     return Manifest(
         folder=folder,
         model=Path(raw["model"]["path"]),
         model_digest=str(raw["model"]["sha256"]),
         plan=str(raw["plan"]),
-        world_size=int(raw["world_size"]),
+        world_size=_count(raw, "world_size"),
         train=raw["mode"] == "train",
-        micro_batches=int(raw["micro_batches"]),
-        micro_batch_size=int(raw["micro_batch_size"]),
+        micro_batches=_count(raw, "micro_batches"),
+        micro_batch_size=_count(raw, "micro_batch_size"),
         loss=raw["loss"],
         precision=str(raw["precision"]),
         seed=int(raw["seed"]),
@@ -181,6 +184,12 @@ def _manifest(folder: Path, raw: dict[str, Any]) -> Manifest:
         stage_ranks=tuple(tuple(ranks) for ranks in raw["stages"]),
         channels=tuple((number, source, target) for number, source, target in raw["channels"]),
     )
+
+
+def _count(raw: dict[str, Any], key: str) -> int:
+    if (found := int(raw[key])) < 1:
+        raise ValueError(f"{key} is {found}")
+    return found
 
 
 def _output(raw: dict[str, Any]) -> OutputEntry:

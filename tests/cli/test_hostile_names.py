@@ -1,0 +1,98 @@
+"""A model whose names are code goes through plan and codegen; in the program they stand in strings and comments only."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import tokenize
+from pathlib import Path
+
+import onnx
+import pytest
+
+from tests.cli.command_line import CommandLine
+from tests.cli.test_bad_requests import MODEL, perceptron
+from tests.passes.frontend.building import saved
+
+MARK = "hostile"
+"""Every hostile name holds it, so that it is found wherever it goes."""
+
+SPELLINGS = {
+    "quotes": "'\"'''\"\"\"{name}",
+    "code": "x; __import__('os').system('touch {name}') #",
+    "lines": "a\n{name} = 1\r\nimport os\n",
+    "keyword": "class {name}(lambda):",
+    "path": "../../{name}/../../etc/passwd",
+    "backslash": "{name}\\",
+    "braces": "{{{name}}}%s%(x)s",
+    "letters": "名{name}\u202e\u2028\U0001f600",
+}
+"""Ways to spell a name."""
+
+
+def renamed(spelling: str) -> onnx.ModelProto:
+    """The perceptron with every name spelled so; two values differ only where a file name or identifier would not."""
+    proto = perceptron(trains=True)
+    kept = {"", "loss"}
+
+    def spell(name: str) -> str:
+        return name if name in kept else spelling.replace("{name}", f"{MARK} {name}").replace("}}", "}")
+
+    graph = proto.graph
+    graph.name = spell("graph")
+    for each in (*graph.input, *graph.output, *graph.initializer, *graph.value_info):
+        each.name = spell(each.name)
+    for each in graph.node:
+        each.name = spell("same")
+        each.input[:] = [spell(name) for name in each.input]
+        each.output[:] = [spell(name) for name in each.output]
+    for dimension in graph.input[0].type.tensor_type.shape.dim:
+        if dimension.dim_param:
+            dimension.dim_param = spell(dimension.dim_param)
+    return proto
+
+
+@pytest.mark.parametrize("kind", SPELLINGS)
+def test_names_stay_text(command_line: CommandLine, kind: str) -> None:
+    saved(renamed(SPELLINGS[kind]), command_line.folder)
+    stages = "strategy={name: manual}"
+    split = "constraints=[{match: 're:(?s).*', stage: 0, devices: [0, 1]}]"
+    command_line.done("plan", MODEL, "--gpus", "2", "--set", stages, "--set", split, "-o", "plan")
+    command_line.done("codegen", "plan")
+    sources = sorted(Path("plan/program").rglob("*.py"))
+    assert sources
+    held = 0
+    for path in sources:
+        text = path.read_text(encoding="utf-8")
+        ast.parse(text)
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type in (tokenize.STRING, tokenize.COMMENT):
+                held += MARK in token.string
+            else:
+                assert MARK not in token.string and "passwd" not in token.string, token
+        assert all(letter.isprintable() or letter == "\n" for letter in text), path
+    assert held, "the names are not shown at all"
+    assert MARK in json.loads(Path("plan/program/manifest.json").read_text(encoding="utf-8"))["inputs"][0]["name"]
+    assert not any(MARK in path.name for path in command_line.folder.rglob("*"))
+
+
+@pytest.mark.parametrize("kind", SPELLINGS)
+def test_errors_about_such_names_are_one_line(command_line: CommandLine, kind: str) -> None:
+    proto = renamed(SPELLINGS[kind])
+    proto.graph.node[1].op_type = "Frobnicate"
+    saved(proto, command_line.folder)
+    command_line.refuses(3, ("plan", MODEL), "Frobnicate", MARK)
+    proto.graph.node[1].op_type = "Relu"
+    proto.graph.initializer[0].dims[:] = [7, 16]
+    (command_line.folder / MODEL).write_bytes(proto.SerializeToString())
+    command_line.refuses(3, ("inspect", MODEL), MARK)
+
+
+@pytest.mark.parametrize("kind", SPELLINGS)
+def test_such_names_are_shown(command_line: CommandLine, kind: str) -> None:
+    saved(renamed(SPELLINGS[kind]), command_line.folder)
+    command_line.done("plan", MODEL, "-o", "plan")
+    for words in (("inspect", MODEL), ("show", "plan"), ("compare", "plan"), ("plan", MODEL, "--dump-after", "read")):
+        shown = command_line.done(*words)
+        assert "\x1b" not in shown.out and "\r" not in shown.out
