@@ -61,3 +61,10 @@ def test_a_tolerance_of_zero_is_taken_at_its_word(
     gradients_apart_by(6.9e-8)
     assert main(["verify", str(tmp_path), "--tolerance", "0"]) == 5
     assert "not equal: the limit is 0\n" in capsys.readouterr().out
+
+
+def test_a_plan_is_told_from_its_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    assert main(["verify", str(tmp_path)]) == 2
+    hint = capsys.readouterr().err.splitlines()[1]
+    assert hint == f"hint: it is a plan: autopipe codegen {tmp_path} makes {tmp_path / 'program'}"

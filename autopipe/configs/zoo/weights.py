@@ -152,7 +152,7 @@ def _require_room(path: Path, size: int) -> None:
         raise ConfigurationError("there is no such folder to write the model to", where=str(folder))
     free = shutil.disk_usage(folder).free
     if size > free:
-        message = f"its weights need {size / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free"
+        message = f"its weights need {size / 2**30:.3g} GiB and {free / 2**30:.3g} GiB are free"
         raise ConfigurationError(message, hint="--set weights=none plans without them", where=str(folder))
 
 

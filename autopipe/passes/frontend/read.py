@@ -121,7 +121,13 @@ def _mixing_warnings(graph: Graph, mode: Mode) -> tuple[str, ...]:
     if not nodes:
         return ()
     more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+    only_labels = all(node.op in _MEANS_OVER_LABELS for node in nodes)
+    when = " where they leave out different numbers of labels" if only_labels else ", as in every pipeline"
     return (
         f"{nodes[0].op} {nodes[0].name!r}{more} mixes the samples of a batch: "
-        "micro-batches change what is computed, as in every pipeline",
+        f"micro-batches change what is computed{when}",
     )
+
+
+_MEANS_OVER_LABELS = frozenset({"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"})
+"""Losses that mix samples only by the number of labels that count."""

@@ -144,6 +144,8 @@ def test_nodes_that_mix_samples_are_warned_of(
     read = read_model(saved(model(nodes, inputs, "loss", held), tmp_path))  # type: ignore[arg-type]
     (warning,) = read.warnings
     assert repr(name) in warning and "mixes the samples" in warning
+    only_labels = "numbers of labels" in warning
+    assert only_labels == (len(nodes) == 1), "a loss alone mixes samples only by the labels that it leaves out"
 
 
 def test_a_plain_loss_mixes_nothing(tmp_path: Path) -> None:

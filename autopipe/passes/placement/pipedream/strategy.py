@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.constraints import wishes_of
@@ -39,7 +39,9 @@ class PipeDream:
     name: ClassVar[str] = "pipedream"
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError where there is nothing to place."""
+        """Raise InfeasibleError where there is nothing to place, ConfigurationError for options out of range."""
+        if self.max_stages is not None and self.max_stages < 1:
+            raise ConfigurationError(f"max_stages is {self.max_stages}", hint="it must be at least 1", where="strategy")
         if not problem.graph.nodes:
             raise InfeasibleError("the model has no operators to place")
 

@@ -111,9 +111,14 @@ def test_fewer_operators_than_devices_use_as_many_as_they_can() -> None:
     assert PipeDream(replicate=False).run(given).devices == 2
 
 
+def test_no_stage_at_most_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="max_stages is 0"):
+        PipeDream(max_stages=0).requires(problem(perceptron([16, 16]), cluster(2)))
+
+
 def test_too_little_memory_names_stage_limit_and_excess() -> None:
     given = problem(perceptron([64] * 5), cluster(2, memory=20_000), optimizer=Optimizer("adamw"))
-    with pytest.raises(InfeasibleError, match=r"stage \d of 2 needs .* on device \d, .* over the limit of 0.02 MiB"):
+    with pytest.raises(InfeasibleError, match=r"stage \d of 2 needs .* on device \d, .* over the limit of 19.53 KiB"):
         PipeDream().run(given)
 
 
