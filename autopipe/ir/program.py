@@ -23,6 +23,16 @@ class Compute:
     signature: Signature
     splits: tuple[Split, ...] = ()
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the values it reads."""
+        return tuple(value.name for value in self.signature.operands if value is not None)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Names of the values it writes."""
+        return tuple(value.name for value in self.signature.results if value is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class Collective:
@@ -39,6 +49,16 @@ class Collective:
     dimension: int = 0
     average: bool = False
     """For `all_reduce`: the parts are means of equal shares."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Name of the value it reads."""
+        return (self.source.name,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Name of the value it writes."""
+        return (self.result.name,)
 
 
 Operation = Compute | Collective

@@ -17,7 +17,7 @@ LINEAR = "Linear"
 
 def merge_neighbours(stage: StageCode) -> StageCode:
     """The same stage with products and their biases as one operation, where nothing else reads the product."""
-    reads = Counter(name for operation in stage.operations for name in _reads(operation))
+    reads = Counter(name for operation in stage.operations for name in operation.reads)
     reads.update(value.name for value in stage.outputs)
     products = {
         operation.signature.result().name: operation
@@ -40,12 +40,6 @@ def merge_neighbours(stage: StageCode) -> StageCode:
 def _first_result(operation: Compute) -> str | None:
     result = operation.signature.results[0]
     return None if result is None else result.name
-
-
-def _reads(operation: Operation) -> tuple[str, ...]:
-    if isinstance(operation, Collective):
-        return (operation.source.name,)
-    return tuple(value.name for value in operation.signature.operands if value is not None)
 
 
 def _is_product(operation: Compute) -> bool:

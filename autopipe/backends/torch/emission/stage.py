@@ -65,7 +65,7 @@ def _last_uses(stage: StageCode) -> dict[int, tuple[str, ...]]:
     """For each operation, the values that nothing reads afterwards; forward drops them there to free memory."""
     last: dict[str, int] = {value.name: -1 for value in stage.inputs}
     for position, operation in enumerate(stage.operations):
-        for name in (*_reads(operation), *_writes(operation)):
+        for name in (*operation.reads, *operation.writes):
             last[name] = position
     kept = {value.name for value in stage.outputs}
     kept |= {value.name for _, value in stage.parameters} | {constant.value.name for _, constant in stage.constants}
@@ -74,18 +74,6 @@ def _last_uses(stage: StageCode) -> dict[int, tuple[str, ...]]:
         if name not in kept and position >= 0:
             dead.setdefault(position, []).append(name)
     return {position: tuple(names) for position, names in dead.items()}
-
-
-def _reads(operation: Operation) -> tuple[str, ...]:
-    if isinstance(operation, Collective):
-        return (operation.source.name,)
-    return tuple(value.name for value in operation.signature.operands if value is not None)
-
-
-def _writes(operation: Operation) -> tuple[str, ...]:
-    if isinstance(operation, Collective):
-        return (operation.result.name,)
-    return tuple(value.name for value in operation.signature.results if value is not None)
 
 
 def _statement(operation: Operation, names: _Names, dead: tuple[str, ...]) -> list[str]:
@@ -98,7 +86,7 @@ def _statement(operation: Operation, names: _Names, dead: tuple[str, ...]) -> li
         target = ", ".join("_" if value is None or value.name in dead else names.fresh(value) for value in results)
         if target == "_":
             return []
-    written = set(_writes(operation))
+    written = set(operation.writes)
     freed = [names.codes[name] for name in dead if name not in written]
     drop = f"; del {', '.join(freed)}" if freed else ""
     statement = f"    {target} = {code}{drop}"
