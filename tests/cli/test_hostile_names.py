@@ -1,4 +1,4 @@
-"""A model whose names are code goes through plan and codegen; in the program they stand in strings and comments only."""
+"""A model whose names are code goes through plan and codegen: in the program they stand in strings and comments."""
 
 from __future__ import annotations
 
