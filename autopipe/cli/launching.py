@@ -99,10 +99,15 @@ class Launch:
 
 
 def placement_note(device: str, ranks: int) -> str:
-    """Where the ranks of this node run and what they talk over, in one line."""
+    """Where the ranks of this node run and what they talk over, in one line.
+
+    Raises ConfigurationError where CUDA is asked for and there is none.
+    """
     import torch
 
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if not gpus and device == "cuda":
+        raise ConfigurationError("no CUDA device is at hand", hint="use --device cpu", where="--device cuda")
     if not gpus:
         why = "" if device == "cpu" else "no CUDA device: "
         return f"{why}{ranks} ranks on the CPU, over gloo"

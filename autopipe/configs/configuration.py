@@ -165,7 +165,7 @@ class Configuration:
     costs: Literal["roofline", "pase-paper"] | Annotated[str, FilePath()] = field(
         default="roofline", metadata={"flag": "--costs"}
     )
-    """What operators cost: a model, or a file written by `autopipe profile`."""
+    """What operators cost. Plans are made with `roofline`: operations and bytes against the cluster's figures."""
 
     strategy: Choice = field(default=Choice("pipedream"), metadata={"flag": "--strategy"})
     """The strategy that makes the placement, with its options."""
