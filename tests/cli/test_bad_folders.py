@@ -187,8 +187,10 @@ def test_a_disk_that_is_full(here: CommandLine, monkeypatch: pytest.MonkeyPatch)
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(Path, "write_text", full)
-    for words in (("plan", MODEL), ("plan", MODEL, "-o", "new"), ("codegen", PLAN), ("codegen", PLAN, "-o", "new")):
+    for words in (("plan", MODEL), ("plan", MODEL, "-o", "new"), ("codegen", PLAN)):
         here.refuses(2, words, "No space left on device")
+    for target in ("new", "new/in/new"):
+        here.refuses(2, ("codegen", PLAN, "-o", target), target, "No space left on device")
     monkeypatch.setattr(os, "replace", full)
     here.refuses(2, ("show", PLAN, "--html", "new.html"), "new.html", "No space left on device")
     here.refuses(2, ("zoo", "build", "dlrm", "-o", "new.onnx"), "new.onnx", "No space left on device")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -105,22 +105,25 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
         raise ConfigurationError(
             f"{folder} holds something that is not part of a program", hint="choose another with -o"
         )
+    absent = [parent for parent in folder.parents if not parent.exists()]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        with tempfile.TemporaryDirectory(
+            prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
+        ) as scratch:
+            made = Path(scratch, "made")
+            made.mkdir()
+            write(made)
+            _put(made, folder, Path(scratch, "former"))
     except OSError as error:
         raise ConfigurationError(
             f"{folder} cannot be written: {error.strerror}", hint="choose another with -o"
         ) from error
-    try:
-        made = scratch / "made"
-        made.mkdir()
-        write(made)
-        _put(made, folder, scratch / "former")
-    except OSError as error:
-        raise ConfigurationError(f"{folder} cannot be written: {error.strerror}") from error
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if not folder.exists():
+            for parent in absent:
+                with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
+                    parent.rmdir()
 
 
 def _put(made: Path, folder: Path, former: Path) -> None:
