@@ -79,8 +79,10 @@ class Launch:
             )
 
         for path in (self.trace, self.outputs):
-            if path is not None and not os.access(path.absolute().parent, os.W_OK):
-                raise ConfigurationError(f"{path} cannot be written", hint="its folder must be there, and writable")
+            if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+                raise ConfigurationError(
+                    f"{path} cannot be written", hint="name a file in a folder that is there and writable"
+                )
 
     def _arguments(self, scratch: Path) -> list[str]:
         found = ["--device", self.device, "--steps", str(self.steps), "--report", str(scratch / "report.jsonl")]

@@ -250,6 +250,8 @@ def test_programs_that_are_none(here: CommandLine) -> None:
         (("--checkpoint-every", "2"), ("--checkpoint-every needs a folder",)),
         (("--checkpoint", MODEL), (MODEL, "checkpoints cannot be read")),
         (("--outputs", "y.npz"), ("collects no outputs", "--mode infer")),
+        (("--trace", "gone/trace.json"), ("gone/trace.json cannot be written",)),
+        (("--trace", PLAN), (f"{PLAN} cannot be written", "name a file")),
         (("--rank", "1"), ("--rank", "--dry-run")),
         (("--dry-run", "--rank", "2"), ("no rank 2", "ranks 0 to 1")),
         (("--seed", "x"), ("--seed",)),
