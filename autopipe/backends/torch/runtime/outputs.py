@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ class OutputCollector:
                 self._kept.setdefault(index, []).append(results[entry.position].detach().cpu().contiguous())
 
     def finish(self) -> None:
-        """Send the blocks to rank 0, which writes the file."""
+        """Send the blocks to rank 0, which writes the file, whole or not at all."""
         if self._path is None or self._manifest.train:
             return
         found = {}
@@ -45,7 +46,13 @@ class OutputCollector:
         if self._transport.rank == 0:
             names = np.array([entry.name for entry in self._manifest.outputs])
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            np.savez(self._path, names=names, **found)  # type: ignore[arg-type]
+            made = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+            try:
+                with made.open("wb") as file:
+                    np.savez(file, names=names, **found)  # type: ignore[arg-type]
+                os.replace(made, self._path)
+            finally:
+                made.unlink(missing_ok=True)
 
     def _fetch(self, index: int, entry: OutputEntry, shard: OutputShard) -> torch.Tensor | None:
         """A rank's blocks of all micro-batches, stacked, on rank 0; None elsewhere."""
