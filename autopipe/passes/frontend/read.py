@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -103,7 +104,12 @@ def _survey(
         mode=mode,
         nodes_before=len(source.nodes),
         unsupported=unsupported_operators(graph),
-        warnings=(*source.warnings, *weights.warnings(), *_mixing_warnings(graph, mode)),
+        warnings=(
+            *source.warnings,
+            *weights.warnings(),
+            *_mixing_warnings(graph, mode),
+            *_shared_warnings(graph, mode),
+        ),
     )
 
 
@@ -126,6 +132,23 @@ def _mixing_warnings(graph: Graph, mode: Mode) -> tuple[str, ...]:
     return (
         f"{nodes[0].op} {nodes[0].name!r}{more} mixes the samples of a batch: "
         f"micro-batches change what is computed{when}",
+    )
+
+
+def _shared_warnings(graph: Graph, mode: Mode) -> tuple[str, ...]:
+    """A warning of vectors that several nodes read: exporters merge the biases and scales of a new model."""
+    if mode is not Mode.TRAIN:
+        return ()
+    vectors = {each.value.name for each in graph.parameters if each.trainable and len(each.value.shape) == 1}
+    readers = Counter(name for node in graph.nodes for name in vectors.intersection(node.inputs))
+    shared = [(name, count) for name, count in readers.most_common() if count > 1]
+    if not shared:
+        return ()
+    name, count = shared[0]
+    more = f", and {len(shared) - 1} more like it" if len(shared) > 1 else ""
+    return (
+        f"parameter {name!r} is read by {count} nodes and trained as one{more}: "
+        "exporters merge parameters whose numbers are equal, such as the biases of a new model",
     )
 
 
