@@ -83,9 +83,7 @@ def _check_pattern(pattern: str, path: str, where: str) -> None:
     try:
         re.compile(pattern.removeprefix("re:"))
     except (re.error, RecursionError, OverflowError) as error:
-        raise ConfigurationError(
-            f"{path}: {quote(pattern)} is no regular expression: {error}", where=where
-        ) from error
+        raise ConfigurationError(f"{path}: {quote(pattern)} is no regular expression: {error}", where=where) from error
 
 
 def _place(document: Entry, *path: str | int) -> str:

@@ -54,7 +54,8 @@ def convert(entry: Entry, schema: type[Shape], path: str = "") -> Shape:
     for key in known.values():
         if key.required and key.name not in values:
             raise ConfigurationError(
-                f"{path or 'the file'} lacks the key {key.name!r}", hint=f"it is {describe(key.hint)}",
+                f"{path or 'the file'} lacks the key {key.name!r}",
+                hint=f"it is {describe(key.hint)}",
                 where=str(entry.place),
             )
     _check_exclusive(entry, schema, values, path)

@@ -221,7 +221,8 @@ def _scalar(node: yaml.ScalarNode, place: Place) -> str | int | float | bool | N
 def _integer(text: str, place: Place) -> int:
     if not _DECIMAL_INTEGER.fullmatch(text):
         raise ConfigurationError(
-            f"YAML does not read {text} as a decimal number", hint=f'write a decimal number, or "{text}" in quotes',
+            f"YAML does not read {text} as a decimal number",
+            hint=f'write a decimal number, or "{text}" in quotes',
             where=str(place),
         )
     if len(text) > 64 or abs(int(text)) >= 2**63:

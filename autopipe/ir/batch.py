@@ -122,9 +122,7 @@ def _tensors(node: Node, space: Space) -> tuple[tuple[str, tuple[Dimension, ...]
     return (*zip(node.inputs, space.operands, strict=True), *zip(node.outputs, space.results, strict=True))
 
 
-def _node_samples(
-    node: Node, space: Space, values: dict[str, set[Samples]], batch: int
-) -> tuple[NodeSamples, ...]:
+def _node_samples(node: Node, space: Space, values: dict[str, set[Samples]], batch: int) -> tuple[NodeSamples, ...]:
     """The axes of a node's space that count samples, given what is known of its operands and results."""
     extents = space.extents()
     found: set[tuple[str, int, int]] = set()
@@ -142,9 +140,7 @@ def _node_samples(
     )
 
 
-def _axis_at(
-    dimension: Dimension, place: Samples, extents: dict[str, int], batch: int
-) -> tuple[str, int, int] | None:
+def _axis_at(dimension: Dimension, place: Samples, extents: dict[str, int], batch: int) -> tuple[str, int, int] | None:
     """The axis of a dimension in which the samples lie, with outer and inner extents inside that axis."""
     below = 1
     for name in reversed(dimension):

@@ -90,7 +90,10 @@ REFUSED = {
     "device twice": ("constraints:\n- {match: a, devices: [1, 1]}\n", "c.yaml:2: constraints[0].devices is [1, 1]"),
     "absent device": ("gpus: 4\nconstraints:\n- {match: a, devices: [4]}\n", "c.yaml:3: constraints[0] names device 4"),
     "degree": ("constraints:\n- {match: a, split: {n: 0}}\n", "c.yaml:2: constraints[0].split.n is 0"),
-    "dims": ("model: {dims: {batch: x}}\n", "c.yaml:1: model.dims.batch is 'x' (expected a whole number from 1 up to 1099511627776)"),
+    "dims": (
+        "model: {dims: {batch: x}}\n",
+        "c.yaml:1: model.dims.batch is 'x' (expected a whole number from 1 up to 1099511627776)",
+    ),
     "loss": (
         "loss:\n  crossentropy: {}\n",
         "c.yaml:2: unknown key 'crossentropy' in loss (did you mean 'cross_entropy'?)",

@@ -5,10 +5,28 @@ from __future__ import annotations
 from autopipe.ir.schedule import Phase
 
 _FORWARD = (
-    "#8ab6f0", "#f4b77a", "#8fd3a4", "#e79ad0", "#d9cf72", "#a9a3ec", "#79cfd3", "#ee9c95", "#b8cf85", "#c9b29b",
+    "#8ab6f0",
+    "#f4b77a",
+    "#8fd3a4",
+    "#e79ad0",
+    "#d9cf72",
+    "#a9a3ec",
+    "#79cfd3",
+    "#ee9c95",
+    "#b8cf85",
+    "#c9b29b",
 )
 _BACKWARD = (
-    "#3d78c4", "#c9771f", "#3c9a5c", "#b4489a", "#998b16", "#6a60c8", "#24888d", "#c14f45", "#718c33", "#8a6d50",
+    "#3d78c4",
+    "#c9771f",
+    "#3c9a5c",
+    "#b4489a",
+    "#998b16",
+    "#6a60c8",
+    "#24888d",
+    "#c14f45",
+    "#718c33",
+    "#8a6d50",
 )
 
 

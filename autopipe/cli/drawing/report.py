@@ -113,8 +113,17 @@ def _figures(plan: Plan) -> str:
 
 def _stages(plan: Plan) -> str:
     heads = (
-        "stage", "devices", "nodes", "parameters", "forward", "backward", "gradient sum", "update",
-        "kept a micro-batch", "static memory", "recompute",
+        "stage",
+        "devices",
+        "nodes",
+        "parameters",
+        "forward",
+        "backward",
+        "gradient sum",
+        "update",
+        "kept a micro-batch",
+        "static memory",
+        "recompute",
     )
     rows = []
     for index, (stage, predicted) in enumerate(zip(plan.placement.stages, plan.prediction.stages, strict=True)):

@@ -49,19 +49,19 @@ class AbsentTypes:
         match node.op_type, slot:
             case "Transpose", 0:
                 return self._transposed(node)
-            case ("Identity" | "Cast"), 0:
+            case (("Identity" | "Cast"), 0):
                 if result is not None:
                     return result
                 found = (self._from_reader(reader, at) for reader, at in self._readers(node))
                 return next((type_ for type_ in found if type_ is not None), None)
             case _ if result is None:
                 return None
-            case ("Mul" | "Add" | "Div" | "Sub"), _:
+            case (("Mul" | "Add" | "Div" | "Sub"), _):
                 return Value("", result.dtype, result.shape[-1:])
-            case ("LayerNormalization" | "RMSNormalization"), (1 | 2):
+            case (("LayerNormalization" | "RMSNormalization"), (1 | 2)):
                 axis = _integer(dict(attributes_of(node)), "axis", -1)
                 return Value("", result.dtype, result.shape[axis:])
-            case ("MatMul" | "Gemm" | "Conv"), _:
+            case (("MatMul" | "Gemm" | "Conv"), _):
                 return self._factor(node, slot, result)
             case "Gather", 0:
                 return self._table(node, result)

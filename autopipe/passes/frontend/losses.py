@@ -41,9 +41,7 @@ def require_loss(graph: Graph, name: str) -> None:
     """Raise ConfigurationError unless `name` is an output that can be a loss."""
     if name not in graph.outputs:
         near = difflib.get_close_matches(name, graph.outputs, n=1) or list(graph.outputs)
-        raise ConfigurationError(
-            f"loss: the model has no output {name!r}", hint=f"it has {', '.join(map(repr, near))}"
-        )
+        raise ConfigurationError(f"loss: the model has no output {name!r}", hint=f"it has {', '.join(map(repr, near))}")
     value = graph.type_of(name)
     if not _is_scalar(value):
         raise ConfigurationError(

@@ -42,9 +42,7 @@ def read_model(
     Raises ModelError, naming file and node, for what cannot be read, and ConfigurationError for dimensions, batches
     and losses that do not fit.
     """
-    model = survey_model(
-        path, dims=dims, batch=batch, batch_axes=batch_axes, loss=loss, mode=mode, frozen=frozen
-    )
+    model = survey_model(path, dims=dims, batch=batch, batch_axes=batch_axes, loss=loss, mode=mode, frozen=frozen)
     if model.unsupported:
         raise located(refusal(model.unsupported), path)
     return model

@@ -183,5 +183,3 @@ class Weights:
 
     def _initializer(self, name: str, shape: tuple[int, ...]) -> Initializer:
         return self.stated.get(name) or default_initializer(name, shape, self.roles.uses)
-
-

@@ -104,9 +104,7 @@ def _latest(graph: Graph, wanted: dict[int, int]) -> list[int]:
     return latest
 
 
-def _devices(
-    problem: Problem, wishes: tuple[Wish, ...], stage_of: list[int], count: int
-) -> list[tuple[int, ...]]:
+def _devices(problem: Problem, wishes: tuple[Wish, ...], stage_of: list[int], count: int) -> list[tuple[int, ...]]:
     """The devices of each stage: those of its nodes' constraints, else an equal share of all."""
     asked: dict[int, Wish] = {}
     for wish in wishes:

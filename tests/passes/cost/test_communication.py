@@ -52,9 +52,7 @@ def test_one_device_and_no_bytes_are_free(collective: type[communication.Cost]) 
     assert collective(toy, (3, 4)).seconds(0) == 0
 
 
-@given(
-    st.sampled_from(COLLECTIVES), st.sets(st.integers(0, 15), min_size=2), st.floats(1, 1e9), st.floats(1.01, 10)
-)
+@given(st.sampled_from(COLLECTIVES), st.sets(st.integers(0, 15), min_size=2), st.floats(1, 1e9), st.floats(1.01, 10))
 def test_collectives_never_beat_the_bytes_that_must_move(collective, group, size, more) -> None:  # type: ignore[no-untyped-def]
     toy = cluster(16, 4)
     count = len(group)

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MODELS = ("gpt2", "llama", "bert", "t5", "vit", "resnet")
-CASES = [
-    (name, exporter, dynamic) for name in MODELS for exporter in ("dynamo", "script") for dynamic in (False, True)
-]
+CASES = [(name, exporter, dynamic) for name in MODELS for exporter in ("dynamo", "script") for dynamic in (False, True)]
 BATCH, LENGTH, VOCABULARY = 2, 16, 99
 
 

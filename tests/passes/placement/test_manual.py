@@ -94,5 +94,3 @@ def test_what_cannot_be_followed_is_refused_in_one_line(constraints: tuple[Const
     with pytest.raises(ConfigurationError, match=message) as caught:
         place(*constraints)
     assert "\n" not in str(caught.value)
-
-

@@ -29,9 +29,7 @@ UNIT = ticks([(1.0, 2.0)] * 64)
 
 def in_flight(order, stage):
     """Most micro-batches of a stage between their forward and their backward."""
-    held = itertools.accumulate(
-        (1 if task.phase is Phase.FORWARD else -1) for task in order if task.stage == stage
-    )
+    held = itertools.accumulate((1 if task.phase is Phase.FORWARD else -1) for task in order if task.stage == stage)
     return max(held, default=0)
 
 
