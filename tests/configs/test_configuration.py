@@ -243,7 +243,9 @@ CONSTRAINTS = st.builds(
     devices=st.none() | st.just("all") | st.lists(st.integers(0, 9), min_size=1, unique=True).map(tuple),
     split=pairs(COUNTS),
 )
-BATCHES = st.tuples(COUNTS, COUNTS, st.sampled_from(["micro_batches", "micro_batch_size", "auto", "open"])).map(
+# Their product is a batch size, of which 2^40 is the largest.
+MICRO_BATCHES, SIZES = st.integers(1, 2**16), st.integers(1, 2**24)
+BATCHES = st.tuples(MICRO_BATCHES, SIZES, st.sampled_from(["micro_batches", "micro_batch_size", "auto", "open"])).map(
     lambda drawn: {
         "open": {"micro_batches": drawn[0]},
         "auto": {"batch_size": drawn[0]},

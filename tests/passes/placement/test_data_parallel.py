@@ -37,7 +37,7 @@ def test_a_model_without_samples_is_refused() -> None:
 
 def test_memory_that_does_not_do_is_refused() -> None:
     given = problem(perceptron([64, 64]), cluster(2, memory=1000), optimizer=Optimizer("adamw"))
-    with pytest.raises(InfeasibleError, match=r"stage 0 of 1 needs 0\.0\d MiB on device 0"):
+    with pytest.raises(InfeasibleError, match=r"stage 0 of 1 needs 67\.00 KiB on device 0, 66\.02 KiB over"):
         DataParallel().run(given)
 
 
