@@ -15,8 +15,10 @@ GOLDEN = Path(__file__).parent / "golden"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No test may depend on how busy the machine is.
-settings.register_profile("without a deadline", deadline=None)
-settings.load_profile("without a deadline")
+settings.register_profile("default run", deadline=None, derandomize=True)
+# `./test --hypothesis-profile=search` looks for new failures, with other examples each time.
+settings.register_profile("search", deadline=None, max_examples=1000)
+settings.load_profile("default run")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
