@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from autopipe.ir.schedule import Phase, Schedule, Task, wrong_schedule
+from autopipe.ir.stage_graph import StageGraph
 
 _TRAIN_PHASES = (
     frozenset({Phase.FORWARD, Phase.BACKWARD}),
@@ -12,13 +13,11 @@ _TRAIN_PHASES = (
 )
 
 
-def check_order(
-    schedule: Schedule, stage_devices: tuple[tuple[int, ...], ...], edges: tuple[tuple[int, int], ...], train: bool
-) -> None:
+def check_order(schedule: Schedule, graph: StageGraph, train: bool) -> None:
     """Raise InfeasibleError, with the offending cell marked, unless some execution respects every device's order."""
-    _check_tasks(schedule, stage_devices, train)
-    split = any(task.phase is Phase.INPUT_GRADIENT for order in schedule.tasks for task in order)
-    needs = _Needs(edges, split)
+    _check_tasks(schedule, graph, train)
+    stage_devices = graph.stage_devices
+    needs = _Needs(graph.edges, schedule)
     waiting = [deque(order) for order in schedule.tasks]
     done: set[Task] = set()
     moved = True
@@ -41,21 +40,28 @@ def check_order(
 class _Needs:
     """Which tasks must be done before a task."""
 
-    def __init__(self, edges: tuple[tuple[int, int], ...], split: bool) -> None:
+    def __init__(self, edges: tuple[tuple[int, int], ...], schedule: Schedule) -> None:
         self.before: dict[int, list[int]] = {}
         self.after: dict[int, list[int]] = {}
         for source, target in edges:
             self.before.setdefault(target, []).append(source)
             self.after.setdefault(source, []).append(target)
-        self.backward = Phase.INPUT_GRADIENT if split else Phase.BACKWARD
+        halves = {task for order in schedule.tasks for task in order if task.phase is Phase.INPUT_GRADIENT}
+        self.split = {(task.stage, task.micro_batch) for task in halves}
+        """Stages and micro-batches whose backward is split: a step may split some and leave others whole."""
 
     def of(self, task: Task) -> list[Task]:
         if task.phase is Phase.FORWARD:
             return [Task(stage, Phase.FORWARD, task.micro_batch) for stage in self.before.get(task.stage, ())]
         if task.phase is Phase.WEIGHT_GRADIENT:
             return [Task(task.stage, Phase.INPUT_GRADIENT, task.micro_batch)]
-        later = [Task(stage, self.backward, task.micro_batch) for stage in self.after.get(task.stage, ())]
+        later = [self._backward(stage, task.micro_batch) for stage in self.after.get(task.stage, ())]
         return [Task(task.stage, Phase.FORWARD, task.micro_batch), *later]
+
+    def _backward(self, stage: int, micro_batch: int) -> Task:
+        """The task that gives the gradients of what a stage received."""
+        split = (stage, micro_batch) in self.split
+        return Task(stage, Phase.INPUT_GRADIENT if split else Phase.BACKWARD, micro_batch)
 
     def met(self, task: Task, done: set[Task]) -> bool:
         return all(need in done for need in self.of(task))
@@ -69,7 +75,8 @@ def _together(task: Task, stage_devices: tuple[tuple[int, ...], ...], waiting: l
     return all(waiting[device] and waiting[device][0] == task for device in stage_devices[task.stage])
 
 
-def _check_tasks(schedule: Schedule, stage_devices: tuple[tuple[int, ...], ...], train: bool) -> None:
+def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool) -> None:
+    stage_devices = graph.stage_devices
     for device, order in enumerate(schedule.tasks):
         seen: set[Task] = set()
         for position, task in enumerate(order):
@@ -79,19 +86,20 @@ def _check_tasks(schedule: Schedule, stage_devices: tuple[tuple[int, ...], ...],
                 raise wrong_schedule(schedule, device, position, f"{task} stands twice")
             if not 0 <= task.micro_batch < schedule.micro_batches:
                 raise wrong_schedule(schedule, device, position, f"there is no micro-batch {task.micro_batch}")
+            if task.micro_batch not in graph.micro_batches_of(task.stage, schedule.micro_batches):
+                reason = f"micro-batch {task.micro_batch} does not run on the pipeline of stage {task.stage}"
+                raise wrong_schedule(schedule, device, position, reason)
             if not train and task.phase is not Phase.FORWARD:
                 raise wrong_schedule(schedule, device, position, f"{task} is a backward, but nothing trains")
             seen.add(task)
-        _check_complete(schedule, device, seen, stage_devices, train)
+        _check_complete(schedule, device, seen, graph, train)
 
 
-def _check_complete(
-    schedule: Schedule, device: int, seen: set[Task], stage_devices: tuple[tuple[int, ...], ...], train: bool
-) -> None:
-    for stage, devices in enumerate(stage_devices):
+def _check_complete(schedule: Schedule, device: int, seen: set[Task], graph: StageGraph, train: bool) -> None:
+    for stage, devices in enumerate(graph.stage_devices):
         if device not in devices:
             continue
-        for micro_batch in range(schedule.micro_batches):
+        for micro_batch in graph.micro_batches_of(stage, schedule.micro_batches):
             phases = frozenset(phase for phase in Phase if Task(stage, phase, micro_batch) in seen)
             complete = phases in _TRAIN_PHASES if train else phases == {Phase.FORWARD}
             if not complete:

@@ -28,7 +28,7 @@ class Stage:
     `nodes` are indices into the graph's nodes, ascending. `splits` holds, for the nodes that are split, their splits,
     outer to inner, over `devices` in order; devices that the degrees leave over replicate (they are innermost).
     `micro_batch_size` is the number of samples of one forward of the stage. `recompute` drops what backward keeps and
-    runs forward again.
+    runs forward again. `pipeline` says which of the placement's pipelines the stage belongs to.
     """
 
     nodes: tuple[int, ...]
@@ -36,6 +36,7 @@ class Stage:
     micro_batch_size: int
     splits: tuple[tuple[int, tuple[Split, ...]], ...] = ()
     recompute: bool = False
+    pipeline: int = 0
     _splits: dict[int, tuple[Split, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -48,7 +49,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A DAG of stages. Edges between stages follow from the graph: see `stage_edges`."""
+    """A DAG of stages. Edges between stages follow from the graph: see `stage_edges`.
+
+    Mostly there is one pipeline, whose stages partition the graph's nodes. Where there are several (Chimera's two
+    directions), each holds all nodes, and micro-batch m runs on pipeline m mod `pipelines`.
+    """
 
     stages: tuple[Stage, ...]
 
@@ -57,14 +62,30 @@ class Placement:
         """Number of devices: one more than the largest used."""
         return 1 + max(device for stage in self.stages for device in stage.devices)
 
-    def stage_of(self) -> dict[int, int]:
-        """Stage by node index."""
-        return {node: index for index, stage in enumerate(self.stages) for node in stage.nodes}
+    @property
+    def pipelines(self) -> int:
+        """Number of pipelines."""
+        return 1 + max((stage.pipeline for stage in self.stages), default=0)
+
+    def stage_of(self, pipeline: int = 0) -> dict[int, int]:
+        """Stage by node index, in one pipeline."""
+        return {
+            node: index for index, stage in enumerate(self.stages) if stage.pipeline == pipeline for node in stage.nodes
+        }
 
     def verify(self, graph: Graph) -> None:
-        """Raise InfeasibleError unless the stages partition the nodes and their graph is acyclic in stage order."""
+        """Raise InfeasibleError unless each pipeline's stages partition the nodes, acyclic in stage order."""
+        for pipeline in range(self.pipelines):
+            self._verify_partition(graph, pipeline)
+        for source, target in stage_edges(graph, self):
+            if source > target:
+                raise InfeasibleError(f"stage {target} needs a value of the later stage {source}")
+
+    def _verify_partition(self, graph: Graph, pipeline: int) -> None:
         seen: dict[int, int] = {}
         for index, stage in enumerate(self.stages):
+            if stage.pipeline != pipeline:
+                continue
             if not stage.devices or len(set(stage.devices)) != len(stage.devices):
                 raise InfeasibleError(f"stage {index} has devices {stage.devices}")
             for node in stage.nodes:
@@ -73,10 +94,8 @@ class Placement:
                 seen[node] = index
         missing = [node.name for position, node in enumerate(graph.nodes) if position not in seen]
         if missing:
-            raise InfeasibleError(f"{len(missing)} nodes are in no stage, the first is {missing[0]!r}")
-        for source, target in stage_edges(graph, self):
-            if source > target:
-                raise InfeasibleError(f"stage {target} needs a value of the later stage {source}")
+            where = f" of pipeline {pipeline}" if self.pipelines > 1 else ""
+            raise InfeasibleError(f"{len(missing)} nodes are in no stage{where}, the first is {missing[0]!r}")
 
 
 _CHEAP_KINDS = frozenset({"view", "memory", "elementwise", "reduction"})
@@ -104,10 +123,14 @@ def recomputed_nodes(graph: Graph) -> frozenset[int]:
 def crossing_values(graph: Graph, placement: Placement) -> Iterator[tuple[str, int, int]]:
     """Each (value, producing stage, consuming stage) with different stages, in topological order, each once.
 
-    Values of `recomputed_nodes` cross no edge.
+    One pipeline after the other; values of `recomputed_nodes` cross no edge.
     """
-    stage_of = placement.stage_of()
     recomputed = recomputed_nodes(graph)
+    for pipeline in range(placement.pipelines):
+        yield from _crossing(graph, placement.stage_of(pipeline), recomputed)
+
+
+def _crossing(graph: Graph, stage_of: dict[int, int], recomputed: frozenset[int]) -> Iterator[tuple[str, int, int]]:
     seen: set[tuple[str, int]] = set()
     for index, node in enumerate(graph.nodes):
         if index in recomputed:

@@ -14,6 +14,10 @@ class StagePrediction:
     forward_s: float
     backward_s: float = 0.0
     """Seconds of a backward, with the forward that recomputation runs again."""
+    input_gradient_s: float = 0.0
+    """Seconds of a split backward's first half, which gives the gradients of what the stage received."""
+    weight_gradient_s: float = 0.0
+    """Seconds of its second half, which gives the gradients of parameters."""
     gradient_s: float = 0.0
     """Seconds, once a step, in which gradients are summed over devices."""
     update_s: float = 0.0
@@ -23,12 +27,22 @@ class StagePrediction:
     """Bytes there all through a step: parameters, gradients, optimizer state, message buffers."""
     kept_bytes: int = 0
     """Bytes held from the start of a forward to the end of its backward."""
+    weight_kept_bytes: int = 0
+    """Bytes that a split backward's second half needs: held from the end of the first to its own end."""
     transient_bytes: int = 0
     """Bytes that come and go within a backward or, without training, a forward."""
 
     def seconds(self, phase: Phase) -> float:
         """Length of a task."""
-        return self.forward_s if phase is Phase.FORWARD else self.backward_s
+        match phase:
+            case Phase.FORWARD:
+                return self.forward_s
+            case Phase.BACKWARD:
+                return self.backward_s
+            case Phase.INPUT_GRADIENT:
+                return self.input_gradient_s
+            case Phase.WEIGHT_GRADIENT:
+                return self.weight_gradient_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
+
+if TYPE_CHECKING:
+    from autopipe.ir.stage_graph import StageGraph
 
 
 class Phase(enum.Enum):
@@ -79,18 +83,16 @@ class Schedule:
         """The order as text, one line a device."""
         return "\n".join(f"{device}: {' '.join(map(str, order))}" for device, order in enumerate(self.tasks))
 
-    def verify(
-        self, stage_devices: tuple[tuple[int, ...], ...], edges: tuple[tuple[int, int], ...], train: bool
-    ) -> None:
+    def verify(self, graph: StageGraph, train: bool) -> None:
         """Raise InfeasibleError, with the grid and the offending cell marked, unless the schedule can run.
 
-        Every stage runs each phase of each micro-batch once on each of its devices; and some execution respects every
-        device's order, F before F along `edges`, backwards against them, and F before B (I before W) of a stage.
-        Stages are assumed to have equal micro-batches.
+        Every stage runs each phase of each of its pipeline's micro-batches once on each of its devices; and some
+        execution respects every device's order, F before F along the graph's edges, backwards against them, and F
+        before B (I before W) of a stage. Stages are assumed to have equal micro-batches.
         """
         from autopipe.ir.ordering import check_order
 
-        check_order(self, stage_devices, edges, train)
+        check_order(self, graph, train)
 
 
 def marked_grid(schedule: Schedule, device: int, position: int) -> str:

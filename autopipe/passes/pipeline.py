@@ -14,6 +14,7 @@ from autopipe.ir.plan import Plan, Summary
 from autopipe.ir.prediction import Prediction
 from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem
 from autopipe.ir.serial.plan_file import plan_digest
+from autopipe.ir.stage_graph import StageGraph
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.base import Scheduler, Strategy
 from autopipe.passes.batching import Batching, batchings
@@ -23,7 +24,6 @@ from autopipe.passes.runner import Observer, Runner, Silent
 from autopipe.passes.schedule.limits import check_memory, lower_bound
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate
-from autopipe.passes.schedule.stage_graph import StageGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def make_plan(request: Request, observer: Observer | None = None) -> Planned:
         scheduler.name,
         lambda: scheduler.run(problem, placement),
         lambda: scheduler.requires(problem, placement),
-        lambda result: result.verify(graph.stage_devices, graph.edges, problem.train),
+        lambda result: result.verify(graph, problem.train),
     )
     prediction = runner.run("predict", lambda: predict(problem, placement))
     timeline = runner.run("simulate", lambda: simulate(schedule, graph.stage_devices, prediction))

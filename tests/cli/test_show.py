@@ -22,10 +22,10 @@ from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.plan import Plan, Summary
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
+from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.schedule.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.predict import ticks_of
 from autopipe.passes.schedule.simulate import simulate
-from autopipe.passes.schedule.stage_graph import StageGraph
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>&"\'.onnx'

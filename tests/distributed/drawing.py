@@ -15,9 +15,9 @@ from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage, stage_edges
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.space import AxisKind
+from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.schedule.gpipe import order_gpipe
 from autopipe.passes.schedule.one_f_one_b import order_1f1b
-from autopipe.passes.schedule.stage_graph import StageGraph
 from tests.distributed.builder import Builder
 
 BATCH = 4
@@ -247,7 +247,7 @@ def schedules(draw: st.DrawFn, graph: Graph, placement: Placement, train: bool) 
         schedule = order(StageGraph(placement.devices, groups, edges), micro_batches, train, lambda task: 1)
     else:
         schedule = _any_order(draw, groups, edges, micro_batches, train, placement.devices)
-    schedule.verify(groups, edges, train)
+    schedule.verify(StageGraph(placement.devices, groups, edges), train)
     return schedule
 
 

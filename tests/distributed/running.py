@@ -20,10 +20,10 @@ from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.lower import lower
 from autopipe.passes.schedule.gpipe import order_gpipe
 from autopipe.passes.schedule.one_f_one_b import order_1f1b
-from autopipe.passes.schedule.stage_graph import StageGraph
 from tests.distributed.builder import evaluate
 from tests.distributed.pool import Pools
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.ir.stage_graph import StageGraph
 
-CHAIN = (((0,), (1,)), ((0, 1),))
+CHAIN = StageGraph(2, ((0,), (1,)), ((0, 1),))
 
 
 @given(st.integers(0, 999), st.sampled_from(list(Phase)), st.integers(0, 9999))
@@ -36,7 +37,7 @@ def test_orders_that_can_run_are_all_those_that_respect_the_edges():
     good = []
     for order in itertools.permutations(tasks):
         try:
-            Schedule(1, (order,)).verify(((0,), (0,)), ((0, 1),), True)
+            Schedule(1, (order,)).verify(StageGraph(1, ((0,), (0,)), ((0, 1),)), True)
             good.append(order)
         except InfeasibleError:
             pass
@@ -56,16 +57,29 @@ def test_orders_that_can_run_are_all_those_that_respect_the_edges():
 )
 def test_what_is_wrong_is_said_with_the_cell_marked(lists, reason):
     with pytest.raises(InfeasibleError, match=reason) as caught:
-        schedule(*lists).verify(*CHAIN, True)
+        schedule(*lists).verify(CHAIN, True)
     assert "[" in str(caught.value)
 
 
 def test_inference_has_forwards_alone():
-    schedule("0F0", "1F0").verify(*CHAIN, False)
+    schedule("0F0", "1F0").verify(CHAIN, False)
     with pytest.raises(InfeasibleError, match="nothing trains"):
-        schedule("0F0 0B0", "1F0").verify(*CHAIN, False)
+        schedule("0F0 0B0", "1F0").verify(CHAIN, False)
 
 
 def test_a_group_that_waits_for_itself_is_refused():
     with pytest.raises(InfeasibleError, match="never starts"):
-        schedule("0F0 1F0", "1F0 0F0").verify(((0, 1), (0, 1)), (), False)
+        schedule("0F0 1F0", "1F0 0F0").verify(StageGraph(2, ((0, 1), (0, 1)), ()), False)
+
+
+def test_a_backward_may_be_split_for_some_micro_batches_alone():
+    schedule("0F0 0F1 0I0 0B1 0W0", "1F0 1B0 1F1 1I1 1W1", micro_batches=2).verify(CHAIN, True)
+    with pytest.raises(InfeasibleError, match="0W0 waits for 0I0"):
+        schedule("0F0 0F1 0W0 0I0 0B1", "1F0 1B0 1F1 1I1 1W1", micro_batches=2).verify(CHAIN, True)
+
+
+def test_pipelines_take_micro_batches_in_turn():
+    two_ways = StageGraph(2, ((0,), (1,), (1,), (0,)), ((0, 1), (2, 3)), (0, 0, 1, 1))
+    schedule("0F0 3F1", "2F1 1F0", micro_batches=2).verify(two_ways, False)
+    with pytest.raises(InfeasibleError, match="micro-batch 1 does not run on the pipeline of stage 0"):
+        schedule("0F0 0F1 3F1", "2F1 1F0", micro_batches=2).verify(two_ways, False)

@@ -30,6 +30,7 @@ def _stage_form(stage: Stage) -> dict[str, object]:
         "devices": list(stage.devices),
         "micro_batch_size": stage.micro_batch_size,
         "recompute": stage.recompute,
+        "pipeline": stage.pipeline,
         "nodes": _ranges_form(stage.nodes),
         "splits": [
             {"split": [[split.axis, split.degree] for split in splits], "nodes": _ranges_form(sorted(nodes))}
@@ -52,6 +53,7 @@ def _stage_of(record: Record) -> Stage:
         micro_batch_size=record.at("micro_batch_size").integer(1),
         splits=tuple(sorted(splits.items())),
         recompute=record.at("recompute").boolean(),
+        pipeline=record.at("pipeline").integer(),
     )
 
 

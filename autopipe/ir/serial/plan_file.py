@@ -18,6 +18,7 @@ from autopipe.ir.serial.placement_form import placement_form, placement_of
 from autopipe.ir.serial.prediction_form import prediction_form, prediction_of
 from autopipe.ir.serial.record import Record, read_record
 from autopipe.ir.serial.schedule_file import read_schedule, schedule_form
+from autopipe.ir.stage_graph import StageGraph, pipelines_of
 from autopipe.ir.timeline import Timeline
 
 FORMAT = "autopipe.plan/1"
@@ -65,8 +66,9 @@ def _schedule_of(path: Path, placement: Placement, prediction: Prediction, train
         raise ConfigurationError(
             f"tasks are for {schedule.devices} devices, the placement has {placement.devices}", where=str(path)
         )
+    graph = StageGraph(schedule.devices, stage_devices, prediction.edges, pipelines_of(placement))
     try:
-        schedule.verify(stage_devices, prediction.edges, train)
+        schedule.verify(graph, train)
     except InfeasibleError as error:
         reason, _, grid = error.message.partition("\n")
         raise ConfigurationError(f"{reason}: {_marked(grid)}", "plan again", f"{path}: {error.where}") from error

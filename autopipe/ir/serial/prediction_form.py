@@ -33,11 +33,14 @@ def _stage_of(record: Record) -> StagePrediction:
     return StagePrediction(
         forward_s=record.at("forward_s").number(),
         backward_s=record.at("backward_s").number(),
+        input_gradient_s=record.at("input_gradient_s").number(),
+        weight_gradient_s=record.at("weight_gradient_s").number(),
         gradient_s=record.at("gradient_s").number(),
         update_s=record.at("update_s").number(),
         parameter_bytes=record.at("parameter_bytes").integer(),
         static_bytes=record.at("static_bytes").integer(),
         kept_bytes=record.at("kept_bytes").integer(),
+        weight_kept_bytes=record.at("weight_kept_bytes").integer(),
         transient_bytes=record.at("transient_bytes").integer(),
     )
 

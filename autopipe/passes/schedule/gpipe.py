@@ -8,10 +8,11 @@ from typing import ClassVar
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.ir.stage_graph import StageGraph
+from autopipe.passes.schedule.equal_micro_batches import require_equal_micro_batches
 from autopipe.passes.schedule.merge import Ticks, merge_orders
 from autopipe.passes.schedule.predict import task_ticks
 from autopipe.passes.schedule.repetend import find_repetend
-from autopipe.passes.schedule.stage_graph import StageGraph, require_equal_micro_batches
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from autopipe.ir.errors import CodegenError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.program import Collective, Instruction, Loop, Piece, Program, RankCode, Section, StageOnRank, Verb
 from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.lower import lower
 from autopipe.passes.lower.order import sections
 from tests.distributed.builder import mlp
@@ -165,6 +166,6 @@ def test_micro_batches_in_different_orders_are_refused() -> None:
         for stage, order in enumerate([(0, 1), (1, 0)])
     ]
     schedule = Schedule(2, tuple(orders))
-    schedule.verify(((0,), (1,)), ((0, 1),), True)
+    schedule.verify(StageGraph(2, ((0,), (1,)), ((0, 1),)), True)
     with pytest.raises(CodegenError, match="stages 0 and 1 run the forwards of micro-batches in different orders"):
         lower(graph, placement, schedule, loss)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies
 
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
-from autopipe.passes.schedule.stage_graph import StageGraph
+from autopipe.ir.stage_graph import StageGraph
 
 
 def chain(stages: int) -> StageGraph:

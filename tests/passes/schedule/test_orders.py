@@ -11,10 +11,10 @@ from random_dags import chain, stage_graphs
 
 from autopipe.ir.prediction import StagePrediction
 from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.ir.stage_graph import StageGraph, depths_to_end
 from autopipe.passes.schedule.gpipe import order_gpipe
 from autopipe.passes.schedule.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.predict import ticks_of
-from autopipe.passes.schedule.stage_graph import StageGraph, depths_to_end
 
 BOTH = pytest.mark.parametrize("order", [order_gpipe, order_1f1b])
 UNEQUAL = st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9)), min_size=6, max_size=6)
@@ -83,7 +83,7 @@ def test_gpipe_runs_forwards_before_backwards():
 @settings(max_examples=150, deadline=None)
 @given(stage_graphs(), st.integers(1, 7), st.booleans(), UNEQUAL)
 def test_schedules_of_any_dag_can_run(order, graph, micro_batches, train, times):
-    order(graph, micro_batches, train, ticks(times)).verify(graph.stage_devices, graph.edges, train)
+    order(graph, micro_batches, train, ticks(times)).verify(graph, train)
 
 
 @settings(max_examples=150, deadline=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, stage_edges
 from autopipe.ir.problem import Problem
 
@@ -19,7 +18,9 @@ class StageGraph:
     stage_devices: tuple[tuple[int, ...], ...]
     """The device group of each stage."""
     edges: tuple[tuple[int, int], ...]
-    """(source, target), sorted, each once."""
+    """(source, target), sorted, each once; both ends in one pipeline."""
+    pipelines: tuple[int, ...] = ()
+    """The pipeline of each stage; () where there is but one."""
 
     @staticmethod
     def of(problem: Problem, placement: Placement) -> StageGraph:
@@ -28,12 +29,28 @@ class StageGraph:
             problem.cluster.size,
             tuple(stage.devices for stage in placement.stages),
             stage_edges(problem.graph, placement),
+            pipelines_of(placement),
         )
 
     @property
     def depth(self) -> int:
         """Stages on the longest path."""
         return max(depths_to_end(len(self.stage_devices), self.edges), default=0)
+
+    @property
+    def pipeline_count(self) -> int:
+        """Number of pipelines that take micro-batches in turn."""
+        return 1 + max(self.pipelines, default=0)
+
+    def micro_batches_of(self, stage: int, micro_batches: int) -> range:
+        """The micro-batches that a stage runs, of `micro_batches` in all: m runs on pipeline m mod their number."""
+        first = self.pipelines[stage] if self.pipelines else 0
+        return range(first, micro_batches, self.pipeline_count)
+
+
+def pipelines_of(placement: Placement) -> tuple[int, ...]:
+    """The pipeline of each stage; () where there is but one."""
+    return tuple(stage.pipeline for stage in placement.stages) if placement.pipelines > 1 else ()
 
 
 def depths_to_end(stages: int, edges: Iterable[tuple[int, int]]) -> tuple[int, ...]:
@@ -45,14 +62,3 @@ def depths_to_end(stages: int, edges: Iterable[tuple[int, int]]) -> tuple[int, .
     for source, target in sorted(edges, reverse=True):
         depths[source] = max(depths[source], depths[target] + 1)
     return tuple(depths)
-
-
-def require_equal_micro_batches(scheduler: str, problem: Problem, placement: Placement) -> None:
-    """Raise InfeasibleError unless all stages run the problem's micro-batches."""
-    for index, stage in enumerate(placement.stages):
-        if stage.micro_batch_size != problem.micro_batch_size:
-            raise InfeasibleError(
-                f"{scheduler} runs all stages on equal micro-batches, but stage {index} has {stage.micro_batch_size} "
-                f"samples a micro-batch where the step has {problem.micro_batch_size}",
-                hint="choose a strategy that leaves micro-batches alone",
-            )

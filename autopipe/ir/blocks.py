@@ -1,0 +1,165 @@
+"""Schedules of blocks: the schedule search's own problem and answer, with no model behind them.
+
+A placement of one unit gives blocks; units run the same blocks independently. A block takes whole time on one device,
+or on several at once, and changes the memory in use on each of them when it starts (Lin et al., "Tessel" (HPCA 2024),
+section III). Times and memory are whole numbers in units of the caller's choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopipe.ir.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One piece of a unit's work."""
+
+    name: str
+    devices: tuple[int, ...]
+    time: int
+    memory: int = 0
+    """Added to the memory in use on each of its devices when it starts; negative where it frees."""
+    after: tuple[int, ...] = ()
+    """Indices of the blocks of the same unit that must have ended before it starts."""
+    delays: tuple[int, ...] = ()
+    """Time from the end of each of `after` to the earliest start (a message under way); () for none."""
+
+    def delay(self, position: int) -> int:
+        """The delay behind `after[position]`."""
+        return self.delays[position] if self.delays else 0
+
+
+@dataclass(frozen=True)
+class BlockGraph:
+    """The blocks of one unit, and what the devices have room for."""
+
+    devices: int
+    blocks: tuple[Block, ...]
+    memory: tuple[int | None, ...]
+    """Room on each device; None for no limit."""
+    micro_batches_per_unit: int = 1
+
+    def verify(self) -> None:
+        """Raise ConfigurationError where blocks have no device, one out of range, no time, or wait in a circle."""
+        if not self.blocks:
+            raise ConfigurationError("there are no blocks")
+        if len(self.memory) != self.devices:
+            raise ConfigurationError(f"{len(self.memory)} memory limits for {self.devices} devices")
+        for block in self.blocks:
+            self._verify_block(block)
+        if len(self.order) < len(self.blocks):
+            waiting = next(index for index in range(len(self.blocks)) if index not in set(self.order))
+            names = " after ".join(self.blocks[index].name for index in self._circle(waiting))
+            raise ConfigurationError(f"blocks wait in a circle: {names}", where=f"block {self.blocks[waiting].name!r}")
+
+    def _verify_block(self, block: Block) -> None:
+        where = f"block {block.name!r}"
+        if not block.devices:
+            raise ConfigurationError("it is on no device", where=where)
+        if len(set(block.devices)) != len(block.devices):
+            raise ConfigurationError(f"its devices {list(block.devices)} name one twice", where=where)
+        for device in block.devices:
+            if not 0 <= device < self.devices:
+                hint = f"devices are numbered 0 to {self.devices - 1}"
+                raise ConfigurationError(f"there is no device {device}", hint=hint, where=where)
+        if block.time <= 0:
+            raise ConfigurationError(f"its time is {block.time}; it must be above 0", where=where)
+        if any(not 0 <= other < len(self.blocks) for other in block.after):
+            raise ConfigurationError("it comes after a block that is not there", where=where)
+        if block.delays and (len(block.delays) != len(block.after) or min(block.delays) < 0):
+            raise ConfigurationError("it has not one delay of 0 or more for each block before it", where=where)
+
+    def _circle(self, start: int) -> list[int]:
+        """A circle of blocks, each after the next, reached from one that never becomes ready."""
+        ready = set(self.order)
+        path = [start]
+        while path[-1] not in path[:-1]:
+            path.append(next(other for other in self.blocks[path[-1]].after if other not in ready))
+        return path[path.index(path[-1]) :]
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Indices of the blocks, each after all that it waits for; without those in or behind a circle."""
+        waits = [len(set(block.after)) for block in self.blocks]
+        found = [index for index, count in enumerate(waits) if count == 0]
+        for index in found:
+            for other, block in enumerate(self.blocks):
+                if index in block.after:
+                    waits[other] -= 1
+                    if waits[other] == 0:
+                        found.append(other)
+        return tuple(found)
+
+    @cached_property
+    def loads(self) -> tuple[int, ...]:
+        """Time of one unit on each device."""
+        found = [0] * self.devices
+        for block in self.blocks:
+            for device in block.devices:
+                found[device] += block.time
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRepetend:
+    """A steady state: block i of unit n starts at `starts[i] + period * (n - offsets[i])`.
+
+    One repetition holds each block once; block i stands in it for the unit `offsets[i]` further than the oldest one:
+    Tessel's micro-batch index of the block.
+    """
+
+    starts: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSchedule:
+    """When each block of each unit starts, and what is known of how good that is."""
+
+    graph: BlockGraph
+    starts: tuple[tuple[int, ...], ...]
+    """`starts[n][i]`: start of block i of unit n."""
+    period: int | None = None
+    """Time between units in the steady state; None where there is none."""
+    lower_bound: int = 0
+    """No schedule can have a shorter period (the makespan's where `repetend` is None)."""
+    optimal: bool = False
+    """Whether the period (the makespan's where `repetend` is None) is proven to be the least."""
+    repetend: BlockRepetend | None = None
+    search_time_s: float = 0.0
+
+    @property
+    def units(self) -> int:
+        """Number of units."""
+        return len(self.starts)
+
+    @property
+    def makespan(self) -> int:
+        """End of the last block; the first start is 0."""
+        blocks = self.graph.blocks
+        return max(start + block.time for unit in self.starts for start, block in zip(unit, blocks, strict=True))
+
+    @property
+    def tasks(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """For each device its (start, unit, block), ascending by start."""
+        found: list[list[tuple[int, int, int]]] = [[] for _ in range(self.graph.devices)]
+        for unit, starts in enumerate(self.starts):
+            for index, start in enumerate(starts):
+                for device in self.graph.blocks[index].devices:
+                    found[device].append((start, unit, index))
+        return tuple(tuple(sorted(each)) for each in found)
+
+    @property
+    def peak_memory(self) -> tuple[int, ...]:
+        """Most memory in use, a device each."""
+        peaks = []
+        for tasks in self.tasks:
+            used = peak = 0
+            for _, _, index in tasks:
+                used += self.graph.blocks[index].memory
+                peak = max(peak, used)
+            peaks.append(peak)
+        return tuple(peaks)
