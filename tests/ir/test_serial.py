@@ -32,7 +32,22 @@ def a_plan(model):
         None,
     )  # fmt: skip
     prediction = Prediction(
-        (StagePrediction(0.1, 0.2, 0.0, 0.01, 8, 16, 4, 2), StagePrediction(0.1, 0.2, 0.05, 0.01, 8, 16, 4, 2)),
+        tuple(
+            StagePrediction(
+                forward_s=0.1,
+                backward_s=0.2,
+                input_gradient_s=0.1,
+                weight_gradient_s=0.15,
+                gradient_s=gradient,
+                update_s=0.01,
+                parameter_bytes=8,
+                static_bytes=16,
+                kept_bytes=4,
+                weight_kept_bytes=3,
+                transient_bytes=2,
+            )
+            for gradient in (0.0, 0.05)
+        ),
         (Message(0, 1, 0, 1, 64, 32, 0.001, 0.0005), Message(0, 1, 0, 2, 64, 32, 0.001, 0.0005)),
     )
     schedule = Schedule(2, TASKS, (Repetend(0, 0, 0), Repetend(0, 2, 2), Repetend(0, 2, 2)), 0.3)
