@@ -13,6 +13,7 @@ from typing import Any
 from autopipe.configs.cluster_file import ClusterDescription
 from autopipe.configs.configuration import Configuration
 from autopipe.configs.dump import dump_value
+from autopipe.configs.placement_file import PlacementDescription
 from autopipe.configs.schema import Dataclass, Key, describe, field_docs, keys, rest_field, unwrap
 
 _INTRODUCTION = """\
@@ -35,6 +36,8 @@ def reference() -> str:
         table(Configuration),
         "## A cluster file\n\nGiven by `--cluster FILE` or `cluster.file`, or under `cluster.inline`.\n",
         table(ClusterDescription),
+        "## A placement file\n\nBlocks given by hand, for `autopipe schedule FILE`.\n",
+        table(PlacementDescription),
     ]
     return "\n".join(parts)
 

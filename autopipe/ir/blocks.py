@@ -7,10 +7,14 @@ section III). Times and memory are whole numbers in units of the caller's choice
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from autopipe.ir.errors import ConfigurationError
+
+_MOST_NAMES = 8
+"""Blocks of a circle that are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +55,8 @@ class BlockGraph:
         for block in self.blocks:
             self._verify_block(block)
         if len(self.order) < len(self.blocks):
-            waiting = next(index for index in range(len(self.blocks)) if index not in set(self.order))
-            names = " after ".join(self.blocks[index].name for index in self._circle(waiting))
+            waiting = min(set(range(len(self.blocks))) - set(self.order))
+            names = " after ".join(_names(self.blocks[index] for index in self._circle(waiting)))
             raise ConfigurationError(f"blocks wait in a circle: {names}", where=f"block {self.blocks[waiting].name!r}")
 
     def _verify_block(self, block: Block) -> None:
@@ -84,13 +88,16 @@ class BlockGraph:
     def order(self) -> tuple[int, ...]:
         """Indices of the blocks, each after all that it waits for; without those in or behind a circle."""
         waits = [len(set(block.after)) for block in self.blocks]
+        following: list[list[int]] = [[] for _ in self.blocks]
+        for index, block in enumerate(self.blocks):
+            for other in set(block.after):
+                following[other].append(index)
         found = [index for index, count in enumerate(waits) if count == 0]
         for index in found:
-            for other, block in enumerate(self.blocks):
-                if index in block.after:
-                    waits[other] -= 1
-                    if waits[other] == 0:
-                        found.append(other)
+            for other in following[index]:
+                waits[other] -= 1
+                if waits[other] == 0:
+                    found.append(other)
         return tuple(found)
 
     @cached_property
@@ -101,6 +108,12 @@ class BlockGraph:
             for device in block.devices:
                 found[device] += block.time
         return tuple(found)
+
+
+def _names(blocks: Iterable[Block]) -> list[str]:
+    """Their names for a message; of many, the first ones and the last."""
+    names = [repr(block.name) for block in blocks]
+    return names if len(names) <= _MOST_NAMES else [*names[: _MOST_NAMES - 2], "...", names[-1]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,135 @@
+"""The schema of a placement given by hand: the blocks of one unit, for schedule search without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from autopipe.configs.convert import convert, nearest
+from autopipe.configs.schema import AtLeast, AtMost, Origin
+from autopipe.configs.source import Place, quote, read_file
+from autopipe.ir.blocks import Block, BlockGraph
+from autopipe.ir.errors import ConfigurationError
+
+FORMAT = "autopipe.placement/1"
+MOST_DEVICES = 4096
+MOST_BLOCKS = 20_000
+MOST = 10**12
+"""Largest time and memory: sums over all blocks of all units stay far below 2^63."""
+
+Time = Annotated[int, AtLeast(1), AtMost(MOST)]
+Delay = Annotated[int, AtLeast(0), AtMost(MOST)]
+Change = Annotated[int, AtLeast(-MOST), AtMost(MOST)]
+Room = Annotated[int, AtLeast(0), AtMost(MOST)]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDescription:
+    """One block."""
+
+    name: str
+    """Its name, which no other block has."""
+
+    devices: tuple[Annotated[int, AtLeast(0)], ...]
+    """The device it runs on, or several that run it together."""
+
+    time: Time
+    """How long it takes, in units of your choice."""
+
+    memory: Change = 0
+    """What it adds to the memory in use on each of its devices when it starts; below 0 where it frees."""
+
+    after: tuple[str, ...] = ()
+    """Names of the blocks of the same unit that must have ended before it starts."""
+
+    delays: tuple[Delay, ...] = ()
+    """For each of `after` the time that what it sends is under way; none without it."""
+
+    place: Annotated[Place, Origin("name")] = field(default=Place("a placement"), compare=False)
+    """Where the name was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementDescription:
+    """The blocks of one unit, and the devices that run them."""
+
+    format: Literal["autopipe.placement/1"]
+    """What the file is."""
+
+    devices: Annotated[int, AtLeast(1), AtMost(MOST_DEVICES)]
+    """Number of devices."""
+
+    blocks: tuple[BlockDescription, ...]
+    """The blocks of one unit, in any order."""
+
+    memory: Room | tuple[Room, ...] | None = None
+    """Room on a device: one number for all, or a list with one for each; `null` for no limit."""
+
+    micro_batches_per_unit: Annotated[int, AtLeast(1), AtMost(2**20)] = 1
+    """Micro-batches that one unit stands for."""
+
+
+def read_placement(path: str | Path) -> BlockGraph:
+    """The blocks described in a YAML file. Raises ConfigurationError with `file:line`."""
+    document = read_file(path)
+    description = convert(document, PlacementDescription)
+    top = str(document.place)
+    index = _indices(description.blocks, top)
+    graph = BlockGraph(
+        description.devices,
+        tuple(_block(block, index, description.devices) for block in description.blocks),
+        _rooms(description, top),
+        description.micro_batches_per_unit,
+    )
+    try:
+        graph.verify()
+    except ConfigurationError as error:  # a circle: all else has been checked with its line
+        waiting = min(set(range(len(graph.blocks))) - set(graph.order))
+        place = description.blocks[waiting].place
+        raise ConfigurationError(error.message, "remove one of their `after`", str(place)) from error
+    return graph
+
+
+def _indices(blocks: Sequence[BlockDescription], top: str) -> dict[str, int]:
+    """The index of each block by name."""
+    if not 0 < len(blocks) <= MOST_BLOCKS:
+        raise ConfigurationError(f"there are {len(blocks)} blocks", f"1 to {MOST_BLOCKS} are taken", top)
+    index: dict[str, int] = {}
+    for position, block in enumerate(blocks):
+        if block.name in index:
+            first = blocks[index[block.name]].place.line
+            message = f"two blocks are called {quote(block.name)} (the first in line {first})"
+            raise ConfigurationError(message, "give each a name of its own", str(block.place))
+        index[block.name] = position
+    return index
+
+
+def _block(described: BlockDescription, index: dict[str, int], devices: int) -> Block:
+    name, place = f"block {quote(described.name)}", str(described.place)
+    if not described.devices:
+        raise ConfigurationError(f"{name} is on no device", "name at least one", place)
+    if len(set(described.devices)) < len(described.devices):
+        raise ConfigurationError(f"{name} names a device twice: {list(described.devices)}", "name each once", place)
+    if max(described.devices) >= devices:
+        message = f"{name} is on device {max(described.devices)}, but there are {devices}"
+        raise ConfigurationError(message, f"devices are numbered 0 to {devices - 1}", place)
+    for other in described.after:
+        if other not in index:
+            message = f"{name} comes after {quote(other)}, which is no block"
+            raise ConfigurationError(message, nearest(other, index), place)
+    if described.delays and len(described.delays) != len(described.after):
+        message = f"{name} has {len(described.delays)} delays for {len(described.after)} blocks before it"
+        raise ConfigurationError(message, "give one for each of `after`, or none", place)
+    after = tuple(index[other] for other in described.after)
+    return Block(described.name, described.devices, described.time, described.memory, after, described.delays)
+
+
+def _rooms(description: PlacementDescription, top: str) -> tuple[int | None, ...]:
+    if not isinstance(description.memory, tuple):
+        return (description.memory,) * description.devices
+    if len(description.memory) != description.devices:
+        message = f"memory has {len(description.memory)} numbers for {description.devices} devices"
+        raise ConfigurationError(message, "give one for each device, or one number for all", top)
+    return description.memory
