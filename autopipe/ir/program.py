@@ -7,7 +7,7 @@ The *when*: for each rank, a list of instructions, loops rolled up (`RankCode`).
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopipe.ir.graph import Constant, Parameter, Value
 from autopipe.ir.layout import Box
@@ -137,15 +137,19 @@ class Verb(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One verb on one stage and micro-batch. `receive` posts, `forward` and `backward` wait, `send` returns at once."""
+    """One verb on one stage and micro-batch. `receive` posts, `forward` and `backward` wait, `send` returns at once.
+
+    A receive is of what one stage, `source`, sends; of what all stages send where it is None.
+    """
 
     verb: Verb
     stage: int
     micro_batch: int
+    source: int | None = None
 
     def shifted(self, distance: int) -> Instruction:
         """The same on a micro-batch `distance` further."""
-        return Instruction(self.verb, self.stage, self.micro_batch + distance)
+        return replace(self, micro_batch=self.micro_batch + distance)
 
 
 @dataclass(frozen=True, slots=True)

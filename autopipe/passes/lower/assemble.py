@@ -23,11 +23,12 @@ from autopipe.ir.program import (
     Verb,
 )
 from autopipe.ir.schedule import Schedule, Task
-from autopipe.passes.lower.executable import check_messages, check_tasks
+from autopipe.passes.lower.executable import check_tasks
 from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.lower.inputs import input_ranges
 from autopipe.passes.lower.order import instructions, sections
 from autopipe.passes.lower.parameters import parameter_shards, torn_parameters
+from autopipe.passes.lower.posting import Talking, sending_orders
 from autopipe.passes.lower.shard import Demands, ShardedStage, shard_stage
 from autopipe.passes.lower.stages import assign_nodes
 from autopipe.passes.lower.transfers import transfer_pieces
@@ -43,7 +44,6 @@ def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | No
     wanted = (loss,) if loss is not None else tuple(dict.fromkeys(graph.outputs))
     stages = _sharded(graph, placement, wanted)
     pieces = transfer_pieces(graph, stages, differentiable_values(graph) if loss is not None else frozenset())
-    check_messages(pieces, schedule)
     shards = parameter_shards(graph, schedule.devices, stages)
     batch = batch_axes_of(graph)
     return Program(
@@ -98,12 +98,13 @@ def _ranks(
     schedule: Schedule,
 ) -> tuple[RankCode, ...]:
     wired = _wired(graph, stages, pieces, schedule.devices)
-    rolled: dict[tuple[tuple[Task, ...], frozenset[tuple[int, Verb]]], tuple[Section, Section, Section]] = {}
+    orders = sending_orders(schedule)
+    rolled: dict[tuple[tuple[Task, ...], Talking], tuple[Section, Section, Section]] = {}
     found = []
     for rank, tasks in enumerate(schedule.tasks):
         key = (tasks, _talking(rank, wired[rank]))
         if key not in rolled:  # The ranks of a group mostly do the same.
-            rolled[key] = sections(instructions(*key))
+            rolled[key] = sections(instructions(*key, orders))
         found.append(RankCode(rank, tuple(wired[rank]), shards[rank], *rolled[key]))
     return tuple(found)
 
@@ -128,21 +129,22 @@ def _wired(
     return found
 
 
-def _talking(rank: int, wired: list[StageOnRank]) -> frozenset[tuple[int, Verb]]:
-    """Which verbs have anything to do on this rank: pieces within a rank are handed over, not sent."""
-    found: set[tuple[int, Verb]] = set()
+def _talking(rank: int, wired: list[StageOnRank]) -> Talking:
+    """What the rank exchanges with others."""
+    sends: set[tuple[int, Verb]] = set()
+    receives: set[tuple[int, Verb, int]] = set()
     for stage in wired:
-        receives = [piece for piece in stage.receives if piece.source_rank != rank]
-        sends = [piece for piece in stage.sends if piece.target_rank != rank]
-        if receives:
-            found.add((stage.stage, Verb.RECEIVE))
-        if sends:
-            found.add((stage.stage, Verb.SEND))
-        if any(piece.needs_gradient for piece in sends):
-            found.add((stage.stage, Verb.RECEIVE_GRADIENT))
-        if any(piece.needs_gradient for piece in receives):
-            found.add((stage.stage, Verb.SEND_GRADIENT))
-    return frozenset(found)
+        for piece in stage.receives:
+            if piece.source_rank != rank:
+                receives.add((stage.stage, Verb.RECEIVE, piece.source_stage))
+                if piece.needs_gradient:
+                    sends.add((stage.stage, Verb.SEND_GRADIENT))
+        for piece in stage.sends:
+            if piece.target_rank != rank:
+                sends.add((stage.stage, Verb.SEND))
+                if piece.needs_gradient:
+                    receives.add((stage.stage, Verb.RECEIVE_GRADIENT, piece.target_stage))
+    return Talking(frozenset(sends), frozenset(receives))
 
 
 def _output(graph: Graph, name: str, stages: tuple[ShardedStage, ...], batch: BatchAxes) -> Output:

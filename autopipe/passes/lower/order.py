@@ -8,31 +8,20 @@ import numpy as np
 
 from autopipe.ir.program import Instruction, Loop, Section, Verb
 from autopipe.ir.schedule import Phase, Task
+from autopipe.passes.lower.posting import SendingOrders, Talking, postings
 
 _COMPUTE = {Phase.FORWARD: Verb.FORWARD, Phase.BACKWARD: Verb.BACKWARD}
-_BEFORE = {Phase.FORWARD: Verb.RECEIVE, Phase.BACKWARD: Verb.RECEIVE_GRADIENT}
 _AFTER = {Phase.FORWARD: Verb.SEND, Phase.BACKWARD: Verb.SEND_GRADIENT}
 
 
-def instructions(tasks: Sequence[Task], talking: frozenset[tuple[int, Verb]]) -> tuple[Instruction, ...]:
-    """The rank's instructions for a step. `talking` holds the (stage, verb) that have anything to exchange.
-
-    A task's receives are posted one task ahead, before the previous task computes, so that they overlap with it.
-    """
+def instructions(tasks: Sequence[Task], talking: Talking, orders: SendingOrders) -> tuple[Instruction, ...]:
+    """The rank's instructions for a step: its tasks, with receives before them (see `postings`) and sends behind."""
     found: list[Instruction] = []
-
-    def add(verb: Verb, task: Task) -> None:
-        if verb in _COMPUTE.values() or (task.stage, verb) in talking:
-            found.append(Instruction(verb, task.stage, task.micro_batch))
-
-    for position, task in enumerate(tasks):
-        if position == 0:
-            add(_BEFORE[task.phase], task)
-        if position + 1 < len(tasks):
-            following = tasks[position + 1]
-            add(_BEFORE[following.phase], following)
-        add(_COMPUTE[task.phase], task)
-        add(_AFTER[task.phase], task)
+    for task, asked in zip(tasks, postings(tasks, talking, orders), strict=True):
+        found += asked
+        found.append(Instruction(_COMPUTE[task.phase], task.stage, task.micro_batch))
+        if (task.stage, _AFTER[task.phase]) in talking.sends:
+            found.append(Instruction(_AFTER[task.phase], task.stage, task.micro_batch))
     return tuple(found)
 
 
@@ -60,8 +49,9 @@ _LONGEST_BODY = 256
 
 def _longest_loop(flat: Sequence[Instruction]) -> tuple[int, int, int, int] | None:
     """(start, body length, count, stride) of the loop that covers most instructions; the shortest body among equals."""
-    kinds: dict[tuple[int, Verb], int] = {}
-    codes = np.array([kinds.setdefault((each.stage, each.verb), len(kinds)) for each in flat], np.int64)
+    kinds: dict[tuple[int, Verb, int | None], int] = {}
+    keys = ((each.stage, each.verb, each.source) for each in flat)
+    codes = np.array([kinds.setdefault(key, len(kinds)) for key in keys], np.int64)
     indices = np.array([each.micro_batch for each in flat], np.int64)
     best: tuple[int, int, int, int] | None = None
     covered = 0

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autopipe.ir.errors import CodegenError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.program import Collective, Instruction, Loop, Piece, Program, RankCode, Section, StageOnRank, Verb
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.lower import lower
 from autopipe.passes.lower.order import sections
-from tests.distributed.builder import mlp
+from tests.distributed.builder import Builder, mlp
 from tests.distributed.drawing import Case, cases
 
 
@@ -112,7 +110,12 @@ class Machine:
         verb, micro_batch = instruction.verb, instruction.micro_batch
         backward = verb in (Verb.RECEIVE_GRADIENT, Verb.SEND_GRADIENT, Verb.BACKWARD)
         if verb in (Verb.RECEIVE, Verb.RECEIVE_GRADIENT):
-            book, pieces = self.posted, self.incoming(wired, backward)
+            book = self.posted
+            pieces = [
+                piece
+                for piece in self.incoming(wired, backward)
+                if instruction.source in (None, piece.target_stage if backward else piece.source_stage)
+            ]
         else:
             book, pieces = self.sent, self.outgoing(wired, backward)
         if verb in (Verb.SEND, Verb.SEND_GRADIENT):
@@ -158,7 +161,7 @@ def test_what_repeats_becomes_one_loop(loop: Loop) -> None:
     assert repetend[0].count * len(repetend[0].body) + len(warm_up) + len(cool_down) <= loop.count * len(loop.body)
 
 
-def test_micro_batches_in_different_orders_are_refused() -> None:
+def test_receives_follow_the_order_in_which_the_other_stage_sends() -> None:
     graph, loss = mlp(1)
     placement = Placement((Stage((0,), (0,), 4), Stage((1, 2, 3), (1,), 4)))
     orders = [
@@ -167,5 +170,26 @@ def test_micro_batches_in_different_orders_are_refused() -> None:
     ]
     schedule = Schedule(2, tuple(orders))
     schedule.verify(StageGraph(2, ((0,), (1,)), ((0, 1),)), True)
-    with pytest.raises(CodegenError, match="stages 0 and 1 run the forwards of micro-batches in different orders"):
-        lower(graph, placement, schedule, loss)
+    program = lower(graph, placement, schedule, loss)
+    Machine(program).run()
+    asked = [[each for each in unrolled(rank) if each.verb.value.startswith("receive")] for rank in program.ranks]
+    assert asked[1] == [Instruction(Verb.RECEIVE, 1, 0), Instruction(Verb.RECEIVE, 1, 1)]
+    assert asked[0] == [Instruction(Verb.RECEIVE_GRADIENT, 0, 1), Instruction(Verb.RECEIVE_GRADIENT, 0, 0)]
+
+
+def test_stages_that_send_in_different_orders_are_asked_one_by_one() -> None:
+    builder = Builder()
+    given = builder.input((4, 4))
+    left = builder.node("MatMul", given, builder.parameter((4, 4)))
+    right = builder.node("MatMul", given, builder.parameter((4, 4)))
+    loss = builder.mean_square(builder.node("Mul", left, right))
+    graph = builder.graph(loss)
+    placement = Placement((Stage((0,), (0,), 4), Stage((1,), (1,), 4), Stage((2, 3, 4), (2,), 4)))
+    orders = [
+        tuple(Task(stage, phase, index) for phase in (Phase.FORWARD, Phase.BACKWARD) for index in order)
+        for stage, order in enumerate([(0, 1), (1, 0), (0, 1)])
+    ]
+    program = lower(graph, placement, Schedule(2, tuple(orders)), loss)
+    Machine(program).run()
+    asked = [each for each in unrolled(program.ranks[2]) if each.verb is Verb.RECEIVE]
+    assert [(each.source, each.micro_batch) for each in asked] == [(0, 0), (1, 1), (1, 0), (0, 1)]

@@ -143,7 +143,8 @@ def _lines(items: list[Instruction] | tuple[Instruction, ...], indent: str, vari
         if current and done and item.verb not in (Verb.SEND, Verb.SEND_GRADIENT):
             lines.append(indent + "; ".join(current))
             current, done = [], False
-        current.append(f"s{item.stage}.{item.verb.value}({_index(item.micro_batch, variable, base)})")
+        source = "" if item.source is None else f", source={item.source}"
+        current.append(f"s{item.stage}.{item.verb.value}({_index(item.micro_batch, variable, base)}{source})")
         done = done or item.verb in _TASK_ENDS
     if current:
         lines.append(indent + "; ".join(current))

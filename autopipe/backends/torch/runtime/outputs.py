@@ -24,7 +24,7 @@ class OutputCollector:
         self._manifest = manifest
         self._transport = transport
         self._path = path
-        self._kept: dict[int, list[torch.Tensor]] = {}
+        self._kept: dict[int, dict[int, torch.Tensor]] = {}
 
     def keep(self, stage: int, micro_batch: int, rank: int, results: tuple[torch.Tensor, ...]) -> None:
         """Keep what a forward gave, if anyone asked for outputs."""
@@ -32,7 +32,7 @@ class OutputCollector:
             return
         for index, entry in enumerate(self._manifest.outputs):
             if entry.stage == stage and any(shard.rank == rank for shard in _needed(entry)):
-                self._kept.setdefault(index, []).append(results[entry.position].detach().cpu().contiguous())
+                self._kept.setdefault(index, {})[micro_batch] = results[entry.position].detach().cpu().contiguous()
 
     def finish(self) -> None:
         """Send the blocks to rank 0, which writes the file, whole or not at all."""
@@ -57,7 +57,7 @@ class OutputCollector:
     def _fetch(self, index: int, entry: OutputEntry, shard: OutputShard) -> torch.Tensor | None:
         """A rank's blocks of all micro-batches, stacked, on rank 0; None elsewhere."""
         own = self._transport.rank
-        stacked = torch.stack(self._kept[index]) if shard.rank == own else None
+        stacked = torch.stack([each for _, each in sorted(self._kept[index].items())]) if shard.rank == own else None
         if shard.rank == 0:
             return stacked
         tag = _TAG + index

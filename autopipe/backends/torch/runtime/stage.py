@@ -59,11 +59,11 @@ class Stage:
         """Weight of one micro-batch's loss on this rank in the step's loss; 0 where the stage gives no loss."""
         return 0.0 if self._loss is None else self._loss.share
 
-    def receive(self, micro_batch: int) -> None:
-        """Post the receives of the arguments that come from other ranks."""
+    def receive(self, micro_batch: int, source: int | None = None) -> None:
+        """Post the receives of the arguments that come from other ranks, all or those of one stage."""
         arrivals = self._arrivals.setdefault(micro_batch, {})
         for wire in self._receives:
-            if wire.rank != self._rank.number:
+            if wire.rank != self._rank.number and source in (None, wire.stage):
                 dtype, shape = self._inputs[wire.argument]
                 like = (dtype, shape if wire.box is None else _extents(wire.box))
                 arrivals[wire.channel] = self._rank.transport.receive(like, wire.rank, wire.channel, False)
@@ -124,11 +124,11 @@ class Stage:
                 part = _part(kept.results[wire.result], wire.box)
                 self._rank.transport.send(part, wire.rank, wire.channel, False)
 
-    def receive_gradient(self, micro_batch: int) -> None:
-        """Post the receives of the results' gradients."""
+    def receive_gradient(self, micro_batch: int, source: int | None = None) -> None:
+        """Post the receives of the results' gradients, all or those of one stage."""
         kept = self._gradient_arrivals.setdefault(micro_batch, {})
         for wire in self._sends:
-            if wire.gradient and wire.rank != self._rank.number:
+            if wire.gradient and wire.rank != self._rank.number and source in (None, wire.stage):
                 kept[wire.channel] = self._rank.transport.receive(
                     self._result_like(wire), wire.rank, wire.channel, True
                 )
