@@ -21,8 +21,8 @@ STRATEGIES = {
 """Where each built-in strategy's class lives."""
 
 SCHEDULERS = {
-    "1f1b": "autopipe.passes.schedule.one_f_one_b:OneForwardOneBackward",
-    "gpipe": "autopipe.passes.schedule.gpipe:GPipe",
+    "1f1b": "autopipe.passes.schedule.named.one_f_one_b:OneForwardOneBackward",
+    "gpipe": "autopipe.passes.schedule.named.gpipe:GPipe",
 }
 """Where each built-in scheduler's class lives."""
 

@@ -23,7 +23,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.plan import Plan, Summary
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
 from autopipe.ir.stage_graph import StageGraph
-from autopipe.passes.schedule.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.predict import ticks_of
 from autopipe.passes.schedule.simulate import simulate
 

@@ -16,8 +16,8 @@ from autopipe.ir.placement import Placement, Split, Stage, stage_edges
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.space import AxisKind
 from autopipe.ir.stage_graph import StageGraph
-from autopipe.passes.schedule.gpipe import order_gpipe
-from autopipe.passes.schedule.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.named.gpipe import order_gpipe
+from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from tests.distributed.builder import Builder
 
 BATCH = 4

@@ -22,8 +22,8 @@ from autopipe.ir.program import Program
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.lower import lower
-from autopipe.passes.schedule.gpipe import order_gpipe
-from autopipe.passes.schedule.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.named.gpipe import order_gpipe
+from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from tests.distributed.builder import evaluate
 from tests.distributed.pool import Pools
 

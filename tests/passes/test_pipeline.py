@@ -16,8 +16,8 @@ from autopipe.ir.problem import Mode
 from autopipe.passes.pipeline import Request, make_plan, pass_names, reopen
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pipedream.strategy import PipeDream
-from autopipe.passes.schedule.gpipe import GPipe
-from autopipe.passes.schedule.one_f_one_b import OneForwardOneBackward
+from autopipe.passes.schedule.named.gpipe import GPipe
+from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
 
 
 def cluster(devices):

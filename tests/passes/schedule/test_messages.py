@@ -14,7 +14,7 @@ from autopipe.passes.lower import lower
 from autopipe.passes.pipeline import Request, make_plan
 from autopipe.passes.placement.pipedream.strategy import PipeDream
 from autopipe.passes.schedule.messages import stage_messages
-from autopipe.passes.schedule.one_f_one_b import OneForwardOneBackward
+from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
 
 GROUPS = [
     ((0,), (1,)),

@@ -12,8 +12,8 @@ from random_dags import chain, stage_graphs
 from autopipe.ir.prediction import StagePrediction
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.stage_graph import StageGraph, depths_to_end
-from autopipe.passes.schedule.gpipe import order_gpipe
-from autopipe.passes.schedule.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.named.gpipe import order_gpipe
+from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.predict import ticks_of
 
 BOTH = pytest.mark.parametrize("order", [order_gpipe, order_1f1b])

@@ -12,8 +12,8 @@ from random_dags import chain, free_messages, predicted, stage_graphs
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
 from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.passes.schedule.gpipe import order_gpipe
-from autopipe.passes.schedule.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.named.gpipe import order_gpipe
+from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.predict import ticks_of
 from autopipe.passes.schedule.simulate import simulate
 

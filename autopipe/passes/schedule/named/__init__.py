@@ -1,0 +1,1 @@
+"""Published schedules by name, one a file."""
