@@ -13,7 +13,6 @@ from autopipe.configs.source import Place, quote, read_file
 from autopipe.ir.blocks import Block, BlockGraph
 from autopipe.ir.errors import ConfigurationError
 
-FORMAT = "autopipe.placement/1"
 MOST_DEVICES = 4096
 MOST_BLOCKS = 20_000
 MOST = 10**12

@@ -156,6 +156,17 @@ class BlockSchedule:
         return max(start + block.time for unit in self.starts for start, block in zip(unit, blocks, strict=True))
 
     @property
+    def gap(self) -> float:
+        """Share of the period (the makespan where `repetend` is None) that lies above what is proven."""
+        value = self.makespan if self.repetend is None or self.period is None else self.period
+        return 0.0 if self.optimal else max(0.0, (value - self.lower_bound) / value)
+
+    @property
+    def steady_bubble_rate(self) -> float | None:
+        """Share of a period in which even the busiest device is idle; None where there is no steady state."""
+        return 1.0 - max(self.graph.loads) / self.period if self.period else None
+
+    @property
     def tasks(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
         """For each device its (start, unit, block), ascending by start."""
         found: list[list[tuple[int, int, int]]] = [[] for _ in range(self.graph.devices)]

@@ -16,7 +16,7 @@ from autopipe.ir.problem import Mode
 from autopipe.ir.schedule import Schedule
 from autopipe.ir.serial.placement_form import placement_form, placement_of
 from autopipe.ir.serial.prediction_form import prediction_form, prediction_of
-from autopipe.ir.serial.record import Record, read_record
+from autopipe.ir.serial.record import Record, read_record, record_text
 from autopipe.ir.serial.schedule_file import read_schedule, schedule_form
 from autopipe.ir.stage_graph import StageGraph, pipelines_of
 from autopipe.ir.timeline import Timeline
@@ -33,8 +33,8 @@ def write_plan(folder: Path, plan: Plan, timeline: Timeline, home: Path | None =
     """Write `plan.json` and `schedule.json` into `folder`. The model's path is written relative to `home`, the folder
     that they are to lie in (default: `folder`)."""
     model = os.path.relpath(plan.model, home or folder)
-    (folder / PLAN_FILE).write_text(_dump(plan_form(dataclasses.replace(plan, model=model))), encoding="utf-8")
-    (folder / SCHEDULE_FILE).write_text(_dump(schedule_form(plan, timeline)), encoding="utf-8")
+    (folder / PLAN_FILE).write_text(record_text(plan_form(dataclasses.replace(plan, model=model))), encoding="utf-8")
+    (folder / SCHEDULE_FILE).write_text(record_text(schedule_form(plan, timeline)), encoding="utf-8")
 
 
 def read_plan(folder: Path) -> Plan:
@@ -130,9 +130,3 @@ def _summary_of(record: Record) -> Summary:
         optimal=record.at("optimal").boolean(),
         gap=None if gap.value is None else gap.number(),
     )
-
-
-def _dump(form: dict[str, object]) -> str:
-    """One line an entry of the outer object, so that files are compact and differences readable."""
-    lines = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in form.items()]
-    return "{" + ",\n ".join(lines) + "}\n"

@@ -1,4 +1,4 @@
-"""Reading JSON strictly: what is missing or of the wrong type is refused with its file and key."""
+"""JSON documents: written compactly, read strictly; what is missing or of the wrong type is refused with its key."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ class Record:
         if key not in self.value:
             raise ConfigurationError(f"{self._key(key)} is missing", hint="write the file anew", where=self.file)
         return Record(self.value[key], self.file, self._key(key))
+
+    def has(self, key: str) -> bool:
+        """Whether an object has a value under `key`."""
+        return isinstance(self.value, dict) and key in self.value
 
     def items(self) -> Iterator[Record]:
         """The members of a list."""
@@ -101,6 +105,12 @@ def read_record(path: Path, form: str) -> Record:
             f"the format is {found!r}", hint=f"this autopipe reads {form!r}; write the file anew", where=where
         )
     return record
+
+
+def record_text(form: dict[str, object]) -> str:
+    """The document as JSON, an entry of the outer object a line: compact files, and differences that can be read."""
+    lines = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in form.items()]
+    return "{" + ",\n ".join(lines) + "}\n"
 
 
 def _refuse_constant(text: str) -> NoReturn:

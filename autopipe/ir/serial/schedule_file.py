@@ -1,4 +1,4 @@
-"""`schedule.json`: who runs what and when, as blocks (a phase of a stage) on units (micro-batches)."""
+"""`schedule.json` of a plan: who runs what and when, as blocks (a phase of a stage) on units (micro-batches)."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import re
 from pathlib import Path
 
 from autopipe.ir.plan import Plan
+from autopipe.ir.prediction import StagePrediction
 from autopipe.ir.schedule import Phase, Repetend, Schedule, Task
 from autopipe.ir.serial.record import Record, read_record
+from autopipe.ir.serial.schedule_form import FORMAT, block_form, order_form
 from autopipe.ir.timeline import Timeline
 
-FORMAT = "autopipe.schedule/1"
 _BLOCK = re.compile(r"(\d{1,9})([FBIW])")
 
 
 def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
     """The schedule of a plan as lists, dicts and scalars, with times in seconds and memory in bytes.
 
-    A block's memory is what it adds when it starts: a forward what it keeps, a backward as much less.
+    A block's memory is what it adds: a forward what it keeps, a backward, or its halves together, as much less.
     """
     schedule, stages = plan.schedule, plan.prediction.stages
     kinds = sorted({(task.stage, task.phase.value) for order in schedule.tasks for task in order}, key=_block_order)
@@ -26,26 +27,14 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
     blocks = []
     for stage, letter in kinds:
         phase = Phase(letter)
-        kept = stages[stage].kept_bytes if trains else 0
-        blocks.append(
-            {
-                "name": f"{stage}{letter}",
-                "devices": list(plan.placement.stages[stage].devices),
-                "time": stages[stage].seconds(phase),
-                "memory": kept if phase is Phase.FORWARD else -kept,
-                "after": sorted(index[kind] for kind in _before(plan, stage, letter) if kind in index),
-            }
-        )
+        after = sorted(index[kind] for kind in _before(plan, stage, letter) if kind in index)
+        devices, memory = plan.placement.stages[stage].devices, _change(stages[stage], phase) if trains else 0
+        blocks.append(block_form(f"{stage}{letter}", devices, stages[stage].seconds(phase), memory, after))
     starts = {(span.device, span.task): span.start for span in timeline.spans}
     tasks = [
-        [
-            {
-                "block": index[task.stage, task.phase.value],
-                "unit": task.micro_batch,
-                "start": round(starts[device, task], 12),
-            }
-            for task in order
-        ]
+        order_form(
+            (index[task.stage, task.phase.value], task.micro_batch, round(starts[device, task], 12)) for task in order
+        )
         for device, order in enumerate(schedule.tasks)
     ]
     return {
@@ -84,6 +73,18 @@ def read_schedule(path: Path, stage_devices: tuple[tuple[int, ...], ...]) -> Sch
 
 def _block_order(kind: tuple[int, str]) -> tuple[int, int]:
     return "FBIW".index(kind[1]), kind[0]
+
+
+def _change(stage: StagePrediction, phase: Phase) -> int:
+    match phase:
+        case Phase.FORWARD:
+            return stage.kept_bytes
+        case Phase.BACKWARD:
+            return -stage.kept_bytes
+        case Phase.INPUT_GRADIENT:
+            return stage.weight_kept_bytes - stage.kept_bytes
+        case Phase.WEIGHT_GRADIENT:
+            return -stage.weight_kept_bytes
 
 
 def _before(plan: Plan, stage: int, letter: str) -> list[tuple[int, str]]:
