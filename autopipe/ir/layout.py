@@ -141,6 +141,19 @@ def result_layout(
     return Layout(held.shape, held.degrees, held.cuts, partial, over)
 
 
+def plain(layout: Layout) -> Layout:
+    """The one spelling of a layout: whole tensors carry no splits."""
+    return replicated(layout.shape) if layout.is_whole else layout
+
+
+def even_degree_hint(extent: int, degree: int) -> str:
+    """What would let `degree` devices share an axis of `extent` equally."""
+    divisors = [count for count in range(2, min(degree, extent) + 1) if extent % count == 0]
+    padded = -(-extent // degree) * degree
+    others = f", or take {divisors[-1]} devices" if divisors else ""
+    return f"pad it to {padded} in the model{others}"
+
+
 def is_block(space: Space, axis: str, degree: int) -> bool:
     """Whether cutting `axis` leaves every device one block of each tensor: it is the outermost of its dimensions."""
     extent = space.axis(axis).extent

@@ -17,6 +17,8 @@ Grammar::
     !   the axis must stay whole: the operator cannot be split along it (yet)
     +   partial results over a split of this axis add up            (MatMul's k, ReduceSum)
     ~   partial results over a split average, with equal shares    (ReduceMean)
+    &   devices with a part each compute together: the operator knows its part, and exchanges statistics over the group
+        where it needs any; results without the axis add up       (Softmax's classes, the rows of a table looked up in)
 
 An axis absent from a result and without a mark is treated as whole.
 """
@@ -45,6 +47,8 @@ class AxisKind(enum.Enum):
     """Reduced: shards hold partial sums."""
     MEAN = "mean"
     """Reduced: shards hold means of equal shares."""
+    JOINT = "joint"
+    """Computed together: shards of results that it indexes, partial sums of those that it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ class Space:
         return {axis.name: axis.extent for axis in self.axes}
 
     def __str__(self) -> str:
-        marks = {AxisKind.WHOLE: "!", AxisKind.SUM: "+", AxisKind.MEAN: "~", AxisKind.PARALLEL: ""}
+        marks = {kind: mark for mark, kind in _MARKS.items()} | {AxisKind.PARALLEL: ""}
         kinds = {axis.name: marks[axis.kind] for axis in self.axes}
 
         def spell(tensor: tuple[Dimension, ...] | None) -> str:
@@ -100,7 +104,8 @@ class NotationError(AutopipeError):
     """A line of notation that does not fit the tensors it is meant for: a mistake in an operator's row."""
 
 
-_TOKEN = re.compile(r"\(|\)|\?|1(?![\w])|[A-Za-z_]\w*[!+~]?")
+_MARKS = {"!": AxisKind.WHOLE, "+": AxisKind.SUM, "~": AxisKind.MEAN, "&": AxisKind.JOINT}
+_TOKEN = re.compile(r"\(|\)|\?|1(?![\w])|[A-Za-z_]\w*[!+~&]?")
 
 
 def parse(
@@ -130,11 +135,9 @@ def parse(
 
 
 def _kind(name: str, mark: str, in_results: set[str]) -> AxisKind:
-    if mark == "+":
-        return AxisKind.SUM
-    if mark == "~":
-        return AxisKind.MEAN
-    return AxisKind.PARALLEL if not mark and name in in_results else AxisKind.WHOLE
+    if mark:
+        return _MARKS[mark]
+    return AxisKind.PARALLEL if name in in_results else AxisKind.WHOLE
 
 
 def _tensors(side: str, count: int, marks: dict[str, str]) -> list[tuple[Dimension, ...] | None]:
@@ -159,7 +162,7 @@ def _tensor(text: str, marks: dict[str, str]) -> tuple[Dimension, ...] | None:
             if group is None:
                 dimensions.append(())
         else:
-            name = token.rstrip("!+~")
+            name = token.rstrip("!+~&")
             mark = token[len(name) :]
             marks[name] = marks.get(name) or mark
             if group is None:

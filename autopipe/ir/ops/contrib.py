@@ -56,7 +56,7 @@ CONTRIB = (
     Operator("com.microsoft.QuickGelu", broadcast, "elementwise", per_result(6.0), 1.0, ("0",)),
     Operator("com.microsoft.FastGelu", broadcast, "elementwise", per_result(9.0), 1.0, ("0",)),
     Operator("com.microsoft.BiasGelu", broadcast, "elementwise", per_result(9.0), 1.0, ("0",)),
-    Operator("com.microsoft.FusedMatMul", _fused_matmul, "matmul", per_point(2.0), 2.0, ("0", "1")),
+    Operator("com.microsoft.FusedMatMul", _fused_matmul, "matmul", per_point(2.0), 2.0, ("0", "1"), weights=(0, 1)),
     Operator("com.microsoft.SkipLayerNormalization", _skip_layer_norm, "normalization", per_result(9.0), 2.0, ("0",)),
     Operator(
         "com.microsoft.SkipSimplifiedLayerNormalization",

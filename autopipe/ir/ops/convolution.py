@@ -113,9 +113,9 @@ def _transpose_flops(signature: Signature, space: Space) -> float:
 
 
 CONVOLUTION = (
-    Operator("Conv", conv, "convolution", _conv_flops, 2.0, keeps=("0", "1")),
-    Operator("ConvTranspose", conv_transpose, "convolution", _transpose_flops, 2.0, keeps=("0", "1")),
+    Operator("Conv", conv, "convolution", _conv_flops, 2.0, keeps=("0", "1"), weights=(1,)),
+    Operator("ConvTranspose", conv_transpose, "convolution", _transpose_flops, 2.0, keeps=("0", "1"), weights=(1,)),
     Operator("ConvInteger", conv_integer, "convolution", _conv_flops, differentiable=False),
     Operator("QLinearConv", conv_quantized, "convolution", _conv_flops, differentiable=False),
-    Operator("DeformConv", deform_conv, "convolution", _conv_flops, 2.0, keeps=("*",)),
+    Operator("DeformConv", deform_conv, "convolution", _conv_flops, 2.0, keeps=("*",), weights=(1,)),
 )

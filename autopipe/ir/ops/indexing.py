@@ -12,12 +12,16 @@ def indexed_axis(signature: Signature) -> int:
 
 
 def _gather(signature: Signature) -> Line:
-    """`a v! b, i -> a i b`."""
+    """`a v& b, i -> a i b`: a device with some rows of the table gives those, and zeros for the others.
+
+    Rows that are known while compiling are spelled as such, and those that are no numbers do not add up: v is whole.
+    """
+    mark = "&" if signature.constant(1) is None and signature.operand(0).dtype.is_floating else "!"
     axis = indexed_axis(signature)
     data = names(len(signature.operand(0).shape))
     indices = names(len(signature.operand(1).shape), "i")
     result = [*data[:axis], *indices, *data[axis + 1 :]]
-    return spell([marked(data, [axis], "!"), indices], [result])
+    return spell([marked(data, [axis], mark), indices], [result])
 
 
 def _along_axis(signature: Signature, scatter: bool) -> Line:
@@ -84,7 +88,7 @@ def _tensor_scatter(signature: Signature) -> Line:
 
 
 INDEXING = (
-    Operator("Gather", _gather, "memory", keeps=("1",)),
+    Operator("Gather", _gather, "memory", keeps=("1",), weights=(0,)),
     Operator("GatherElements", _gather_elements, "memory", keeps=("1",)),
     Operator("GatherND", _gather_nd, "memory", keeps=("1",)),
     Operator("Scatter", _scatter_elements, "memory", keeps=("1",)),

@@ -20,12 +20,15 @@ def weighs_labels(signature: Signature) -> bool:
 
 
 def class_loss(signature: Signature) -> Line:
-    """`n c *d, n *d, c -> n *d`, or a scalar that adds up or averages over n and *d; the second result is `n c *d`."""
+    """`n c *d, n *d, 1 -> n *d`, or a scalar that adds up or averages over n and *d; the second result is `n c *d`.
+
+    Devices with a part of the classes each give the loss of the labels in their part.
+    """
     shape = signature.operand(0).shape
     mark = {"none": "", "sum": "+", "mean": "!" if weighs_labels(signature) else "~"}[reduction(signature)]
     labels = [f"n{mark}", *(f"d{axis}{mark}" for axis in range(len(shape) - 2))]
-    scores = [labels[0], "c!", *labels[1:]]
-    weights = [["c"]] if signature.present(2) else []
+    scores = [labels[0], "c&", *labels[1:]]
+    weights = [["1"]] if signature.present(2) else []
     loss = labels if reduction(signature) == "none" else []
     results = [loss, *(None if value is None else scores for value in signature.results[1:])]
     return spell([scores, labels, *weights], results)
@@ -41,7 +44,14 @@ def _label_flops(signature: Signature, space: Space) -> float:
 
 LOSSES = (
     Operator(
-        "SoftmaxCrossEntropyLoss", class_loss, "normalization", _softmax_flops, 1.0, ("0",), mixes_samples=weighs_labels
+        "SoftmaxCrossEntropyLoss",
+        class_loss,
+        "normalization",
+        _softmax_flops,
+        1.0,
+        ("0",),
+        mixes_samples=weighs_labels,
+        joint=(2, 1),
     ),
     Operator(
         "NegativeLogLikelihoodLoss", class_loss, "reduction", _label_flops, 1.0, ("1",), mixes_samples=weighs_labels

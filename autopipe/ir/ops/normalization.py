@@ -72,14 +72,15 @@ def softmax_axes(signature: Signature) -> range:
     return range(positive(signature.node.integer("axis", 1), rank), rank)
 
 
-def _whole_along(signature: Signature, axes: tuple[int, ...] | range) -> Line:
+def _whole_along(signature: Signature, axes: tuple[int, ...] | range, mark: str = "!") -> Line:
     words = names(len(signature.operand(0).shape))
     scales = [unindexed(value.shape) for value in signature.operands[1:] if value is not None]
-    return spell([marked(words, axes, "!"), *scales], [words])
+    return spell([marked(words, axes, mark), *scales], [words])
 
 
 def _softmax(signature: Signature) -> Line:
-    return _whole_along(signature, softmax_axes(signature))
+    axes = softmax_axes(signature)
+    return _whole_along(signature, axes, "&" if len(axes) == 1 else "!")
 
 
 def _variance(signature: Signature) -> Line:
@@ -110,6 +111,6 @@ NORMALIZATION = (
     ),
     Operator("LpNormalization", _norm, "normalization", per_result(4.0), 2.0, ("0",)),
     Operator("LRN", _response, "normalization", per_result(12.0), 2.0, ("0",)),
-    Operator("Softmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",)),
-    Operator("LogSoftmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",)),
+    Operator("Softmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",), joint=(2, 1)),
+    Operator("LogSoftmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",), joint=(2, 1)),
 )

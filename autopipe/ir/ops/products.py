@@ -147,9 +147,9 @@ def _with_scales(signature: Signature, factors: tuple[int, int], k: str) -> Line
 
 
 PRODUCTS = (
-    Operator("MatMul", matmul, "matmul", per_point(2.0), 2.0, keeps=("0", "1")),
-    Operator("Gemm", gemm, "matmul", per_point(2.0), 2.0, keeps=("0", "1")),
-    Operator("Einsum", einsum, "matmul", _einsum_flops, 2.0, keeps=("*",)),
+    Operator("MatMul", matmul, "matmul", per_point(2.0), 2.0, keeps=("0", "1"), weights=(0, 1)),
+    Operator("Gemm", gemm, "matmul", per_point(2.0), 2.0, keeps=("0", "1"), weights=(0, 1)),
+    Operator("Einsum", einsum, "matmul", _einsum_flops, 2.0, keeps=("*",), weights=(0, 1, 2)),
     Operator("MatMulInteger", _matmul_integer, "matmul", per_point(2.0), differentiable=False),
     Operator("QLinearMatMul", _matmul_quantized, "matmul", per_point(2.0), differentiable=False),
 )

@@ -107,8 +107,14 @@ class Operator:
     mixes_samples: Callable[[Signature], bool] = separates_samples
     """Whether one use's result of a sample depends on other samples of the batch in a way that a micro-batch changes
     (BatchNormalization in training mode, a mean loss that ignores some labels); the frontend warns."""
+    joint: tuple[int, int] = (0, 0)
+    """Sums over the group, in forward and in backward, of fp32 statistics that the operator itself exchanges when it is
+    split along a joint axis: one number for each element of the first operand without that axis."""
     types: frozenset[DType] = field(default_factory=lambda: frozenset(DType))
     """Element types the operator can take on all backends."""
+    weights: tuple[int, ...] = ()
+    """Operands whose gradient is a product (or, of a lookup, a scatter) of its own. Where one is a parameter, a split
+    backward leaves its gradient to the second half."""
 
     def space(self, signature: Signature) -> Space:
         """The iteration space of one use.

@@ -2,7 +2,7 @@
 
 Gradients follow one rule: the ranks of a group together compute one function, and each rank's gradient of a value it
 holds is its own share: shares of copies add up to the whole. Then the backward of every exchange is its transpose
-(all-reduce of all-reduce, reduce-scatter of all-gather, padding of slice), and a parameter's gradient is the sum over
+(all-reduce of all-reduce, reduce-scatter of all-gather and the reverse, padding of slice), and a parameter's gradient is the sum over
 the ranks that hold it, whatever is split.
 """
 
@@ -12,12 +12,22 @@ from dataclasses import dataclass, field, replace
 
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Constant, Graph, Node, Value
-from autopipe.ir.layout import Layout, Partial, is_block, operand_layout, replicated, result_layout
+from autopipe.ir.layout import (
+    Layout,
+    Partial,
+    even_degree_hint,
+    is_block,
+    operand_layout,
+    plain,
+    replicated,
+    result_layout,
+)
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
 from autopipe.ir.ops.row import Signature
 from autopipe.ir.placement import Split, Stage
 from autopipe.ir.program import Collective, Compute, Operation, StageCode
 from autopipe.ir.space import AxisKind, Space
+from autopipe.passes.lower.exchanges import Exchange, Laid, with_exchanges
 from autopipe.passes.lower.stages import StageNodes
 
 
@@ -56,14 +66,13 @@ class Demands:
 def shard_stage(graph: Graph, number: int, stage: Stage, nodes: StageNodes, demands: Demands) -> ShardedStage:
     """The local forward of `stage` computing `nodes`.
 
-    Partial results are reduced at once, but for the shares that `demands` allows. Raises CodegenError for splits that
-    cannot be executed.
+    Partial results are reduced at once, to the whole or to shards, but for the shares that `demands` allows. Raises
+    CodegenError for splits that cannot be executed.
     """
     group = len(stage.devices)
     uses = tuple(_use(graph, index, splits, group) for index, splits in nodes.nodes)
     worker = _Sharding(graph, stage, _needs(graph, uses, demands.whole), nodes.outputs, demands.shares)
-    for use in uses:
-        worker.place(use)
+    worker.place(uses)
     return worker.finish(number)
 
 
@@ -95,6 +104,7 @@ def _check_split(node: Node, space: Space, split: Split) -> None:
     if axis.extent % split.degree:
         raise CodegenError(
             f"axis {axis.name!r} of {node.op} has extent {axis.extent}: {split.degree} devices cannot share it equally",
+            hint=even_degree_hint(axis.extent, split.degree),
             where=repr(node.name),
         )
     if not is_block(space, axis.name, split.degree):
@@ -122,17 +132,25 @@ def _needs(graph: Graph, uses: tuple[_Use, ...], whole: frozenset[str]) -> dict[
 def _operand_layout(use: _Use, position: int) -> Layout:
     dimensions = use.space.operands[position]
     shape = use.signature.operand(position).shape
-    return _plain(operand_layout(use.space, dimensions or (), shape, use.splits))
+    return plain(operand_layout(use.space, dimensions or (), shape, use.splits))
 
 
-def _plain(layout: Layout) -> Layout:
-    """The one spelling of a layout: whole tensors carry no splits."""
-    return replicated(layout.shape) if layout.is_whole else layout
+def _laid(use: _Use) -> Laid:
+    """The node with its layouts."""
+    operands = (_operand_layout(use, position) if name else None for position, name in enumerate(use.node.inputs))
+    results = (
+        None if value is None else result_layout(use.space, use.space.results[position] or (), value.shape, use.splits)
+        for position, value in enumerate(use.signature.results)
+    )
+    return Laid(use.index, use.node, tuple(operands), tuple(results))
 
 
 @dataclass(slots=True)
 class _Sharding:
-    """The state of walking through a stage's nodes once."""
+    """The operations of a stage as they are put together.
+
+    `values` has each form of a value that the group holds: the first, by which it is known, under its own name.
+    """
 
     graph: Graph
     stage: Stage
@@ -140,43 +158,52 @@ class _Sharding:
     outputs: tuple[str, ...]
     shares: frozenset[str]
     operations: list[Operation] = field(default_factory=list)
-    held: dict[str, tuple[Value, Layout]] = field(default_factory=dict)
-    converted: dict[tuple[str, Layout], Value] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    values: dict[tuple[str, Layout], Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, layout in self.taken.items():
-            local = self._local(name, layout)
-            self.held[name] = (local, layout)
         for name in self.outputs:
-            if name not in self.held and self.graph.producer(name) is None:
-                layout = replicated(self.graph.type_of(name).shape)
-                self.taken[name] = layout
-                self.held[name] = (self._local(name, layout), layout)
+            if name not in self.taken and self.graph.producer(name) is None:
+                self.taken[name] = replicated(self.graph.type_of(name).shape)
+        for name, layout in self.taken.items():
+            self._hold(name, layout, name)
 
-    def _local(self, name: str, layout: Layout) -> Value:
+    def _hold(self, name: str, layout: Layout, spelled: str) -> Value:
+        """A form of the value in that layout, called `spelled`."""
         value = self.graph.type_of(name)
-        return Value(name, value.dtype, layout.local_shape())
+        local = Value(spelled, value.dtype, layout.local_shape())
+        self.values[name, layout] = local
+        if spelled == name:
+            self.layouts[name] = layout
+        return local
 
-    def place(self, use: _Use) -> None:
+    def place(self, uses: tuple[_Use, ...]) -> None:
+        """Add the operations of all nodes and the exchanges between them."""
+        by_index = {use.index: use for use in uses}
+        laid = tuple(_laid(use) for use in uses)
+        steps = tuple(with_exchanges(laid, self.taken, frozenset(self.outputs), self.shares))
+        reduced = {step.value for step in steps if isinstance(step, Exchange) and step.source.partial is not None}
+        for step in steps:
+            if isinstance(step, Laid):
+                self._compute(by_index[step.index], step, reduced)
+            else:
+                self._exchange(step)
+
+    def _compute(self, use: _Use, laid: Laid, reduced: set[str]) -> None:
         operands = tuple(
-            self._in_layout(name, _operand_layout(use, position)) if name else None
-            for position, name in enumerate(use.node.inputs)
+            None if layout is None else self.values[name, layout]
+            for name, layout in zip(use.node.inputs, laid.operands, strict=True)
         )
-        layouts = [
-            None
-            if value is None
-            else result_layout(use.space, use.space.results[position] or (), value.shape, use.splits)
-            for position, value in enumerate(use.signature.results)
-        ]
         results = tuple(
-            None if layout is None else self._local(name, layout)
-            for name, layout in zip(use.node.outputs, layouts, strict=True)
+            None
+            if layout is None
+            else self._hold(name, layout if layout.partial else plain(layout), self._derived(name, "partial"))
+            if name in reduced
+            else self._hold(name, layout if layout.partial else plain(layout), name)
+            for name, layout in zip(use.node.outputs, laid.results, strict=True)
         )
         signature = replace(use.signature, operands=operands, results=results, constants=self._constants(use, operands))
         self.operations.append(Compute(use.index, signature, use.splits))
-        for name, local, layout in zip(use.node.outputs, results, layouts, strict=True):
-            if local is not None and layout is not None:
-                self._hold(name, local, layout if layout.partial else _plain(layout))
 
     def _constants(self, use: _Use, operands: tuple[Value | None, ...]) -> tuple:  # type: ignore[type-arg]
         """Numbers stay known only where the operand is the whole constant."""
@@ -185,15 +212,15 @@ class _Sharding:
             for value, array in zip(operands, use.signature.constants, strict=True)
         )
 
-    def _hold(self, name: str, local: Value, layout: Layout) -> None:
-        if layout.partial is None or (name in self.shares and not layout.shape):
-            self.held[name] = (local, layout)
-            return
-        reduced_layout = _plain(replace(layout, partial=None, partial_over=()))
-        partial = replace(local, name=self._derived(name, "partial"))
-        self._rename_last_result(name, partial)
-        self._exchange("all_reduce", partial, local, average=layout.partial is Partial.MEAN)
-        self.held[name] = (local, reduced_layout)
+    def _exchange(self, step: Exchange) -> None:
+        source = self.values[step.value, step.source]
+        if step.source.partial is not None:
+            spelled = step.value
+        else:
+            spelled = self._derived(step.value, "whole" if step.result.is_whole else str(step.dimension))
+        average = step.source.partial is Partial.MEAN
+        result = self._hold(step.value, step.result, spelled)
+        self.operations.append(Collective(step.kind, source, result, self.stage.devices, step.dimension, average))
 
     def _derived(self, name: str, what: str) -> str:
         """A name for another form of a value that no value of the model has."""
@@ -202,66 +229,29 @@ class _Sharding:
             found += "\0"
         return found
 
-    def _rename_last_result(self, name: str, partial: Value) -> None:
-        last = self.operations[-1]
-        assert isinstance(last, Compute)
-        results = tuple(
-            partial if value is not None and value.name == name else value for value in last.signature.results
-        )
-        self.operations[-1] = replace(last, signature=replace(last.signature, results=results))
-
-    def _exchange(self, kind: str, source: Value, result: Value, dimension: int = 0, average: bool = False) -> None:
-        self.operations.append(Collective(kind, source, result, self.stage.devices, dimension, average))
-
-    def _in_layout(self, name: str, need: Layout) -> Value:
-        """The value in the layout a node needs, exchanging where it is held in another."""
-        local, have = self.held[name]
-        if have == need:
-            return local
-        if (name, need) in self.converted:
-            return self.converted[name, need]
-        if not have.is_whole:
-            local = self._gathered(name, local, have)
-        if not need.is_whole:
-            dimension = next(index for index, cuts in enumerate(need.cuts) if cuts)
-            result = Value(self._derived(name, str(dimension)), local.dtype, need.local_shape())
-            self._exchange("slice", local, result, dimension)
-            local = result
-        self.converted[name, need] = local
-        return local
-
-    def _gathered(self, name: str, local: Value, have: Layout) -> Value:
-        whole = replicated(have.shape)
-        if (name, whole) in self.converted:
-            return self.converted[name, whole]
-        dimension = next(index for index, cuts in enumerate(have.cuts) if cuts)
-        result = Value(self._derived(name, "whole"), local.dtype, have.shape)
-        self._exchange("all_gather", local, result, dimension)
-        self.converted[name, whole] = result
-        return result
-
     def finish(self, number: int) -> ShardedStage:
         graph = self.graph
-        held = {name: self.held[name] for name in self.taken}
+        held = {name: self.values[name, layout] for name, layout in self.taken.items()}
         indices = {parameter.value.name: index for index, parameter in enumerate(graph.parameters)}
         constant_indices = {constant.value.name: index for index, constant in enumerate(graph.constants)}
         arguments = [name for name in held if name not in indices and name not in constant_indices]
-        parameters = sorted((indices[name], held[name][0]) for name in held if name in indices)
+        parameters = sorted((indices[name], held[name]) for name in held if name in indices)
         code = StageCode(
             stage=number,
             devices=self.stage.devices,
-            inputs=tuple(held[name][0] for name in arguments),
-            outputs=tuple(self.held[name][0] for name in self.outputs),
+            inputs=tuple(held[name] for name in arguments),
+            outputs=tuple(self.values[name, self.layouts[name]] for name in self.outputs),
             parameters=tuple(parameters),
             constants=self._local_constants(constant_indices),
             operations=tuple(self.operations),
             recompute=self.stage.recompute,
+            pipeline=self.stage.pipeline,
         )
         return ShardedStage(
             code=code,
-            inputs={name: held[name][1] for name in arguments},
-            parameters={name: held[name][1] for name in held if name in indices},
-            outputs={name: self.held[name][1] for name in self.outputs},
+            inputs={name: self.taken[name] for name in arguments},
+            parameters={name: layout for name, layout in self.taken.items() if name in indices},
+            outputs={name: self.layouts[name] for name in self.outputs},
         )
 
     def _local_constants(self, indices: dict[str, int]) -> tuple[tuple[int, Constant], ...]:

@@ -18,6 +18,7 @@ from autopipe.ir.placement import Split
 from autopipe.ir.program import Compute, StageCode
 from autopipe.ir.space import Axis, AxisKind, Dimension, Space
 from tests.conformance.adapter import forward_of, to_tensor
+from tests.ir.ops.meeting import Member, together
 
 Tensors = tuple[torch.Tensor, ...]
 Words = tuple[Dimension, ...] | None
@@ -47,8 +48,13 @@ def smallest_factor(extent: int) -> int:
     return next(factor for factor in range(2, extent + 1) if extent % factor == 0)
 
 
-def computed(signature: Signature, tensors: dict[str, torch.Tensor], splits: tuple[Split, ...] = ()) -> Tensors:
-    """The node's results from emitted text."""
+def computed(
+    signature: Signature,
+    tensors: dict[str, torch.Tensor],
+    splits: tuple[Split, ...] = (),
+    member: Member | None = None,
+) -> Tensors:
+    """The node's results from emitted text, as a member of a group where it is one."""
     constants = [
         Constant(value, array)
         for value, array in zip(signature.operands, signature.constants, strict=True)
@@ -68,7 +74,7 @@ def computed(signature: Signature, tensors: dict[str, torch.Tensor], splits: tup
         operations=(Compute(0, signature, splits),),
     )
     held = {f"c{index}": to_tensor(each.array) for index, each in enumerate(constants)}
-    place = SimpleNamespace(device=torch.device("cpu"), **held)
+    place = SimpleNamespace(device=torch.device("cpu"), group=member, **held)
     results: Tensors = forward_of(emit_forward(stage))(place, *(tensors[name] for name in inputs))
     for value, result in zip(outputs, results, strict=True):
         assert tuple(result.shape) == value.shape
@@ -92,11 +98,12 @@ def check(use: Use, rtol: float = 1e-5, atol: float = 1e-6) -> int:
 
 def _in_parts(signature: Signature, space: Space, axis: Axis, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     degree = smallest_factor(axis.extent)
-    parts = []
-    for part in range(degree):
-        cut = _Cut(space, axis, degree, part)
-        local, shards = cut.signature(signature, tensors)
-        parts.append(computed(local, shards, (Split(axis.name, degree),)))
+
+    def computed_part(member: Member) -> Tensors:
+        local, shards = _Cut(space, axis, degree, member.position).signature(signature, tensors)
+        return computed(local, shards, (Split(axis.name, degree),), member)
+
+    parts = together([computed_part] * degree)
     words = [each for each, value in zip(space.results, signature.results, strict=True) if value is not None]
     return [_joined([part[index] for part in parts], word, space, axis) for index, word in enumerate(words)]
 
@@ -105,7 +112,8 @@ def _joined(parts: Sequence[torch.Tensor], words: Words, space: Space, axis: Axi
     assert words is not None
     place = next((index for index, dimension in enumerate(words) if axis.name in dimension), None)
     if place is None:
-        assert axis.kind in (AxisKind.SUM, AxisKind.MEAN), f"{axis} indexes one result of {space} and not another"
+        reduced = axis.kind in (AxisKind.SUM, AxisKind.MEAN, AxisKind.JOINT)
+        assert reduced, f"{axis} indexes one result of {space} and not another"
         total = torch.stack(list(parts)).sum(0)
         return (total / len(parts) if axis.kind is AxisKind.MEAN else total).to(parts[0].dtype)
     dimension = words[place]

@@ -21,7 +21,8 @@ class Call:
 
     An emitter returns one Python expression: a tensor where the operator has one result, else a tuple with one entry
     for each output the node lists. It may use `torch`, `F` (torch.nn.functional), `operators` (the runtime's library
-    for what torch lacks), `p.device`, and nothing else; text from the model only through `repr`.
+    for what torch lacks), `p.device`, `p.group` where the node is split along a joint axis, and nothing else; text from
+    the model only through `repr`.
     """
 
     signature: Signature
@@ -68,6 +69,10 @@ class Call:
     def share(self, count: int, axis: str) -> int:
         """This rank's share of `count` things that lie along `axis`: an attribute's number of heads or groups."""
         return count // math.prod(split.degree for split in self.splits if split.axis == axis)
+
+    def is_split(self, axis: str) -> bool:
+        """Whether this rank has but a part of `axis`."""
+        return any(split.axis == axis for split in self.splits)
 
     def scalar(self, index: int) -> str | None:
         """A Python literal for operand `index` where it is a known tensor of one element, else None.

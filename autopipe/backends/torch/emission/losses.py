@@ -22,12 +22,21 @@ def _operands(call: Call) -> str:
 
 
 def _cross_entropy(call: Call) -> str:
+    if call.is_split("c"):
+        several = "" if len(call.node.outputs) > 1 else "[0]"
+        return f"operators.cross_entropy_part({_operands(call)}, group=p.group){several}"
     if len(call.node.outputs) == 1:
         return f"F.cross_entropy({_operands(call)})"
     return f"operators.cross_entropy({_operands(call)})"
 
 
+def _likelihood(call: Call) -> str:
+    if call.is_split("c"):
+        return f"operators.nll_part({_operands(call)}, group=p.group)"
+    return f"F.nll_loss({_operands(call)})"
+
+
 LOSSES: dict[str, Emitter] = {
     "SoftmaxCrossEntropyLoss": _cross_entropy,
-    "NegativeLogLikelihoodLoss": lambda call: f"F.nll_loss({_operands(call)})",
+    "NegativeLogLikelihoodLoss": _likelihood,
 }

@@ -18,6 +18,13 @@ from autopipe.backends.torch.runtime.operators.indexing import (
     scatter_nd,
     tensor_scatter,
 )
+from autopipe.backends.torch.runtime.operators.joint import (
+    cross_entropy_part,
+    gather_part,
+    log_softmax_part,
+    nll_part,
+    softmax_part,
+)
 from autopipe.backends.torch.runtime.operators.losses import cross_entropy
 from autopipe.backends.torch.runtime.operators.movement import col2im, compress, pad, reverse_sequence
 from autopipe.backends.torch.runtime.operators.normalization import (
@@ -53,6 +60,7 @@ __all__ = [
     "conv_quantized",
     "conv_transpose",
     "cross_entropy",
+    "cross_entropy_part",
     "cumprod",
     "cumsum",
     "deform_conv",
@@ -62,11 +70,13 @@ __all__ = [
     "dynamic_quantize_linear",
     "gather_elements",
     "gather_nd",
+    "gather_part",
     "gru",
     "hamming_window",
     "hardmax",
     "layer_norm",
     "local_response_norm",
+    "log_softmax_part",
     "lp_pool",
     "lstm",
     "matmul_integer",
@@ -76,6 +86,7 @@ __all__ = [
     "max_unpool",
     "mean_variance_norm",
     "mel_weights",
+    "nll_part",
     "one_hot",
     "pad",
     "quantize_linear",
@@ -89,6 +100,7 @@ __all__ = [
     "shrink",
     "skip_layer_norm",
     "skip_rms_norm",
+    "softmax_part",
     "stft",
     "tensor_scatter",
     "top_k",
