@@ -49,3 +49,5 @@ class Plan:
     summary: Summary
     prediction: Prediction = field(default_factory=Prediction)
     """What the summary was simulated from."""
+    memory_limits: tuple[int, ...] = ()
+    """Bytes that may be used on each device."""

@@ -38,8 +38,9 @@ class Compute:
 class Collective:
     """An exchange inside a stage's group that turns one layout of a value into another.
 
-    `kind` is `all_reduce` (partial sums → whole), `all_gather` (shards along `dimension` → whole) or `slice` (whole →
-    this device's shard; no communication). Each one's backward is its transpose.
+    `kind` is `all_reduce` (partial sums → whole), `reduce_scatter` (partial sums → shards along `dimension`),
+    `all_gather` (shards → whole) or `slice` (whole → this device's shard; no communication). Each one's backward is its
+    transpose.
     """
 
     kind: str
@@ -48,7 +49,7 @@ class Collective:
     ranks: tuple[int, ...]
     dimension: int = 0
     average: bool = False
-    """For `all_reduce`: the parts are means of equal shares."""
+    """Where partial results are reduced: they are means of equal shares."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -80,6 +81,10 @@ class StageCode:
     constants: tuple[tuple[int, Constant], ...]
     operations: tuple[Operation, ...]
     recompute: bool = False
+    pipeline: int = 0
+    """Of the placement's pipelines the one it belongs to."""
+    deferred: tuple[int, ...] = ()
+    """Nodes whose parameters' gradients are left to the second half of a split backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +130,18 @@ class Shard:
 
 
 class Verb(enum.Enum):
-    """What one line of a rank's program does, always for one stage and one micro-batch."""
+    """What one line of a rank's program does, always for one stage and one micro-batch.
+
+    `input_gradient` and `weight_gradient` are the two halves of a backward that is split.
+    """
 
     RECEIVE = "receive"
     FORWARD = "forward"
     SEND = "send"
     RECEIVE_GRADIENT = "receive_gradient"
     BACKWARD = "backward"
+    INPUT_GRADIENT = "input_gradient"
+    WEIGHT_GRADIENT = "weight_gradient"
     SEND_GRADIENT = "send_gradient"
 
 
@@ -195,17 +205,25 @@ class OutputShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """A value that the graph gives: its stage, the blocks that make it up, and how the copies combine.
+class OutputPlace:
+    """The stage that gives an output, the blocks that make it up, and how the copies combine.
 
     `combine` is `concat` where the blocks are parts (or copies) of the value, `sum` or `mean` where each rank's block
     is a share of it.
     """
 
-    value: Value
     stage: int
     shards: tuple[OutputShard, ...]
     combine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A value that the graph gives, and where each pipeline has it."""
+
+    value: Value
+    places: tuple[OutputPlace, ...]
+    """One a pipeline."""
     batch_axis: int | None
     """The axis that counts samples, along which micro-batches are concatenated; None where they are averaged."""
 

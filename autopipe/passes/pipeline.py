@@ -107,6 +107,7 @@ def make_plan(request: Request, observer: Observer | None = None) -> Planned:
         schedule=schedule,
         summary=_summary(request, problem, placement, prediction, timeline, runner.seconds),
         prediction=prediction,
+        memory_limits=tuple(problem.memory_of(device) for device in range(problem.cluster.size)),
     )
     return Planned(plan, problem, timeline, model.digest, model.warnings)
 

@@ -55,6 +55,7 @@ def read_plan(folder: Path) -> Plan:
         schedule=schedule,
         summary=_summary_of(record.at("summary")),
         prediction=prediction,
+        memory_limits=record.at("memory_limits").integers(),
     )
 
 
@@ -100,6 +101,7 @@ def plan_form(plan: Plan) -> dict[str, object]:
         "mode": plan.mode,
         "batch_size": plan.batch_size,
         "summary": summary_form(plan.summary),
+        "memory_limits": list(plan.memory_limits),
         "placement": placement_form(plan.placement),
         "predictions": prediction_form(plan.prediction),
     }

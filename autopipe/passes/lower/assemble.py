@@ -13,6 +13,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.program import (
     DataInput,
     Output,
+    OutputPlace,
     OutputShard,
     Piece,
     Program,
@@ -25,6 +26,7 @@ from autopipe.ir.program import (
 from autopipe.ir.schedule import Schedule, Task
 from autopipe.passes.lower.executable import check_tasks
 from autopipe.passes.lower.gradients import differentiable_values
+from autopipe.passes.lower.halves import split_backwards
 from autopipe.passes.lower.inputs import input_ranges
 from autopipe.passes.lower.order import instructions, sections
 from autopipe.passes.lower.parameters import parameter_shards, torn_parameters
@@ -55,7 +57,7 @@ def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | No
         parameters=graph.parameters,
         inputs=input_ranges(graph),
         outputs=tuple(_output(graph, name, stages, batch) for name in wanted),
-        stages=tuple(stage.code for stage in stages),
+        stages=split_backwards(graph, tuple(stage.code for stage in stages), schedule),
         ranks=_ranks(graph, stages, pieces, shards, schedule),
     )
 
@@ -148,11 +150,15 @@ def _talking(rank: int, wired: list[StageOnRank]) -> Talking:
 
 
 def _output(graph: Graph, name: str, stages: tuple[ShardedStage, ...], batch: BatchAxes) -> Output:
-    stage = next(stage for stage in stages if name in stage.outputs)
-    layout = stage.outputs[name]
-    devices = stage.code.devices
+    giving = sorted((stage for stage in stages if name in stage.outputs), key=lambda stage: stage.code.pipeline)
+    places = {stage.code.pipeline: _place(stage, name) for stage in reversed(giving)}
+    return Output(graph.type_of(name), tuple(places[each] for each in sorted(places)), _batch_axis(graph, name, batch))
+
+
+def _place(stage: ShardedStage, name: str) -> OutputPlace:
+    layout, devices = stage.outputs[name], stage.code.devices
     boxes = tuple(OutputShard(rank, layout.box(position, len(devices))) for position, rank in enumerate(devices))
-    return Output(graph.type_of(name), stage.code.stage, boxes, _combine(layout), _batch_axis(graph, name, batch))
+    return OutputPlace(stage.code.stage, boxes, _combine(layout))
 
 
 def _combine(layout: Layout) -> str:

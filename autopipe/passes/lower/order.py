@@ -10,8 +10,18 @@ from autopipe.ir.program import Instruction, Loop, Section, Verb
 from autopipe.ir.schedule import Phase, Task
 from autopipe.passes.lower.posting import SendingOrders, Talking, postings
 
-_COMPUTE = {Phase.FORWARD: Verb.FORWARD, Phase.BACKWARD: Verb.BACKWARD}
-_AFTER = {Phase.FORWARD: Verb.SEND, Phase.BACKWARD: Verb.SEND_GRADIENT}
+_COMPUTE = {
+    Phase.FORWARD: Verb.FORWARD,
+    Phase.BACKWARD: Verb.BACKWARD,
+    Phase.INPUT_GRADIENT: Verb.INPUT_GRADIENT,
+    Phase.WEIGHT_GRADIENT: Verb.WEIGHT_GRADIENT,
+}
+_AFTER = {
+    Phase.FORWARD: Verb.SEND,
+    Phase.BACKWARD: Verb.SEND_GRADIENT,
+    Phase.INPUT_GRADIENT: Verb.SEND_GRADIENT,
+}
+"""How a task's results leave; the gradients of parameters stay."""
 
 
 def instructions(tasks: Sequence[Task], talking: Talking, orders: SendingOrders) -> tuple[Instruction, ...]:
@@ -20,8 +30,9 @@ def instructions(tasks: Sequence[Task], talking: Talking, orders: SendingOrders)
     for task, asked in zip(tasks, postings(tasks, talking, orders), strict=True):
         found += asked
         found.append(Instruction(_COMPUTE[task.phase], task.stage, task.micro_batch))
-        if (task.stage, _AFTER[task.phase]) in talking.sends:
-            found.append(Instruction(_AFTER[task.phase], task.stage, task.micro_batch))
+        after = _AFTER.get(task.phase)
+        if after is not None and (task.stage, after) in talking.sends:
+            found.append(Instruction(after, task.stage, task.micro_batch))
     return tuple(found)
 
 

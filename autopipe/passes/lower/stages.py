@@ -19,20 +19,36 @@ class StageNodes:
 
 
 def assign_nodes(graph: Graph, placement: Placement, wanted: tuple[str, ...]) -> tuple[StageNodes, ...]:
-    """What each stage computes so that the graph gives `wanted`.
+    """What each stage computes so that each pipeline gives `wanted`.
 
     Nodes that nothing wanted depends on are left out. A recomputed node (see `recomputed_nodes`) stands in every stage
     that needs its values.
     """
-    stage_of = placement.stage_of()
     recomputed = recomputed_nodes(graph)
     live = _live_nodes(graph, wanted)
-    consumed: dict[int, set[int]] = {index: set() for index in range(len(placement.stages))}
-    outputs: dict[int, dict[str, None]] = {index: {} for index in range(len(placement.stages))}
+    found: dict[int, StageNodes] = {}
+    for pipeline in range(placement.pipelines):
+        found |= _assign_pipeline(graph, placement, pipeline, wanted, live, recomputed)
+    return tuple(found[index] for index in range(len(placement.stages)))
+
+
+def _assign_pipeline(
+    graph: Graph,
+    placement: Placement,
+    pipeline: int,
+    wanted: tuple[str, ...],
+    live: list[int],
+    recomputed: frozenset[int],
+) -> dict[int, StageNodes]:
+    """The same for the stages of one pipeline."""
+    stage_of = placement.stage_of(pipeline)
+    stages = {index: stage for index, stage in enumerate(placement.stages) if stage.pipeline == pipeline}
+    consumed: dict[int, set[int]] = {index: set() for index in stages}
+    outputs: dict[int, dict[str, None]] = {index: {} for index in stages}
     for name in wanted:
         producer = graph.producer(name)
         if producer is None:
-            outputs[0][name] = None  # An input, parameter or constant: any stage can give it.
+            outputs[min(stages)][name] = None  # An input, parameter or constant: any stage can give it.
             continue
         stage = stage_of[producer]
         outputs[stage][name] = None
@@ -51,16 +67,16 @@ def assign_nodes(graph: Graph, placement: Placement, wanted: tuple[str, ...]) ->
                 consumed[stage].add(producer)
             elif stage_of[producer] != stage:
                 outputs[stage_of[producer]][name] = None
-    return tuple(
-        StageNodes(
+    return {
+        number: StageNodes(
             nodes=tuple(
                 (node, _splits(graph, placement, stage_of, node, stage))
                 for node in _with_recomputed(graph, consumed[number], recomputed)
             ),
             outputs=tuple(outputs[number]),
         )
-        for number, stage in enumerate(placement.stages)
-    )
+        for number, stage in stages.items()
+    }
 
 
 def _live_nodes(graph: Graph, wanted: tuple[str, ...]) -> list[int]:

@@ -15,12 +15,13 @@ def transfer_pieces(
     graph: Graph, stages: tuple[ShardedStage, ...], differentiable: frozenset[str]
 ) -> tuple[Piece, ...]:
     """All pieces that cross between stages in one micro-batch, by target stage, then value, then target rank."""
-    producers = {name: number for number, stage in enumerate(stages) for name in stage.outputs}
+    producers = {(stage.code.pipeline, name): number for number, stage in enumerate(stages) for name in stage.outputs}
     pieces: list[Piece] = []
     for target, stage in enumerate(stages):
         for name, need in stage.inputs.items():
             if graph.producer(name) is not None:
-                pieces.extend(_value_pieces(name, producers[name], target, stages, need, name in differentiable))
+                source = producers[stage.code.pipeline, name]
+                pieces.extend(_value_pieces(name, source, target, stages, need, name in differentiable))
     return tuple(replace(piece, channel=channel) for channel, piece in enumerate(pieces))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from autopipe.ir.graph import FileSlice, Fill, Parameter, Storage
 from autopipe.ir.problem import Optimizer
-from autopipe.ir.program import Output, Program, RankCode
+from autopipe.ir.program import Output, OutputPlace, Program, RankCode
 
 FORMAT = "autopipe.program/1"
 
@@ -63,7 +63,7 @@ def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
         ],
         "outputs": [_output(each, program) for each in program.outputs],
         "parameters": [_parameter(each) for each in program.parameters],
-        "stages": [list(stage.devices) for stage in program.stages],
+        "stages": [{"ranks": list(stage.devices), "pipeline": stage.pipeline} for stage in program.stages],
         "channels": _channels(program),
         "ranks": [_rank(each) for each in program.ranks],
     }
@@ -82,19 +82,23 @@ def _channels(program: Program) -> list[list[int]]:
 
 
 def _output(output: Output, program: Program) -> dict[str, Any]:
-    stage = program.stages[output.stage]
-    position = [value.name for value in stage.outputs].index(output.value.name)
     return {
         "name": output.value.name,
         "dtype": output.value.dtype.value,
         "shape": list(output.value.shape),
-        "stage": output.stage,
-        "position": position,
-        "combine": output.combine,
         "batch_axis": output.batch_axis,
+        "places": [_place(output, place, program) for place in output.places],
+    }
+
+
+def _place(output: Output, place: OutputPlace, program: Program) -> dict[str, Any]:
+    return {
+        "stage": place.stage,
+        "position": [value.name for value in program.stages[place.stage].outputs].index(output.value.name),
+        "combine": place.combine,
         "shards": [
             {"rank": shard.rank, "starts": list(shard.box.starts), "stops": list(shard.box.stops)}
-            for shard in output.shards
+            for shard in place.shards
         ],
     }
 

@@ -64,7 +64,7 @@ def _fits(product: Value, bias: Value) -> bool:
 
 
 def _linear(product: Compute, addition: Compute) -> Compute:
-    """Both as one: named after the addition, whose result it gives."""
+    """Both as one, the product's node: named after the addition, whose result it gives."""
     result = product.signature.result().name
     bias = next(value for value in addition.signature.operands if value is not None and value.name != result)
     signature = replace(
@@ -73,4 +73,4 @@ def _linear(product: Compute, addition: Compute) -> Compute:
         operands=(*product.signature.operands, bias),
         constants=(None, None, None),
     )
-    return replace(addition, signature=signature)
+    return replace(addition, node=product.node, signature=signature)

@@ -91,7 +91,8 @@ def _slices(box: Box) -> str:
 def _loss_share(program: Program, stage: int) -> float:
     """This rank's share in the step's loss for each micro-batch: shares of all ranks and micro-batches add up to it."""
     output = next(each for each in program.outputs if each.value.name == program.loss)
-    copies = 1 if output.combine == "sum" else len(output.shards)
+    place = next(each for each in output.places if each.stage == stage)
+    copies = 1 if place.combine == "sum" else len(place.shards)
     return 1.0 / (program.micro_batches * copies)
 
 
@@ -131,7 +132,7 @@ def _range(loop: Loop) -> str:
     return f"{start}, {stop}" if start else f"{stop}"
 
 
-_TASK_ENDS = (Verb.FORWARD, Verb.BACKWARD)
+_TASK_ENDS = (Verb.FORWARD, Verb.BACKWARD, Verb.INPUT_GRADIENT, Verb.WEIGHT_GRADIENT)
 
 
 def _lines(items: list[Instruction] | tuple[Instruction, ...], indent: str, variable: str, base: int = 0) -> list[str]:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from autopipe.backends.torch.emission.call import Call
+from autopipe.backends.torch.emission.later import deferred
 from autopipe.backends.torch.emission.peephole import merge_neighbours
 from autopipe.backends.torch.emission.table import EMITTERS
 from autopipe.ir.errors import CodegenError
@@ -55,7 +56,7 @@ def _forward(stage: StageCode) -> _Forward:
     last_use = _last_uses(stage)
     lines = [f"def forward({', '.join(['p', *arguments])}):"]
     for position, operation in enumerate(stage.operations):
-        lines.extend(_statement(operation, names, last_use.get(position, ())))
+        lines.extend(_statement(operation, names, last_use.get(position, ()), stage.deferred))
     results = tuple(names.codes[value.name] for value in stage.outputs)
     lines.append(f"    return ({', '.join(results)}{',' if len(results) == 1 else ''})")
     return _Forward("\n".join(lines) + "\n", arguments, results)
@@ -76,12 +77,12 @@ def _last_uses(stage: StageCode) -> dict[int, tuple[str, ...]]:
     return {position: tuple(names) for position, names in dead.items()}
 
 
-def _statement(operation: Operation, names: _Names, dead: tuple[str, ...]) -> list[str]:
+def _statement(operation: Operation, names: _Names, dead: tuple[str, ...], later: tuple[int, ...]) -> list[str]:
     if isinstance(operation, Collective):
         code, comment = _collective(operation, names), _collective_comment(operation)
         target = names.fresh(operation.result)
     else:
-        code, comment = _expression(operation, names), _comment(operation)
+        code, comment = _expression(operation, names, operation.node in later), _comment(operation)
         results = operation.signature.results
         target = ", ".join("_" if value is None or value.name in dead else names.fresh(value) for value in results)
         if target == "_":
@@ -96,14 +97,15 @@ def _statement(operation: Operation, names: _Names, dead: tuple[str, ...]) -> li
     return [f"    # {comment}", statement]
 
 
-def _expression(operation: Compute, names: _Names) -> str:
+def _expression(operation: Compute, names: _Names, later: bool) -> str:
     signature = operation.signature
     name = qualified_name(signature.node)
     emitter = EMITTERS.get(name)
     if emitter is None:
         raise CodegenError(f"operator {name} cannot be written as PyTorch", where=repr(signature.node.name))
     codes = tuple(None if value is None else names.codes[value.name] for value in signature.operands)
-    return emitter(Call(signature, codes, operation.splits))
+    call = Call(signature, codes, operation.splits)
+    return deferred(emitter, call) if later else emitter(call)
 
 
 def _comment(operation: Compute) -> str:
@@ -124,9 +126,10 @@ def _quoted(name: str) -> str:
 
 def _collective(operation: Collective, names: _Names) -> str:
     source = names.codes[operation.source.name]
+    average = ", average=True" if operation.average else ""
     if operation.kind == "all_reduce":
-        return f"p.group.all_reduce({source}{', average=True' if operation.average else ''})"
-    return f"p.group.{operation.kind}({source}, {operation.dimension})"
+        return f"p.group.all_reduce({source}{average})"
+    return f"p.group.{operation.kind}({source}, {operation.dimension}{average})"
 
 
 def _collective_comment(operation: Collective) -> str:

@@ -65,6 +65,12 @@ class GradientReduction:
             if bucket.stage == stage:
                 bucket.waiting = len(bucket.parameters)
 
+    def start(self, stage: int) -> None:
+        """Start the stage's buckets that wait for their gradients no longer."""
+        for bucket in self.buckets:
+            if bucket.stage == stage and bucket.flat is None:
+                self._start(bucket)
+
     def finish(self) -> None:
         """Start what has not started, wait for all, and put the sums in place."""
         for bucket in self.buckets:

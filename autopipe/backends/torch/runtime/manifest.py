@@ -74,17 +74,33 @@ class OutputShard:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputPlace:
+    """Where a pipeline has an output: which stage gives it, as which result, in which blocks."""
+
+    stage: int
+    position: int
+    combine: str
+    shards: tuple[OutputShard, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class OutputEntry:
-    """An output of the graph: which stage gives it, as which result, in which blocks."""
+    """An output of the graph."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    stage: int
-    position: int
-    combine: str
     batch_axis: int | None
-    shards: tuple[OutputShard, ...]
+    places: tuple[OutputPlace, ...]
+    """One a pipeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageEntry:
+    """A stage's group, and its pipeline."""
+
+    ranks: tuple[int, ...]
+    pipeline: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +126,7 @@ class Manifest:
     parameters: tuple[ParameterEntry, ...]
     shards: tuple[tuple[ShardEntry, ...], ...]
     """A tuple for each rank."""
-    stage_ranks: tuple[tuple[int, ...], ...]
-    """The group of each stage."""
+    stages: tuple[StageEntry, ...]
     channels: tuple[tuple[int, int, int], ...]
     """(number, source rank, target rank) of every channel, in global order."""
 
@@ -119,6 +134,11 @@ class Manifest:
     def batch_size(self) -> int:
         """Samples of a step."""
         return self.micro_batches * self.micro_batch_size
+
+    def micro_batches_of(self, stage: int) -> range:
+        """The micro-batches of a step that a stage runs: m runs on pipeline m mod their number."""
+        pipelines = 1 + max(entry.pipeline for entry in self.stages)
+        return range(self.stages[stage].pipeline, self.micro_batches, pipelines)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -181,7 +201,7 @@ def _manifest(folder: Path, raw: dict[str, Any]) -> Manifest:
             )
             for rank in raw["ranks"]
         ),
-        stage_ranks=tuple(tuple(ranks) for ranks in raw["stages"]),
+        stages=tuple(StageEntry(tuple(each["ranks"]), int(each["pipeline"])) for each in raw["stages"]),
         channels=tuple((number, source, target) for number, source, target in raw["channels"]),
     )
 
@@ -197,9 +217,15 @@ def _output(raw: dict[str, Any]) -> OutputEntry:
         name=raw["name"],
         dtype=raw["dtype"],
         shape=tuple(raw["shape"]),
+        batch_axis=raw["batch_axis"],
+        places=tuple(_place(each) for each in raw["places"]),
+    )
+
+
+def _place(raw: dict[str, Any]) -> OutputPlace:
+    return OutputPlace(
         stage=raw["stage"],
         position=raw["position"],
         combine=raw["combine"],
-        batch_axis=raw["batch_axis"],
         shards=tuple(OutputShard(each["rank"], tuple(each["starts"]), tuple(each["stops"])) for each in raw["shards"]),
     )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autopipe.backends.torch.runtime.manifest import Manifest, OutputEntry, OutputShard
+from autopipe.backends.torch.runtime.manifest import Manifest, OutputEntry, OutputPlace, OutputShard
 from autopipe.backends.torch.runtime.parameters import torch_dtype
 from autopipe.backends.torch.runtime.transport import Transport
 
@@ -24,15 +24,18 @@ class OutputCollector:
         self._manifest = manifest
         self._transport = transport
         self._path = path
-        self._kept: dict[int, dict[int, torch.Tensor]] = {}
+        self._kept: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+        """By output and stage, the results by micro-batch, counted over all steps."""
 
     def keep(self, stage: int, micro_batch: int, rank: int, results: tuple[torch.Tensor, ...]) -> None:
-        """Keep what a forward gave, if anyone asked for outputs."""
+        """Keep what a forward gave, if anyone asked for outputs; micro-batches are counted over all steps."""
         if self._path is None:
             return
         for index, entry in enumerate(self._manifest.outputs):
-            if entry.stage == stage and any(shard.rank == rank for shard in _needed(entry)):
-                self._kept.setdefault(index, {})[micro_batch] = results[entry.position].detach().cpu().contiguous()
+            for place in entry.places:
+                if place.stage == stage and any(shard.rank == rank for shard in _needed(place)):
+                    result = results[place.position].detach().cpu().contiguous()
+                    self._kept.setdefault((index, stage), {})[micro_batch] = result
 
     def finish(self) -> None:
         """Send the blocks to rank 0, which writes the file, whole or not at all."""
@@ -40,9 +43,14 @@ class OutputCollector:
             return
         found = {}
         for index, entry in enumerate(self._manifest.outputs):
-            parts = [(shard, self._fetch(index, entry, shard)) for shard in _needed(entry)]
+            parts = [
+                (place, shard, self._fetch(index, entry, place, shard))
+                for place in entry.places
+                for shard in (_needed(place) if self._manifest.micro_batches_of(place.stage) else ())
+            ]
             if self._transport.rank == 0:
-                found[f"output_{index}"] = _joined(entry, [(shard, part) for shard, part in parts if part is not None])
+                whole = self._whole(entry, [(place, shard, part) for place, shard, part in parts if part is not None])
+                found[f"output_{index}"] = _joined(whole, entry.batch_axis)
         if self._transport.rank == 0:
             names = np.array([entry.name for entry in self._manifest.outputs])
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,10 +62,12 @@ class OutputCollector:
             finally:
                 made.unlink(missing_ok=True)
 
-    def _fetch(self, index: int, entry: OutputEntry, shard: OutputShard) -> torch.Tensor | None:
-        """A rank's blocks of all micro-batches, stacked, on rank 0; None elsewhere."""
+    def _fetch(self, index: int, entry: OutputEntry, place: OutputPlace, shard: OutputShard) -> torch.Tensor | None:
+        """A rank's blocks of all micro-batches that a place had, stacked, on rank 0; None elsewhere."""
         own = self._transport.rank
-        stacked = torch.stack([each for _, each in sorted(self._kept[index].items())]) if shard.rank == own else None
+        stacked = None
+        if shard.rank == own:
+            stacked = torch.stack([block for _, block in sorted(self._kept[index, place.stage].items())])
         if shard.rank == 0:
             return stacked
         tag = _TAG + index
@@ -74,25 +84,31 @@ class OutputCollector:
             return stacked
         return None
 
+    def _whole(self, entry: OutputEntry, parts: list[tuple[OutputPlace, OutputShard, torch.Tensor]]) -> torch.Tensor:
+        """The output of every micro-batch of every step, one after the other."""
+        place, _, part = parts[0]
+        steps = len(part) // len(self._manifest.micro_batches_of(place.stage))
+        whole = torch.zeros((steps, self._manifest.micro_batches, *entry.shape), dtype=part.dtype)
+        for place, shard, part in parts:
+            own = self._manifest.micro_batches_of(place.stage)
+            region = (slice(start, stop) for start, stop in zip(shard.starts, shard.stops, strict=True))
+            block = whole[(slice(None), slice(own.start, None, own.step), *region)]
+            found = part.reshape(block.shape)
+            if place.combine == "concat":
+                block.copy_(found)
+            else:
+                block.add_(found / (len(place.shards) if place.combine == "mean" else 1))
+        return whole.flatten(0, 1)
 
-def _needed(entry: OutputEntry) -> tuple[OutputShard, ...]:
+
+def _needed(place: OutputPlace) -> tuple[OutputShard, ...]:
     """One holder for each block; all of them where each holds a share of a sum or mean."""
-    if entry.combine != "concat":
-        return entry.shards
-    return tuple({(shard.starts, shard.stops): shard for shard in reversed(entry.shards)}.values())
+    if place.combine != "concat":
+        return place.shards
+    return tuple({(shard.starts, shard.stops): shard for shard in reversed(place.shards)}.values())
 
 
-def _joined(entry: OutputEntry, parts: list[tuple[OutputShard, torch.Tensor]]) -> np.ndarray:
-    """The output over all micro-batches: samples one after the other; values without samples stacked in front."""
-    count = len(parts[0][1])
-    whole = torch.zeros((count, *entry.shape), dtype=parts[0][1].dtype)
-    for shard, part in parts:
-        region = tuple(slice(start, stop) for start, stop in zip(shard.starts, shard.stops, strict=True))
-        if entry.combine == "concat":
-            whole[(slice(None), *region)] = part
-        else:
-            whole[(slice(None), *region)] += part / (len(parts) if entry.combine == "mean" else 1)
-    if entry.batch_axis is None:
-        return whole.float().numpy() if whole.dtype is torch.bfloat16 else whole.numpy()
-    joined = torch.cat(list(whole), dim=entry.batch_axis)
+def _joined(whole: torch.Tensor, batch_axis: int | None) -> np.ndarray:
+    """Micro-batches as users get them: samples one after the other; values without samples stacked in front."""
+    joined = whole if batch_axis is None else torch.cat(list(whole), dim=batch_axis)
     return joined.float().numpy() if joined.dtype is torch.bfloat16 else joined.numpy()

@@ -19,6 +19,7 @@ from autopipe.backends.torch.runtime.data import open_source, read_block
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryTransport
 from autopipe.backends.torch.runtime.failures import end_on_error, end_with_launcher
 from autopipe.backends.torch.runtime.gradients import GradientReduction
+from autopipe.backends.torch.runtime.later import Later
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.optimizers import make_optimizer
 from autopipe.backends.torch.runtime.options import parse_options
@@ -92,7 +93,7 @@ class Rank:
         manifest, transport = self.manifest, self.transport
         transport.start()
         gradient_groups = {shard.ranks for shards in manifest.shards for shard in shards}
-        transport.make_groups({*gradient_groups, *manifest.stage_ranks})
+        transport.make_groups({*gradient_groups, *(entry.ranks for entry in manifest.stages)})
         transport.make_channels(manifest.channels)
         self.parameters = load_parameters(manifest, self.number, self.device, self.seed)
         names = {name for module, _ in self._modules.values() for name in module.CONSTANTS}
@@ -101,8 +102,9 @@ class Rank:
         for number, (module, arguments) in self._modules.items():
             for name in (*module.PARAMETERS, *module.CONSTANTS):
                 setattr(arguments, name, named[name])
-            ranks = manifest.stage_ranks[number]
+            ranks = manifest.stages[number].ranks
             arguments.group = Group(ranks, self.number, transport.group(ranks))
+            arguments.later = Later(named[name] for name in module.PARAMETERS)
         self.reduction = GradientReduction(transport, self.parameters, manifest.shards[self.number])
         trained = [tensor for tensor in self.parameters.values() if tensor.requires_grad]
         self.optimizer = make_optimizer(manifest.optimizer, trained) if self.train else None
@@ -157,10 +159,18 @@ class Rank:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
-    def before_backward(self, stage: Stage) -> None:
-        """Called as a backward starts; the last one of a step sends gradients off as they come."""
-        if stage.backwards == self.manifest.micro_batches:
+    def before_last_gradients(self, stage: Stage) -> None:
+        """Called as a whole backward starts; the last one of a step sends gradients off as they come."""
+        if self._is_last(stage):
             self.reduction.arm(stage.number)
+
+    def after_gradients(self, stage: Stage) -> None:
+        """Called when a micro-batch's gradients are there; the last one's are sent off, unless that has begun."""
+        if self._is_last(stage):
+            self.reduction.start(stage.number)
+
+    def _is_last(self, stage: Stage) -> bool:
+        return stage.backwards == len(self.manifest.micro_batches_of(stage.number))
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context in which forwards run."""
@@ -177,4 +187,5 @@ class Rank:
 
     def collect(self, stage: int, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None:
         """Keep what this stage gives of the graph's outputs."""
-        self.collector.keep(stage, micro_batch, self.number, results)
+        counted = self.steps_done * self.manifest.micro_batches + micro_batch
+        self.collector.keep(stage, counted, self.number, results)

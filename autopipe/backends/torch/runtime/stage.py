@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
+from autopipe.backends.torch.runtime.blocks import Block, added, extents, joined, part
+from autopipe.backends.torch.runtime.later import Waiting
 from autopipe.backends.torch.runtime.parameters import Arguments
 from autopipe.backends.torch.runtime.pending import Arrival
-from autopipe.backends.torch.runtime.wiring import Data, Loss, Receive, Recompute, Send, Slices, Wire
+from autopipe.backends.torch.runtime.recomputation import RandomState
+from autopipe.backends.torch.runtime.wiring import Data, Loss, Receive, Recompute, Send, Wire
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank
@@ -26,7 +27,9 @@ class Kept:
 
     arguments: Tensors
     results: tuple[torch.Tensor, ...]
-    gradients: dict[int, list[tuple[torch.Tensor, Slices | None]]] = field(default_factory=dict)
+    random: RandomState | None = None
+    """Where the forward has to be run again: how it drew random numbers."""
+    gradients: dict[int, list[Block]] = field(default_factory=dict)
     """Gradients of results as they come in from stages on this rank."""
 
 
@@ -45,13 +48,16 @@ class Stage:
         self._receives = [wire for wire in wires if isinstance(wire, Receive)]
         self._sends = [wire for wire in wires if isinstance(wire, Send)]
         self._loss = next((wire for wire in wires if isinstance(wire, Loss)), None)
-        self._forward = _recomputed(module.forward) if Recompute() in wires else module.forward
+        self._recomputes = rank.train and Recompute() in wires
+        self._forward = module.forward
         self._arrivals: dict[int, dict[int, Arrival]] = {}
         self._gradient_arrivals: dict[int, dict[int, Arrival]] = {}
         self._handed: dict[int, dict[int, torch.Tensor]] = {}
         self._kept: dict[int, Kept] = {}
         self._input_gradients: dict[int, Tensors] = {}
+        self._waiting: dict[int, Waiting] = {}
         self.backwards = 0
+        """Micro-batches of this step whose gradients of parameters are being or have been computed."""
         self.losses: dict[int, torch.Tensor] = {}
 
     @property
@@ -65,7 +71,7 @@ class Stage:
         for wire in self._receives:
             if wire.rank != self._rank.number and source in (None, wire.stage):
                 dtype, shape = self._inputs[wire.argument]
-                like = (dtype, shape if wire.box is None else _extents(wire.box))
+                like = (dtype, shape if wire.box is None else extents(wire.box))
                 arrivals[wire.channel] = self._rank.transport.receive(like, wire.rank, wire.channel, False)
 
     def forward(self, micro_batch: int) -> None:
@@ -73,24 +79,26 @@ class Stage:
         self._rank.task = task = f"{self.number}F{micro_batch}"
         arguments = self._arguments(micro_batch)
         start = self._rank.clock.mark()
-        with torch.set_grad_enabled(self._rank.train), self._rank.autocast():
-            results = self._typed(self._forward(self._p, *arguments.values()))
+        random = RandomState.now(self._rank.device) if self._recomputes else None
+        results = self._results(arguments, self._rank.train and not self._recomputes)
         self._rank.clock.add(task, start)
         if self._rank.train or self._sends:
-            self._kept[micro_batch] = Kept(arguments, results)
+            self._kept[micro_batch] = Kept(arguments, results, random)
         if self._loss is not None:
             self.losses[micro_batch] = results[self._loss.result].detach()
         self._hand_over(micro_batch, results)
         if not self._rank.train:
             self._rank.collect(self.number, micro_batch, results)
 
-    def _typed(self, results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def _results(self, arguments: Tensors, for_backward: bool) -> tuple[torch.Tensor, ...]:
         """The results in the types that those who receive them expect: autocast computes in narrower ones."""
-        return tuple(result.to(dtype) for result, (dtype, _) in zip(results, self._outputs, strict=True))
+        with torch.set_grad_enabled(for_backward), self._rank.autocast():
+            results = self._forward(self._p, *arguments.values())
+            return tuple(result.to(dtype) for result, (dtype, _) in zip(results, self._outputs, strict=True))
 
     def _arguments(self, micro_batch: int) -> Tensors:
         found: Tensors = {}
-        parts: dict[str, list[tuple[torch.Tensor, Slices | None]]] = {}
+        parts: dict[str, list[Block]] = {}
         for data in self._data:
             found[data.argument] = self._rank.read(data.name, micro_batch, data.box)
         arrivals = self._arrivals.pop(micro_batch, {})
@@ -100,7 +108,7 @@ class Stage:
             parts.setdefault(wire.argument, []).append((tensor, wire.box))
         gradients = {wire.argument for wire in self._receives if wire.gradient}
         for name, pieces in parts.items():
-            tensor = _joined(pieces, *self._inputs[name])
+            tensor = joined(pieces, *self._inputs[name])
             found[name] = tensor.requires_grad_(True) if name in gradients and self._rank.train else tensor
         return {name: found[name] for name in self._inputs}
 
@@ -108,8 +116,8 @@ class Stage:
         """Give results to stages on this same rank."""
         for wire in self._sends:
             if wire.rank == self._rank.number:
-                part = _part(results[wire.result].detach(), wire.box)
-                self._rank.stages[wire.stage].take(micro_batch, wire.channel, part)
+                block = part(results[wire.result].detach(), wire.box)
+                self._rank.stages[wire.stage].take(micro_batch, wire.channel, block)
 
     def take(self, micro_batch: int, channel: int, tensor: torch.Tensor) -> None:
         """An argument from a stage on this rank."""
@@ -121,8 +129,8 @@ class Stage:
         kept = self._kept[micro_batch] if self._rank.train else self._kept.pop(micro_batch)
         for wire in self._sends:
             if wire.rank != self._rank.number:
-                part = _part(kept.results[wire.result], wire.box)
-                self._rank.transport.send(part, wire.rank, wire.channel, False)
+                block = part(kept.results[wire.result], wire.box)
+                self._rank.transport.send(block, wire.rank, wire.channel, False)
 
     def receive_gradient(self, micro_batch: int, source: int | None = None) -> None:
         """Post the receives of the results' gradients, all or those of one stage."""
@@ -135,18 +143,45 @@ class Stage:
 
     def _result_like(self, wire: Send) -> tuple[torch.dtype, tuple[int, ...]]:
         dtype, shape = self._outputs[wire.result]
-        return dtype, shape if wire.box is None else _extents(wire.box)
+        return dtype, shape if wire.box is None else extents(wire.box)
 
     def backward(self, micro_batch: int) -> None:
         """Wait for the results' gradients and compute those of parameters and arguments."""
-        self._rank.task = task = f"{self.number}B{micro_batch}"
-        kept = self._kept.pop(micro_batch)
-        results, gradients = self._seeds(kept, micro_batch)
         self.backwards += 1
-        self._rank.before_backward(self)
+        if not self._p.later.used:
+            self._rank.before_last_gradients(self)
+        self._propagate(micro_batch, "B")
+        self._compute_waiting(micro_batch)
+
+    def input_gradient(self, micro_batch: int) -> None:
+        """The first half of a backward: wait for the results' gradients and compute those of arguments."""
+        self._propagate(micro_batch, "I")
+
+    def weight_gradient(self, micro_batch: int) -> None:
+        """The second half: compute the gradients of parameters that the first half left."""
+        self._rank.task = task = f"{self.number}W{micro_batch}"
+        self.backwards += 1
         start = self._rank.clock.mark()
+        self._compute_waiting(micro_batch)
+        self._rank.clock.add(task, start)
+
+    def _compute_waiting(self, micro_batch: int) -> None:
+        for compute in self._waiting.pop(micro_batch):
+            compute()
+        self._rank.after_gradients(self)
+
+    def _propagate(self, micro_batch: int, phase: str) -> None:
+        """Run autograd, which leaves gradients of parameters waiting if the stage's backward is ever split."""
+        self._rank.task = task = f"{self.number}{phase}{micro_batch}"
+        kept = self._kept.pop(micro_batch)
+        start = self._rank.clock.mark()
+        if kept.random is not None:
+            with kept.random.again():
+                kept.results = self._results(kept.arguments, True)
+        results, gradients = self._seeds(kept, micro_batch)
         if results:
             torch.autograd.backward(results, gradients)
+        self._waiting[micro_batch] = self._p.later.take()
         self._rank.clock.add(task, start)
         input_gradients = {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -160,7 +195,7 @@ class Stage:
     def _seeds(self, kept: Kept, micro_batch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The results that backward starts from, and their gradients."""
         arrivals = self._gradient_arrivals.pop(micro_batch, {})
-        found: dict[int, list[tuple[torch.Tensor, Slices | None]]] = dict(kept.gradients)
+        found: dict[int, list[Block]] = dict(kept.gradients)
         for wire in self._sends:
             if wire.channel in arrivals:
                 found.setdefault(wire.result, []).append((arrivals[wire.channel].wait(), wire.box))
@@ -172,7 +207,7 @@ class Stage:
             for index in range(len(kept.results)):
                 found.setdefault(index, [])
         seeds = [
-            (kept.results[index], _added(pieces, kept.results[index]))
+            (kept.results[index], added(pieces, kept.results[index]))
             for index, pieces in sorted(found.items())
             if kept.results[index].requires_grad
         ]
@@ -182,8 +217,8 @@ class Stage:
         """Give gradients to stages on this same rank."""
         for wire in self._receives:
             if wire.gradient and wire.rank == self._rank.number:
-                part = _part(gradients[wire.argument], wire.box)
-                self._rank.stages[wire.stage].take_gradient(micro_batch, wire.channel, part)
+                block = part(gradients[wire.argument], wire.box)
+                self._rank.stages[wire.stage].take_gradient(micro_batch, wire.channel, block)
 
     def take_gradient(self, micro_batch: int, channel: int, tensor: torch.Tensor) -> None:
         """The gradient of a result from a stage on this rank."""
@@ -195,51 +230,10 @@ class Stage:
         gradients = self._input_gradients.pop(micro_batch)
         for wire in self._receives:
             if wire.gradient and wire.rank != self._rank.number:
-                self._rank.transport.send(_part(gradients[wire.argument], wire.box), wire.rank, wire.channel, True)
+                self._rank.transport.send(part(gradients[wire.argument], wire.box), wire.rank, wire.channel, True)
 
     def end_step(self) -> None:
         """Forget the step's micro-batches."""
         self._kept.clear()
         self.losses.clear()
         self.backwards = 0
-
-
-def _recomputed(forward: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The same function, keeping only its arguments for backward."""
-
-    def run(p: Arguments, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        results: tuple[torch.Tensor, ...] = checkpoint(forward, p, *arguments, use_reentrant=False)
-        return results
-
-    return run
-
-
-def _extents(box: Slices) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)
-
-
-def _part(tensor: torch.Tensor, box: Slices | None) -> torch.Tensor:
-    """The block of a tensor, as a view."""
-    return tensor if box is None else tensor[tuple(slice(*each) for each in box)]
-
-
-def _joined(
-    pieces: list[tuple[torch.Tensor, Slices | None]], dtype: torch.dtype, shape: tuple[int, ...]
-) -> torch.Tensor:
-    """The tensor that pieces make up."""
-    if len(pieces) == 1 and pieces[0][1] is None:
-        return pieces[0][0]
-    whole = torch.empty(shape, dtype=dtype, device=pieces[0][0].device)
-    for tensor, box in pieces:
-        _part(whole, box).copy_(tensor)
-    return whole
-
-
-def _added(pieces: list[tuple[torch.Tensor, Slices | None]], like: torch.Tensor) -> torch.Tensor:
-    """The sum of gradients, each of a block; blocks that no one uses have gradient zero."""
-    if len(pieces) == 1 and pieces[0][1] is None:
-        return pieces[0][0]
-    total = torch.zeros_like(like)
-    for tensor, box in pieces:
-        _part(total, box).add_(tensor)
-    return total

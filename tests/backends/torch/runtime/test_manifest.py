@@ -26,7 +26,7 @@ def test_what_is_written_is_read(folder: Path) -> None:
     found = read_manifest(folder)
     assert (found.world_size, found.micro_batches, found.micro_batch_size, found.batch_size) == (3, 3, 4, 12)
     assert (found.train, found.loss, found.precision, found.seed) == (True, "v5", "fp32", 5)
-    assert found.stage_ranks == ((1, 0), (2,))
+    assert [stage.ranks for stage in found.stages] == [(1, 0), (2,)]
     halves = [[(shard.parameter, shard.starts, shard.stops, shard.ranks) for shard in each] for each in found.shards]
     assert halves == [
         [(0, (0, 2), (4, 4), (0,))],
@@ -37,7 +37,7 @@ def test_what_is_written_is_read(folder: Path) -> None:
         "of two that hold the value, the first sends it"
     )
     assert found.inputs[0].batch_axis == 0
-    assert found.outputs[0].shards[0].rank == 2
+    assert found.outputs[0].places[0].shards[0].rank == 2
 
 
 @pytest.mark.parametrize(
