@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from autopipe.ir.plan import Plan
     from autopipe.ir.timeline import Timeline
 
-_PIPED_WIDTH = 160
-"""Characters a line where stdout is no terminal."""
-
 
 @click.command()
 @click.argument("plan", metavar="DIR", type=click.Path(path_type=Path))
@@ -38,6 +35,7 @@ def show(output: Output, plan: Path, html: Path | None, trace: Path | None, svg:
       autopipe show gpt.onnx.plan
       autopipe show gpt.onnx.plan --html report.html --trace trace.json
     """
+    from autopipe.cli.drawing.picture import plan_picture
     from autopipe.cli.drawing.report import report_page
     from autopipe.cli.drawing.svg import timeline_svg
     from autopipe.cli.drawing.trace import chrome_trace
@@ -52,18 +50,17 @@ def show(output: Output, plan: Path, html: Path | None, trace: Path | None, svg:
     if trace is not None:
         texts[trace] = chrome_trace(timeline)
     if svg is not None:
-        texts[svg] = timeline_svg(found, timeline)
+        texts[svg] = timeline_svg(plan_picture(found, timeline))
     write_texts(texts)
     shown = [f"{kind} in {path}" for kind, path in files.items()] or _screen(found, timeline, output)
     output.result(_data(plan, found, timeline, files), *shown)
 
 
 def _screen(plan: Plan, timeline: Timeline, output: Output) -> Iterator[RenderableType]:
-    from autopipe.cli.drawing.terminal import draw_memory, draw_timeline
+    from autopipe.cli.drawing.picture import plan_picture
+    from autopipe.cli.drawing.screen import draw_picture
     from autopipe.cli.plan_screen import prediction_line, stage_table
 
-    width = output.stdout.width if output.stdout.is_terminal else _PIPED_WIDTH
-    colour = output.stdout.is_terminal and not output.stdout.no_color
     summary = plan.summary
     yield (
         f"{plan.model}: {summary.strategy} with {summary.schedule}, {plan.mode}, {summary.devices} devices, "
@@ -71,10 +68,7 @@ def _screen(plan: Plan, timeline: Timeline, output: Output) -> Iterator[Renderab
     )
     yield prediction_line(summary)
     yield ""
-    yield from draw_timeline(plan, timeline, width, colour)
-    yield ""
-    yield "memory"
-    yield from draw_memory(timeline, width, colour)
+    yield from draw_picture(plan_picture(plan, timeline), output.stdout)
     yield ""
     yield stage_table(plan)
 

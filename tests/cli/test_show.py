@@ -12,44 +12,17 @@ from xml.etree import ElementTree
 
 import pytest
 
+from autopipe.cli.drawing.palette import stage_colour
+from autopipe.cli.drawing.picture import plan_picture
 from autopipe.cli.drawing.report import report_page
-from autopipe.cli.drawing.steady import steady_state
 from autopipe.cli.drawing.svg import timeline_svg
-from autopipe.cli.drawing.terminal import draw_memory, draw_timeline
 from autopipe.cli.main import main
 from autopipe.cli.plan_folder import open_prediction
 from autopipe.configs.zoo import build, configure
-from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.plan import Plan, Summary
-from autopipe.ir.prediction import Message, Prediction, StagePrediction
-from autopipe.ir.stage_graph import StageGraph
-from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
-from autopipe.passes.schedule.predict import ticks_of
-from autopipe.passes.schedule.simulate import simulate
+from autopipe.ir.schedule import Phase
+from tests.cli.drawing.examples import HOSTILE, chain_plan
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-HOSTILE = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>&"\'.onnx'
-
-
-def chain_plan(stages=4, micro_batches=6, model="/models/gpt.onnx"):
-    """A balanced chain, and its step."""
-    groups = tuple((stage,) for stage in range(stages))
-    edges = tuple((stage, stage + 1) for stage in range(stages - 1))
-    predicted = (StagePrediction(1.0, 2.0, parameter_bytes=2**20, static_bytes=2**22, kept_bytes=2**21),) * stages
-    messages = tuple(Message(a, b, a, b, 2**10, 2**10, 0.0, 0.0) for a, b in edges)
-    prediction = Prediction(predicted, messages)
-    schedule = order_1f1b(StageGraph(stages, groups, edges), micro_batches, True, ticks_of(predicted))
-    timeline = simulate(schedule, groups, prediction)
-    summary = Summary(
-        "manual", "1f1b", stages, stages, micro_batches, 2, stages, timeline.end, 1.0, timeline.bubble_rate,
-        timeline.peak_memory, (("read", 0.1),), 18.0, False, None,
-    )  # fmt: skip
-    placement = Placement(tuple(Stage((index,), group, 2) for index, group in enumerate(groups)))
-    return Plan(model, "abc", "train", 2 * micro_batches, placement, schedule, summary, prediction), timeline
-
-
-def text(lines):
-    return "\n".join(line.plain for line in lines) + "\n"
 
 
 @pytest.fixture(scope="module")
@@ -62,49 +35,13 @@ def folder(tmp_path_factory):
     return path / "plan"
 
 
-@pytest.mark.parametrize(("width", "micro_batches"), [(120, 6), (60, 6), (100, 64)])
-def test_the_timeline_as_text(golden, width, micro_batches):
-    plan, timeline = chain_plan(micro_batches=micro_batches)
-    drawn = text(draw_timeline(plan, timeline, width, colour=False)) + text(draw_memory(timeline, width, colour=False))
-    golden(drawn, f"show/chain_{micro_batches}_in_{width}.txt")
-
-
-@pytest.mark.parametrize("width", [24, 40, 79, 200])
-def test_no_line_is_wider_than_the_terminal(width):
-    for micro_batches in (1, 2, 40):
-        plan, timeline = chain_plan(12, micro_batches)
-        for line in (*draw_timeline(plan, timeline, width, True), *draw_memory(timeline, width, True)):
-            assert line.cell_len <= width
-
-
-def test_every_task_is_where_it_is_in_time():
-    plan, timeline = chain_plan(micro_batches=3)
-    end = timeline.end
-    rows = [line.plain[2:] for line in draw_timeline(plan, timeline, 2 + 180, colour=False)][:4]
-    for span in timeline.spans:
-        cells = rows[span.device][round(span.start / end * 180) : round(span.end / end * 180)]
-        assert cells.startswith(f"{span.task.phase.value}{span.task.micro_batch}")
-        assert " " not in cells
-
-
-def test_colours_stand_for_stages_and_none_are_piped(folder, capsys):
-    plan, timeline = chain_plan()
-    coloured, plain = (list(draw_timeline(plan, timeline, 100, colour)) for colour in (True, False))
-    assert len({str(span.style) for line in coloured for span in line.spans}) == 8
-    assert not any(line.spans for line in plain)
+def test_no_colours_are_piped(folder, capsys):
     assert main(["show", str(folder)]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "repetend ×" in out
     assert "█" in out
-
-
-def test_the_steady_state_is_where_all_devices_repeat():
-    plan, timeline = chain_plan(micro_batches=8)
-    state = steady_state(plan.schedule, timeline)
-    # Stage 0 begins to repeat last, with its fourth forward; it ends first, with its fifth backward.
-    assert state is not None
-    assert (state.start, state.end, state.count) == (3.0, 3.0 * 8, 5)
+    assert " of 74.5 GiB" in out
 
 
 def test_json_says_what_was_decided(folder, capsys):
@@ -128,7 +65,7 @@ def test_the_trace_holds_every_task_and_message(folder, capsys, tmp_path):
 
 def test_the_picture_is_xml_with_a_box_a_task():
     plan, timeline = chain_plan(model=HOSTILE)
-    root = ElementTree.fromstring(timeline_svg(plan, timeline))
+    root = ElementTree.fromstring(timeline_svg(plan_picture(plan, timeline)))
     boxes = [each for each in root.iter("{http://www.w3.org/2000/svg}rect") if "fill" in each.attrib]
     assert len(boxes) == len(timeline.spans)
     assert all(float(each.attrib["x"]) + float(each.attrib["width"]) <= 1000 for each in boxes)
@@ -191,6 +128,11 @@ document.body.append(Object.assign(document.createElement("pre"), { id: "seen", 
 </script></body>"""
 
 
+def rgb(stage, phase):
+    colour = stage_colour(stage, phase)
+    return ",".join(str(int(colour[place : place + 2], 16)) for place in (1, 3, 5))
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 def test_the_page_draws_and_zooms_in_a_browser(tmp_path):
     plan, timeline = chain_plan(model=HOSTILE)
@@ -214,6 +156,8 @@ def test_the_page_draws_and_zooms_in_a_browser(tmp_path):
     assert seen["drag"][1] - seen["drag"][0] == pytest.approx(seen["wheel"][1] - seen["wheel"][0])
     assert seen["key"][1] - seen["key"][0] == pytest.approx(end / 2)
     # A forward and a backward colour of each of the four stages, at least, are on the canvas.
-    assert {"138,182,240", "61,120,196", "180,72,154"} <= set(seen["colours"])
+    assert {rgb(stage, phase) for stage in range(4) for phase in (Phase.FORWARD, Phase.BACKWARD)} <= set(
+        seen["colours"]
+    )
     assert seen["tip"].startswith("0F0\nstage 0, micro-batch 0, device 0")
     assert seen["title"] != "owned"

@@ -1,56 +1,111 @@
-"""Time on a row of characters, with the middle left out where it does not fit."""
+"""Time on a row of characters, cut to warm-up, some repetitions and cool-down where it does not fit."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopipe.ir.timeline import Timeline
+from autopipe.cli.drawing.picture import Picture
+from autopipe.cli.drawing.steady import SteadyState
 
 _LEAST_WIDTH = 3
 """Columns that the shortest kind of task should have."""
+_GAP = 3
+"""Columns that stand for time left out."""
+_REPETEND_SHARE = 6
+"""One part in so many of the row belongs to repetitions, however long warm-up and cool-down are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A stretch of time that is shown, and the columns it takes."""
+
+    start: float
+    end: float
+    column: int
+    columns: int
+
+    def column_of(self, time: float) -> int:
+        """The column of an instant; the nearest edge's for one outside."""
+        share = (time - self.start) / (self.end - self.start)
+        return self.column + min(self.columns, max(0, round(share * self.columns)))
+
+    def overlaps(self, start: float, end: float) -> bool:
+        """Whether some of a stretch is shown in this window."""
+        return start < self.end and end > self.start
 
 
 @dataclass(frozen=True, slots=True)
 class TimeAxis:
-    """Seconds to columns. Between `head_end` and `tail_start` nothing is shown, but one column for the gap."""
+    """Times to columns, through one window or several with `_GAP` columns between them."""
 
+    windows: tuple[Window, ...]
     columns: int
-    scale: float
-    """Columns a second."""
-    end: float
-    head_columns: int
-    """Columns from the start; `columns` where all is shown."""
 
     @property
     def whole(self) -> bool:
         """Whether all of the step is shown."""
-        return self.head_columns == self.columns
+        return len(self.windows) == 1
 
-    @property
-    def tail_start(self) -> float:
-        """Seconds at which the part after the gap begins."""
-        return self.end - (self.columns - self.head_columns - 1) / self.scale
+    def hidden(self) -> Iterator[tuple[float, float]]:
+        """The stretches of time that are left out."""
+        for before, after in zip(self.windows, self.windows[1:], strict=False):
+            yield before.end, after.start
 
-    def column(self, seconds: float) -> int:
-        """The column of an instant; the gap's for one that is left out."""
-        found = round(seconds * self.scale)
-        if self.whole or found <= self.head_columns:
-            return min(found, self.columns)
-        return max(self.head_columns + 1, self.columns - round((self.end - seconds) * self.scale))
-
-    def hidden(self, start: float, end: float) -> bool:
-        """Whether a span lies in what is left out, or reaches into it."""
-        return not self.whole and round(end * self.scale) > self.head_columns and start < self.tail_start
+    def column_of(self, time: float) -> int:
+        """The column of an instant; the last one before the gap for one that is left out."""
+        return max((window.column_of(time) for window in self.windows if window.start <= time), default=0)
 
 
-def time_axis(timeline: Timeline, columns: int) -> TimeAxis:
+def time_axis(picture: Picture, columns: int) -> TimeAxis:
     """An axis of `columns` characters on which the shortest kind of task can be read."""
-    end = timeline.end or 1.0
+    end = picture.end or 1.0
     lengths: dict[tuple[int, str], float] = {}
-    for span in timeline.spans:
-        lengths.setdefault((span.task.stage, span.task.phase.value), span.end - span.start)
+    for bar in picture.bars:
+        lengths.setdefault((bar.stage, bar.phase.value), bar.end - bar.start)
     typical = sorted(lengths.values())[len(lengths) // 4] if lengths else end
-    scale = columns / end
-    if typical <= 0 or typical * scale >= _LEAST_WIDTH:
-        return TimeAxis(columns, scale, end, columns)
-    return TimeAxis(columns, min(_LEAST_WIDTH / typical, 40 * scale), end, columns * 3 // 5)
+    if typical <= 0 or typical * columns / end >= _LEAST_WIDTH:
+        return TimeAxis((Window(0.0, end, 0, columns),), columns)
+    state = picture.steady
+    if state is None or state.period is None:
+        scale = min(_LEAST_WIDTH / typical, 40 * columns / end)
+        head = columns * 3 // 5
+        return _axis([(0.0, head), (end - (columns - head - _GAP) / scale, columns - head - _GAP)], scale, columns)
+    # One repetition takes at most half of the row, however fine its tasks are.
+    scale = min(_LEAST_WIDTH / typical, columns // 2 / state.period)
+    if scale * end <= columns:
+        return TimeAxis((Window(0.0, end, 0, columns),), columns)
+    return _cut(state, end, scale, columns)
+
+
+def _cut(state: SteadyState, end: float, scale: float, columns: int) -> TimeAxis:
+    """Warm-up from its start, as many repetitions as there is room for, and cool-down to its end."""
+    assert state.period is not None
+    width = state.period * scale
+    least = min(state.count, max(1, int(columns / _REPETEND_SHARE / width)))
+    room = columns - 2 * _GAP - math.ceil(least * width)
+    warm_up, cool_down = math.ceil(state.start * scale), math.ceil((end - state.end) * scale)
+    head = min(warm_up, max(room // 2, room - cool_down))
+    tail = min(cool_down, room - head)
+    count = min(state.count, least + int((room - head - tail) / width))
+    body = round(count * width)
+    pieces = [(0.0, head), (state.start, body), (end - tail / scale, tail)]
+    if head == warm_up:  # nothing is left out before the repetitions
+        pieces[:2] = [(0.0, round(state.start * scale) + body)]
+    if count == state.count and tail == cool_down:
+        last = pieces.pop()
+        pieces[-1] = (pieces[-1][0], pieces[-1][1] + last[1])
+    return _axis([piece for piece in pieces if piece[1] > 0], scale, columns)
+
+
+def _axis(pieces: list[tuple[float, int]], scale: float, columns: int) -> TimeAxis:
+    """Windows from (start, columns), one after the other; the last one ends the row."""
+    windows, column = [], 0
+    for index, (start, width) in enumerate(pieces):
+        if index == len(pieces) - 1:
+            width = max(1, columns - column) if len(pieces) == 1 else width
+            column = columns - width
+        windows.append(Window(start, start + width / scale, column, width))
+        column += width + _GAP
+    return TimeAxis(tuple(windows), columns)

@@ -1,41 +1,32 @@
-"""Colours of stages."""
+"""Colours of stages and of the phases of their tasks."""
 
 from __future__ import annotations
 
+import colorsys
+
 from autopipe.ir.schedule import Phase
 
-_FORWARD = (
-    "#8ab6f0",
-    "#f4b77a",
-    "#8fd3a4",
-    "#e79ad0",
-    "#d9cf72",
-    "#a9a3ec",
-    "#79cfd3",
-    "#ee9c95",
-    "#b8cf85",
-    "#c9b29b",
-)
-_BACKWARD = (
-    "#3d78c4",
-    "#c9771f",
-    "#3c9a5c",
-    "#b4489a",
-    "#998b16",
-    "#6a60c8",
-    "#24888d",
-    "#c14f45",
-    "#718c33",
-    "#8a6d50",
-)
+_HUES = (213, 29, 138, 316, 53, 246, 183, 4, 79, 30)
+_SATURATIONS = (0.72, 0.82, 0.42, 0.58, 0.60, 0.62, 0.48, 0.70, 0.45, 0.28)
+_LIGHTNESS = {
+    Phase.FORWARD: 0.74,
+    Phase.BACKWARD: 0.42,
+    Phase.INPUT_GRADIENT: 0.57,
+    Phase.WEIGHT_GRADIENT: 0.30,
+}
 
 
 def stage_colour(stage: int, phase: Phase) -> str:
-    """A colour for a stage's tasks as `#rrggbb`: light for forwards, dark for backwards; they repeat after ten."""
-    shades = _FORWARD if phase is Phase.FORWARD else _BACKWARD
-    return shades[stage % len(shades)]
+    """A colour for a stage's tasks as `#rrggbb`; the hues repeat after ten stages.
+
+    Forwards are light, backwards dark. Of the halves of a backward the input gradient is lighter than a whole one, the
+    weight gradient darker and greyer.
+    """
+    saturation = _SATURATIONS[stage % len(_HUES)] * (0.45 if phase is Phase.WEIGHT_GRADIENT else 1.0)
+    parts = colorsys.hls_to_rgb(_HUES[stage % len(_HUES)] / 360, _LIGHTNESS[phase], saturation)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
 
 
 def text_colour(phase: Phase) -> str:
     """A colour that can be read on `stage_colour`."""
-    return "#10131a" if phase is Phase.FORWARD else "#ffffff"
+    return "#10131a" if phase in (Phase.FORWARD, Phase.INPUT_GRADIENT) else "#ffffff"

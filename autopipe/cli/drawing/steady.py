@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopipe.ir.schedule import Schedule
+import numpy as np
+
+from autopipe.ir.schedule import Repetend, Schedule
 from autopipe.ir.timeline import Span, Timeline
+
+_TOLERANCE = 1e-2
+"""Share of a period by which repetitions may differ and still count as alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class SteadyState:
-    """Seconds from `start` to `end` in which every device is in its repetend, and how often the rarest repeats."""
+    """Times from `start` to `end` in which every device repeats, `count` times."""
 
     start: float
     end: float
     count: int
+    period: float | None = None
+    """Length of one repetition; None where repetitions take different times."""
 
 
 def spans_by_device(timeline: Timeline) -> list[list[Span]]:
@@ -26,18 +33,57 @@ def spans_by_device(timeline: Timeline) -> list[list[Span]]:
 
 
 def steady_state(schedule: Schedule, timeline: Timeline) -> SteadyState | None:
-    """Where the devices' repetends overlap in time; None where they do not."""
-    if schedule.repetends is None:
+    """Where the devices' repetends overlap in time; None where they do not.
+
+    Best is a stretch in which all devices move on at one pace. A step too short for that still has the stretch in which
+    each device is in its repetend: the same tasks again and again, though they come at different intervals.
+    """
+    repeating = []
+    for repetend, spans in zip(schedule.repetends or (), spans_by_device(timeline), strict=False):
+        if spans:
+            repeating.append((repetend, spans))
+    if not repeating or any(repetend.count < 2 for repetend, _ in repeating):
         return None
-    starts, ends, counts = [], [], []
-    for repetend, spans in zip(schedule.repetends, spans_by_device(timeline), strict=True):
-        if not spans:
-            continue
-        if repetend.count < 2:
-            return None
-        starts.append(spans[repetend.start].start)
-        ends.append(spans[repetend.start + repetend.length * repetend.count - 1].end)
-        counts.append(repetend.count)
-    if not starts or max(starts) >= min(ends):
+    return _one_pace([_regular(*each) for each in repeating]) or _overlap(repeating)
+
+
+@dataclass(frozen=True, slots=True)
+class _Regular:
+    """The longest stretch of one device in which each repetition comes `period` after the one before."""
+
+    start: float
+    end: float
+    period: float
+    stride: int
+
+
+def _regular(repetend: Repetend, spans: list[Span]) -> _Regular:
+    body = spans[repetend.start : repetend.start + repetend.length * repetend.count]
+    starts = np.array([span.start for span in body]).reshape(repetend.count, repetend.length)
+    steps = np.diff(starts, axis=0)
+    best, first = (0, 0), 0
+    for row in range(len(steps)):
+        around = steps[first : row + 1]
+        if np.ptp(around) > _TOLERANCE * max(float(around.max()), 0.0):
+            first = row
+        if row + 1 - first > best[1] - best[0]:
+            best = (first, row + 1)
+    period = float(steps[best[0] : best[1]].mean())
+    start = float(starts[best[0], 0])
+    return _Regular(start, start + period * (best[1] - best[0] + 1), period, repetend.stride)
+
+
+def _one_pace(found: list[_Regular]) -> SteadyState | None:
+    paces = [each.period / each.stride for each in found]
+    if max(paces) <= 0 or max(paces) - min(paces) > _TOLERANCE * max(paces):
         return None
-    return SteadyState(max(starts), min(ends), min(counts))
+    start, end = max(each.start for each in found), min(each.end for each in found)
+    period = max(each.period for each in found)
+    count = int((end - start) / period + _TOLERANCE)
+    return SteadyState(start, start + count * period, count, period) if count >= 2 else None
+
+
+def _overlap(repeating: list[tuple[Repetend, list[Span]]]) -> SteadyState | None:
+    start = max(spans[repetend.start].start for repetend, spans in repeating)
+    end = min(spans[repetend.start + repetend.length * repetend.count - 1].end for repetend, spans in repeating)
+    return SteadyState(start, end, min(repetend.count for repetend, _ in repeating)) if start < end else None

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from html import escape
 
 from autopipe.cli.drawing.palette import stage_colour, text_colour
-from autopipe.cli.drawing.steady import SteadyState, steady_state
-from autopipe.cli.figures import bytes_text, seconds_text
-from autopipe.ir.plan import Plan
-from autopipe.ir.timeline import Span, Timeline
+from autopipe.cli.drawing.picture import Bar, Picture
+from autopipe.cli.drawing.steady import SteadyState
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 1000, 74, 84, 34
 _ROW, _BOX = 30, 24
@@ -22,25 +20,19 @@ _STYLE = (
 )
 
 
-def timeline_svg(plan: Plan, timeline: Timeline) -> str:
+def timeline_svg(picture: Picture) -> str:
     """One row a device: its tasks in the stages' colours, numbered by micro-batch, and its peak memory."""
-    devices = len(timeline.memory)
-    state = steady_state(plan.schedule, timeline)
+    devices = len(picture.memory)
+    state = picture.steady
     height = _TOP + devices * _ROW + (46 if state else 26)
-    summary = plan.summary
-    title = (
-        f"{summary.strategy} with {summary.schedule}: {summary.stages} stages on {devices} devices, "
-        f"{summary.micro_batches} micro-batches, step {seconds_text(summary.step_time_s)}, "
-        f"bubble {summary.bubble_rate:.1%}"
-    )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
-        f"<title>{escape(title)}</title><style>{_STYLE}</style>",
-        f'<text x="{_LEFT}" y="18">{escape(title)}</text>',
-        *_lanes(timeline),
-        *(_box(span, timeline.end) for span in timeline.spans),
-        *(_bracket(state, timeline.end, _TOP + devices * _ROW) if state else ()),
-        *_scale(timeline.end, height - 8),
+        f"<title>{escape(picture.title)}</title><style>{_STYLE}</style>",
+        f'<text x="{_LEFT}" y="18">{escape(picture.title)}</text>',
+        *_lanes(picture),
+        *(_box(bar, picture.end) for bar in picture.bars),
+        *(_bracket(state, picture.end, _TOP + devices * _ROW) if state else ()),
+        *_scale(picture, height - 8),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -50,24 +42,24 @@ def _position(seconds: float, end: float) -> float:
     return _LEFT + seconds / (end or 1.0) * (_WIDTH - _LEFT - _RIGHT)
 
 
-def _lanes(timeline: Timeline) -> Iterator[str]:
-    for device, peak in enumerate(timeline.peak_memory):
+def _lanes(picture: Picture) -> Iterator[str]:
+    for device, peak in enumerate(picture.peaks):
         top = _TOP + device * _ROW
         width = _WIDTH - _LEFT - _RIGHT
         yield f'<rect class="lane" x="{_LEFT}" y="{top}" width="{width}" height="{_BOX}" rx="3"/>'
         yield f'<text x="{_LEFT - 8}" y="{top + 16}" text-anchor="end">device {device}</text>'
-        yield f'<text class="quiet" x="{_WIDTH - _RIGHT + 8}" y="{top + 16}">{bytes_text(peak)}</text>'
+        yield f'<text class="quiet" x="{_WIDTH - _RIGHT + 8}" y="{top + 16}">{picture.memory_text(peak)}</text>'
 
 
-def _box(span: Span, end: float) -> str:
-    left, right = _position(span.start, end), _position(span.end, end)
-    top = _TOP + span.device * _ROW
-    phase = span.task.phase
+def _box(bar: Bar, end: float) -> str:
+    left, right = _position(bar.start, end), _position(bar.end, end)
+    top = _TOP + bar.device * _ROW
+    phase = bar.phase
     box = (
         f'<rect x="{left:.2f}" y="{top}" width="{max(right - left - 0.6, 0.2):.2f}" height="{_BOX}" rx="2" '
-        f'fill="{stage_colour(span.task.stage, phase)}"/>'
+        f'fill="{stage_colour(bar.stage, phase)}"/>'
     )
-    label = str(span.task.micro_batch)
+    label = str(bar.unit)
     if right - left < len(label) * _LETTER + 2:
         return box
     place = f'x="{(left + right) / 2:.2f}" y="{top + 16}" text-anchor="middle"'
@@ -81,6 +73,7 @@ def _bracket(state: SteadyState, end: float, top: int) -> Iterator[str]:
     yield f'<text class="quiet" {place}>repetend ×{state.count}</text>'
 
 
-def _scale(end: float, bottom: int) -> Iterator[str]:
+def _scale(picture: Picture, bottom: int) -> Iterator[str]:
     yield f'<text class="quiet" x="{_LEFT}" y="{bottom}">0</text>'
-    yield f'<text class="quiet" x="{_WIDTH - _RIGHT}" y="{bottom}" text-anchor="end">{seconds_text(end)}</text>'
+    end = picture.time_text(picture.end)
+    yield f'<text class="quiet" x="{_WIDTH - _RIGHT}" y="{bottom}" text-anchor="end">{end}</text>'

@@ -1,111 +1,135 @@
-"""The timeline of a step as text: a row a device, then its memory."""
+"""The timeline of a step as text: a row a device."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 
 from rich.style import Style
 from rich.text import Text
 
-from autopipe.cli.drawing.axis import TimeAxis, time_axis
+from autopipe.cli.drawing.axis import TimeAxis, Window, time_axis
 from autopipe.cli.drawing.palette import stage_colour, text_colour
-from autopipe.cli.drawing.steady import SteadyState, spans_by_device, steady_state
-from autopipe.cli.figures import bytes_text, seconds_text
-from autopipe.ir.plan import Plan
-from autopipe.ir.schedule import Phase, Task
-from autopipe.ir.timeline import Span, Timeline
+from autopipe.cli.drawing.picture import Bar, Picture
+from autopipe.cli.drawing.rows import row_margin, shown_rows
+from autopipe.cli.drawing.steady import SteadyState
+from autopipe.ir.schedule import Phase
 
-_FILL = {Phase.FORWARD: "-", Phase.BACKWARD: "=", Phase.INPUT_GRADIENT: "=", Phase.WEIGHT_GRADIENT: "~"}
-_BARS = "▁▂▃▄▅▆▇█"
+_FILL = {Phase.FORWARD: "-", Phase.BACKWARD: "=", Phase.INPUT_GRADIENT: "+", Phase.WEIGHT_GRADIENT: "~"}
 
 
-def draw_timeline(plan: Plan, timeline: Timeline, width: int, colour: bool) -> Iterator[Text]:
+def draw_timeline(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
     """Lines of at most `width` characters: the devices' tasks, the repetend's bracket, the scale.
 
-    A task is its name as far as it fits, filled with `-` (forward) or `=` (backward); with `colour` on its stage's
-    colour. Where the step does not fit, its middle is left out.
+    A task is its name as far as it fits, filled with `-` (forward), `=` (backward), `+` or `~` (input or weight
+    gradient); with `colour` on its stage's colour. Where the step does not fit, warm-up, some repetitions and cool-down
+    are shown, and a last line says what is left out.
     """
-    margin = len(str(len(timeline.memory) - 1)) + 1
-    axis = time_axis(timeline, max(20, width - margin))
-    for device, spans in enumerate(spans_by_device(timeline)):
-        several = len({span.task.stage for span in spans}) > 1
-        yield _row(f"{device:{margin - 1}} ", spans, axis, several, colour)
-    state = steady_state(plan.schedule, timeline)
-    if state is not None:
-        yield Text(" " * margin + _bracket(state, axis))
-    yield Text(" " * margin + _scale(axis))
+    margin = row_margin(picture)
+    axis = time_axis(picture, max(20, width - margin))
+    rows = picture.rows
+    for device, label in shown_rows(picture):
+        yield Text(label) if device is None else _row(label, rows[device], axis, colour)
+    if picture.steady is not None:
+        yield Text(" " * margin + _bracket(picture.steady, axis))
+    yield Text(" " * margin + _scale(picture, axis))
+    for line in _left_out(picture, axis):
+        yield Text((" " * margin + line)[:width])
 
 
-def draw_memory(timeline: Timeline, width: int, colour: bool) -> Iterator[Text]:
-    """A line a device: its memory over time, the highest of all devices as a full bar, and its peak."""
-    margin = len(str(len(timeline.memory) - 1)) + 1
-    most = max(timeline.peak_memory)
-    labels = [f" {bytes_text(peak)}" for peak in timeline.peak_memory]
-    columns = max(4, width - margin - max(map(len, labels)))
-    for device, (curve, label) in enumerate(zip(timeline.memory, labels, strict=True)):
-        bars = "".join(_bar(used, most) for used in _highest(curve, timeline.end, columns))
-        yield Text.assemble(f"{device:{margin - 1}} ", (bars, "cyan" if colour else ""), label)
-
-
-def _row(label: str, spans: list[Span], axis: TimeAxis, several: bool, colour: bool) -> Text:
+def _row(label: str, bars: list[Bar], axis: TimeAxis, colour: bool) -> Text:
     row = Text(label)
+    # F3 and f3 are two stages that their letters tell apart; of two stages with one letter, names say which.
+    cases = {bar.stage: bar.letter.isupper() for bar in bars}
+    several = len(cases) > len(set(cases.values()))
+    ends = [bar.end for bar in bars]
     position = 0
-    for span in spans:
-        if axis.hidden(span.start, span.end):
-            continue
-        start, end = max(position, axis.column(span.start)), axis.column(span.end)
-        if end <= start:
-            continue
-        position = _pad(row, position, start, axis)
-        row.append(_cell(span.task, end - start, several), _style(span.task) if colour else "")
-        position = end
-    _pad(row, position, axis.columns, axis)
+    for window in axis.windows:
+        if window.column > position:
+            row.append("⋯".center(window.column - position))
+            position = window.column
+        for bar in bars[bisect_right(ends, window.start) :]:
+            if bar.start >= window.end:
+                break
+            start, end = max(position, window.column_of(bar.start)), window.column_of(bar.end)
+            if end > start:
+                row.append(" " * (start - position))
+                row.append(_cell(bar, end - start, several), _style(bar) if colour else "")
+                position = end
+        row.append(" " * (window.column + window.columns - position))
+        position = window.column + window.columns
     return row
 
 
-def _pad(row: Text, position: int, start: int, axis: TimeAxis) -> int:
-    gap = axis.head_columns
-    if not axis.whole and position <= gap < start:
-        row.append(" " * (gap - position) + "⋯" + " " * (start - gap - 1))
-    else:
-        row.append(" " * (start - position))
-    return start
+def _cell(bar: Bar, width: int, several: bool) -> str:
+    names = (bar.name, bar.label, bar.letter) if several else (bar.label, bar.letter)
+    name = next((each for each in names if len(each) <= width), "")
+    return name + _FILL[bar.phase] * (width - len(name))
 
 
-def _cell(task: Task, width: int, several: bool) -> str:
-    name = str(task) if several else f"{task.phase.value}{task.micro_batch}"
-    if len(name) > width:
-        name = task.phase.value if len(task.phase.value) <= width else ""
-    return name + _FILL[task.phase] * (width - len(name))
-
-
-def _style(task: Task) -> Style:
-    return Style(color=text_colour(task.phase), bgcolor=stage_colour(task.stage, task.phase))
+def _style(bar: Bar) -> Style:
+    return Style(color=text_colour(bar.phase), bgcolor=stage_colour(bar.stage, bar.phase))
 
 
 def _bracket(state: SteadyState, axis: TimeAxis) -> str:
-    start, end = axis.column(state.start), max(axis.column(state.end), axis.column(state.start) + 2)
-    label = f" repetend ×{state.count} "
-    inside = end - start - 2
-    filled = label.center(inside, "─") if inside >= len(label) else "─" * inside
-    return " " * start + "└" + filled + "┘"
+    """The repetend, with a mark where each repetition begins where there is room for marks."""
+    window = next((each for each in axis.windows if each.overlaps(state.start, state.end)), axis.windows[0])
+    start = window.column_of(state.start)
+    inside = max(0, window.column_of(state.end) - start - 2)
+    line = ["─"] * inside
+    shown = state.count
+    if state.period is not None:
+        shown = min(state.count, round((window.end - state.start) / state.period))
+        for tick in _ticks(state, state.period, window) if inside >= 4 * shown else ():
+            if 0 <= tick - start - 1 < inside:
+                line[tick - start - 1] = "┴"
+    texts = (f" repetend ×{state.count}, {shown} shown ", f" repetend ×{state.count} ", f"×{state.count}")
+    label = next((each for each in texts[shown == state.count :] if len(each) <= inside), "")
+    if label:
+        first = (inside - len(label)) // 2
+        line[first : first + len(label)] = label
+    cut = state.period is None and state.end > window.end
+    return " " * start + "└" + "".join(line) + ("─" if cut else "┘")
 
 
-def _scale(axis: TimeAxis) -> str:
-    end = seconds_text(axis.end)
-    return "0" + end.rjust(axis.columns - 1)
+def _ticks(state: SteadyState, period: float, window: Window) -> Iterator[int]:
+    """Columns at which repetitions after the first begin."""
+    for index in range(1, state.count):
+        time = state.start + index * period
+        if time >= window.end:
+            return
+        yield window.column_of(time)
 
 
-def _highest(curve: tuple[tuple[float, int], ...], end: float, columns: int) -> list[int]:
-    """The most bytes in use in each of `columns` equal parts of the step."""
-    highest = [0] * columns
-    for (start, used), stop in zip(curve, [*(time for time, _ in curve[1:]), end], strict=True):
-        first = min(columns - 1, int(start / end * columns)) if end else 0
-        last = min(columns - 1, int(stop / end * columns)) if end else columns - 1
-        for column in range(first, last + 1):
-            highest[column] = max(highest[column], used)
-    return highest
+def _scale(picture: Picture, axis: TimeAxis) -> str:
+    line = [" "] * axis.columns
+    end = picture.time_text(picture.end)
+    line[len(line) - len(end) :] = end
+    taken = len(line) - len(end) - 1
+    for window in axis.windows:
+        text = picture.time_text(window.start) if window.start else "0"
+        if window.column + len(text) <= taken:
+            line[window.column : window.column + len(text)] = text
+    return "".join(line)
 
 
-def _bar(used: int, most: int) -> str:
-    return _BARS[min(len(_BARS) - 1, int(used / most * len(_BARS)))] if most else _BARS[0]
+def _left_out(picture: Picture, axis: TimeAxis) -> Iterator[str]:
+    """What the gaps stand for, in words."""
+    parts = [part for start, end in axis.hidden() for part in _parts(picture, start, end)]
+    if parts:
+        yield f"⋯ left out: {', '.join(parts)}"
+
+
+def _parts(picture: Picture, start: float, end: float) -> Iterator[str]:
+    state = picture.steady
+    if state is None or state.period is None:
+        yield picture.time_text(end - start)
+        return
+    least = 0.05 * state.period
+    if state.start - start > least:
+        yield f"{picture.time_text(min(end, state.start) - start)} of warm-up"
+    repetitions = round((min(end, state.end) - max(start, state.start)) / state.period)
+    if repetitions > 0:
+        yield f"{repetitions} repetition{'s' if repetitions > 1 else ''} of {picture.time_text(state.period)}"
+    if end - state.end > least:
+        yield f"{picture.time_text(end - max(start, state.end))} of cool-down"

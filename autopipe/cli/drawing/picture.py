@@ -1,0 +1,100 @@
+"""What is drawn: bars on devices over time, and the memory below them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopipe.cli.drawing.steady import SteadyState, steady_state
+from autopipe.cli.figures import bytes_text, seconds_text
+from autopipe.ir.plan import Plan
+from autopipe.ir.schedule import Phase
+from autopipe.ir.timeline import Span, Timeline, Transfer
+
+Curve = tuple[tuple[float, int], ...]
+"""(time, memory in use from then on), ascending, the first at 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One task on one of its devices."""
+
+    device: int
+    start: float
+    end: float
+    name: str
+    """The task in full, such as 2F3."""
+    stage: int
+    """What its colour stands for: tasks of one stage share a hue."""
+    phase: Phase
+    unit: int
+    """Its micro-batch, or its unit of several."""
+    letter: str
+    """The phase as the task's name spells it."""
+
+    @property
+    def label(self) -> str:
+        """Phase and micro-batch, for where the stage is plain or there is no room."""
+        return f"{self.letter}{self.unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A step, or a schedule of blocks, ready to be drawn: both look the same from here on."""
+
+    title: str
+    bars: tuple[Bar, ...]
+    """By device, then by start."""
+    memory: tuple[Curve, ...]
+    """One curve a device."""
+    limits: tuple[int | None, ...]
+    """Room on each device, where it is known."""
+    end: float
+    physical: bool
+    """Whether times are seconds and memory bytes; both are plain numbers in units of the user's choice otherwise."""
+    steady: SteadyState | None = None
+    transfers: tuple[Transfer, ...] = ()
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """Most memory in use, a device each."""
+        return tuple(max((used for _, used in curve), default=0) for curve in self.memory)
+
+    @property
+    def rows(self) -> list[list[Bar]]:
+        """Each device's bars in order of time."""
+        found: list[list[Bar]] = [[] for _ in self.memory]
+        for bar in self.bars:
+            found[bar.device].append(bar)
+        return found
+
+    def time_text(self, time: float) -> str:
+        """A time as a person reads it."""
+        return seconds_text(time) if self.physical else f"{time:g}"
+
+    def memory_text(self, used: float) -> str:
+        """Memory as a person reads it."""
+        return bytes_text(used) if self.physical else f"{used:g}"
+
+
+def plan_picture(plan: Plan, timeline: Timeline) -> Picture:
+    """The picture of a plan's simulated step."""
+    summary = plan.summary
+    return Picture(
+        title=(
+            f"{summary.strategy} with {summary.schedule}: {summary.stages} stages on {len(timeline.memory)} devices, "
+            f"{summary.micro_batches} micro-batches, step {seconds_text(summary.step_time_s)}, "
+            f"bubble {summary.bubble_rate:.1%}"
+        ),
+        bars=tuple(sorted(map(_bar, timeline.spans), key=lambda bar: (bar.device, bar.start, bar.end))),
+        memory=timeline.memory,
+        limits=plan.memory_limits or (None,) * len(timeline.memory),
+        end=timeline.end,
+        physical=True,
+        steady=steady_state(plan.schedule, timeline),
+        transfers=timeline.transfers,
+    )
+
+
+def _bar(span: Span) -> Bar:
+    task, letter = span.task, span.task.phase.value
+    return Bar(span.device, span.start, span.end, str(task), task.stage, task.phase, task.micro_batch, letter)

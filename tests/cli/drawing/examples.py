@@ -1,0 +1,48 @@
+"""Plans and schedules of blocks that are drawn in tests."""
+
+from __future__ import annotations
+
+from autopipe.ir.blocks import Block, BlockGraph, BlockRepetend, BlockSchedule
+from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.plan import Plan, Summary
+from autopipe.ir.prediction import Message, Prediction, StagePrediction
+from autopipe.ir.stage_graph import StageGraph
+from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.predict import ticks_of
+from autopipe.passes.schedule.simulate import simulate
+
+HOSTILE = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>&"\'.onnx'
+
+
+def chain_plan(stages=4, micro_batches=6, model="/models/gpt.onnx"):
+    """A balanced chain, and its step."""
+    groups = tuple((stage,) for stage in range(stages))
+    edges = tuple((stage, stage + 1) for stage in range(stages - 1))
+    predicted = (StagePrediction(1.0, 2.0, parameter_bytes=2**20, static_bytes=2**22, kept_bytes=2**21),) * stages
+    messages = tuple(Message(a, b, a, b, 2**10, 2**10, 0.0, 0.0) for a, b in edges)
+    prediction = Prediction(predicted, messages)
+    schedule = order_1f1b(StageGraph(stages, groups, edges), micro_batches, True, ticks_of(predicted))
+    timeline = simulate(schedule, groups, prediction)
+    summary = Summary(
+        "manual", "1f1b", stages, stages, micro_batches, 2, stages, timeline.end, 1.0, timeline.bubble_rate,
+        timeline.peak_memory, (("read", 0.1),), 18.0, False, None,
+    )  # fmt: skip
+    placement = Placement(tuple(Stage((index,), group, 2) for index, group in enumerate(groups)))
+    return Plan(model, "abc", "train", 2 * micro_batches, placement, schedule, summary, prediction), timeline
+
+
+def split_embedding(units=8, memory=4):
+    """Two stages between a forward and a backward that both devices run together; every period of 6 is full."""
+    both = (0, 1)
+    blocks = (
+        Block("TPf0", both, 1),
+        Block("F0", (0,), 1, 1, (0,)),
+        Block("F1", (1,), 1, 1, (1,)),
+        Block("B1", (1,), 3, -1, (2,)),
+        Block("B0", (0,), 3, -1, (3,)),
+        Block("TPb0", both, 1, 0, (4,)),
+    )
+    first = (0, 1, 7, 8, 14, 17)
+    starts = tuple(tuple(start + 6 * unit for start in first) for unit in range(units))
+    repetend = BlockRepetend(tuple(start % 6 for start in first), tuple(2 - start // 6 for start in first))
+    return BlockSchedule(BlockGraph(2, blocks, (memory, memory)), starts, 6, 6, True, repetend)

@@ -1,0 +1,37 @@
+"""Where the repetend of a picture begins and ends."""
+
+from __future__ import annotations
+
+from autopipe.cli.drawing.block_picture import block_picture
+from autopipe.cli.drawing.steady import steady_state
+from tests.cli.drawing.examples import chain_plan, split_embedding
+
+
+def test_devices_move_on_at_one_pace():
+    plan, timeline = chain_plan(micro_batches=64)
+    state = steady_state(plan.schedule, timeline)
+    assert state is not None
+    # A forward of 1 s and a backward of 2 s; each of the 64 micro-batches but those of the ends.
+    assert (state.period, state.end - state.start, state.count) == (3.0, 180.0, 60)
+    for device in range(4):
+        starts = [s.start for s in timeline.spans if s.device == device and state.start <= s.start < state.end]
+        assert len(starts) == 2 * state.count
+
+
+def test_a_short_step_has_the_part_in_which_all_devices_are_in_their_repetends():
+    plan, timeline = chain_plan(micro_batches=6)
+    state = steady_state(plan.schedule, timeline)
+    # Stage 0 begins to repeat last, with its fourth forward; it ends first, with its third backward.
+    assert state is not None
+    assert (state.start, state.end, state.count, state.period) == (3.0, 18.0, 3, None)
+
+
+def test_a_schedule_of_blocks_repeats_as_its_repetend_says():
+    schedule = split_embedding(units=8)
+    state = block_picture(schedule, "").steady
+    assert state is not None
+    # The first whole repetition holds the last blocks of unit 0 and the first ones of unit 2, from 12 on.
+    assert (state.start, state.period, state.count) == (12, 6, 6)
+    for task in ((start, index) for start, _, index in schedule.tasks[0] if state.start <= start < state.end):
+        assert task[1] in range(6)
+    assert block_picture(split_embedding(units=2), "").steady is None

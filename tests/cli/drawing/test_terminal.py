@@ -1,0 +1,79 @@
+"""Timelines and memory as text: places, widths, colours, what is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import pytest
+from rich.console import Console
+
+from autopipe.cli.drawing.block_picture import block_picture
+from autopipe.cli.drawing.picture import plan_picture
+from autopipe.cli.drawing.screen import draw_picture
+from autopipe.cli.drawing.sparkline import draw_memory
+from autopipe.cli.drawing.terminal import draw_timeline
+from tests.cli.drawing.examples import chain_plan, split_embedding
+
+
+def drawn(picture, width):
+    lines = (*draw_timeline(picture, width, colour=False), *draw_memory(picture, width, colour=False))
+    return "\n".join(line.plain for line in lines) + "\n"
+
+
+@pytest.mark.parametrize(("width", "micro_batches"), [(120, 6), (60, 6), (100, 64)])
+def test_a_plan_as_text(golden, width, micro_batches):
+    picture = plan_picture(*chain_plan(micro_batches=micro_batches))
+    golden(drawn(picture, width), f"show/chain_{micro_batches}_in_{width}.txt")
+
+
+@pytest.mark.parametrize(("width", "units"), [(130, 8), (80, 64)])
+def test_blocks_as_text(golden, width, units):
+    golden(drawn(block_picture(split_embedding(units), "blocks"), width), f"show/blocks_{units}_in_{width}.txt")
+
+
+@pytest.mark.parametrize("width", [24, 40, 79, 200])
+def test_no_line_is_wider_than_the_terminal(width):
+    for micro_batches in (1, 2, 40):
+        picture = plan_picture(*chain_plan(12, micro_batches))
+        limited = dataclasses.replace(picture, limits=(2**25,) * 12)
+        for each in (picture, limited, block_picture(split_embedding(micro_batches), "blocks")):
+            for line in (*draw_timeline(each, width, True), *draw_memory(each, width, True)):
+                assert line.cell_len <= width
+
+
+def test_every_task_is_where_it_is_in_time():
+    plan, timeline = chain_plan(micro_batches=3)
+    rows = [line.plain[2:] for line in draw_timeline(plan_picture(plan, timeline), 2 + 180, colour=False)][:4]
+    for span in timeline.spans:
+        cells = rows[span.device][round(span.start / timeline.end * 180) : round(span.end / timeline.end * 180)]
+        assert cells.startswith(f"{span.task.phase.value}{span.task.micro_batch}")
+        assert " " not in cells
+
+
+def test_a_block_on_several_devices_stands_on_each_row():
+    first, second = [line.plain[2:] for line in draw_timeline(block_picture(split_embedding(1), ""), 150, False)][:2]
+    for start in (0, 17):
+        place = slice(round(start / 18 * 148), round((start + 1) / 18 * 148))
+        assert first[place] == second[place]
+        assert first[place].startswith("TP")
+
+
+def test_memory_is_told_against_its_limit():
+    within, over = (
+        [line.plain for line in draw_memory(block_picture(split_embedding(memory=memory), ""), 60, False)]
+        for memory in (3, 2)
+    )
+    assert within[0] == "memory (a full bar is 3, the limit)"
+    assert within[1].endswith(" 3 of 3")
+    assert over[1].endswith(" 3 over 2")
+
+
+@pytest.mark.parametrize(("settings", "coloured"), [({}, True), ({"no_color": True}, False)])
+def test_colours_stand_for_stages(settings, coloured):
+    picture = plan_picture(*chain_plan())
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=100, **settings)
+    lines = list(draw_picture(picture, terminal))
+    styles = {str(span.style) for line in lines for span in line.spans} - {"cyan"}
+    assert len(styles) == (8 if coloured else 0)
+    assert not any(line.spans for line in draw_picture(picture, Console(file=io.StringIO())))
