@@ -1,0 +1,118 @@
+"""Published schedules on blocks: each device's order by the schedule's own grid, every block as soon as that allows.
+
+In the grid every forward and every backward takes one slot. A slot's number says only who comes first: when blocks
+really start follows from their times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from autopipe.ir.blocks import BlockGraph, BlockSchedule
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.passes.schedule.named.pipes import Pipe, pipes_of
+from autopipe.passes.schedule.named.start import start_in_order, steady_state
+
+Slots = Iterator[tuple[int, int, int]]
+"""(slot, unit, block)."""
+
+
+def block_schedule_names() -> tuple[str, ...]:
+    """Names of the schedules that blocks can follow, sorted."""
+    return tuple(sorted(_SLOTS))
+
+
+def schedule_blocks(name: str, graph: BlockGraph, units: int) -> BlockSchedule:
+    """`units` units of blocks under the named schedule.
+
+    Raises ConfigurationError where there is no such
+    schedule or the blocks are malformed, InfeasibleError where the schedule has no place for them or memory is too
+    small, with the device and what it would need.
+    """
+    if name not in _SLOTS:
+        raise ConfigurationError(
+            f"schedule {name!r} does not take blocks", hint=f"these do: {', '.join(block_schedule_names())}, tessel"
+        )
+    if units < 1:
+        raise ConfigurationError(f"there must be 1 unit or more, not {units}")
+    graph.verify()
+    place = {index: position for position, index in enumerate(graph.order)}
+    slots = sorted(_SLOTS[name](graph, units), key=lambda each: (each[0], each[1], place[each[2]]))
+    starts = start_in_order(graph, units, [(unit, index) for _, unit, index in slots])
+    schedule = steady_state(graph, starts)
+    for device, (peak, room) in enumerate(zip(schedule.peak_memory, graph.memory, strict=True)):
+        if room is not None and peak > room:
+            raise InfeasibleError(
+                f"schedule {name} needs memory {peak} where there is {room}", where=f"device {device}"
+            )
+    return schedule
+
+
+def _gpipe(graph: BlockGraph, units: int) -> Slots:
+    """All forwards, then the rest. Forwards are the blocks that add memory, and those that one of them waits for."""
+    forward = {index for index, block in enumerate(graph.blocks) if block.memory > 0}
+    for index in reversed(graph.order):
+        if index in forward:
+            forward.update(graph.blocks[index].after)
+    for unit in range(units):
+        for place, index in enumerate(graph.order):
+            first = 0 if index in forward or not forward else units + len(graph.blocks)
+            yield first + unit + place, unit, index
+
+
+def _one_f_one_b(graph: BlockGraph, units: int) -> Slots:
+    shared = next((block.name for block in graph.blocks if len(block.devices) > 1), None)
+    if shared is not None:
+        raise InfeasibleError(
+            "schedule 1f1b runs blocks of one device each", hint="take 1f1b_plus", where=f"block {shared!r}"
+        )
+    return _one_f_one_b_plus(graph, units)
+
+
+def _one_f_one_b_plus(graph: BlockGraph, units: int) -> Slots:
+    """1F1B's grid, with what several devices run together between its slots, beside its neighbour's.
+
+    Lin et al., "Tessel" (HPCA 2024), section VI-A. Forwards alone follow one another closely.
+    """
+    pipes = pipes_of(graph, "1f1b_plus")
+    if len(pipes) > 1:
+        raise InfeasibleError("schedule 1f1b runs one chain of stages, but these blocks are several", where="blocks")
+    for unit in range(units):
+        slot = dict(_in_grid(pipes[0], 2 * unit if pipes[0].backwards else unit))
+        yield from ((2 * each, unit, index) for index, each in slot.items())
+        yield from ((2 * slot[near] + (-1 if before else 1), unit, index) for index, near, before in pipes[0].shared)
+
+
+def _chimera(graph: BlockGraph, units: int) -> Slots:
+    """Two opposite pipes in 1F1B's grid, a group of units after the other, each half as many as there are devices.
+
+    Li and Hoefler, "Chimera" (2021), sections III-A and III-C, direct concatenation: a group begins two slots a device
+    after the one before, so that its first forwards fall into slots that are empty there.
+    """
+    pipes = pipes_of(graph, "chimera")
+    if len(pipes) != 2 or pipes[0].devices != pipes[1].devices[::-1] or len(pipes[0].devices) % 2:
+        raise InfeasibleError(
+            "schedule chimera runs two chains over the same even number of devices, in opposite directions",
+            hint="shape x is such",
+            where="blocks",
+        )
+    half = len(pipes[0].devices) // 2 if pipes[0].backwards else units
+    for unit in range(units):
+        first = 4 * half * (unit // half) + 2 * (unit % half)
+        for pipe in pipes:
+            yield from ((slot, unit, index) for index, slot in _in_grid(pipe, first))
+
+
+def _in_grid(pipe: Pipe, first: int) -> Iterator[tuple[int, int]]:
+    """(block, slot) of a unit in 1F1B's grid: down a slot a stage, and back."""
+    last = 2 * len(pipe.devices) - 1
+    yield from ((index, first + stage) for stage, index in enumerate(pipe.forwards))
+    yield from ((index, first + last - stage) for stage, index in enumerate(pipe.backwards))
+
+
+_SLOTS: dict[str, Callable[[BlockGraph, int], Slots]] = {
+    "1f1b": _one_f_one_b,
+    "1f1b_plus": _one_f_one_b_plus,
+    "chimera": _chimera,
+    "gpipe": _gpipe,
+}

@@ -1,0 +1,104 @@
+"""Published schedules on blocks: Table II of the Tessel paper, measured; what they refuse; that every rule is kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopipe.ir.blocks import Block, BlockGraph
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.passes.schedule.named.blocks import block_schedule_names, schedule_blocks
+from autopipe.passes.schedule.shapes import shape
+
+
+def broken_rules(schedule):
+    """Every rule that starts break: order within a unit, one block at a time on a device."""
+    blocks = schedule.graph.blocks
+    broken = [
+        (unit, index)
+        for unit, starts in enumerate(schedule.starts)
+        for index, block in enumerate(blocks)
+        if any(starts[other] + blocks[other].time > starts[index] for other in block.after)
+    ]
+    for tasks in schedule.tasks:
+        ends = [start + blocks[index].time for start, _, index in tasks]
+        broken += [tasks[place] for place in range(1, len(tasks)) if tasks[place][0] < ends[place - 1]]
+    return broken
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "bubble", "period"),
+    [("1f1b", "v", 0, 4), ("chimera", "x", 0.2, 10), ("1f1b_plus", "m", 0.25, 8), ("1f1b_plus", "nn", 0.2, 10)],
+)
+def test_table_2_is_measured(name, form, bubble, period):
+    schedule = schedule_blocks(name, shape(form, 4, train=True), 32)
+    assert schedule.period == period
+    assert schedule.steady_bubble_rate == pytest.approx(bubble)
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("units", [1, 2, 5, 12])
+@pytest.mark.parametrize(("name", "form"), [("gpipe", "k"), ("1f1b", "v"), ("1f1b_plus", "nn"), ("chimera", "x")])
+def test_every_rule_is_kept(name, form, units, devices, train):
+    schedule = schedule_blocks(name, shape(form, devices, train), units)
+    assert schedule.units == units
+    assert not broken_rules(schedule)
+    assert schedule.lower_bound <= (schedule.makespan if schedule.repetend is None else schedule.period)
+
+
+@pytest.mark.parametrize(("form", "bubble"), [("v", 0), ("m", 0), ("nn", 0)])
+def test_forwards_alone_follow_one_another_closely(form, bubble):
+    assert schedule_blocks("1f1b_plus", shape(form, 4, train=False), 32).steady_bubble_rate == bubble
+
+
+def test_a_repetend_says_when_blocks_of_the_steady_state_start():
+    schedule = schedule_blocks("1f1b_plus", shape("nn", 4, train=True), 40)
+    repetend = schedule.repetend
+    shifts = {
+        starts[index] - repetend.starts[index] - schedule.period * (unit - repetend.offsets[index])
+        for unit, starts in enumerate(schedule.starts)
+        if 15 <= unit < 25
+        for index in range(len(starts))
+    }
+    assert len(shifts) == 1
+
+
+def test_gpipe_ends_when_theory_says():
+    # (m + p - 1) slots of forwards and as many of backwards.
+    schedule = schedule_blocks("gpipe", shape("v", 4, train=True), 6)
+    assert schedule.makespan == (6 + 3) * (1 + 3)
+    assert schedule.peak_memory == (6, 6, 6, 6)
+    assert schedule.period is None
+
+
+def test_memory_that_does_not_do_is_named():
+    with pytest.raises(InfeasibleError, match=r"device 0: schedule 1f1b needs memory 4 where there is 3"):
+        schedule_blocks("1f1b", shape("v", 4, train=True, memory=3), 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "reason"),
+    [
+        ("1f1b", "m", "take 1f1b_plus"),
+        ("1f1b", "x", "these blocks are several"),
+        ("1f1b_plus", "k", "makes a branch"),
+        ("chimera", "v", "in opposite directions"),
+    ],
+)
+def test_blocks_that_a_schedule_has_no_place_for_are_refused(name, form, reason):
+    with pytest.raises(InfeasibleError, match=reason):
+        schedule_blocks(name, shape(form, 4, train=True), 8)
+
+
+def test_a_way_that_does_not_come_back_is_refused():
+    blocks = (Block("a", (0,), 1, 1), Block("b", (1,), 1, 0, (0,)), Block("c", (1,), 1, 0, (1,)))
+    with pytest.raises(InfeasibleError, match=r"devices \[0, 1, 1\] are not passed once there and once back"):
+        schedule_blocks("1f1b", BlockGraph(2, blocks, (None, None)), 4)
+
+
+def test_unknown_names_and_no_units_are_refused():
+    assert block_schedule_names() == ("1f1b", "1f1b_plus", "chimera", "gpipe")
+    with pytest.raises(ConfigurationError, match="zb_v"):
+        schedule_blocks("zb_v", shape("v", 4, train=True), 4)
+    with pytest.raises(ConfigurationError, match="1 unit or more, not 0"):
+        schedule_blocks("gpipe", shape("v", 4, train=True), 0)
