@@ -56,7 +56,7 @@ def test_a_block_on_several_devices_stands_on_each_row():
     for start in (0, 17):
         place = slice(round(start / 18 * 148), round((start + 1) / 18 * 148))
         assert first[place] == second[place]
-        assert first[place].startswith("TP")
+        assert first[place].startswith("f0" if start == 0 else "b0")
 
 
 def test_memory_is_told_against_its_limit():
