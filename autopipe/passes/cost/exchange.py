@@ -1,45 +1,75 @@
 """The collectives inside a stage: what they take where neighbours want a value in different layouts.
 
-They are those that lowering inserts: partial results are all-reduced, differently cut ones gathered, whole ones cut
-for free. Backward runs each one's transpose, which costs the same: all-reduce for all-reduce, reduce-scatter for
-all-gather, nothing for a cut.
+They are those that lowering inserts (`passes/lower/exchanges.py`), and those by which a node split along a joint axis
+tells the group its statistics. Backward runs each exchange's transpose, which costs the same: all-reduce for
+all-reduce, reduce-scatter for all-gather and the reverse, nothing for a cut; and none where no gradient flows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph
-from autopipe.passes.cost.assignment import Assigned, Cuts, StageWork
-from autopipe.passes.cost.communication import all_gather, all_reduce
+from autopipe.ir.placement import Split
+from autopipe.ir.space import AxisKind
+from autopipe.passes.cost.assignment import Assigned, StageWork
+from autopipe.passes.cost.communication import Cost, all_gather, all_reduce, reduce_scatter
+from autopipe.passes.lower.exchanges import Exchange, laid, taken_layouts, with_exchanges
+
+_STATISTIC_BYTES = 4
+"""Statistics are exchanged in fp32."""
 
 
-def exchange_seconds(graph: Graph, cluster: Cluster, work: StageWork) -> float:
-    """Seconds of one forward's collectives inside a stage."""
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """Seconds of one micro-batch's collectives inside a stage."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+    def __add__(self, other: Exchanged) -> Exchanged:
+        return Exchanged(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
+
+
+def exchange_seconds(graph: Graph, cluster: Cluster, work: StageWork, gradient: Set[str]) -> Exchanged:
+    """The collectives of a stage; `gradient` are the values that gradients flow through."""
     devices = work.stage.devices
     if len(devices) < 2 or not work.stage.splits:
-        return 0.0
-    reduce, gather = all_reduce(cluster, devices), all_gather(cluster, devices)
-    held: dict[str, Cuts] = {}
-    gathered: set[str] = set()
-    total = 0.0
+        return Exchanged()
+    prices = {
+        "all_reduce": all_reduce(cluster, devices),
+        "reduce_scatter": reduce_scatter(cluster, devices),
+        "all_gather": all_gather(cluster, devices),
+    }
+    total = Exchanged()
+    for step in _exchanges(graph, work):
+        if step.kind in prices:
+            seconds = prices[step.kind].seconds(graph.type_of(step.value).bytes)
+            total += Exchanged(seconds, seconds * (step.value in gradient))
     for each in work.nodes:
-        for name, need in zip(each.node.inputs, each.sharing.operands, strict=True):
-            have = held.get(name, ())
-            if have and have != need and name not in gathered:
-                gathered.add(name)
-                total += gather.seconds(graph.type_of(name).bytes)
-        held.update(zip(each.node.outputs, each.sharing.results, strict=True))
-        if each.sharing.degrees:
-            partial = (name for name in _partial_results(each) if graph.type_of(name).shape)
-            total += sum(reduce.seconds(graph.type_of(name).bytes) for name in partial)
+        total += _statistics(graph, each, prices["all_reduce"])
     return total
 
 
-def _partial_results(each: Assigned) -> Iterator[str]:
-    """Results of which each device holds but its share of a sum: those without one of the axes that are cut."""
-    for name, dimensions in zip(each.node.outputs, each.use.space.results, strict=True):
-        present = {axis for dimension in dimensions or () for axis in dimension}
-        if name and not present.issuperset(each.sharing.degrees):
-            yield name
+def _exchanges(graph: Graph, work: StageWork) -> Iterable[Exchange]:
+    nodes = tuple(
+        laid(graph, each.index, each.use.space, tuple(Split(*item) for item in each.sharing.degrees.items()))
+        for each in work.nodes
+    )
+    shares = work.given.keys() - graph.consumers().keys()
+    steps = with_exchanges(nodes, taken_layouts(graph, nodes), work.given.keys(), shares)
+    return (step for step in steps if isinstance(step, Exchange))
+
+
+def _statistics(graph: Graph, each: Assigned, reduce: Cost) -> Exchanged:
+    """What a node split along a joint axis tells the group: numbers for each element without that axis."""
+    row, space = each.use.row, each.use.space
+    joint = [axis for axis in each.sharing.degrees if space.axis(axis).kind is AxisKind.JOINT]
+    if not joint or not any(row.joint):
+        return Exchanged()
+    elements = graph.type_of(each.node.inputs[0]).elements // space.axis(joint[0]).extent
+    seconds = reduce.seconds(elements * _STATISTIC_BYTES)
+    forward, backward = row.joint
+    return Exchanged(forward * seconds, backward * seconds)

@@ -26,6 +26,7 @@ from autopipe.passes.cost.memory import (
 from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.roofline import accumulate_seconds, node_seconds, update_seconds
 from autopipe.passes.cost.uses import uses_of
+from autopipe.passes.lower.gradients import differentiable_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,9 @@ def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]
     kept = kept_values(problem.graph, uses, problem.precision)
     groups = _gradient_groups(problem, works)
     crossing = frozenset(name for work in works for name in work.received)
+    differentiable = differentiable_values(problem.graph)
     return tuple(
-        _stage_cost(problem, work, kept, widths, crossing, gradients)
+        _stage_cost(problem, work, kept, widths, crossing, differentiable, gradients)
         for work, gradients in zip(works, groups, strict=True)
     )
 
@@ -90,11 +92,12 @@ def _stage_cost(
     kept: tuple[tuple[Kept, ...], ...],
     widths: dict[str, int],
     crossing: frozenset[str],
+    differentiable: frozenset[str],
     gradients: dict[tuple[int, ...], int],
 ) -> StageCost:
     graph, recompute = problem.graph, work.stage.recompute and problem.train
     forward, backward = _compute_seconds(problem, work)
-    exchange = exchange_seconds(graph, problem.cluster, work)
+    exchange = exchange_seconds(graph, problem.cluster, work, differentiable)
     state = state_of(problem, work.parameters.items())
     backward += _accumulate_seconds(problem, work, state)
     received, sent = received_bytes(graph, work), sent_bytes(graph, work, crossing)
@@ -106,8 +109,10 @@ def _stage_cost(
     else:
         transient = live_bytes(graph, work, widths)
     return StageCost(
-        forward_s=forward + exchange,
-        backward_s=(backward + exchange + recompute * (forward + exchange)) if problem.train else 0.0,
+        forward_s=forward + exchange.forward_s,
+        backward_s=(backward + exchange.backward_s + recompute * (forward + exchange.forward_s))
+        if problem.train
+        else 0.0,
         gradient_s=sum((all_reduce(problem.cluster, group).seconds(size) for group, size in gradients.items()), 0.0),
         update_s=_update_seconds(problem, work, state),
         parameter_bytes=state.parameter_bytes,

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from autopipe.ir.graph import Node
-from autopipe.ir.layout import Layout, plain, replicated
+from autopipe.ir.graph import Graph, Node
+from autopipe.ir.layout import Layout, operand_layout, plain, replicated, result_layout
+from autopipe.ir.placement import Split
+from autopipe.ir.space import Space
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,34 @@ class Laid:
     node: Node
     operands: tuple[Layout | None, ...]
     results: tuple[Layout | None, ...]
+
+
+def laid(graph: Graph, index: int, space: Space, splits: tuple[Split, ...]) -> Laid:
+    """The graph's node at `index`, of iteration space `space`, under its splits."""
+    node = graph.nodes[index]
+    operands = (
+        plain(operand_layout(space, words or (), graph.type_of(name).shape, splits)) if name else None
+        for name, words in zip(node.inputs, space.operands, strict=True)
+    )
+    results = (
+        result_layout(space, words or (), graph.type_of(name).shape, splits) if name else None
+        for name, words in zip(node.outputs, space.results, strict=True)
+    )
+    return Laid(index, node, tuple(operands), tuple(results))
+
+
+def taken_layouts(graph: Graph, nodes: Sequence[Laid], whole: Set[str] = frozenset()) -> dict[str, Layout]:
+    """For each value a stage does not compute, the layout to hold it in: the one all its nodes need, else whole.
+
+    Constants and the values in `whole` are whole.
+    """
+    written = {name for each in nodes for name in each.node.outputs}
+    fixed = whole | {each.value.name for each in graph.constants}
+    return {
+        name: next(iter(needs)) if len(needs) == 1 and name not in fixed else replicated(graph.type_of(name).shape)
+        for name, needs in _wanted(nodes).items()
+        if name not in written
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 Gradients follow one rule: the ranks of a group together compute one function, and each rank's gradient of a value it
 holds is its own share: shares of copies add up to the whole. Then the backward of every exchange is its transpose
-(all-reduce of all-reduce, reduce-scatter of all-gather and the reverse, padding of slice), and a parameter's gradient is the sum over
-the ranks that hold it, whatever is split.
+(all-reduce of all-reduce, reduce-scatter of all-gather and the reverse, padding of slice), and a parameter's gradient
+is the sum over the ranks that hold it, whatever is split.
 """
 
 from __future__ import annotations
@@ -12,22 +12,13 @@ from dataclasses import dataclass, field, replace
 
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Constant, Graph, Node, Value
-from autopipe.ir.layout import (
-    Layout,
-    Partial,
-    even_degree_hint,
-    is_block,
-    operand_layout,
-    plain,
-    replicated,
-    result_layout,
-)
+from autopipe.ir.layout import Layout, Partial, even_degree_hint, is_block, plain, replicated
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
 from autopipe.ir.ops.row import Signature
 from autopipe.ir.placement import Split, Stage
 from autopipe.ir.program import Collective, Compute, Operation, StageCode
 from autopipe.ir.space import AxisKind, Space
-from autopipe.passes.lower.exchanges import Exchange, Laid, with_exchanges
+from autopipe.passes.lower.exchanges import Exchange, Laid, laid, taken_layouts, with_exchanges
 from autopipe.passes.lower.stages import StageNodes
 
 
@@ -71,8 +62,9 @@ def shard_stage(graph: Graph, number: int, stage: Stage, nodes: StageNodes, dema
     """
     group = len(stage.devices)
     uses = tuple(_use(graph, index, splits, group) for index, splits in nodes.nodes)
-    worker = _Sharding(graph, stage, _needs(graph, uses, demands.whole), nodes.outputs, demands.shares)
-    worker.place(uses)
+    forms = tuple(laid(graph, use.index, use.space, use.splits) for use in uses)
+    worker = _Sharding(graph, stage, taken_layouts(graph, forms, demands.whole), nodes.outputs, demands.shares)
+    worker.place(uses, forms)
     return worker.finish(number)
 
 
@@ -113,38 +105,6 @@ def _check_split(node: Node, space: Space, split: Split) -> None:
         )
 
 
-def _needs(graph: Graph, uses: tuple[_Use, ...], whole: frozenset[str]) -> dict[str, Layout]:
-    """For each value the stage does not compute, the layout to hold it in: the one all users need, else whole."""
-    written = {name for use in uses for name in use.node.outputs}
-    wanted: dict[str, set[Layout]] = {}
-    for use in uses:
-        for position, name in enumerate(use.node.inputs):
-            if name and name not in written:
-                fixed = name in whole or graph.constant(name) is not None
-                layout = replicated(graph.type_of(name).shape) if fixed else _operand_layout(use, position)
-                wanted.setdefault(name, set()).add(layout)
-    return {
-        name: next(iter(layouts)) if len(layouts) == 1 else replicated(graph.type_of(name).shape)
-        for name, layouts in wanted.items()
-    }
-
-
-def _operand_layout(use: _Use, position: int) -> Layout:
-    dimensions = use.space.operands[position]
-    shape = use.signature.operand(position).shape
-    return plain(operand_layout(use.space, dimensions or (), shape, use.splits))
-
-
-def _laid(use: _Use) -> Laid:
-    """The node with its layouts."""
-    operands = (_operand_layout(use, position) if name else None for position, name in enumerate(use.node.inputs))
-    results = (
-        None if value is None else result_layout(use.space, use.space.results[position] or (), value.shape, use.splits)
-        for position, value in enumerate(use.signature.results)
-    )
-    return Laid(use.index, use.node, tuple(operands), tuple(results))
-
-
 @dataclass(slots=True)
 class _Sharding:
     """The operations of a stage as they are put together.
@@ -177,11 +137,10 @@ class _Sharding:
             self.layouts[name] = layout
         return local
 
-    def place(self, uses: tuple[_Use, ...]) -> None:
+    def place(self, uses: tuple[_Use, ...], forms: tuple[Laid, ...]) -> None:
         """Add the operations of all nodes and the exchanges between them."""
         by_index = {use.index: use for use in uses}
-        laid = tuple(_laid(use) for use in uses)
-        steps = tuple(with_exchanges(laid, self.taken, frozenset(self.outputs), self.shares))
+        steps = tuple(with_exchanges(forms, self.taken, frozenset(self.outputs), self.shares))
         reduced = {step.value for step in steps if isinstance(step, Exchange) and step.source.partial is not None}
         for step in steps:
             if isinstance(step, Laid):
@@ -189,21 +148,21 @@ class _Sharding:
             else:
                 self._exchange(step)
 
-    def _compute(self, use: _Use, laid: Laid, reduced: set[str]) -> None:
+    def _compute(self, use: _Use, form: Laid, reduced: set[str]) -> None:
         operands = tuple(
             None if layout is None else self.values[name, layout]
-            for name, layout in zip(use.node.inputs, laid.operands, strict=True)
+            for name, layout in zip(use.node.inputs, form.operands, strict=True)
         )
         results = tuple(
-            None
-            if layout is None
-            else self._hold(name, layout if layout.partial else plain(layout), self._derived(name, "partial"))
-            if name in reduced
-            else self._hold(name, layout if layout.partial else plain(layout), name)
-            for name, layout in zip(use.node.outputs, laid.results, strict=True)
+            None if layout is None else self._computed(name, layout, reduced)
+            for name, layout in zip(use.node.outputs, form.results, strict=True)
         )
         signature = replace(use.signature, operands=operands, results=results, constants=self._constants(use, operands))
         self.operations.append(Compute(use.index, signature, use.splits))
+
+    def _computed(self, name: str, layout: Layout, reduced: set[str]) -> Value:
+        spelled = self._derived(name, "partial") if name in reduced else name
+        return self._hold(name, layout if layout.partial else plain(layout), spelled)
 
     def _constants(self, use: _Use, operands: tuple[Value | None, ...]) -> tuple:  # type: ignore[type-arg]
         """Numbers stay known only where the operand is the whole constant."""
