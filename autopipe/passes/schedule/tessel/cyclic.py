@@ -1,0 +1,65 @@
+"""A cyclic schedule: one unit's starts, repeated every period; and whether it keeps all rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+from autopipe.ir.blocks import BlockGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Cyclic:
+    """Block i of unit n starts at `starts[i] + period * n`, for every whole n."""
+
+    period: int
+    starts: tuple[int, ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Periods that each block starts after the period of the first one."""
+        first = min(self.starts) // self.period
+        return tuple(start // self.period - first for start in self.starts)
+
+    def latency(self, graph: BlockGraph) -> int:
+        """Time of one unit from its first start to its last end."""
+        ends = [start + block.time for start, block in zip(self.starts, graph.blocks, strict=True)]
+        return max(ends) - min(self.starts)
+
+
+def steady_peak(graph: BlockGraph, cyclic: Cyclic, device: int) -> int:
+    """Most memory in use on a device while units follow one another without end."""
+    members = [index for index, block in enumerate(graph.blocks) if device in block.devices]
+    phases = {index: cyclic.starts[index] % cyclic.period for index in members}
+    used = -sum(graph.blocks[index].memory * (cyclic.starts[index] // cyclic.period) for index in members)
+    peak = 0
+    for index in sorted(members, key=lambda each: phases[each]):
+        used += graph.blocks[index].memory
+        peak = max(peak, used)
+    return peak
+
+
+def is_valid(graph: BlockGraph, cyclic: Cyclic) -> bool:
+    """Whether dependencies are kept, no two blocks of any units overlap on a device, and memory suffices."""
+    starts, period = cyclic.starts, cyclic.period
+    for index, block in enumerate(graph.blocks):
+        for position, other in enumerate(block.after):
+            if starts[index] < starts[other] + graph.blocks[other].time + block.delay(position):
+                return False
+        if block.time > period:
+            return False
+    for first, second in sharing_pairs(graph):
+        gap = (starts[second] - starts[first]) % period
+        if gap < graph.blocks[first].time or period - gap < graph.blocks[second].time:
+            return False
+    limits = enumerate(graph.memory)
+    return all(limit is None or steady_peak(graph, cyclic, device) <= limit for device, limit in limits)
+
+
+def sharing_pairs(graph: BlockGraph) -> list[tuple[int, int]]:
+    """Pairs of blocks that share a device, each once."""
+    pairs: set[tuple[int, int]] = set()
+    for device in range(graph.devices):
+        members = [index for index, block in enumerate(graph.blocks) if device in block.devices]
+        pairs.update(combinations(members, 2))
+    return sorted(pairs)

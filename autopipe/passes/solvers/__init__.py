@@ -1,0 +1,1 @@
+"""Doors to the solvers: their statuses read properly, their limits kept."""

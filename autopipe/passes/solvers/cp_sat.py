@@ -1,0 +1,107 @@
+"""The door to OR-tools' CP-SAT: what a run found, what it proved, and how long it may take.
+
+An answer's values are claims of the solver. Whoever asked checks them against its own problem before using them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from autopipe.ir.errors import AutopipeError
+
+if TYPE_CHECKING:
+    from ortools.sat.python.cp_model import CpModel, IntVar
+
+OnSolution = Callable[[int, int], None]
+"""Called with the objective and its bound at every solution that is better than those before."""
+
+
+class Status(Enum):
+    """What a run ended with."""
+
+    OPTIMAL = "optimal"
+    """Values whose objective is proven to be the least; any values where there is no objective."""
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    """Proven: there are no values."""
+    UNKNOWN = "unknown"
+    """Stopped by its limit before it found values or a proof."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """When to stop, and with which seed to begin."""
+
+    seconds: float
+    """Of the clock: never exceeded by much, so that a slow machine keeps its time."""
+    work: float
+    """In the solver's deterministic time: what stops it on a machine fast enough, always at the same answer."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a run found and proved about a minimisation."""
+
+    status: Status
+    values: tuple[int, ...] = ()
+    """Of the variables asked for, in their order; () where none were found."""
+    bound: int | None = None
+    """No values have a smaller objective; None without an objective, or where nothing is known."""
+    work: float = 0.0
+    """Deterministic time used."""
+
+    @property
+    def found(self) -> bool:
+        """Whether there are values."""
+        return self.status in (Status.OPTIMAL, Status.FEASIBLE)
+
+
+def solve(model: CpModel, variables: Sequence[IntVar], limit: Limit, on_solution: OnSolution | None = None) -> Answer:
+    """Run CP-SAT with one worker, the same for the same model and seed as long as `limit.work` ends it.
+
+    Raises AutopipeError for a model that the solver does not accept.
+    """
+    from ortools.sat.python import cp_model
+
+    if limit.seconds <= 0 or limit.work <= 0:
+        return Answer(Status.UNKNOWN)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = limit.seconds
+    solver.parameters.max_deterministic_time = limit.work
+    solver.parameters.random_seed = limit.seed
+    solver.parameters.num_workers = 1
+    watcher = _watcher(on_solution) if on_solution else None
+    code = solver.solve(model, watcher)
+    if code == cp_model.MODEL_INVALID:
+        raise AutopipeError(f"the solver does not accept the model: {model.validate()}")
+    statuses = {
+        cp_model.OPTIMAL: Status.OPTIMAL,
+        cp_model.FEASIBLE: Status.FEASIBLE,
+        cp_model.INFEASIBLE: Status.INFEASIBLE,
+    }
+    status = statuses.get(code, Status.UNKNOWN)
+    work = float(solver.response_proto.deterministic_time)
+    bound = _whole(solver.best_objective_bound) if model.has_objective() else None
+    if status in (Status.OPTIMAL, Status.FEASIBLE):
+        return Answer(status, tuple(int(solver.value(variable)) for variable in variables), bound, work)
+    return Answer(status, (), bound if status is Status.UNKNOWN else None, work)
+
+
+def _whole(bound: float) -> int | None:
+    """A bound on whole numbers, rounded up but for rounding errors."""
+    return math.ceil(bound - 1e-6) if math.isfinite(bound) else None
+
+
+def _watcher(on_solution: OnSolution) -> object:
+    from ortools.sat.python import cp_model
+
+    class Watcher(cp_model.CpSolverSolutionCallback):
+        def on_solution_callback(self) -> None:
+            on_solution(round(self.objective_value), _whole(self.best_objective_bound) or 0)
+
+    return Watcher()
