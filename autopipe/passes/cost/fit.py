@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.ir.placement import Placement, stage_edges
+from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
+from autopipe.ir.stage_graph import StageGraph, depths_to_end
 from autopipe.passes.cost.memory import static_memory
 from autopipe.passes.cost.stages import StageCost, stage_costs
 
@@ -15,10 +16,10 @@ def in_flight(problem: Problem, placement: Placement) -> tuple[int, ...]:
     """Micro-batches that each stage keeps under 1F1B: its place from the end on the longest way there."""
     if not problem.train:
         return (1,) * len(placement.stages)
-    places = [1] * len(placement.stages)
-    for source, target in reversed(stage_edges(problem.graph, placement)):
-        places[source] = max(places[source], places[target] + 1)
-    return tuple(min(place, problem.micro_batches) for place in places)
+    graph = StageGraph.of(problem, placement)
+    places = depths_to_end(len(placement.stages), graph.edges)
+    own = (len(graph.micro_batches_of(stage, problem.micro_batches)) for stage in range(len(places)))
+    return tuple(map(min, places, own))
 
 
 def fitted(problem: Problem, placement: Placement) -> Placement:

@@ -76,7 +76,9 @@ def _sources(talking: Talking, orders: SendingOrders) -> Iterator[tuple[int, Ver
     for stage, verb, source in sorted(talking.receives, key=lambda each: (each[0], each[1].value, each[2])):
         sources.setdefault((stage, verb), []).append(source)
     for (stage, verb), several in sources.items():
-        if len({orders[source, verb] for source in several}) == 1:
-            yield stage, verb, None, orders[several[0], verb]
+        # A stage whose pipeline gets no micro-batch, since the step has too few, sends nothing.
+        sent = {source: orders.get((source, verb), ()) for source in several}
+        if len(set(sent.values())) == 1:
+            yield stage, verb, None, sent[several[0]]
         else:
-            yield from ((stage, verb, source, orders[source, verb]) for source in several)
+            yield from ((stage, verb, source, order) for source, order in sent.items())

@@ -27,18 +27,29 @@ def memory_curves(
 ) -> tuple[Curve, ...]:
     """(time, bytes in use from then on), a device each.
 
-    What a forward keeps is held from its start to the end of its backward. What comes and goes within a task is held
-    while a backward runs or, without training, a forward.
+    What a forward keeps is held from its start to the end of its backward; where that is split, to the end of its first
+    half, and what the second half needs from there to the end of that one. What comes and goes within a task is held
+    while a backward (of a split one the first half) runs or, without training, a forward.
     """
     changes: list[list[tuple[float, int]]] = [[] for _ in static]
-    heavy = Phase.BACKWARD if train else Phase.FORWARD
     for span in spans:
         cost = costs[span.task.stage]
-        transient = cost.transient_bytes if span.task.phase is heavy else 0
-        forward = span.task.phase is Phase.FORWARD
-        changes[span.device].append((span.start, transient + (cost.kept_bytes if forward and train else 0)))
-        changes[span.device].append((span.end, -transient - (0 if forward else cost.kept_bytes)))
+        start, end = _changes(cost, span.task.phase, train)
+        changes[span.device] += [(span.start, start), (span.end, end)]
     return tuple(_accumulate(base, each) for base, each in zip(static, changes, strict=True))
+
+
+def _changes(cost: StagePrediction, phase: Phase, train: bool) -> tuple[int, int]:
+    """What a task adds to the bytes in use as it starts and as it ends."""
+    match phase:
+        case Phase.FORWARD:
+            return (cost.kept_bytes, 0) if train else (cost.transient_bytes, -cost.transient_bytes)
+        case Phase.BACKWARD:
+            return cost.transient_bytes, -cost.transient_bytes - cost.kept_bytes
+        case Phase.INPUT_GRADIENT:
+            return cost.transient_bytes, cost.weight_kept_bytes - cost.transient_bytes - cost.kept_bytes
+        case Phase.WEIGHT_GRADIENT:
+            return 0, -cost.weight_kept_bytes
 
 
 def _accumulate(base: int, changes: list[tuple[float, int]]) -> Curve:

@@ -6,6 +6,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.prediction import Prediction
 from autopipe.ir.problem import Problem
+from autopipe.ir.stage_graph import StageGraph
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.cost.fit import size_text
 
@@ -37,8 +38,12 @@ def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) 
 
     The larger of all computation shared perfectly by all devices and the computation of the busiest device.
     """
+    graph = StageGraph.of(problem, placement)
     busy = [0.0] * problem.cluster.size
-    for stage, predicted in zip(placement.stages, prediction.stages, strict=True):
-        for device in stage.devices:
-            busy[device] += problem.micro_batches * (predicted.forward_s + predicted.backward_s)
+    for stage, predicted in enumerate(prediction.stages):
+        split = predicted.input_gradient_s + predicted.weight_gradient_s
+        backward = min(predicted.backward_s, split or predicted.backward_s)
+        count = len(graph.micro_batches_of(stage, problem.micro_batches))
+        for device in graph.stage_devices[stage]:
+            busy[device] += count * (predicted.forward_s + backward)
     return max(sum(busy) / len(busy), *busy)

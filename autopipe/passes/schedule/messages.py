@@ -24,14 +24,18 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
     graph = problem.graph
     works = stage_work(problem, placement)
     gradients = differentiable_values(graph) if problem.train else frozenset()
-    held = {name: (index, parts) for index, work in enumerate(works) for name, parts in work.given.items()}
+    held = {
+        (work.stage.pipeline, name): (index, parts)
+        for index, work in enumerate(works)
+        for name, parts in work.given.items()
+    }
     forward: defaultdict[tuple[int, int, int, int], list[int]] = defaultdict(list)
     backward: defaultdict[tuple[int, int, int, int], list[int]] = defaultdict(list)
     for target, work in enumerate(works):
         for name, needed in work.received.items():
-            if name not in held:
+            if (work.stage.pipeline, name) not in held:
                 continue
-            source, parts = held[name]
+            source, parts = held[work.stage.pipeline, name]
             for sender, receiver, share in _slices(works[source].stage.devices, parts, work.stage.devices, needed):
                 size = round(graph.type_of(name).bytes * share)
                 forward[source, target, sender, receiver].append(size)

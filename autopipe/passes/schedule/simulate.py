@@ -20,7 +20,8 @@ def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Predic
     """The timeline of one step.
 
     A task starts when it is next on every device of its stage and all that is sent to it has arrived. Messages leave as
-    soon as their task is done and overlap with computation; those of one directed link follow one another. When a
+    soon as their task is done and overlap with computation; those of one directed link follow one another. Of a split
+    backward the first half receives and sends; the second waits for the first alone. When a
     device has run its last task, gradients are summed stage by stage (a stage's devices together) and parameters
     updated, as the generated programs do.
     """
@@ -49,7 +50,14 @@ class _Run:
         self.events: list[tuple[float, int, Task, bool]] = []
         self.arrived: Counter[Task] = Counter()
         self.sends = _sends(prediction.messages)
-        self.awaited = Counter((target, phase) for (_, phase), sent in self.sends.items() for target, *_ in sent)
+        self.awaited = Counter((target, way) for (_, way), sent in self.sends.items() for target, *_ in sent)
+        self.split = {
+            (task.stage, task.micro_batch)
+            for order in schedule.tasks
+            for task in order
+            if task.phase is Phase.INPUT_GRADIENT
+        }
+        """Stages and micro-batches whose backward is split."""
 
     def until_done(self) -> None:
         for device in range(self.schedule.devices):
@@ -76,7 +84,8 @@ class _Run:
         if self.position[device] == len(order):
             return
         task = order[self.position[device]]
-        if self.arrived[task] < self.awaited[task.stage, task.phase]:
+        way = _WAYS.get(task.phase)
+        if way is not None and self.arrived[task] < self.awaited[task.stage, way]:
             return
         group = self.devices[task.stage]
         if any(self.busy[member] or self._head(member) != task for member in group):
@@ -93,8 +102,11 @@ class _Run:
         return order[self.position[device]] if self.position[device] < len(order) else None
 
     def _send(self, task: Task, now: float) -> None:
-        for stage, source, target, size, seconds in self.sends.get((task.stage, task.phase), ()):
-            receiver = Task(stage, task.phase, task.micro_batch)
+        way = _WAYS.get(task.phase)
+        if way is None:
+            return
+        for stage, source, target, size, seconds in self.sends.get((task.stage, way), ()):
+            receiver = Task(stage, self._receiving_phase(stage, way, task.micro_batch), task.micro_batch)
             if source == target or size == 0:
                 self._schedule(now, receiver, is_end=False)
                 continue
@@ -104,17 +116,24 @@ class _Run:
             self.transfers.append(Transfer(source, target, task, size, start, end))
             self._schedule(end, receiver, is_end=False)
 
+    def _receiving_phase(self, stage: int, way: Phase, micro_batch: int) -> Phase:
+        """The task of `stage` that takes what is sent forward or backward."""
+        return Phase.INPUT_GRADIENT if way is Phase.BACKWARD and (stage, micro_batch) in self.split else way
+
     def _schedule(self, time: float, task: Task, is_end: bool) -> None:
         self.made += 1
         heapq.heappush(self.events, (time, self.made, task, is_end))
 
+
+_WAYS = {Phase.FORWARD: Phase.FORWARD, Phase.BACKWARD: Phase.BACKWARD, Phase.INPUT_GRADIENT: Phase.BACKWARD}
+"""Which way a task's messages go."""
 
 Sent = tuple[int, int, int, int, float]
 """Stage that receives, device that sends, device that receives, bytes, seconds."""
 
 
 def _sends(messages: Sequence[Message]) -> dict[tuple[int, Phase], list[Sent]]:
-    """What is sent after a task, by its stage and phase."""
+    """What is sent after a task, by its stage and its way."""
     sends: dict[tuple[int, Phase], list[Sent]] = {}
     for each in messages:
         forward = (each.target_stage, each.source, each.target, each.forward_bytes, each.forward_s)

@@ -62,14 +62,6 @@ def test_stages_with_unequal_micro_batches() -> None:
         lower(graph, placement, schedule, loss)
 
 
-def test_half_backwards() -> None:
-    graph, loss = mlp(1)
-    placement, _ = one_device(graph, 1, True, 4)
-    order = tuple(Task(0, phase, 0) for phase in (Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT))
-    with pytest.raises(CodegenError, match="0I0 is half a backward"):
-        lower(graph, placement, Schedule(1, (order,)), loss)
-
-
 def test_more_devices_than_the_schedule_has() -> None:
     graph, loss = mlp(1)
     _, schedule = one_device(graph, 1, True, 4)

@@ -9,6 +9,7 @@ import pytest
 from autopipe.configs.load import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.schedule import Schedule
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.lower import lower
 from autopipe.passes.pipeline import Request, make_plan
@@ -26,6 +27,8 @@ GROUPS = [
     ((0, 1, 2, 3), (2, 3)),
     ((3,), (0,), (2, 1), (0,)),
 ]
+PIPELINES = [[((0,), (1,), (2,)), ((2,), (1,), (0,))], [((0, 1), (2, 3)), ((4,), (5, 3), (0,))]]
+"""Groups of each of two pipelines."""
 
 
 @pytest.fixture(scope="module", params=["gpt", "two-branch"])
@@ -36,24 +39,26 @@ def planned(request, tmp_path_factory):
     return make_plan(Request(path, cluster, PipeDream(), OneForwardOneBackward(), batch_size=8, micro_batches=2))
 
 
-def cut(graph, groups, samples):
+def cut(graph, groups, samples, pipeline=0):
     """Equal numbers of nodes a stage, each shared by samples."""
     count = len(graph.nodes)
     ends = [count * place // len(groups) for place in range(len(groups) + 1)]
     stages = []
     for first, last, group in zip(ends, ends[1:], groups, strict=False):
         nodes = tuple(range(first, last))
-        stages.append(Stage(nodes, group, samples, sample_axes(graph).splits(nodes, len(group))))
+        stages.append(Stage(nodes, group, samples, sample_axes(graph).splits(nodes, len(group)), False, pipeline))
     return Placement(tuple(stages))
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-def test_bytes_by_link_are_those_of_the_program(planned, groups):
+@pytest.mark.parametrize("pipelines", [*([groups] for groups in GROUPS), *PIPELINES])
+def test_bytes_by_link_are_those_of_the_program(planned, pipelines):
     problem = planned.problem
     graph = problem.graph
-    placement = cut(graph, groups, problem.micro_batch_size)
-    schedule = OneForwardOneBackward().run(problem, placement)
-    program = lower(graph, placement, schedule, problem.loss)
+    cuts = (cut(graph, groups, problem.micro_batch_size, index) for index, groups in enumerate(pipelines))
+    placement = Placement(tuple(stage for each in cuts for stage in each.stages))
+    placement.verify(graph)
+    idle = Schedule(problem.micro_batches, ((),) * problem.cluster.size)
+    program = lower(graph, placement, idle, problem.loss)
     forward, backward, seconds = Counter(), Counter(), Counter()
     for rank in program.ranks:
         for stage in rank.stages:

@@ -101,6 +101,46 @@ def test_an_order_that_cannot_run_is_refused():
         simulate(schedule, graph.stage_devices, predicted(graph))
 
 
+def test_halves_of_a_backward_hold_what_each_still_needs():
+    stage = StagePrediction(1, 9, 2, 3, static_bytes=100, kept_bytes=10, weight_kept_bytes=4, transient_bytes=7)
+    tasks = tuple(map(Task.parse, ("0F0", "0F1", "0I0", "0I1", "0W0", "0W1")))
+    timeline = simulate(Schedule(2, (tasks,)), ((0,),), Prediction((stage,)))
+    curve = ((0, 110), (1, 120), (2, 127), (4, 121), (6, 108), (9, 104), (12, 100))
+    assert timeline.memory == (curve,)
+    assert timeline.end == 12
+
+
+def test_the_first_half_of_a_backward_receives_and_sends():
+    # Stage 1 splits its backward of micro-batch 0, stage 0 that of micro-batch 1.
+    graph = chain(2)
+    message = Message(0, 1, 0, 1, 8, 8, 1.0, 1.0)
+    rows = (("0F0", "0F1", "0B0", "0I1", "0W1"), ("1F0", "1I0", "1F1", "1B1", "1W0"))
+    schedule = Schedule(2, tuple(tuple(map(Task.parse, row)) for row in rows))
+    schedule.verify(graph, train=True)
+    timeline = simulate(schedule, graph.stage_devices, Prediction((StagePrediction(2, 6, 3, 3),) * 2, (message,)))
+    starts = {str(span.task): span.start for span in timeline.spans}
+    assert starts == {
+        "0F0": 0, "0F1": 2, "0B0": 9, "0I1": 17, "0W1": 20, "1F0": 3, "1I0": 5, "1F1": 8, "1B1": 10, "1W0": 16,
+    }  # fmt: skip
+    gradients = {str(each.task): each.start for each in timeline.transfers if each.source == 1}
+    assert gradients == {"1I0": 8, "1B1": 16}
+
+
+def halved(schedule, chosen):
+    """The schedule with each backward in two halves whose bit in `chosen` is set, the second at the device's end."""
+    rows = []
+    for order in schedule.tasks:
+        row, late = [], []
+        for task in order:
+            if task.phase is Phase.BACKWARD and chosen >> (7 * task.stage + task.micro_batch) & 1:
+                row.append(Task(task.stage, Phase.INPUT_GRADIENT, task.micro_batch))
+                late.append(Task(task.stage, Phase.WEIGHT_GRADIENT, task.micro_batch))
+            else:
+                row.append(task)
+        rows.append((*row, *sorted(late, key=lambda task: (task.micro_batch, task.stage))))
+    return Schedule(schedule.micro_batches, tuple(rows))
+
+
 def naive_ends(schedule, graph, stages, seconds):
     """The end of each task, by relaxing until nothing changes: after its device's last task and all it depends on."""
     ends = {task: 0.0 for order in schedule.tasks for task in order}
@@ -112,10 +152,13 @@ def naive_ends(schedule, graph, stages, seconds):
                 needs = [ends[order[place - 1]]] if place else [0.0]
                 forward = task.phase is Phase.FORWARD
                 pairs = graph.edges if forward else [(target, source) for source, target in graph.edges]
+                phases = (Phase.FORWARD,) if forward else (Phase.BACKWARD, Phase.INPUT_GRADIENT)
                 needs += [
-                    ends[Task(source, task.phase, task.micro_batch)] + seconds
+                    ends[Task(source, phase, task.micro_batch)] + seconds
                     for source, target in pairs
-                    if target == task.stage
+                    if target == task.stage and task.phase is not Phase.WEIGHT_GRADIENT
+                    for phase in phases
+                    if Task(source, phase, task.micro_batch) in ends
                 ]
                 end = max(*needs, 0.0) + stages[task.stage].seconds(task.phase)
                 if end > ends[task] + 1e-12:
@@ -128,13 +171,15 @@ def naive_ends(schedule, graph, stages, seconds):
 @given(
     stage_graphs(),
     st.integers(1, 5),
-    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=6, max_size=6),
+    st.lists(st.tuples(*[st.integers(1, 9)] * 4), min_size=6, max_size=6),
     st.sampled_from([order_gpipe, order_1f1b]),
+    st.integers(0, 2**42),
 )
-def test_tasks_start_as_soon_as_they_can(graph, micro_batches, times, order):
+def test_tasks_start_as_soon_as_they_can(graph, micro_batches, times, order, chosen):
     stages = tuple(StagePrediction(*map(float, each)) for each in times[: len(graph.stage_devices)])
     prediction = Prediction(stages, free_messages(graph))
-    schedule = order(graph, micro_batches, True, ticks_of(stages))
+    schedule = halved(order(graph, micro_batches, True, ticks_of(stages)), chosen)
+    schedule.verify(graph, train=True)
     ends = naive_ends(schedule, graph, stages, 0.0)
     for span in simulate(schedule, graph.stage_devices, prediction).spans:
         assert span.end == pytest.approx(ends[span.task])
