@@ -12,13 +12,14 @@ from autopipe.ir.dtype import DType
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import is_block
 from autopipe.ir.ops import space_of
-from autopipe.ir.placement import Placement, Split, Stage, stage_edges
+from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.space import AxisKind
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.schedule.named.gpipe import order_gpipe
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from tests.distributed.builder import Builder
+from tests.distributed.running import stage_graph
 
 BATCH = 4
 WIDTH = 4
@@ -224,61 +225,69 @@ def _splits(draw: st.DrawFn, graph: Graph, nodes: list[int], degree: int) -> tup
 
 @st.composite
 def placements(draw: st.DrawFn, graph: Graph) -> Placement:
-    """Stages on groups of 1, 2 or 4 of at most four devices, in any order of devices, several on one or on all."""
+    """Stages on groups of 1, 2 or 4 of at most four devices, in any order of devices, several on one or on all.
+
+    Now and then two or three pipelines, each cut and placed in its own way.
+    """
     devices = draw(st.sampled_from([1, 2, 2, 4, 4]))
     stages = []
-    for nodes in _assignment(draw, graph):
-        degree = draw(st.sampled_from([each for each in (1, 1, 2, 4) if each <= devices]))
-        group = tuple(draw(st.permutations(range(devices)))[:degree])
-        splits = _splits(draw, graph, nodes, degree)
-        stages.append(Stage(tuple(nodes), group, BATCH, splits, draw(st.integers(0, 3)) == 0))
+    for pipeline in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
+        for nodes in _assignment(draw, graph):
+            degree = draw(st.sampled_from([each for each in (1, 1, 2, 4) if each <= devices]))
+            group = tuple(draw(st.permutations(range(devices)))[:degree])
+            splits = _splits(draw, graph, nodes, degree)
+            stages.append(Stage(tuple(nodes), group, BATCH, splits, draw(st.integers(0, 3)) == 0, pipeline))
     return Placement(tuple(stages))
 
 
 @st.composite
 def schedules(draw: st.DrawFn, graph: Graph, placement: Placement, train: bool) -> Schedule:
-    """1F1B, GPipe, or any order that can run, micro-batches in any order on each stage."""
-    edges = stage_edges(graph, placement)
-    groups = tuple(stage.devices for stage in placement.stages)
+    """1F1B, GPipe, or any order that can run: micro-batches in any order on each stage, backwards whole or halved."""
+    stages = stage_graph(graph, placement)
     micro_batches = draw(st.integers(1, 4))
     kind = draw(st.sampled_from(["1f1b", "gpipe", "any"]))
-    if kind != "any":
+    if kind != "any" and placement.pipelines == 1:
         order = order_1f1b if kind == "1f1b" else order_gpipe
-        schedule = order(StageGraph(placement.devices, groups, edges), micro_batches, train, lambda task: 1)
+        schedule = order(stages, micro_batches, train, lambda task: 1)
     else:
-        schedule = _any_order(draw, groups, edges, micro_batches, train, placement.devices)
-    schedule.verify(StageGraph(placement.devices, groups, edges), train)
+        schedule = _any_order(draw, stages, micro_batches, train)
+    schedule.verify(stages, train)
     return schedule
 
 
-def _any_order(
-    draw: st.DrawFn,
-    groups: tuple[tuple[int, ...], ...],
-    edges: tuple[tuple[int, int], ...],
-    micro_batches: int,
-    train: bool,
-    devices: int,
-) -> Schedule:
+def _any_order(draw: st.DrawFn, graph: StageGraph, micro_batches: int, train: bool) -> Schedule:
+    tasks: set[Task] = set()
+    halved = train and draw(st.booleans())
+    for stage in range(len(graph.stage_devices)):
+        for index in graph.micro_batches_of(stage, micro_batches):
+            phases = [Phase.FORWARD]
+            if halved and draw(st.booleans()):
+                phases += [Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT]
+            elif train:
+                phases.append(Phase.BACKWARD)
+            tasks.update(Task(stage, phase, index) for phase in phases)
+    rest = sorted(tasks, key=lambda task: (task.micro_batch, task.phase is not Phase.FORWARD, task.stage))
     done: set[Task] = set()
-    rows: list[list[Task]] = [[] for _ in range(devices)]
-    phases = (Phase.FORWARD, Phase.BACKWARD) if train else (Phase.FORWARD,)
-    rest = [
-        Task(stage, phase, index) for index in range(micro_batches) for phase in phases for stage in range(len(groups))
-    ]
+    rows: list[list[Task]] = [[] for _ in range(graph.devices)]
     while rest:
-        task = draw(st.sampled_from([each for each in rest if _needs(each, edges) <= done]))
+        task = draw(st.sampled_from([each for each in rest if _needs(each, graph.edges) & tasks <= done]))
         rest.remove(task)
         done.add(task)
-        for device in groups[task.stage]:
+        for device in graph.stage_devices[task.stage]:
             rows[device].append(task)
     return Schedule(micro_batches, tuple(map(tuple, rows)))
 
 
 def _needs(task: Task, edges: tuple[tuple[int, int], ...]) -> set[Task]:
+    """What a task waits for; of a whole and a split backward, those that there are."""
     if task.phase is Phase.FORWARD:
         return {Task(source, Phase.FORWARD, task.micro_batch) for source, target in edges if target == task.stage}
-    later = {Task(target, Phase.BACKWARD, task.micro_batch) for source, target in edges if source == task.stage}
-    return later | {Task(task.stage, Phase.FORWARD, task.micro_batch)}
+    if task.phase is Phase.WEIGHT_GRADIENT:
+        return {Task(task.stage, Phase.INPUT_GRADIENT, task.micro_batch)}
+    later = [target for source, target in edges if source == task.stage]
+    backwards = (Phase.BACKWARD, Phase.INPUT_GRADIENT)
+    found = {Task(target, phase, task.micro_batch) for target in later for phase in backwards}
+    return found | {Task(task.stage, Phase.FORWARD, task.micro_batch)}
 
 
 @st.composite

@@ -20,7 +20,7 @@ from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.stage_graph import StageGraph, pipelines_of
 from autopipe.passes.lower import lower
 from autopipe.passes.schedule.named.gpipe import order_gpipe
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
@@ -52,11 +52,14 @@ def schedule_of(
     graph: Graph, placement: Placement, micro_batches: int, name: str = "1f1b", train: bool = True
 ) -> Schedule:
     """1F1B or GPipe for a placement, all tasks of one length."""
-    stages = StageGraph(
-        placement.devices, tuple(stage.devices for stage in placement.stages), stage_edges(graph, placement)
-    )
     order = order_1f1b if name == "1f1b" else order_gpipe
-    return order(stages, micro_batches, train, lambda task: 1)
+    return order(stage_graph(graph, placement), micro_batches, train, lambda task: 1)
+
+
+def stage_graph(graph: Graph, placement: Placement) -> StageGraph:
+    """The stage graph of a placement on as many devices as it uses."""
+    groups = tuple(stage.devices for stage in placement.stages)
+    return StageGraph(placement.devices, groups, stage_edges(graph, placement), pipelines_of(placement))
 
 
 def one_device(graph: Graph, micro_batches: int, train: bool, size: int) -> tuple[Placement, Schedule]:
