@@ -32,4 +32,5 @@ def _function(code: str) -> str:
     if not isinstance(tree, ast.Call) or not tree.args:
         return ""
     function = ast.unparse(tree.func)
-    return function if function.split(".")[0] in _LIBRARIES and code.startswith(f"{function}(") else ""
+    is_name = all(each.isidentifier() for each in function.split("."))
+    return function if is_name and function.split(".")[0] in _LIBRARIES and code.startswith(f"{function}(") else ""

@@ -1,0 +1,121 @@
+"""Deferred gradients of parameters: equal to undeferred ones, and computed when asked for, not before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from autopipe.backends.torch.runtime.later import Later
+
+Forward = Callable[[Later, torch.Tensor, list[torch.Tensor]], torch.Tensor]
+
+
+def linear(later: Later, x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
+    return later(F.linear, x, w[0].t(), w[1])
+
+
+def two_products(later: Later, x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
+    return torch.tanh(later(torch.matmul, torch.tanh(later(torch.matmul, x, w[0])), w[2]))
+
+
+def tied(later: Later, x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
+    """One parameter in a lookup, as it is, and transposed."""
+    rows = later(F.embedding, torch.tensor([[0, 2], [2, 3]]), w[0])
+    return later(torch.matmul, later(torch.matmul, x, w[0]), w[0].t()).sum() * rows.sum(0)
+
+
+def pieces(later: Later, x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
+    """An operator of several results, one of them not used and one used twice."""
+    first, _, third = torch.split(later(torch.matmul, x, w[0]), 2, -1)
+    return first * third + later(lambda y0, y1: 0.5 * torch.mm(y0, y1), first, w[3]) * w[4]
+
+
+CASES = [linear, two_products, tied, pieces]
+SHAPES = ((4, 6), (6,), (6, 5), (2, 2), (3, 2))
+
+
+def drawn() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    return x, [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("forward", CASES)
+def test_gradients_equal_undeferred_ones(forward: Forward) -> None:
+    plain_x, plain = drawn()
+    forward(Later(()), plain_x, plain).square().sum().backward()
+    x, weights = drawn()
+    later = Later(weights)
+    forward(later, x, weights).square().sum().backward()
+    assert x.grad is None or torch.equal(x.grad, plain_x.grad)  # type: ignore[arg-type]
+    waiting = later.take()
+    assert waiting and weights[0].grad is None
+    for compute in waiting:
+        compute()
+    for found, expected in zip(weights, plain, strict=True):
+        if expected.grad is None:
+            assert found.grad is None
+        else:
+            torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_each_half_does_its_own_products() -> None:
+    x = torch.randn(8, 16, requires_grad=True)
+    first, second, table = (torch.randn(16, 16, requires_grad=True) for _ in range(3))
+    later = Later((first, second, table))
+    product = 2 * 8 * 16 * 16
+    with FlopCounterMode(display=False) as counter:
+        result = later(torch.matmul, later(F.linear, x, first, torch.zeros(16, requires_grad=True)), second)
+    assert counter.get_total_flops() == 2 * product
+    with FlopCounterMode(display=False) as counter:
+        result.sum().backward()
+    assert counter.get_total_flops() == 2 * product
+    with FlopCounterMode(display=False) as counter:
+        for compute in later.take():
+            compute()
+    assert counter.get_total_flops() == 2 * product
+
+
+def test_a_bias_does_not_wait() -> None:
+    weight, bias = torch.randn(4, 3, requires_grad=True), torch.randn(4, requires_grad=True)
+    later = Later((weight, bias))
+    later(F.linear, torch.randn(2, 3), weight, bias).sum().backward()
+    assert bias.grad is not None
+    assert weight.grad is None
+
+
+def test_nothing_waits_without_gradients() -> None:
+    weight = torch.randn(4, 3, requires_grad=True)
+    later = Later((weight,))
+    with torch.no_grad():
+        later(F.linear, torch.randn(2, 3), weight)
+    assert later.used
+    assert not later.take()
+
+
+def test_what_waits_keeps_only_what_it_needs() -> None:
+    """The product's operand, until the second half is done; what other operators kept is free after the first."""
+    x = torch.randn(8, 16, requires_grad=True)
+    weight = torch.randn(16, 16, requires_grad=True)
+    later = Later((weight,))
+    operand = torch.tanh(x)
+    after = torch.exp(later(torch.matmul, operand, weight))
+    needed, other = operand.untyped_storage(), after.untyped_storage()
+    alone = _holders(torch.empty(1).untyped_storage())
+    after.sum().backward()
+    del operand, after
+    assert _holders(needed) > alone
+    assert _holders(other) == alone
+    waiting = later.take()
+    while waiting:
+        waiting.pop()()
+    assert _holders(needed) == alone
+
+
+def _holders(storage: torch.UntypedStorage) -> int:
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
