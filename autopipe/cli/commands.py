@@ -12,6 +12,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "verify": ("autopipe.cli.verify:verify", "Check that the ranks compute what one device computes."),
     "show": ("autopipe.cli.show:show", "Show a plan's timeline and memory, in the terminal or as a page."),
     "compare": ("autopipe.cli.compare:compare", "Show plans side by side."),
+    "schedule": ("autopipe.cli.schedule:schedule", "Search the best schedule of blocks given by hand."),
     "zoo": ("autopipe.cli.zoo:zoo", "Build models of the papers as ONNX files."),
     "config": ("autopipe.cli.config:config", "Show and check configurations, list cluster presets."),
 }

@@ -29,6 +29,16 @@ def write_texts(texts: Mapping[Path, str]) -> None:
             os.unlink(name)
 
 
+def check_writable(path: Path) -> None:
+    """Raise ConfigurationError where no file can be written at `path`: it is asked before the long work begins."""
+    if path.is_dir():
+        raise ConfigurationError(f"{path} is a folder", hint="name a file")
+    parent = path.absolute().parent
+    if not os.access(parent, os.W_OK | os.X_OK):
+        why = "it may not be written to" if parent.is_dir() else "there is no such folder"
+        raise ConfigurationError(f"cannot write {path}: {parent}: {why}", hint="choose another place")
+
+
 def _written(path: Path, text: str) -> str:
     """The temporary file beside `path` that holds `text`; it vanishes where it cannot be written."""
     if path.is_dir():

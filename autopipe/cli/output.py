@@ -16,6 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.progress import TimeRemainingColumn as EstimateColumn
 from rich.text import Text
 
+_PIPED_WIDTH = 160
+"""Characters a line where stdout is no terminal."""
+
 
 class Verbosity(enum.IntEnum):
     """How much is said on stderr besides warnings and errors."""
@@ -60,6 +63,16 @@ class Output:
     verbosity: Verbosity = Verbosity.NORMAL
     stdout: Console = field(default_factory=lambda: Console(markup=False, highlight=False, emoji=False))
     stderr: Console = field(default_factory=lambda: Console(stderr=True, markup=False, highlight=False, emoji=False))
+
+    @property
+    def width(self) -> int:
+        """Characters a line of stdout for what is drawn."""
+        return self.stdout.width if self.stdout.is_terminal else _PIPED_WIDTH
+
+    @property
+    def coloured(self) -> bool:
+        """Whether stdout shows colours."""
+        return self.stdout.is_terminal and not self.stdout.no_color
 
     def result(self, data: Mapping[str, object], *shown: RenderableType) -> None:
         """Print the command's result, once: `data` as JSON, or `shown` (text, tables) for a person."""

@@ -1,0 +1,119 @@
+"""`autopipe schedule`: schedule search alone, on blocks given by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from autopipe.cli.options import standard_options
+from autopipe.cli.output import Output
+from autopipe.ir.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from autopipe.ir.blocks import BlockGraph, BlockSchedule
+
+_MOST_BLOCKS = 2_000_000
+"""Blocks of all units together that a schedule may list."""
+
+
+@click.command()
+@click.argument("placement", required=False, type=click.Path(path_type=Path))
+@click.option("--shape", metavar="v|x|m|nn|k", help="One of the published placements in place of a file.")
+@click.option("--devices", type=click.IntRange(2, 4096), help="Devices of the shape; 4 where not given.")
+@click.option("--mode", type=click.Choice(["train", "infer"]), help="Whether the shape trains; train where not given.")
+@click.option("--memory", type=click.IntRange(0), help="Room on each device of the shape; no limit where not given.")
+@click.option("--units", type=click.IntRange(1), default=32, show_default=True, help="Units that run the blocks.")
+@click.option("--schedule", "name", metavar="NAME", default="tessel", help="tessel searches; or a published schedule.")
+@click.option("--time-limit", metavar="SECONDS", type=float, default=10.0, help="Most seconds that the search takes.")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Where the search begins.")
+@click.option(
+    "-o", "--output", "target", metavar="FILE", type=click.Path(path_type=Path), help="schedule.json to write."
+)
+@standard_options
+def schedule(
+    output: Output,
+    placement: Path | None,
+    shape: str | None,
+    devices: int | None,
+    mode: str | None,
+    memory: int | None,
+    units: int,
+    name: str,
+    time_limit: float,
+    seed: int,
+    target: Path | None,
+) -> None:
+    """Search the best schedule for the blocks of the file PLACEMENT, or of a published shape.
+
+    \b
+    Example:
+      autopipe schedule placement.yaml --units 32 -o schedule.json
+      autopipe schedule --shape nn --devices 8 --memory 12 --units 64
+      autopipe schedule --shape v --schedule 1f1b
+    """
+    from autopipe.cli.block_screen import block_screen, block_title
+    from autopipe.cli.files import check_writable, write_texts
+    from autopipe.ir.serial.block_schedule_file import block_schedule_form
+
+    if not (math.isfinite(time_limit) and time_limit > 0):
+        raise ConfigurationError(f"--time-limit is {time_limit:g}", hint="give a number of seconds above 0")
+    graph = _graph(placement, shape, devices, mode, memory)
+    if units * len(graph.blocks) > _MOST_BLOCKS:
+        most = _MOST_BLOCKS // len(graph.blocks)
+        raise ConfigurationError(f"--units is {units}", hint=f"of {len(graph.blocks)} blocks at most {most} are taken")
+    if target is not None:
+        check_writable(target)
+    found = _scheduled(output, graph, units, name, time_limit, seed)
+    form = block_schedule_form(found)
+    if target is not None:
+        write_texts({target: json.dumps(form) + "\n"})
+    source = str(placement) if placement is not None else f"shape {shape}"
+    screen = block_screen(found, f"{block_title(found, source)}, {name}", output.width, output.coloured)
+    output.result(
+        {"schedule": name, "file": target, **form}, *screen, *([f"schedule in {target}"] if target is not None else [])
+    )
+
+
+def _graph(
+    placement: Path | None, shape: str | None, devices: int | None, mode: str | None, memory: int | None
+) -> BlockGraph:
+    """The blocks that were asked for."""
+    from autopipe.configs.placement_file import read_placement
+    from autopipe.passes.schedule import shapes
+
+    if (placement is None) == (shape is None):
+        what = "both a file and --shape are given" if shape is not None else "nothing to schedule is given"
+        raise ConfigurationError(what, hint="name a file with a placement, or --shape NAME")
+    if placement is not None:
+        for flag, value in (("--devices", devices), ("--mode", mode), ("--memory", memory)):
+            if value is not None:
+                raise ConfigurationError(f"{flag} is for --shape; {placement} says its own", hint=f"leave out {flag}")
+        return read_placement(placement)
+    assert shape is not None, "either a file or a shape is given"
+    return shapes.shape(shape, devices or 4, train=mode != "infer", memory=memory)
+
+
+def _scheduled(output: Output, graph: BlockGraph, units: int, name: str, time_limit: float, seed: int) -> BlockSchedule:
+    """The schedule, which has been checked."""
+    from autopipe.ir.block_check import check_blocks
+    from autopipe.passes.schedule.named.blocks import schedule_blocks
+    from autopipe.passes.schedule.room import require_room
+    from autopipe.passes.schedule.tessel.options import SearchOptions
+    from autopipe.passes.schedule.tessel.search import search
+
+    require_room(graph, units)
+    if name == "tessel":
+        with output.progress("searching", total=time_limit) as bar:
+
+            def show(best: int | None, bound: int, seconds: float) -> None:
+                bar.reach(seconds, "" if best is None else f"best {best}, at least {bound}")
+
+            found = search(graph, units, SearchOptions(time_limit, seed, progress=show))
+    else:
+        found = schedule_blocks(name, graph, units)
+    check_blocks(found)
+    return found

@@ -1,0 +1,153 @@
+"""Whether the devices have room for the blocks at all, in whatever order they run.
+
+Memory changes when blocks start, so what a device needs depends on the order of starts alone. Units that free no more
+than they have allocated only add to one another's needs, so one unit's order decides.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.errors import InfeasibleError
+
+_MOST_STEPS = 1_000_000
+"""Blocks looked at for one question, after which it stays open."""
+
+Room = Sequence[int | None]
+
+
+def require_room(graph: BlockGraph, units: int) -> None:
+    """Raise InfeasibleError, naming the device and the least that would do, where no order keeps the memory limits.
+
+    First each device on its own, then beside the limits of the others. Silence is no promise: questions that take too
+    long stay open.
+    """
+    limited = [(device, room) for device, room in enumerate(graph.memory) if room is not None]
+    if units > 1 and not all(_frees_its_own(graph, device) for device, _ in limited):
+        return
+    for device, room in limited:
+        alone: list[int | None] = [None] * graph.devices
+        least = max(least_room(graph, device, alone).peak, units * _kept(graph, device))
+        if least > room:
+            raise _too_little(device, room, least, "whatever the order of blocks")
+    if len(limited) < 2:
+        return
+    answers = []
+    for device, room in limited:
+        beside = least_room(graph, device, graph.memory)
+        if not beside.proven or beside.peak <= room:
+            return
+        answers.append((device, room, beside))
+    for device, room, beside in answers:
+        if beside.exists:
+            raise _too_little(device, room, beside.peak, "while the others keep to their limits")
+    raise InfeasibleError("no order of the blocks keeps to the memory limits of all devices", hint="raise several")
+
+
+def _too_little(device: int, room: int, least: int, why: str) -> InfeasibleError:
+    message = f"there is room for {room}, but {least} is the least that would do, {why}"
+    return InfeasibleError(message, hint=f"give it a memory of {least} or more", where=f"device {device}")
+
+
+def _kept(graph: BlockGraph, device: int) -> int:
+    """What a unit leaves in use on a device."""
+    return sum(block.memory for block in graph.blocks if device in block.devices)
+
+
+def _frees_its_own(graph: BlockGraph, device: int) -> bool:
+    """Whether each block that frees comes after blocks of its own that allocated as much: a unit is never below 0."""
+    left = {index: block.memory for index, block in enumerate(graph.blocks) if device in block.devices}
+    earlier: list[int] = [0] * len(graph.blocks)
+    for index in graph.order:
+        earlier[index] = 1 << index
+        for other in graph.blocks[index].after:
+            earlier[index] |= earlier[other]
+        if left.get(index, 0) >= 0:
+            continue
+        for other in [each for each in left if left[each] > 0 and earlier[index] >> each & 1]:
+            taken = min(left[other], -left[index])
+            left[other] -= taken
+            left[index] += taken
+    return all(each >= 0 for each in left.values())
+
+
+@dataclass(frozen=True, slots=True)
+class LeastRoom:
+    """The least peak of a device over all orders of one unit; a lower bound of it where it is not `proven`."""
+
+    peak: int
+    proven: bool = True
+    exists: bool = True
+    """Whether there is an order at all that the other devices have room for."""
+
+
+def least_room(graph: BlockGraph, device: int, rooms: Room) -> LeastRoom:
+    """The least room that `device` needs for one unit, with `rooms` on the other devices (None for no limit).
+
+    Best first over the sets of blocks that have started, which tell the memory in use. A block that allocates nowhere
+    starts as soon as it can: that never does harm.
+    """
+    unit = _Unit(graph, device, rooms)
+    heap = [(0, 0, unit.settled(0))]
+    seen: set[int] = set()
+    while heap:
+        peak, _, started = heapq.heappop(heap)
+        if started in seen:
+            continue
+        seen.add(started)
+        if started == unit.everything:
+            return LeastRoom(peak)
+        if unit.steps > _MOST_STEPS:
+            return LeastRoom(peak, proven=False)
+        for used, following in unit.next_sets(started):
+            if following not in seen:
+                heapq.heappush(heap, (max(peak, used), -following.bit_count(), following))
+    return LeastRoom(0, exists=False)
+
+
+class _Unit:
+    """The blocks of one unit as sets of bits."""
+
+    def __init__(self, graph: BlockGraph, device: int, rooms: Room) -> None:
+        self.graph, self.device, self.rooms = graph, device, rooms
+        self.everything = (1 << len(graph.blocks)) - 1
+        self.before = [sum(1 << other for other in set(block.after)) for block in graph.blocks]
+        self.steps = 0
+
+    def settled(self, started: int) -> int:
+        """The set with all blocks that can start and allocate nowhere."""
+        for index in self.graph.order:
+            if self.graph.blocks[index].memory <= 0 and self._can_start(index, started):
+                started |= 1 << index
+        return started
+
+    def next_sets(self, started: int) -> Iterator[tuple[int, int]]:
+        """For each block that can start next: the memory then in use on the device, and the set that follows."""
+        used = self._used(started)
+        for index, block in enumerate(self.graph.blocks):
+            if self._can_start(index, started) and self._fits(index, used):
+                more = block.memory if self.device in block.devices else 0
+                yield used[self.device] + more, self.settled(started | 1 << index)
+
+    def _can_start(self, index: int, started: int) -> bool:
+        self.steps += 1
+        return not started >> index & 1 and self.before[index] & started == self.before[index]
+
+    def _fits(self, index: int, used: list[int]) -> bool:
+        block = self.graph.blocks[index]
+        for device in block.devices:
+            room = self.rooms[device]
+            if device != self.device and room is not None and used[device] + block.memory > room:
+                return False
+        return True
+
+    def _used(self, started: int) -> list[int]:
+        used = [0] * self.graph.devices
+        for index, block in enumerate(self.graph.blocks):
+            if started >> index & 1:
+                for device in block.devices:
+                    used[device] += block.memory
+        return used

@@ -1,0 +1,116 @@
+"""The least memory that would do: against every order of small blocks."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopipe.ir.blocks import Block, BlockGraph
+from autopipe.ir.errors import InfeasibleError
+from autopipe.passes.schedule.room import LeastRoom, least_room, require_room
+from autopipe.passes.schedule.shapes import shape
+
+
+def peaks(graph, order):
+    """The most in use on each device when blocks start in this order, or 0."""
+    found = []
+    for device in range(graph.devices):
+        used = peak = 0
+        for index in order:
+            used += graph.blocks[index].memory if device in graph.blocks[index].devices else 0
+            peak = max(peak, used)
+        found.append(peak)
+    return found
+
+
+def orders(graph):
+    """All orders of one unit's blocks."""
+    for order in permutations(range(len(graph.blocks))):
+        place = {index: position for position, index in enumerate(order)}
+        if all(place[other] < place[index] for index in order for other in graph.blocks[index].after):
+            yield order
+
+
+@st.composite
+def graphs(draw):
+    devices = draw(st.integers(1, 3))
+    blocks = []
+    for index in range(draw(st.integers(1, 6))):
+        own = tuple(sorted(draw(st.sets(st.integers(0, devices - 1), min_size=1))))
+        after = tuple(sorted(draw(st.sets(st.integers(0, index - 1), max_size=2)))) if index else ()
+        blocks.append(Block(f"b{index}", own, 1, draw(st.integers(-3, 3)), after))
+    limits = tuple(draw(st.none() | st.integers(0, 5)) for _ in range(devices))
+    return BlockGraph(devices, tuple(blocks), limits)
+
+
+@given(graphs())
+def test_the_least_room_is_what_the_best_order_needs(graph):
+    for device in range(graph.devices):
+        fit = [
+            found[device]
+            for found in (peaks(graph, order) for order in orders(graph))
+            if all(
+                room is None or peak <= room
+                for other, (peak, room) in enumerate(zip(found, graph.memory, strict=True))
+                if other != device
+            )
+        ]
+        expected = LeastRoom(min(fit)) if fit else LeastRoom(0, exists=False)
+        assert least_room(graph, device, graph.memory) == expected
+
+
+@given(graphs())
+def test_one_unit_is_refused_where_no_order_fits_and_nowhere_else(graph):
+    fits = any(
+        all(room is None or peak <= room for peak, room in zip(peaks(graph, order), graph.memory, strict=True))
+        for order in orders(graph)
+    )
+    if fits:
+        require_room(graph, 1)
+    else:
+        with pytest.raises(InfeasibleError):
+            require_room(graph, 1)
+
+
+def test_the_device_and_the_least_are_named():
+    blocks = (Block("F", (1,), 1, 3), Block("G", (0, 1), 1, 2, (0,)), Block("B", (0, 1), 1, -2, (1,)))
+    with pytest.raises(InfeasibleError, match="room for 4, but 5 is the least that would do") as caught:
+        require_room(BlockGraph(2, blocks, (2, 4)), 1)
+    assert (caught.value.where, caught.value.hint) == ("device 1", "give it a memory of 5 or more")
+    require_room(BlockGraph(2, blocks, (2, 5)), 1)
+    with pytest.raises(InfeasibleError, match="9 is the least"):  # every unit leaves 3
+        require_room(BlockGraph(2, blocks, (2, 5)), 3)
+
+
+def test_devices_that_have_room_each_but_not_together():
+    """Nothing is freed before all four have started, so that the order of starts does not matter."""
+    blocks = (
+        Block("a", (0,), 1, 1), Block("x", (1,), 1, 2, (0,)), Block("b", (0,), 1, 1), Block("y", (1,), 1, 2, (2,)),
+        Block("free0", (0,), 1, -2, (1, 3)), Block("free1", (1,), 1, -4, (1, 3)),
+    )  # fmt: skip
+    require_room(BlockGraph(2, blocks, (2, 4)), 8)
+    with pytest.raises(InfeasibleError, match="room for 3, but 4 is the least"):
+        require_room(BlockGraph(2, blocks, (2, 3)), 8)
+
+
+@pytest.mark.parametrize("name", ["v", "x", "m", "nn", "k"])
+def test_the_shapes_need_what_one_micro_batch_keeps(name):
+    least = 2 if name == "k" else 1
+    require_room(shape(name, 32, True, memory=least), 128)
+    with pytest.raises(InfeasibleError, match=f"there is room for {least - 1}, but {least} is"):
+        require_room(shape(name, 32, True, memory=least - 1), 128)
+
+
+def test_units_that_free_before_they_allocate_may_help_one_another():
+    """One unit alone needs 4; of two, one goes ahead to where it has freed."""
+    changes = (-5, 9, -9, 5)
+    blocks = tuple(
+        Block(f"b{index}", (0,), 1, change, (index - 1,) if index else ()) for index, change in enumerate(changes)
+    )
+    graph = BlockGraph(1, blocks, (0,))
+    with pytest.raises(InfeasibleError, match="4 is the least"):
+        require_room(graph, 1)
+    require_room(graph, 2)
