@@ -117,10 +117,14 @@ class Constraint:
     split: tuple[tuple[str, Count], ...] = ()
     """Degrees by axis of the iteration space, such as `{n: 2}`."""
 
+    pipeline: Annotated[int, AtLeast(0)] = 0
+    """Which of several pipelines this is for. Each holds the whole model in stages of its own, numbered from 0, and
+    they take micro-batches in turn."""
+
     def for_problem(self) -> problem.Constraint:
         """The same as the passes know it, where no devices stand for all of them."""
         devices = () if self.devices == "all" else self.devices
-        return problem.Constraint(self.match, self.stage, devices, self.split)
+        return problem.Constraint(self.match, self.stage, devices, self.split, self.pipeline)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,12 +59,14 @@ class Constraint:
     """A user's wish for the nodes whose name matches: obeyed, or refused with the reason.
 
     `match` is a glob, or a regular expression after `re:`. `devices` is None where the user leaves it open, () for all.
+    `pipeline` says which of several pipelines the wish is for: see `Placement`.
     """
 
     match: str
     stage: int | None = None
     devices: tuple[int, ...] | None = None
     split: tuple[tuple[str, int], ...] = ()
+    pipeline: int = 0
 
 
 @dataclass(frozen=True, slots=True)

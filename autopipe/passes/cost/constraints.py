@@ -28,13 +28,25 @@ class Wish:
         return f"the constraint on {self.constraint.match!r}"
 
 
-def wishes_of(problem: Problem) -> tuple[Wish, ...]:
-    """The problem's constraints in order.
+def wishes_of(problem: Problem, pipelines: int = 1) -> tuple[Wish, ...]:
+    """The problem's constraints in order, for a strategy that makes so many pipelines.
 
-    Raises ConfigurationError for one that matches no node, with the nearest name, for devices that do not exist, and
-    for two that ask different things of one node.
+    Raises ConfigurationError for one that matches no node, with the nearest name, for devices or pipelines that do not
+    exist, and for two that ask different things of one node.
     """
     wishes = tuple(_wish(problem, constraint) for constraint in problem.constraints)
+    for pipeline in range(pipelines):
+        _check_agreement(problem, [wish for wish in wishes if wish.constraint.pipeline == pipeline])
+    foreign = next((wish for wish in wishes if not 0 <= wish.constraint.pipeline < pipelines), None)
+    if foreign is not None:
+        raise ConfigurationError(
+            f"{foreign} is for pipeline {foreign.constraint.pipeline}, but this strategy makes {pipelines}",
+            hint="strategy manual makes as many as constraints ask for",
+        )
+    return wishes
+
+
+def _check_agreement(problem: Problem, wishes: list[Wish]) -> None:
     for what, asked in _ASKED.items():
         by_node: dict[int, Wish] = {}
         for wish in wishes:
@@ -48,7 +60,6 @@ def wishes_of(problem: Problem) -> tuple[Wish, ...]:
                         hint="let each node match only one of them",
                         where=repr(problem.graph.nodes[node].name),
                     )
-    return wishes
 
 
 _ASKED: dict[str, Callable[[Wish], object]] = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from autopipe.ir.errors import ConfigurationError
@@ -24,6 +25,8 @@ class Manual:
     inputs starts in stage 0, and one that reads parameters alone joins the first stage that reads it. Where no stage
     is given devices, stages share the devices equally, in order. A stage on several devices shares out its samples,
     where they divide, unless a constraint splits a node otherwise.
+
+    Constraints may be for several pipelines, which take micro-batches in turn: each is placed as if it were alone.
     """
 
     name: ClassVar[str] = "manual"
@@ -42,27 +45,40 @@ class Manual:
         Raises ConfigurationError naming constraints that contradict one another or the graph, and InfeasibleError
         where memory does not hold it.
         """
-        wishes = wishes_of(problem)
-        stage_of = _stages(problem.graph, wishes)
-        count = max(stage_of) + 1
-        members = [tuple(node for node, stage in enumerate(stage_of) if stage == index) for index in range(count)]
-        empty = next((index for index, nodes in enumerate(members) if not nodes), None)
-        if empty is not None:
-            raise ConfigurationError(f"the constraints leave stage {empty} of {count} without nodes")
-        devices = _devices(problem, wishes, stage_of, count)
-        samples = sample_axes(problem.graph)
-        splits = _wished_splits(wishes, samples, stage_of, devices)
-        stages = (
-            Stage(
-                nodes=nodes,
-                devices=group,
-                micro_batch_size=problem.micro_batch_size,
-                splits=_splits(samples, nodes, len(group), splits),
-                recompute=problem.train and problem.recompute == "full",
+        asked = {constraint.pipeline for constraint in problem.constraints}
+        missing = next((pipeline for pipeline in range(max(asked)) if pipeline not in asked), None)
+        if missing is not None:
+            raise ConfigurationError(
+                f"constraints are for pipeline {max(asked)}, but none is for pipeline {missing}",
+                hint="number pipelines from 0",
             )
-            for nodes, group in zip(members, devices, strict=True)
-        )
+        wishes = wishes_of(problem, len(asked))
+        stages: list[Stage] = []
+        for pipeline in sorted(asked):
+            own = tuple(wish for wish in wishes if wish.constraint.pipeline == pipeline)
+            stages += (replace(stage, pipeline=pipeline) for stage in _pipeline(problem, own))
         return fitted(problem, Placement(tuple(stages)))
+
+
+def _pipeline(problem: Problem, wishes: tuple[Wish, ...]) -> Iterator[Stage]:
+    """The stages that `wishes` ask for."""
+    stage_of = _stages(problem.graph, wishes)
+    count = max(stage_of) + 1
+    members = [tuple(node for node, stage in enumerate(stage_of) if stage == index) for index in range(count)]
+    empty = next((index for index, nodes in enumerate(members) if not nodes), None)
+    if empty is not None:
+        raise ConfigurationError(f"the constraints leave stage {empty} of {count} without nodes")
+    devices = _devices(problem, wishes, stage_of, count)
+    samples = sample_axes(problem.graph)
+    splits = _wished_splits(wishes, samples, stage_of, devices)
+    for nodes, group in zip(members, devices, strict=True):
+        yield Stage(
+            nodes=nodes,
+            devices=group,
+            micro_batch_size=problem.micro_batch_size,
+            splits=_splits(samples, nodes, len(group), splits),
+            recompute=problem.train and problem.recompute == "full",
+        )
 
 
 def _stages(graph: Graph, wishes: tuple[Wish, ...]) -> list[int]:

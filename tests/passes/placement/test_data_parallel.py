@@ -48,6 +48,7 @@ def test_memory_that_does_not_do_is_refused() -> None:
         (Constraint("*", devices=(0,)), "uses all for every node"),
         (Constraint("matmul*", split=(("n", 2),)), "another split"),
         (Constraint("matmul*", split=(("b", 1),)), "another split"),
+        (Constraint("*", pipeline=1), "for pipeline 1, but this strategy makes 1"),
     ],
 )
 def test_constraints_it_cannot_follow_are_refused(constraint: Constraint, reason: str) -> None:

@@ -67,9 +67,29 @@ def test_one_device_may_host_several_stages() -> None:
     assert [stage.devices for stage in answer.stages] == [(0,), (1,), (0,)]
 
 
+def test_pipelines_hold_the_whole_model_each() -> None:
+    answer = place(
+        Constraint("re:.*[0-3]", stage=0, devices=(0,)),
+        Constraint("re:.*[4-7]", stage=1, devices=(1,)),
+        Constraint("re:.*[0-5]", stage=0, devices=(1,), pipeline=1),
+        Constraint("re:.*[67]", stage=1, devices=(0,), pipeline=1),
+    )
+    assert answer.pipelines == 2
+    assert [(stage.pipeline, len(stage.nodes), stage.devices) for stage in answer.stages] == [
+        (0, 4, (0,)),
+        (0, 4, (1,)),
+        (1, 6, (1,)),
+        (1, 2, (0,)),
+    ]
+
+
 @pytest.mark.parametrize(
     ("constraints", "message"),
     [
+        (
+            (Constraint("*", stage=0, pipeline=2), Constraint("*", stage=0)),
+            "for pipeline 2, but none is for pipeline 1",
+        ),
         ((), "the configuration has none"),
         ((Constraint("matmul9", stage=0),), r"no node's name matches 'matmul9' \(the nearest name is 'matmul"),
         ((Constraint("re:(", stage=0),), "no regular expression"),
