@@ -10,10 +10,10 @@ import numpy as np
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
+from autopipe.passes.cost.chain import make_chain
 from autopipe.passes.cost.constraints import wishes_of
 from autopipe.passes.cost.fit import out_of_memory
 from autopipe.passes.cost.roofline import node_seconds
-from autopipe.passes.placement.pipedream.chain import make_chain
 from autopipe.passes.placement.pipedream.obey import Rule, groups_of, ruled, rules_of
 from autopipe.passes.placement.pipedream.prices import Prices
 from autopipe.passes.placement.pipedream.ranges import Matrix

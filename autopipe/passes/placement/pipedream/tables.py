@@ -10,13 +10,13 @@ import numpy as np
 from autopipe.ir.cluster import Device, Link
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
+from autopipe.passes.cost.chain import Chain
 from autopipe.passes.cost.communication import Cost
 from autopipe.passes.cost.kept import kept_values
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.roofline import accumulate_seconds, node_seconds, update_seconds
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
-from autopipe.passes.placement.pipedream.chain import Chain
 from autopipe.passes.placement.pipedream.ranges import (
     Matrix,
     distinct_sums,
