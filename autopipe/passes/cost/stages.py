@@ -13,6 +13,7 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.cost.assignment import StageWork, stage_work
 from autopipe.passes.cost.communication import all_reduce
 from autopipe.passes.cost.exchange import exchange_seconds
+from autopipe.passes.cost.halves import waiting_state, weight_kept_bytes, weight_shares
 from autopipe.passes.cost.kept import Kept, kept_values
 from autopipe.passes.cost.memory import (
     State,
@@ -38,6 +39,8 @@ class StageCost:
     backward_s: float
     """Seconds of one micro-batch's backward, adding up gradients included (on average: the first has nothing to add
     to); with recomputation the second forward too. 0 without training."""
+    weight_gradient_s: float
+    """Seconds of a split backward's second half: of the backward, what gives the gradients of costly parameters."""
     gradient_s: float
     """Seconds, once a step, to sum gradients over all devices, of any stage, that hold the same parameters."""
     update_s: float
@@ -47,6 +50,8 @@ class StageCost:
     optimizer_bytes: int
     kept_bytes: int
     """Bytes held from a micro-batch's forward to its backward; with recomputation only what the stage received."""
+    weight_kept_bytes: int
+    """Bytes held from the first half of a split backward to the second."""
     transient_bytes: int
     """Bytes that come and go within one task: the set that recomputation brings back, gradients on their way;
     without training the largest live set of forward."""
@@ -96,10 +101,11 @@ def _stage_cost(
     gradients: dict[tuple[int, ...], int],
 ) -> StageCost:
     graph, recompute = problem.graph, work.stage.recompute and problem.train
-    forward, backward = _compute_seconds(problem, work)
+    forward, backward, weight_gradient = _compute_seconds(problem, work, differentiable)
     exchange = exchange_seconds(graph, problem.cluster, work, differentiable)
     state = state_of(problem, work.parameters.items())
     backward += _accumulate_seconds(problem, work, state)
+    weight_gradient += _accumulate_seconds(problem, work, waiting_state(problem, work))
     received, sent = received_bytes(graph, work), sent_bytes(graph, work, crossing)
     held = transient = 0
     if problem.train:
@@ -113,24 +119,28 @@ def _stage_cost(
         backward_s=(backward + exchange.backward_s + recompute * (forward + exchange.forward_s))
         if problem.train
         else 0.0,
+        weight_gradient_s=weight_gradient if problem.train else 0.0,
         gradient_s=sum((all_reduce(problem.cluster, group).seconds(size) for group, size in gradients.items()), 0.0),
         update_s=_update_seconds(problem, work, state),
         parameter_bytes=state.parameter_bytes,
         gradient_bytes=state.gradient_bytes,
         optimizer_bytes=state.optimizer_bytes,
         kept_bytes=held,
+        weight_kept_bytes=weight_kept_bytes(graph, work, kept, widths) if problem.train else 0,
         transient_bytes=transient,
         buffer_bytes=(received + sent) * (2 if problem.train else 1),
     )
 
 
-def _compute_seconds(problem: Problem, work: StageWork) -> tuple[float, float]:
-    """Seconds of the nodes' forward and backward on the slowest of the stage's devices."""
+def _compute_seconds(problem: Problem, work: StageWork, gradient: frozenset[str]) -> tuple[float, float, float]:
+    """Seconds of the nodes' forward, backward, and of that the part of the second half, on the slowest device."""
     nodes = [problem.work[each.index] for each in work.nodes]
     shares = np.array([each.sharing.share for each in work.nodes])
     devices = {problem.cluster.devices[device] for device in work.stage.devices}
     seconds = [node_seconds(nodes, device, problem.precision, shares) for device in devices]
-    return max(float(forward.sum()) for forward, _ in seconds), max(float(backward.sum()) for _, backward in seconds)
+    forward, backward = max(float(each.sum()) for each, _ in seconds), max(float(each.sum()) for _, each in seconds)
+    halves = np.array(weight_shares(problem.graph, work, gradient))
+    return forward, backward, max(float((each * halves).sum()) for _, each in seconds)
 
 
 def _accumulate_seconds(problem: Problem, work: StageWork, state: State) -> float:

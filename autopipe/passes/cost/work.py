@@ -65,9 +65,13 @@ def _gradient_share(node: Node, use: Use, gradient: frozenset[str]) -> float:
         return 0.0
     if use.row.kind not in ("matmul", "convolution"):
         return 1.0
-    # Factors are what the others' gradients need; a bias or a mask is none.
-    factors = [name for position, name in enumerate(node.inputs) if name and _is_factor(use, position)]
-    return sum(name in gradient for name in factors) / len(factors)
+    found = factors(node, use)
+    return sum(name in gradient for name in found) / len(found)
+
+
+def factors(node: Node, use: Use) -> tuple[str, ...]:
+    """Operands that the gradients of others need; a bias or a mask is none."""
+    return tuple(name for position, name in enumerate(node.inputs) if name and _is_factor(use, position))
 
 
 def _is_factor(use: Use, position: int) -> bool:

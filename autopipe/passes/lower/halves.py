@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopipe.ir.graph import Graph, Parameter
+from autopipe.ir.graph import Graph
 from autopipe.ir.ops import operator_of
 from autopipe.ir.program import Compute, StageCode
 from autopipe.ir.schedule import Phase, Schedule
@@ -17,27 +17,35 @@ def split_backwards(graph: Graph, codes: tuple[StageCode, ...], schedule: Schedu
 
 
 def _deferred(graph: Graph, code: StageCode) -> tuple[int, ...]:
-    """Nodes with one result that a costly gradient of a parameter follows from: see `Operator.weights`."""
-    return tuple(
-        each.node for each in code.operations if isinstance(each, Compute) and _leaves_gradient(graph, each.node)
-    )
+    computed = (each.node for each in code.operations if isinstance(each, Compute))
+    return tuple(node for node in computed if waiting_operands(graph, node))
 
 
-def _leaves_gradient(graph: Graph, index: int) -> bool:
-    node = graph.nodes[index]
-    row = operator_of(node)
-    if row is None or len(node.outputs) != 1:
+def waiting_operands(graph: Graph, node: int) -> tuple[int, ...]:
+    """Positions of the node's operands whose gradients the second half of a split backward computes.
+
+    They are parameters, or views of such, whose gradient costs a product or a lookup of its own (`Operator.weights`).
+    A vector is none: its gradient is a sum, cheaper computed than waited for.
+    """
+    row, operands = operator_of(graph.nodes[node]), graph.nodes[node].inputs
+    if row is None or len(graph.nodes[node].outputs) != 1:
+        return ()
+    return tuple(place for place in row.weights if place < len(operands) and _is_weight(graph, operands[place]))
+
+
+def _is_weight(graph: Graph, name: str) -> bool:
+    parameter = graph.parameter(viewed(graph, name))
+    if parameter is None or not parameter.trainable:
         return False
-    operands = (_viewed_parameter(graph, node.inputs[place]) for place in row.weights if place < len(node.inputs))
-    return any(each is not None and each.trainable and each.value.dtype.is_floating for each in operands)
+    return parameter.value.dtype.is_floating and len(parameter.value.shape) > 1
 
 
-def _viewed_parameter(graph: Graph, name: str) -> Parameter | None:
-    """The parameter that a value is or is a view of."""
+def viewed(graph: Graph, name: str) -> str:
+    """The value that a value is, at the end, a view of."""
     while (producer := graph.producer(name)) is not None:
         node = graph.nodes[producer]
         row = operator_of(node)
         if row is None or row.kind != "view":
-            return None
+            break
         name = node.inputs[0]
-    return graph.parameter(name)
+    return name

@@ -40,10 +40,13 @@ def _stage(cost: StageCost) -> StagePrediction:
     return StagePrediction(
         forward_s=cost.forward_s,
         backward_s=cost.backward_s,
+        input_gradient_s=cost.backward_s - cost.weight_gradient_s,
+        weight_gradient_s=cost.weight_gradient_s,
         gradient_s=cost.gradient_s,
         update_s=cost.update_s,
         parameter_bytes=cost.parameter_bytes,
         static_bytes=cost.static_bytes,
         kept_bytes=cost.kept_bytes,
+        weight_kept_bytes=cost.weight_kept_bytes,
         transient_bytes=cost.transient_bytes,
     )
