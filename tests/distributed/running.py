@@ -62,6 +62,21 @@ def stage_graph(graph: Graph, placement: Placement) -> StageGraph:
     return StageGraph(placement.devices, groups, stage_edges(graph, placement), pipelines_of(placement))
 
 
+def forwards_first(graph: Graph, placement: Placement, micro_batches: int) -> Schedule:
+    """All forwards, then all backwards, micro-batch by micro-batch, for a placement of several pipelines."""
+    stages = stage_graph(graph, placement)
+    rows: list[list[Task]] = [[] for _ in range(stages.devices)]
+    for phase, step in ((Phase.FORWARD, 1), (Phase.BACKWARD, -1)):
+        for micro_batch in range(micro_batches):
+            for stage in range(len(stages.stage_devices))[::step]:
+                if micro_batch in stages.micro_batches_of(stage, micro_batches):
+                    for device in stages.stage_devices[stage]:
+                        rows[device].append(Task(stage, phase, micro_batch))
+    schedule = Schedule(micro_batches, tuple(map(tuple, rows)))
+    schedule.verify(stages, train=True)
+    return schedule
+
+
 def one_device(graph: Graph, micro_batches: int, train: bool, size: int) -> tuple[Placement, Schedule]:
     """All nodes in one stage on one device."""
     phases = (Phase.FORWARD, Phase.BACKWARD) if train else (Phase.FORWARD,)

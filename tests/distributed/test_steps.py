@@ -14,9 +14,10 @@ from autopipe.ir.dtype import DType
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Optimizer
+from autopipe.ir.schedule import Schedule
 from tests.distributed.builder import Builder, evaluate
 from tests.distributed.pool import Pools
-from tests.distributed.running import batch_of, drawn_parameters, micro_batches_of, schedule_of, write
+from tests.distributed.running import batch_of, drawn_parameters, forwards_first, micro_batches_of, schedule_of, write
 
 pytestmark = pytest.mark.distributed
 
@@ -68,15 +69,36 @@ def expected_losses(
 @pytest.mark.parametrize("settings", OPTIMIZERS, ids=["sgd", "momentum", "adamw"])
 def test_losses_follow_those_of_one_device(pools: Pools, tmp_path: Path, settings: Optimizer) -> None:
     graph, loss, placement = tied()
+    schedule = schedule_of(graph, placement, 3)
+    check(pools, tmp_path, (graph, loss, placement), schedule, settings)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 5, 6])
+def test_two_pipelines_keep_their_copies_of_parameters_equal(pools: Pools, tmp_path: Path, micro_batches: int) -> None:
+    """A second pipeline the other way round, cut elsewhere: ranks 0 and 3 use the table in two stages each."""
+    graph, loss, placement = tied()
+    first, second = placement.stages[0].nodes + placement.stages[1].nodes, placement.stages[2].nodes
+    other = (Stage(first, (3,), 4, (), False, 1), Stage(second, (0,), 4, (), True, 1))
+    placement = Placement(placement.stages + other)
+    placement.verify(graph)
+    schedule = forwards_first(graph, placement, micro_batches)
+    check(pools, tmp_path, (graph, loss, placement), schedule, OPTIMIZERS[1])
+
+
+def check(
+    pools: Pools, tmp_path: Path, placed: tuple[Graph, str, Placement], schedule: Schedule, settings: Optimizer
+) -> None:
+    graph, loss, placement = placed
+    count = schedule.micro_batches
     folder = tmp_path / "program"
-    write(graph, placement, schedule_of(graph, placement, 3), loss, folder, optimizer=settings)
-    batch = batch_of(graph, 3)
+    write(graph, placement, schedule, loss, folder, optimizer=settings)
+    batch = batch_of(graph, count)
     np.savez(tmp_path / "batch.npz", **batch)  # type: ignore[arg-type]
     report = tmp_path / "report.jsonl"
     arguments = ("--device", "cpu", "--data", tmp_path / "batch.npz", "--steps", STEPS, "--report", report)
     printed = pools.of(4).run(folder, *arguments)
     found = read_losses(report)
-    np.testing.assert_allclose(found, expected_losses(graph, loss, folder, batch, 3, settings), rtol=1e-9)
+    np.testing.assert_allclose(found, expected_losses(graph, loss, folder, batch, count, settings), rtol=1e-9)
     assert found[-1] < found[0]
     assert printed[0].count("step ") == STEPS
     assert printed[1:] == ["", "", ""]
