@@ -46,6 +46,8 @@ class StageCost:
     update_s: float
     """Seconds of the optimizer's update, once a step."""
     parameter_bytes: int
+    """Bytes of parameters, like those of gradients and optimizer state without what an earlier stage of the device
+    holds, too."""
     gradient_bytes: int
     optimizer_bytes: int
     kept_bytes: int
@@ -74,12 +76,13 @@ def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]
     uses = uses_of(problem.graph)
     widths = element_bytes(problem.graph, uses, problem.precision)
     kept = kept_values(problem.graph, uses, problem.precision)
-    groups = _gradient_groups(problem, works)
+    owned = _owned(works)
+    groups = _gradient_groups(problem, works, owned)
     crossing = frozenset(name for work in works for name in work.received)
     differentiable = differentiable_values(problem.graph)
     return tuple(
-        _stage_cost(problem, work, kept, widths, crossing, differentiable, gradients)
-        for work, gradients in zip(works, groups, strict=True)
+        _stage_cost(problem, work, state_of(problem, own.items()), kept, widths, crossing, differentiable, gradients)
+        for work, own, gradients in zip(works, owned, groups, strict=True)
     )
 
 
@@ -94,6 +97,7 @@ def edge_bytes(problem: Problem, placement: Placement) -> dict[tuple[int, int], 
 def _stage_cost(
     problem: Problem,
     work: StageWork,
+    state: State,
     kept: tuple[tuple[Kept, ...], ...],
     widths: dict[str, int],
     crossing: frozenset[str],
@@ -103,8 +107,7 @@ def _stage_cost(
     graph, recompute = problem.graph, work.stage.recompute and problem.train
     forward, backward, weight_gradient = _compute_seconds(problem, work, differentiable)
     exchange = exchange_seconds(graph, problem.cluster, work, differentiable)
-    state = state_of(problem, work.parameters.items())
-    backward += _accumulate_seconds(problem, work, state)
+    backward += _accumulate_seconds(problem, work, state_of(problem, work.parameters.items()))
     weight_gradient += _accumulate_seconds(problem, work, waiting_state(problem, work))
     received, sent = received_bytes(graph, work), sent_bytes(graph, work, crossing)
     held = transient = 0
@@ -155,20 +158,35 @@ def _update_seconds(problem: Problem, work: StageWork, state: State) -> float:
     return max(update_seconds(device, state.gradient_bytes, problem.optimizer.states) for device in devices)
 
 
-def _gradient_groups(problem: Problem, works: Iterable[StageWork]) -> list[dict[tuple[int, ...], int]]:
+def _owned(works: Iterable[StageWork]) -> list[dict[str, int]]:
+    """For each stage the parameters, with their parts, that some of its devices hold for no earlier stage."""
+    found = []
+    held: set[tuple[str, int]] = set()
+    for work in works:
+        devices = work.stage.devices
+        own = {
+            name: parts for name, parts in work.parameters.items() if any((name, each) not in held for each in devices)
+        }
+        held.update((name, device) for name in own for device in devices)
+        found.append(own)
+    return found
+
+
+def _gradient_groups(
+    problem: Problem, works: Iterable[StageWork], owned: list[dict[str, int]]
+) -> list[dict[tuple[int, ...], int]]:
     """For each stage the bytes of gradients by the group of devices that sums them.
 
     The group of a parameter is all devices that hold it, over all stages; of one held in parts, those with one part.
     """
-    parts = [work.parameters for work in works]
     holders: dict[str, set[int]] = {}
-    for work, held in zip(works, parts, strict=True):
-        for name, count in held.items():
+    for work in works:
+        for name, count in work.parameters.items():
             # Splits are outer to replicas: the devices with one part stand together.
             same = work.stage.devices[: max(1, len(work.stage.devices) // count)]
             holders.setdefault(name, set()).update(same)
     found = []
-    for held in parts:
+    for held in owned:
         groups: dict[tuple[int, ...], int] = {}
         for name, count in held.items():
             size = state_of(problem, ((name, count),)).gradient_bytes

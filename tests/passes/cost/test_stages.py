@@ -84,6 +84,22 @@ def test_two_stages_of_one_device_hold_a_tied_parameter_once() -> None:
     size = 4 * 16 * 16 * 4
     assert static_memory(given, cut(graph, [0, 1, 2], [(0,), (1,), (0,)])) == (size, 0)
     assert static_memory(given, cut(graph, [0, 2], [(0,), (1,)])) == (size, size)
+    costs = stage_costs(given, cut(graph, [0, 1, 2], [(0,), (1,), (0,)]))
+    assert [cost.static_bytes - cost.buffer_bytes for cost in costs] == [size, 0, 0]
+    assert costs[0].update_s > 0
+    assert costs[2].update_s == 0
+
+
+def test_a_second_pipeline_sums_gradients_with_the_first() -> None:
+    graph = perceptron([16, 16, 16])
+    given = problem(graph, cluster(2), optimizer=ADAM)
+    (one, two), (other, another) = (cut(graph, [0, 2], groups).stages for groups in ([(0,), (1,)], [(1,), (0,)]))
+    placement = Placement((one, two, replace(other, pipeline=1), replace(another, pipeline=1)))
+    costs = stage_costs(given, placement)
+    single = stage_costs(given, cut(graph, [0, 2], [(0,), (1,)]))
+    assert [cost.static_bytes for cost in costs] == [cost.static_bytes for cost in single] * 2
+    assert {cost.gradient_s for cost in costs} == {all_reduce(given.cluster, range(2)).seconds(4 * 16 * 16)}
+    assert device_memory(given, placement, costs)[0] > device_memory(given, Placement((one, two)), single)[0]
 
 
 def test_recomputation_keeps_what_arrives_and_runs_forward_twice() -> None:
