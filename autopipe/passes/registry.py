@@ -17,12 +17,14 @@ STRATEGIES = {
     "data_parallel": "autopipe.passes.placement.data_parallel:DataParallel",
     "manual": "autopipe.passes.placement.manual:Manual",
     "pipedream": "autopipe.passes.placement.pipedream.strategy:PipeDream",
+    "tessel_shapes": "autopipe.passes.placement.tessel_shapes.strategy:TesselShapes",
 }
 """Where each built-in strategy's class lives."""
 
 SCHEDULERS = {
     "1f1b": "autopipe.passes.schedule.named.one_f_one_b:OneForwardOneBackward",
     "gpipe": "autopipe.passes.schedule.named.gpipe:GPipe",
+    "tessel": "autopipe.passes.schedule.tessel.scheduler:Tessel",
 }
 """Where each built-in scheduler's class lives."""
 

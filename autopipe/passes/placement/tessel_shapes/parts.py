@@ -1,0 +1,80 @@
+"""A model in a line of parts, those that all devices share and the chains between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopipe.passes.cost.chain import Chain
+from autopipe.passes.placement.tessel_shapes.model import CostedModel
+from autopipe.passes.placement.tessel_shapes.tables import Wide
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Nodes that stand together; `shared` where they are split over all devices."""
+
+    nodes: tuple[int, ...]
+    shared: bool
+
+
+def line_of_parts(model: CostedModel, chain: Chain, wide: Sequence[Wide]) -> tuple[Part, ...]:
+    """The line's parts in order: lookups and heads with all that stands between their nodes, and chains between them.
+
+    A chain with less than half a device's share of the work at either end joins the shared part beside it.
+    """
+    place = {node: index for index, node in enumerate(chain.order)}
+    shared = [False] * len(chain.order)
+    for each in wide:
+        places = [place[node] for node in each.nodes]
+        for index in range(min(places), max(places) + 1):
+            shared[index] = True
+    parts: list[Part] = []
+    for node, is_shared in zip(chain.order, shared, strict=True):
+        if parts and parts[-1].shared is is_shared:
+            parts[-1] = Part((*parts[-1].nodes, node), is_shared)
+        else:
+            parts.append(Part((node,), is_shared))
+    return _without_scraps(model, parts)
+
+
+def hoisted(model: CostedModel, parts: Sequence[Part], wide: Sequence[Wide]) -> tuple[Part, ...]:
+    """The same with all lookups that read inputs alone in the first part, so that one chain is left behind them."""
+    early = {node for each in wide if _reads_inputs(model, each) for node in each.nodes}
+    first = Part(tuple(sorted(early)), True)
+    rest = [Part(tuple(node for node in part.nodes if node not in early), part.shared) for part in parts]
+    merged: list[Part] = [first]
+    for part in rest:
+        if part.nodes and merged[-1].shared is part.shared:
+            merged[-1] = Part((*merged[-1].nodes, *part.nodes), part.shared)
+        elif part.nodes:
+            merged.append(part)
+    return _without_scraps(model, [part for part in merged if part.nodes])
+
+
+def _reads_inputs(model: CostedModel, wide: Wide) -> bool:
+    """Whether a lookup depends on nothing that the model computes from other parameters."""
+    given = {value.name for value in model.graph.inputs}
+    known = given | model.weights.keys()
+    written = {name for node in wide.nodes for name in model.graph.nodes[node].outputs}
+    return all(name in known | written for node in wide.nodes for name in model.graph.nodes[node].inputs if name)
+
+
+def _without_scraps(model: CostedModel, parts: Sequence[Part]) -> tuple[Part, ...]:
+    """The parts, chains of little work joined to their neighbour: at the end to what comes before, else to the next."""
+    least = model.share * float(model.seconds.sum())
+    found: list[Part] = []
+    carried: tuple[int, ...] = ()
+    for part in parts:
+        small = not part.shared and model.weighs(part.nodes) < least
+        if small and found and part is parts[-1]:
+            found[-1] = Part((*found[-1].nodes, *part.nodes), found[-1].shared)
+        elif small and part is not parts[-1]:
+            carried += part.nodes
+        elif found and found[-1].shared is part.shared:
+            found[-1] = Part((*found[-1].nodes, *carried, *part.nodes), part.shared)
+            carried = ()
+        else:
+            found.append(Part((*carried, *part.nodes), part.shared))
+            carried = ()
+    return tuple(found)

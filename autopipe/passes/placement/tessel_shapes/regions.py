@@ -1,0 +1,160 @@
+"""Where a cut leads: the nodes that stay cut when one of them is, until partial sums end it.
+
+A product cut by its columns leaves its result cut; what follows stays cut (an activation, the heads of an attention,
+the classes of a loss) until a product sums over the cut axis or a loss over its classes. That is how transformers are
+split over devices by hand (Shoeybi et al., "Megatron-LM", 2019, section 3), found from iteration spaces alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass, field
+
+from autopipe.ir.placement import Split
+from autopipe.ir.space import AxisKind, Space
+from autopipe.passes.placement.tessel_shapes.model import CostedModel
+
+_PRODUCTS = ("matmul", "convolution")
+
+
+@dataclass(slots=True)
+class Region:
+    """Nodes with the axis each is cut along, and the kinds of axes whose partial sums end it.
+
+    It is `open` where some node needs a cut value whole; `leaves` are cut values that others read, or the model gives.
+    """
+
+    axes: dict[int, str]
+    ends: set[AxisKind] = field(default_factory=set)
+    open: bool = False
+    leaves: set[str] = field(default_factory=set)
+
+
+def seed_axis(model: CostedModel, node: int, degree: int, tables: Set[str]) -> str | None:
+    """The axis to begin a region with: rows of a lookup's table that is in `tables`, columns of a product's weight."""
+    use, inputs = model.uses[node], model.graph.nodes[node].inputs
+    for axis in use.space.axes:
+        if not model.splits_on(node, axis.name, degree):
+            continue
+        if axis.kind is AxisKind.JOINT and not use.row.joint[0] and inputs[0] in tables:
+            return axis.name
+        if use.row.kind in _PRODUCTS and axis.kind is AxisKind.PARALLEL and _is_column(model, node, axis.name):
+            return axis.name
+    return None
+
+
+def _is_column(model: CostedModel, node: int, axis: str) -> bool:
+    """Whether an axis indexes a product's weight and none of the values it is applied to."""
+    use, inputs = model.uses[node], model.graph.nodes[node].inputs
+    indexed = [
+        name for name, words in zip(inputs, use.space.operands, strict=True) if name and _place(words, axis) >= 0
+    ]
+    return any(model.weights.get(name) for name in indexed) and all(name in model.weights for name in indexed)
+
+
+def grow(model: CostedModel, seed: int, axis: str, degree: int, members: Set[int], fixed: dict[int, str]) -> Region:
+    """The region that begins with a node cut along an axis, among `members`.
+
+    Nodes of `fixed` are cut already: a region may end there, where it fits.
+    """
+    region = Region({seed: axis})
+    waiting, cut = [seed], dict[str, int]()
+    while waiting:
+        node = heapq.heappop(waiting)
+        space, kind = model.uses[node].space, model.uses[node].space.axis(region.axes[node]).kind
+        for name, words in zip(model.graph.nodes[node].outputs, space.results, strict=True):
+            place = _place(words, region.axes[node])
+            if not name:
+                continue
+            if place < 0:
+                region.ends.add(kind)
+                continue
+            cut[name] = place
+            if name in model.graph.outputs or not members >= set(model.readers.get(name, ())):
+                region.leaves.add(name)
+            for reader in model.readers.get(name, ()):
+                if reader in members:
+                    _carry(model, region, reader, cut, degree, fixed, waiting)
+    return region
+
+
+def _carry(
+    model: CostedModel,
+    region: Region,
+    reader: int,
+    cut: dict[str, int],
+    degree: int,
+    fixed: dict[int, str],
+    waiting: list[int],
+) -> None:
+    """Cut the reader of cut values along the axis that they have in common, where there is one."""
+    space, inputs = model.uses[reader].space, model.graph.nodes[reader].inputs
+    axes = {_outer(space, words, cut[name]) for name, words in zip(inputs, space.operands, strict=True) if name in cut}
+    axis = axes.pop()
+    if axes or axis is None or not model.splits_on(reader, axis, degree):
+        region.open = True
+    elif reader in fixed:
+        region.open |= fixed[reader] != axis
+    elif reader not in region.axes:
+        region.axes[reader] = axis
+        heapq.heappush(waiting, reader)
+    elif region.axes[reader] != axis:
+        region.open = True
+
+
+def _outer(space: Space, words: tuple[tuple[str, ...], ...] | None, place: int) -> str | None:
+    """The axis along which a cut dimension is cut: its outermost."""
+    extents = space.extents()
+    return next((name for name in (words or ())[place] if extents[name] > 1), None)
+
+
+def _place(words: tuple[tuple[str, ...], ...] | None, axis: str) -> int:
+    """The dimension that an axis indexes; -1 for none."""
+    return next((place for place, dimension in enumerate(words or ()) if axis in dimension), -1)
+
+
+def tensor_splits(
+    model: CostedModel,
+    nodes: Iterable[int],
+    degree: int,
+    tables: Set[str],
+    pays: Callable[[int], bool],
+) -> tuple[tuple[int, tuple[Split, ...]], ...]:
+    """Splits that share the tables and products of a stage among `degree` devices.
+
+    A region whose end no gathering follows is split as it is. Of others the product alone is, where that `pays`: its
+    result is gathered.
+    """
+    members = frozenset(nodes)
+    axes: dict[int, str] = {}
+    for node in sorted(members):
+        axis = None if node in axes or model.is_weight(node) else seed_axis(model, node, degree, tables)
+        if axis is None:
+            continue
+        region = grow(model, node, axis, degree, members, axes)
+        if not region.open:
+            axes |= region.axes
+        elif pays(node):
+            axes[node] = axis
+    for node in sorted(axes, reverse=True):
+        _cut_weights(model, node, degree, members, axes)
+    return tuple((node, (Split(axes[node], degree),)) for node in sorted(axes))
+
+
+def _cut_weights(model: CostedModel, node: int, degree: int, members: Set[int], axes: dict[int, str]) -> None:
+    """Cut the nodes that compute a cut node's weights, so that each device computes its part from its part."""
+    waiting = [node]
+    while waiting:
+        reader = waiting.pop()
+        for name, words in zip(model.graph.nodes[reader].inputs, model.uses[reader].space.operands, strict=True):
+            producer = model.graph.producer(name) if name in model.weights else None
+            place = _place(words, axes[reader])
+            if producer is None or producer not in members or producer in axes or place < 0:
+                continue
+            space = model.uses[producer].space
+            result = space.results[model.graph.nodes[producer].outputs.index(name)]
+            axis = _outer(space, result, place)
+            if axis is not None and model.splits_on(producer, axis, degree):
+                axes[producer] = axis
+                waiting.append(producer)

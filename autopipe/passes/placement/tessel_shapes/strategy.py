@@ -1,0 +1,161 @@
+"""The shapes as a strategy: what of the model goes over all devices, what on one each, and in which order.
+
+Lin et al., "Tessel: boosting distributed execution of large DNN models via flexible schedule search", HPCA 2024,
+sections II and VI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.problem import Problem
+from autopipe.passes.cost.chain import Chain, make_chain
+from autopipe.passes.cost.communication import all_gather
+from autopipe.passes.cost.fit import fitted
+from autopipe.passes.placement.tessel_shapes.branches import find_meeting
+from autopipe.passes.placement.tessel_shapes.cuts import even_stages
+from autopipe.passes.placement.tessel_shapes.devices import shared_out, visited
+from autopipe.passes.placement.tessel_shapes.model import CostedModel, costed_model
+from autopipe.passes.placement.tessel_shapes.parts import hoisted, line_of_parts
+from autopipe.passes.placement.tessel_shapes.regions import tensor_splits
+from autopipe.passes.placement.tessel_shapes.tables import Wide, large_tables, wide_nodes
+
+_MOST_BLOCKS = 224
+"""Places to cut that are considered: time grows with their square."""
+
+_SHAPES = ("auto", "v", "x", "m", "nn", "k")
+
+
+@dataclass(frozen=True, slots=True)
+class TesselShapes:
+    """Places a model in the form of a V, X, M, NN or K."""
+
+    shape: str = "auto"
+    """`v`: a chain of stages; `x`: two, in opposite directions over the devices, with parameters twice; `m`: lookups in
+    large tables and heads split over all devices, the chain between them on one each; `nn`: the same where a second
+    lookup parts the chain, as between encoder and decoder; `k`: branches on devices of their own, and what follows
+    where they meet split over all. `auto`: nn, m or k where the model has what they need, else v."""
+    chunks: int = 1
+    """Stages that each device has of a chain."""
+    wave: bool = False
+    """Whether chunks go over the devices back and forth instead of again and again."""
+
+    name: ClassVar[str] = "tessel_shapes"
+
+    def requires(self, problem: Problem) -> None:
+        """Raise ConfigurationError for options out of range or constraints, InfeasibleError for an empty model."""
+        if self.shape not in _SHAPES:
+            raise ConfigurationError(
+                f"there is no shape {self.shape!r}", hint=f"there are: {', '.join(_SHAPES)}", where="strategy"
+            )
+        if self.chunks < 1:
+            raise ConfigurationError(f"chunks is {self.chunks}", hint="it must be at least 1", where="strategy")
+        if problem.constraints:
+            raise ConfigurationError(
+                "tessel_shapes follows no constraints", hint="strategy manual follows any", where="constraints"
+            )
+        if not problem.graph.nodes:
+            raise InfeasibleError("the model has no operators to place")
+
+    def run(self, problem: Problem) -> Placement:
+        """The placement. Raises InfeasibleError where the model does not have the shape or memory does not hold it."""
+        model = costed_model(problem)
+        if self.shape != "auto":
+            return fitted(problem, self._placed(model, self.shape))
+        for shape in ("nn", "m", "k"):
+            try:
+                return fitted(problem, self._placed(model, shape, only_large=True))
+            except InfeasibleError:
+                continue
+        return fitted(problem, self._placed(model, "v"))
+
+    def _placed(self, model: CostedModel, shape: str, only_large: bool = False) -> Placement:
+        if shape == "k":
+            return Placement(tuple(self._branches(model)))
+        if shape in ("m", "nn"):
+            return Placement(tuple(self._around_tables(model, shape, only_large)))
+        chain = make_chain(model.graph, model.seconds, _MOST_BLOCKS)
+        devices = tuple(range(model.devices))
+        down = self._chain(model, chain, chain.order, devices)
+        if shape == "v":
+            return Placement(tuple(down))
+        up = self._chain(model, chain, chain.order, devices[::-1])
+        return Placement((*down, *(replace(stage, pipeline=1) for stage in up)))
+
+    def _around_tables(self, model: CostedModel, shape: str, only_large: bool) -> Iterator[Stage]:
+        """M and NN: shared parts over all devices, chains between them."""
+        tables = large_tables(model, at_least_one=not only_large)
+        wide = wide_nodes(model, tables)
+        if not wide:
+            raise InfeasibleError(
+                f"shape {shape} shares lookups in large tables among all devices, and the model has none",
+                hint="take shape v",
+            )
+        line = make_chain(model.graph, model.seconds, _MOST_BLOCKS, tuple(tuple(each.nodes) for each in wide))
+        parts = line_of_parts(model, line, wide)
+        if shape == "m":
+            parts = hoisted(model, parts, wide)
+        chains = [part for part in parts if not part.shared]
+        _check_chains(shape, len(chains), model.devices, wide)
+        groups = iter(shared_out([model.weighs(part.nodes) for part in chains], model.devices))
+        for part in parts:
+            if part.shared:
+                yield self._over_all(model, part.nodes, tables)
+            else:
+                yield from self._chain(model, line, part.nodes, next(groups))
+
+    def _branches(self, model: CostedModel) -> Iterator[Stage]:
+        """K: branches on devices of their own, then the rest over all."""
+        chain = make_chain(model.graph, model.seconds, _MOST_BLOCKS)
+        meeting = find_meeting(model, chain.order)
+        if meeting is None or len(meeting.branches) > model.devices:
+            found = "none" if meeting is None else f"{len(meeting.branches)} for {model.devices} devices"
+            raise InfeasibleError(
+                f"shape k puts branches on devices of their own, and the model has {found}", hint="take shape v"
+            )
+        groups = shared_out([model.weighs(branch) for branch in meeting.branches], model.devices)
+        for branch, devices in zip(meeting.branches, groups, strict=True):
+            yield from self._chain(model, chain, branch, devices)
+        yield self._over_all(model, meeting.rest, large_tables(model, at_least_one=False))
+
+    def _chain(
+        self, model: CostedModel, chain: Chain, nodes: Sequence[int], devices: tuple[int, ...]
+    ) -> Iterator[Stage]:
+        order = visited(devices, self.chunks, self.wave)
+        for run, device in zip(even_stages(model, chain, nodes, len(order)), order, strict=True):
+            yield _stage(model.problem, run, (device,))
+
+    def _over_all(self, model: CostedModel, nodes: Sequence[int], tables: frozenset[str]) -> Stage:
+        stage = _stage(model.problem, nodes, tuple(range(model.devices)))
+        if model.devices == 1:
+            return stage
+        gather = all_gather(model.problem.cluster, stage.devices)
+
+        def pays(node: int) -> bool:
+            size = sum(model.graph.type_of(name).bytes for name in model.graph.nodes[node].outputs if name)
+            return float(model.seconds[node]) * (1 - 1 / model.devices) > 2 * gather.seconds(size)
+
+        return replace(stage, splits=tensor_splits(model, nodes, model.devices, tables, pays))
+
+
+def _stage(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...]) -> Stage:
+    recompute = problem.train and problem.recompute == "full"
+    return Stage(tuple(sorted(nodes)), devices, problem.micro_batch_size, recompute=recompute)
+
+
+def _check_chains(shape: str, chains: int, devices: int, wide: Sequence[Wide]) -> None:
+    """Raise InfeasibleError unless the parts between large tables make the shape."""
+    tables = ", ".join(sorted({repr(each.table) for each in wide}))
+    wanted = {"m": 1, "nn": 2}[shape]
+    if chains != wanted:
+        raise InfeasibleError(
+            f"shape {shape} has {wanted} chain{'s' * (wanted > 1)} between large tables, and the lookups in {tables} "
+            f"leave {chains}",
+            hint="take shape " + ("nn" if chains == 2 else "m" if chains == 1 else "v"),
+        )
+    if chains > devices:
+        raise InfeasibleError(f"shape {shape} needs {chains} devices at least, and there are {devices}")
