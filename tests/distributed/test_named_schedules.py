@@ -1,0 +1,114 @@
+"""Every schedule that can be chosen runs on four ranks and computes what torch computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.dtype import DType
+from autopipe.ir.errors import AutopipeError
+from autopipe.ir.graph import Graph
+from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.problem import Mode, Problem
+from autopipe.ir.schedule import Schedule
+from autopipe.ir.stage_graph import StageGraph
+from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.cost.work import annotate
+from autopipe.passes.registry import scheduler_class, scheduler_names
+from autopipe.passes.schedule.predict import predict
+from autopipe.passes.schedule.simulate import simulate
+from tests.distributed.builder import Builder
+from tests.distributed.pool import Pools
+from tests.distributed.running import assert_equal_steps, batch_of, expected_step, run_step, write
+from tests.passes.cost.graphs import cluster
+
+pytestmark = pytest.mark.distributed
+
+RANKS = 4
+LAYERS = 16
+SAMPLES = 4
+
+There = tuple(range(RANKS))
+Back = There[::-1]
+
+
+def tied_chain() -> tuple[Graph, str]:
+    """An embedding, `LAYERS` layers of two nodes, the embedding's table once more as the head, and the loss."""
+    builder = Builder()
+    table = builder.parameter((6, 4))
+    value = builder.node("Gather", table, builder.input((SAMPLES, 3), DType.INT64))
+    for _ in range(LAYERS):
+        value = builder.node("Tanh", builder.node("MatMul", value, builder.parameter((4, 4))))
+    head = builder.node("Transpose", table, perm=(1, 0))
+    loss = builder.mean_square(builder.node("MatMul", value, head))
+    return builder.graph(loss), loss
+
+
+def line(graph: Graph, devices: tuple[int, ...], pipeline: int = 0) -> tuple[Stage, ...]:
+    """Stages of equal numbers of layers on these devices, one after the other."""
+    each = 2 * LAYERS // len(devices)
+    starts = [0, *(1 + each * stage for stage in range(1, len(devices))), len(graph.nodes)]
+    cuts = zip(starts, starts[1:], devices, strict=False)
+    return tuple(Stage(tuple(range(low, high)), (device,), SAMPLES, (), False, pipeline) for low, high, device in cuts)
+
+
+def shared_ends(graph: Graph) -> tuple[Stage, ...]:
+    """Embedding and head on all ranks, layers between them one rank after the other."""
+    axes = sample_axes(graph)
+    first, last = (0,), tuple(range(1 + 2 * LAYERS, len(graph.nodes)))
+    stages = [Stage(first, There, SAMPLES, axes.splits(first, RANKS))]
+    each = 2 * LAYERS // RANKS
+    stages += (Stage(tuple(range(1 + each * rank, 1 + each * (rank + 1))), (rank,), SAMPLES) for rank in There)
+    return (*stages, Stage(last, There, SAMPLES, axes.splits(last, RANKS)))
+
+
+def placements(graph: Graph) -> dict[str, Placement]:
+    """Placements by name; those that few schedules take come first."""
+    return {
+        "waves": Placement(line(graph, (There + Back) * 2)),
+        "opposite": Placement(line(graph, There) + line(graph, Back, 1)),
+        "vee": Placement(line(graph, There + Back)),
+        "loops": Placement(line(graph, There * 2)),
+        "shared": Placement(shared_ends(graph)),
+        "chain": Placement(line(graph, There)),
+    }
+
+
+def problem_of(graph: Graph, loss: str, micro_batches: int) -> Problem:
+    devices: Cluster = cluster(RANKS)
+    batch = SAMPLES * micro_batches
+    return Problem(graph, annotate(graph, "fp32"), devices, batch, micro_batches, Mode.TRAIN, loss)
+
+
+def scheduled(name: str, problem: Problem) -> tuple[str, Placement, Schedule] | None:
+    """The first placement that the scheduler takes, with what it makes of it; None where it takes none."""
+    scheduler = scheduler_class(name)()
+    for form, placement in placements(problem.graph).items():
+        try:
+            scheduler.requires(problem, placement)
+        except AutopipeError as error:
+            assert "\n" not in str(error)
+            continue
+        return form, placement, scheduler.run(problem, placement)
+    return None
+
+
+@pytest.mark.parametrize("micro_batches", [8, 5])
+@pytest.mark.parametrize("name", scheduler_names())
+def test_gradients_are_those_of_one_device(pools: Pools, tmp_path: Path, name: str, micro_batches: int) -> None:
+    graph, loss = tied_chain()
+    problem = problem_of(graph, loss, micro_batches)
+    found = scheduled(name, problem)
+    if found is None:
+        assert micro_batches == 5, f"{name} takes none of the placements"
+        return
+    _, placement, schedule = found
+    stages = StageGraph.of(problem, placement)
+    schedule.verify(stages, train=True)
+    assert simulate(schedule, stages.stage_devices, predict(problem, placement)).end > 0
+    write(graph, placement, schedule, loss, tmp_path / "program")
+    batch = batch_of(graph, micro_batches)
+    expected = expected_step(graph, loss, tmp_path / "program", batch, micro_batches)
+    assert_equal_steps(run_step(pools, tmp_path / "program", batch), expected, 1e-9)
