@@ -1,27 +1,35 @@
-"""A plan as one self-contained page: timeline and memory to zoom into, stage graph, predictions, stages."""
+"""A step as one self-contained page: timeline and memory to zoom into, and what is told beside them."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
 
-from autopipe.cli.drawing.palette import stage_colour
-from autopipe.cli.drawing.stage_graph import stage_graph_svg
-from autopipe.cli.drawing.steady import steady_state
-from autopipe.cli.figures import bytes_text, devices_text, seconds_text
-from autopipe.ir.plan import Plan
-from autopipe.ir.schedule import Phase
-from autopipe.ir.timeline import Timeline
+from autopipe.cli.drawing.palette import stage_colour, text_colour
+from autopipe.cli.drawing.picture import Bar, Picture
 
 _MOST_TRANSFERS = 20_000
 """Messages that a page holds; of a step with more, none are drawn."""
 
 
-def report_page(plan: Plan, timeline: Timeline) -> str:
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a page shows. `sections` are a heading and markup each, in which every text is escaped already."""
+
+    title: str
+    subtitle: str
+    figures: tuple[tuple[str, str], ...]
+    """(name, value)."""
+    picture: Picture
+    sections: tuple[tuple[str, str], ...]
+
+
+def report_page(report: Report) -> str:
     """HTML that loads nothing from anywhere: its security policy forbids that."""
-    summary = plan.summary
-    title = f"{plan.model.rpartition('/')[2]}: {summary.strategy} with {summary.schedule}"
+    figures = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in report.figures)
+    sections = "\n".join(f"<section><h2>{escape(name)}</h2>{markup}</section>" for name, markup in report.sections)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -29,26 +37,31 @@ def report_page(plan: Plan, timeline: Timeline) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
-<title>{escape(title)}</title>
+<title>{escape(report.title)}</title>
 <style>
 {_asset("report.css")}
 </style>
 </head>
 <body>
-<header><h1>{escape(title)}</h1>
-<p>{escape(plan.model)}</p></header>
-<section class="figures">{_figures(plan)}</section>
+<header><h1>{escape(report.title)}</h1>
+<p>{escape(report.subtitle)}</p></header>
+<section class="figures">{figures}</section>
 <section><h2>Timeline</h2>
 <p class="tools"><button id="nearer" title="zoom in (+)">+</button> <button id="farther" title="zoom out (-)">−</button>
-<button id="all" title="show all (0)">all</button> <span id="range"></span>
-<span class="quiet">scroll over the timeline to zoom, drag to move</span></p>
+<button id="all" title="show all (0)">all</button> <button id="repetend" title="show the repetend (r)">repetend</button>
+<span id="range"></span>
+<span class="quiet">scroll over the timeline to zoom, drag to move; + − 0 r and the arrows work too</span></p>
 <div id="frame"><canvas id="timeline" tabindex="0" aria-label="timeline of a step"></canvas>
 <div id="tip" hidden></div></div></section>
-<section><h2>Stages</h2><div class="graph">{stage_graph_svg(plan)}</div>{_stages(plan)}</section>
-<section><h2>Search</h2>{_search(plan)}</section>
-<script type="application/json" id="data">{_embedded(_data(plan, timeline))}</script>
+{sections}
+<script type="application/json" id="data">{_embedded(_data(report.picture))}</script>
 <script>
-{_asset("report.js")}
+(() => {{
+"use strict";
+{_asset("axis.js")}
+{_asset("timeline.js")}
+{_asset("pointer.js")}
+}})();
 </script>
 </body>
 </html>
@@ -65,94 +78,42 @@ def _embedded(data: object) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _data(plan: Plan, timeline: Timeline) -> dict[str, object]:
-    phases = [phase.value for phase in Phase]
-    state = steady_state(plan.schedule, timeline)
-    transfers = timeline.transfers if len(timeline.transfers) <= _MOST_TRANSFERS else ()
+def _data(picture: Picture) -> dict[str, object]:
+    """What the page's script draws: each device's bars and memory as flat lists of numbers, which read fast."""
+    kinds: dict[tuple[object, ...], int] = {}
+    bars: list[list[float]] = [[] for _ in picture.memory]
+    for bar in picture.bars:
+        kind = kinds.setdefault(_kind(bar), len(kinds))
+        bars[bar.device] += (kind, bar.unit, _short(bar.start), _short(bar.end))
+    transfers = picture.transfers if len(picture.transfers) <= _MOST_TRANSFERS else ()
+    state = picture.steady
     return {
-        "end": timeline.end,
-        "phases": phases,
-        "colours": [
-            [stage_colour(stage, Phase.FORWARD), stage_colour(stage, Phase.BACKWARD)]
-            for stage in range(len(plan.placement.stages))
-        ],
-        "spans": [
-            [
-                span.device,
-                span.task.stage,
-                phases.index(span.task.phase.value),
-                span.task.micro_batch,
-                span.start,
-                span.end,
-            ]
-            for span in timeline.spans
-        ],
+        "end": picture.end,
+        "physical": picture.physical,
+        "kinds": list(kinds),
+        "bars": bars,
+        "memory": [[number for time, used in curve for number in (_short(time), used)] for curve in picture.memory],
+        "limits": picture.limits,
         "transfers": [
-            [each.source, each.target, each.start, each.end, each.bytes, str(each.task)] for each in transfers
+            [each.source, each.target, _short(each.start), _short(each.end), each.bytes, str(each.task)]
+            for each in transfers
         ],
-        "memory": [[list(point) for point in curve] for curve in timeline.memory],
         "steady": None if state is None else [state.start, state.end, state.count],
     }
 
 
-def _figures(plan: Plan) -> str:
-    summary = plan.summary
-    figures = (
-        ("step", seconds_text(summary.step_time_s)),
-        ("samples a second", f"{summary.samples_per_s:,.1f}"),
-        ("at best", seconds_text(summary.lower_bound_s)),
-        ("bubble", f"{summary.bubble_rate:.1%}"),
-        ("peak memory", bytes_text(max(summary.peak_memory_bytes))),
-        ("devices", str(summary.devices)),
-        ("stages", f"{summary.stages}, depth {summary.depth}"),
-        ("micro-batches", f"{summary.micro_batches} of {summary.micro_batch_size}"),
-        ("mode", plan.mode),
+def _kind(bar: Bar) -> tuple[object, ...]:
+    """What bars of one phase of one stage share: name and letter before the unit, phase, colours, stage."""
+    return (
+        bar.name.removesuffix(str(bar.unit)),
+        bar.letter,
+        bar.phase.name.replace("_", " ").lower(),
+        stage_colour(bar.stage, bar.phase),
+        text_colour(bar.phase),
+        bar.stage,
     )
-    return "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in figures)
 
 
-def _stages(plan: Plan) -> str:
-    heads = (
-        "stage",
-        "devices",
-        "nodes",
-        "parameters",
-        "forward",
-        "backward",
-        "gradient sum",
-        "update",
-        "kept a micro-batch",
-        "static memory",
-        "recompute",
-    )
-    rows = []
-    for index, (stage, predicted) in enumerate(zip(plan.placement.stages, plan.prediction.stages, strict=True)):
-        colour = stage_colour(index, Phase.BACKWARD)
-        cells = (
-            devices_text(stage.devices),
-            str(len(stage.nodes)),
-            bytes_text(predicted.parameter_bytes),
-            seconds_text(predicted.forward_s),
-            seconds_text(predicted.backward_s),
-            seconds_text(predicted.gradient_s),
-            seconds_text(predicted.update_s),
-            bytes_text(predicted.kept_bytes),
-            bytes_text(predicted.static_bytes),
-            "yes" if stage.recompute else "no",
-        )
-        first = f'<td><i style="background:{colour}"></i>{index}</td>'
-        rows.append(f"<tr>{first}{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
-    return _table(heads, rows)
-
-
-def _search(plan: Plan) -> str:
-    rows = [
-        f"<tr><td>{escape(name)}</td><td>{escape(seconds_text(seconds))}</td></tr>"
-        for name, seconds in plan.summary.search_time_s
-    ]
-    return _table(("pass", "time"), rows)
-
-
-def _table(heads: tuple[str, ...], rows: list[str]) -> str:
-    head = "".join(f"<th>{escape(each)}</th>" for each in heads)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+def _short(time: float) -> float:
+    """Ten digits: a nanosecond of ten seconds."""
+    return time if isinstance(time, int) else float(f"{time:.10g}")

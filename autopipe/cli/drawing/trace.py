@@ -1,52 +1,102 @@
-"""The predicted step as Chrome's trace events, which Perfetto opens too."""
+"""A step as Chrome's trace events, which Perfetto opens too."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 
-from autopipe.ir.timeline import Timeline
+from autopipe.cli.drawing.measured import MeasuredTask
+from autopipe.cli.drawing.picture import Picture
 
-PREDICTED = 0
-"""The process of the prediction in the trace; its threads are the ranks."""
+PREDICTED, MEASURED = 1, 2
+"""Processes of the trace; their threads are the ranks."""
+_LINKS = 1_000_000
+"""Threads from here on are links between ranks."""
+
+Event = dict[str, object]
 
 
-def chrome_trace(timeline: Timeline) -> str:
-    """JSON: a thread a rank with its tasks, one with what it sends, and its memory as a counter. Times in µs."""
-    events: list[dict[str, object]] = [_named("process_name", 0, "predicted")]
-    for device in range(len(timeline.memory)):
-        events += [_named("thread_name", 2 * device, f"rank {device}"), _named("thread_name", 2 * device + 1, "sends")]
-    for span in timeline.spans:
-        events.append(
-            {
-                "ph": "X",
-                "pid": PREDICTED,
-                "tid": 2 * span.device,
-                "name": str(span.task),
-                "cat": span.task.phase.name.lower(),
-                "ts": span.start * 1e6,
-                "dur": (span.end - span.start) * 1e6,
-                "args": {"stage": span.task.stage, "micro_batch": span.task.micro_batch},
-            }
-        )
-    for transfer in timeline.transfers:
-        events.append(
-            {
-                "ph": "X",
-                "pid": PREDICTED,
-                "tid": 2 * transfer.source + 1,
-                "name": f"{transfer.task} to {transfer.target}",
-                "cat": "send",
-                "ts": transfer.start * 1e6,
-                "dur": (transfer.end - transfer.start) * 1e6,
-                "args": {"bytes": transfer.bytes, "to": transfer.target},
-            }
-        )
-    for device, curve in enumerate(timeline.memory):
-        for time, used in curve:
-            name = f"memory of rank {device}"
-            events.append({"ph": "C", "pid": PREDICTED, "name": name, "ts": time * 1e6, "args": {"bytes": used}})
+def chrome_trace(picture: Picture, measured: Sequence[MeasuredTask] = ()) -> str:
+    """JSON: a thread a rank with its tasks, one a link with what it sends, and each rank's memory as a counter.
+
+    Times are in µs; where the picture's have no unit, one stands for a millisecond. With measured tasks the prediction
+    begins where their last step does, so that the two can be compared: the first step also warms up.
+    """
+    scale = 1e6 if picture.physical else 1e3
+    last = max((task.step for task in measured), default=0)
+    origin = min((task.start for task in measured if task.step == last), default=0.0)
+    events = [
+        *_ranks(PREDICTED, "predicted", len(picture.memory)),
+        *_tasks(picture, origin, scale),
+        *_sends(picture, origin, scale),
+        *_memory(picture, origin, scale),
+    ]
+    if measured:
+        events += _ranks(MEASURED, "measured", 1 + max(task.rank for task in measured))
+        events += map(_measured, measured)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
 
 
-def _named(kind: str, thread: int, name: str) -> dict[str, object]:
-    return {"ph": "M", "pid": PREDICTED, "tid": thread, "name": kind, "args": {"name": name}}
+def _ranks(process: int, name: str, count: int) -> Iterator[Event]:
+    yield _named("process_name", process, 0, name)
+    for rank in range(count):
+        yield _named("thread_name", process, rank, f"rank {rank}")
+
+
+def _named(kind: str, process: int, thread: int, name: str) -> Event:
+    return {"ph": "M", "pid": process, "tid": thread, "name": kind, "args": {"name": name}}
+
+
+def _tasks(picture: Picture, origin: float, scale: float) -> Iterator[Event]:
+    for bar in picture.bars:
+        yield {
+            "ph": "X",
+            "pid": PREDICTED,
+            "tid": bar.device,
+            "name": bar.name,
+            "cat": bar.phase.name.lower(),
+            "ts": origin + bar.start * scale,
+            "dur": (bar.end - bar.start) * scale,
+            "args": {"stage": bar.stage, "micro_batch": bar.unit},
+        }
+
+
+def _sends(picture: Picture, origin: float, scale: float) -> Iterator[Event]:
+    """Messages of one link follow one another; those of one rank may overlap, which a thread cannot show."""
+    links: dict[tuple[int, int], int] = {}
+    for transfer in picture.transfers:
+        link = transfer.source, transfer.target
+        if link not in links:
+            links[link] = _LINKS + len(links)
+            yield _named("thread_name", PREDICTED, links[link], f"rank {transfer.source} to {transfer.target}")
+        yield {
+            "ph": "X",
+            "pid": PREDICTED,
+            "tid": links[link],
+            "name": str(transfer.task),
+            "cat": "send",
+            "ts": origin + transfer.start * scale,
+            "dur": (transfer.end - transfer.start) * scale,
+            "args": {"bytes": transfer.bytes, "to": transfer.target},
+        }
+
+
+def _memory(picture: Picture, origin: float, scale: float) -> Iterator[Event]:
+    unit = "bytes" if picture.physical else "used"
+    for device, curve in enumerate(picture.memory):
+        for time, used in curve:
+            name = f"memory of rank {device}"
+            yield {"ph": "C", "pid": PREDICTED, "name": name, "ts": origin + time * scale, "args": {unit: used}}
+
+
+def _measured(task: MeasuredTask) -> Event:
+    return {
+        "ph": "X",
+        "pid": MEASURED,
+        "tid": task.rank,
+        "name": task.name,
+        "cat": "measured",
+        "ts": task.start,
+        "dur": task.duration,
+        "args": {"step": task.step},
+    }

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from autopipe.cli.drawing.block_picture import block_picture
 from autopipe.cli.drawing.picture import plan_picture
-from autopipe.cli.drawing.screen import draw_picture
 from autopipe.cli.drawing.sparkline import draw_memory
 from autopipe.cli.drawing.terminal import draw_timeline
+from autopipe.cli.output import Output
 from tests.cli.drawing.examples import chain_plan, split_embedding
 
 
@@ -69,11 +69,11 @@ def test_memory_is_told_against_its_limit():
     assert over[1].endswith(" 3 over 2")
 
 
-@pytest.mark.parametrize(("settings", "coloured"), [({}, True), ({"no_color": True}, False)])
-def test_colours_stand_for_stages(settings, coloured):
+@pytest.mark.parametrize("setting", ["", "1"])
+def test_colours_stand_for_stages_unless_none_are_wanted(monkeypatch, setting):
+    monkeypatch.setenv("NO_COLOR", setting)
     picture = plan_picture(*chain_plan())
-    terminal = Console(file=io.StringIO(), force_terminal=True, width=100, **settings)
-    lines = list(draw_picture(picture, terminal))
-    styles = {str(span.style) for line in lines for span in line.spans} - {"cyan"}
-    assert len(styles) == (8 if coloured else 0)
-    assert not any(line.spans for line in draw_picture(picture, Console(file=io.StringIO())))
+    output = Output(stdout=Console(file=io.StringIO(), force_terminal=True, width=100))
+    lines = (*draw_timeline(picture, output.width, output.coloured), *draw_memory(picture, 100, output.coloured))
+    assert len({str(span.style) for line in lines for span in line.spans} - {"cyan"}) == (0 if setting else 8)
+    assert not Output(stdout=Console(file=io.StringIO())).coloured

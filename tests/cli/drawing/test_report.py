@@ -1,0 +1,159 @@
+"""The page: nothing is loaded, no text becomes markup, and it draws, zooms and explains in a real browser."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import re
+
+import pytest
+
+from autopipe.cli.drawing.block_report import block_report
+from autopipe.cli.drawing.comparison import Rival
+from autopipe.cli.drawing.palette import stage_colour
+from autopipe.cli.drawing.plan_report import plan_report
+from autopipe.cli.drawing.report import report_page
+from autopipe.ir.schedule import Phase
+from tests.cli.drawing.browser import needs_browser, seen_by
+from tests.cli.drawing.examples import HOSTILE, chain_plan, split_embedding
+
+
+def rivals(name):
+    return (
+        Rival("1f1b", 27.0, 0.3, (2**24,) * 4, chosen=True),
+        Rival("gpipe", 29.0, 0.35, (2**25,) * 4),
+        Rival(name, refusal=name),
+    )
+
+
+def plan_page(name="plain.onnx", stages=4, micro_batches=6):
+    plan, timeline = chain_plan(stages, micro_batches, model=name)
+    plan = dataclasses.replace(plan, summary=dataclasses.replace(plan.summary, strategy=name))
+    return report_page(plan_report(plan, timeline, rivals(name) if stages == 4 else ()))
+
+
+def block_page(name="plain"):
+    schedule = split_embedding()
+    blocks = (dataclasses.replace(schedule.graph.blocks[0], name=name), *schedule.graph.blocks[1:])
+    schedule = dataclasses.replace(schedule, graph=dataclasses.replace(schedule.graph, blocks=blocks))
+    own = Rival(name, schedule.makespan, 0.1, schedule.peak_memory, chosen=True)
+    return report_page(block_report(schedule, name, name, (own,)))
+
+
+class Elements(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+
+
+def elements(page):
+    parser = Elements()
+    parser.feed(page)
+    return parser.found
+
+
+@pytest.mark.parametrize("page", [plan_page, block_page])
+def test_the_page_loads_nothing_and_takes_no_text_for_markup(page):
+    hostile = page(HOSTILE)
+    assert [tag for tag, _ in elements(hostile)] == [tag for tag, _ in elements(page())]
+    assert not [tag for tag, given in elements(hostile) if {"src", "href", "onerror", "onload"} & given.keys()]
+    assert not re.search(r"@import|url\((?!#)|https?://(?!www\.w3\.org)", hostile)
+
+
+def test_rivals_stand_in_order_with_the_chosen_one_marked():
+    page = plan_page()
+    assert page.index("1f1b (chosen)") < page.index(">gpipe<") < page.index('<td class="why"')
+    assert "<td>1.074</td>" in page
+    assert "over the limit" not in page
+
+
+HANDS = """
+const probe = document.getElementById("timeline"), box = probe.getBoundingClientRect();
+const note = (name) => { seen[name] = [Number(probe.dataset.from), Number(probe.dataset.to)]; };
+const at = { clientX: box.left + box.width / 2, clientY: box.top + 50, bubbles: true, cancelable: true, pointerId: 1 };
+probe.setPointerCapture = () => {};
+const press = (key) => probe.dispatchEvent(new KeyboardEvent("keydown", { key }));
+const point = (kind, x, y) => {
+  probe.dispatchEvent(new PointerEvent(kind, { ...at, clientX: box.left + x, clientY: box.top + y }));
+};
+const tip = () => document.getElementById("tip").textContent;
+const colours = () => {
+  const points = probe.getContext("2d").getImageData(0, 0, probe.width, probe.height).data, found = new Set();
+  for (let index = 0; index < points.length; index += 4) found.add(points.slice(index, index + 3).join());
+  return [...found];
+};
+"""
+
+MOVES = """
+note("start");
+probe.dispatchEvent(new WheelEvent("wheel", { ...at, deltaY: -300 }));
+note("wheel");
+point("pointerdown", box.width / 2, 50);
+point("pointermove", box.width / 2 - 100, 50);
+point("pointerup", box.width / 2 - 100, 50);
+note("drag");
+press("ArrowRight");
+note("right");
+document.getElementById("all").click();
+note("all");
+press("+");
+note("key");
+press("r");
+note("repetend");
+press("0");
+seen.colours = colours();
+point("pointermove", 50, 50);
+seen.tip = tip();
+point("pointermove", box.width / 2, 80);
+seen.below = tip();
+"""
+
+
+def rgb(stage, phase):
+    colour = stage_colour(stage, phase)
+    return ",".join(str(int(colour[place : place + 2], 16)) for place in (1, 3, 5))
+
+
+def length(view):
+    return view[1] - view[0]
+
+
+@needs_browser
+def test_a_plan_draws_zooms_and_explains_in_a_browser(tmp_path):
+    seen = seen_by(plan_page(HOSTILE), HANDS + MOVES, tmp_path)
+    assert seen["start"] == seen["all"] == [0, 27.0]
+    assert length(seen["wheel"]) == pytest.approx(27.0 / 2.718281828, rel=1e-3)
+    assert seen["wheel"][0] > 0
+    assert seen["drag"][0] > seen["wheel"][0]
+    assert length(seen["drag"]) == pytest.approx(length(seen["wheel"]))
+    assert seen["right"][0] == pytest.approx(seen["drag"][0] + length(seen["drag"]) / 8)
+    assert length(seen["key"]) == pytest.approx(27.0 / 2)
+    assert seen["repetend"] == [3.0, 18.0]
+    both = (Phase.FORWARD, Phase.BACKWARD)
+    assert {rgb(stage, phase) for stage in range(4) for phase in both} <= set(seen["colours"])
+    assert seen["tip"].split("\n") == [
+        "0F0", "forward, stage 0, micro-batch 0, device 0", "0 to 1 s: 1 s", "memory in use 6 MiB",
+    ]  # fmt: skip
+    assert seen["below"].endswith("memory in use 12 MiB")
+    assert "<script>" in seen["title"]
+
+
+@needs_browser
+def test_many_devices_and_micro_batches_are_drawn_as_shares_of_time(tmp_path):
+    script = "seen.all = colours(); press('r'); note('repetend'); point('pointermove', 300, 50); seen.tip = tip();"
+    seen = seen_by(plan_page(stages=32, micro_batches=512), HANDS + script, tmp_path)
+    assert {rgb(stage, phase) for stage in range(10) for phase in (Phase.FORWARD, Phase.BACKWARD)} <= set(seen["all"])
+    assert seen["repetend"] == [96.0, 1536.0]
+    assert re.match(r"0[FB]\d+\n(forward|backward), stage 0, micro-batch \d+, device 0\n", seen["tip"])
+
+
+@needs_browser
+def test_blocks_are_told_by_their_names_and_in_their_own_units(tmp_path):
+    script = HANDS + "point('pointermove', 48, 50); seen.tip = tip();"
+    seen = seen_by(block_page(HOSTILE), script, tmp_path)
+    assert seen["tip"].split("\n") == [
+        f"{HOSTILE}·0", "forward, stage 0, unit 0, device 0", "0 to 1: 1", "memory in use 0",
+    ]  # fmt: skip
