@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from autopipe.ir.errors import AutopipeError
 
 if TYPE_CHECKING:
-    from ortools.sat.python.cp_model import CpModel, IntVar
+    from ortools.sat.python.cp_model import CpModel, CpSolverSolutionCallback, IntVar
 
 OnSolution = Callable[[int, int], None]
 """Called with the objective and its bound at every solution that is better than those before."""
@@ -97,7 +97,7 @@ def _whole(bound: float) -> int | None:
     return math.ceil(bound - 1e-6) if math.isfinite(bound) else None
 
 
-def _watcher(on_solution: OnSolution) -> object:
+def _watcher(on_solution: OnSolution) -> CpSolverSolutionCallback:
     from ortools.sat.python import cp_model
 
     class Watcher(cp_model.CpSolverSolutionCallback):

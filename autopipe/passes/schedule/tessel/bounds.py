@@ -32,11 +32,15 @@ def tails(graph: BlockGraph) -> tuple[int, ...]:
     return tuple(found)
 
 
+def unit_bound(graph: BlockGraph) -> int:
+    """No unit takes less from its first start to its last end."""
+    return max(head + block.time for head, block in zip(heads(graph), graph.blocks, strict=True))
+
+
 def makespan_bound(graph: BlockGraph, units: int) -> int:
     """No schedule of so many units is shorter: one unit's longest way, and each device's load between its ends."""
     first, last = heads(graph), tails(graph)
-    ways = [head + block.time + tail for head, block, tail in zip(first, graph.blocks, last, strict=True)]
-    found = max(ways)
+    found = unit_bound(graph)
     for device, load in enumerate(graph.loads):
         members = [index for index, block in enumerate(graph.blocks) if device in block.devices]
         if members:
@@ -60,9 +64,10 @@ def distances(graph: BlockGraph, source: int) -> dict[int, int]:
 def _little(graph: BlockGraph, device: int) -> int:
     """Little's law: memory in use on average is what a unit holds times how long it holds it, over the period."""
     limit = graph.memory[device]
-    if not limit or limit < 0:
+    step = math.gcd(*(block.memory for block in graph.blocks if device in block.devices))
+    if limit is None or step == 0 or limit < step:
         return 0
-    return math.ceil(_held(graph, device) / limit)
+    return math.ceil(_held(graph, device) / (limit // step * step))
 
 
 def _held(graph: BlockGraph, device: int) -> int:

@@ -21,6 +21,11 @@ class Cyclic:
         first = min(self.starts) // self.period
         return tuple(start // self.period - first for start in self.starts)
 
+    @property
+    def phases(self) -> tuple[int, ...]:
+        """Start of each block within its period."""
+        return tuple(start % self.period for start in self.starts)
+
     def latency(self, graph: BlockGraph) -> int:
         """Time of one unit from its first start to its last end."""
         ends = [start + block.time for start, block in zip(self.starts, graph.blocks, strict=True)]

@@ -11,9 +11,12 @@ from autopipe.passes.solvers.cp_sat import Limit
 Progress = Callable[[int | None, int, float], None]
 """Called with the best value so far (None before the first), its lower bound and the seconds used."""
 
-WORK_PER_SECOND = 0.5
-"""Deterministic time that CP-SAT spends in a second of a slow machine, one worker. Budgets are counted in it, so that a
-faster machine gives the same answer sooner; a slower one is stopped by the clock."""
+WORK_PER_SECOND = 0.35
+"""CP-SAT's deterministic time that a second of the limit stands for: one worker does more than this in a second, so
+that the work runs out before the clock does and the answer depends on the seed alone."""
+
+_BETWEEN_REPORTS_S = 0.1
+"""Seconds between two calls of `progress`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +24,16 @@ class SearchOptions:
     """Options of a search."""
 
     time_limit: float = 10.0
-    """Seconds in all."""
+    """Seconds in all.
+
+    The solver's work is limited in its own deterministic time, for which the seconds stand: the same input and seed
+    give the same answer wherever that ends before the clock. On machines slower than that the clock ends it.
+    """
     seed: int = 0
     whole_limit: int = 400
-    """Most blocks of all units together for which the whole schedule is also solved directly."""
+    """Most blocks of all units together for which all units are also solved at once."""
     progress: Progress | None = None
+    """Told of better values and bounds, at most ten times a second."""
 
 
 @dataclass(slots=True)
@@ -36,18 +44,24 @@ class Budget:
     start: float = field(default_factory=time.perf_counter)
     work: float = 0.0
     """Deterministic time spent so far."""
+    reported: float = float("-inf")
 
     @property
     def used(self) -> float:
         """Seconds since the search began."""
         return time.perf_counter() - self.start
 
-    @property
-    def work_left(self) -> float:
-        """Deterministic time that is left."""
-        return self.options.time_limit * WORK_PER_SECOND - self.work
-
     def limit(self, share: float) -> Limit:
-        """A limit of a share of what is left."""
-        seconds = self.options.time_limit - self.used
-        return Limit(seconds, self.work_left * share, self.options.seed)
+        """A limit of a share of the work that is left, and of all seconds that are."""
+        work = self.options.time_limit * WORK_PER_SECOND - self.work
+        return Limit(self.options.time_limit - self.used, work * share, self.options.seed)
+
+    def spend(self, work: float) -> None:
+        """Count work that was done."""
+        self.work += work
+
+    def report(self, value: int | None, bound: int) -> None:
+        """Tell whoever wants to know."""
+        if self.options.progress and self.used >= self.reported + _BETWEEN_REPORTS_S:
+            self.reported = self.used
+            self.options.progress(value, bound, self.used)
