@@ -14,6 +14,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "compare": ("autopipe.cli.compare:compare", "Show plans side by side."),
     "schedule": ("autopipe.cli.schedule:schedule", "Search the best schedule of blocks given by hand."),
     "zoo": ("autopipe.cli.zoo:zoo", "Build models of the papers as ONNX files."),
+    "bench": ("autopipe.cli.bench.command:bench", "Compute the tables and figures of a paper again, beside its own."),
     "config": ("autopipe.cli.config:config", "Show and check configurations, list cluster presets."),
 }
 """A command's name -> (`module:attribute` of its click command, what the list of commands says of it).
