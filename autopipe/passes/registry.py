@@ -23,7 +23,19 @@ STRATEGIES = {
 
 SCHEDULERS = {
     "1f1b": "autopipe.passes.schedule.named.one_f_one_b:OneForwardOneBackward",
+    "1f1b_plus": "autopipe.passes.schedule.named.one_f_one_b_plus:OneForwardOneBackwardPlus",
+    "chimera": "autopipe.passes.schedule.named.chimera:Chimera",
+    "dualpipe": "autopipe.passes.schedule.named.dualpipe:DualPipe",
+    "dualpipe_v": "autopipe.passes.schedule.named.dualpipe_v:DualPipeV",
     "gpipe": "autopipe.passes.schedule.named.gpipe:GPipe",
+    "hanayo": "autopipe.passes.schedule.named.hanayo:Hanayo",
+    "interleaved_1f1b": "autopipe.passes.schedule.named.interleaved_1f1b:InterleavedOneForwardOneBackward",
+    "looped_bfs": "autopipe.passes.schedule.named.looped_bfs:LoopedBreadthFirst",
+    "v_half": "autopipe.passes.schedule.named.v_half:VHalf",
+    "v_min": "autopipe.passes.schedule.named.v_min:VMin",
+    "zb_h1": "autopipe.passes.schedule.named.zb_h1:ZeroBubbleH1",
+    "zb_h2": "autopipe.passes.schedule.named.zb_h2:ZeroBubbleH2",
+    "zb_v": "autopipe.passes.schedule.named.zb_v:ZeroBubbleV",
     "tessel": "autopipe.passes.schedule.tessel.scheduler:Tessel",
 }
 """Where each built-in scheduler's class lives."""

@@ -1,8 +1,4 @@
-"""Published schedules on blocks: each device's order by the schedule's own grid, every block as soon as that allows.
-
-In the grid every forward and every backward takes one slot. A slot's number says only who comes first: when blocks
-really start follows from their times.
-"""
+"""Published schedules on blocks: each device's order by the schedule's own grid, every block as soon as that allows."""
 
 from __future__ import annotations
 
@@ -10,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 from autopipe.ir.blocks import BlockGraph, BlockSchedule
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.passes.schedule.named.pipes import Pipe, pipes_of
+from autopipe.passes.schedule.named.grid import first_slot, there_and_back
+from autopipe.passes.schedule.named.pipes import pipes_of
 from autopipe.passes.schedule.named.start import start_in_order, steady_state
 
 Slots = Iterator[tuple[int, int, int]]
@@ -78,17 +75,14 @@ def _one_f_one_b_plus(graph: BlockGraph, units: int) -> Slots:
     if len(pipes) > 1:
         raise InfeasibleError("schedule 1f1b runs one chain of stages, but these blocks are several", where="blocks")
     for unit in range(units):
-        slot = dict(_in_grid(pipes[0], 2 * unit if pipes[0].backwards else unit))
-        yield from ((2 * each, unit, index) for index, each in slot.items())
+        first = 2 * unit if pipes[0].backwards else unit
+        slot = {index: place for place, index in there_and_back(pipes[0].forwards, pipes[0].backwards, first)}
+        yield from ((2 * place, unit, index) for index, place in slot.items())
         yield from ((2 * slot[near] + (-1 if before else 1), unit, index) for index, near, before in pipes[0].shared)
 
 
 def _chimera(graph: BlockGraph, units: int) -> Slots:
-    """Two opposite pipes in 1F1B's grid, a group of units after the other, each half as many as there are devices.
-
-    Li and Hoefler, "Chimera" (2021), sections III-A and III-C, direct concatenation: a group begins two slots a device
-    after the one before, so that its first forwards fall into slots that are empty there.
-    """
+    """Two opposite pipes on the grid, in groups of half as many units as there are devices: see `Chimera`."""
     pipes = pipes_of(graph, "chimera")
     if len(pipes) != 2 or pipes[0].devices != pipes[1].devices[::-1] or len(pipes[0].devices) % 2:
         raise InfeasibleError(
@@ -96,18 +90,12 @@ def _chimera(graph: BlockGraph, units: int) -> Slots:
             hint="shape x is such",
             where="blocks",
         )
-    half = len(pipes[0].devices) // 2 if pipes[0].backwards else units
+    depth = len(pipes[0].devices)
+    group = depth // 2 if pipes[0].backwards else units
     for unit in range(units):
-        first = 4 * half * (unit // half) + 2 * (unit % half)
         for pipe in pipes:
-            yield from ((slot, unit, index) for index, slot in _in_grid(pipe, first))
-
-
-def _in_grid(pipe: Pipe, first: int) -> Iterator[tuple[int, int]]:
-    """(block, slot) of a unit in 1F1B's grid: down a slot a stage, and back."""
-    last = 2 * len(pipe.devices) - 1
-    yield from ((index, first + stage) for stage, index in enumerate(pipe.forwards))
-    yield from ((index, first + last - stage) for stage, index in enumerate(pipe.backwards))
+            slots = there_and_back(pipe.forwards, pipe.backwards, first_slot(unit, depth, group))
+            yield from ((slot, unit, index) for slot, index in slots)
 
 
 _SLOTS: dict[str, Callable[[BlockGraph, int], Slots]] = {

@@ -41,7 +41,7 @@ def order_gpipe(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks
     lists: list[tuple[Task, ...]] = [()] * graph.devices
     for phase in phases:
         orders = [
-            [Task(stage, phase, micro_batch) for micro_batch in range(micro_batches)]
+            [Task(stage, phase, micro_batch) for micro_batch in graph.micro_batches_of(stage, micro_batches)]
             for stage in range(len(graph.stage_devices))
         ]
         merged = merge_orders(orders, graph.stage_devices, graph.edges, graph.devices, ticks)

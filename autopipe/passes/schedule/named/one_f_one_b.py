@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,19 +44,22 @@ def order_1f1b(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks)
     which every task comes after all that it waits for, since depth falls along every edge.
     """
     depths = depths_to_end(len(graph.stage_devices), graph.edges)
-    orders = [stage_order(stage, depths[stage], micro_batches, train) for stage in range(len(depths))]
+    orders = [
+        _stage_order(stage, depths[stage], graph.micro_batches_of(stage, micro_batches), train)
+        for stage in range(len(depths))
+    ]
     lists = merge_orders(orders, graph.stage_devices, graph.edges, graph.devices, ticks)
     return Schedule(micro_batches, lists, tuple(find_repetend(order) for order in lists))
 
 
-def stage_order(stage: int, in_flight: int, micro_batches: int, train: bool) -> list[Task]:
+def _stage_order(stage: int, in_flight: int, micro_batches: Sequence[int], train: bool) -> list[Task]:
     """Forwards until `in_flight` micro-batches are kept, then a backward and a forward in turn, then backwards."""
-    forwards = [Task(stage, Phase.FORWARD, micro_batch) for micro_batch in range(micro_batches)]
+    forwards = [Task(stage, Phase.FORWARD, micro_batch) for micro_batch in micro_batches]
     if not train:
         return forwards
-    warm_up = min(in_flight - 1, micro_batches)
+    warm_up = min(in_flight - 1, len(forwards))
     order = forwards[:warm_up]
-    for micro_batch in range(micro_batches):
-        order += forwards[warm_up + micro_batch : warm_up + micro_batch + 1]
+    for index, micro_batch in enumerate(micro_batches):
+        order += forwards[warm_up + index : warm_up + index + 1]
         order.append(Task(stage, Phase.BACKWARD, micro_batch))
     return order
