@@ -31,6 +31,7 @@ from autopipe.passes.lower.inputs import input_ranges
 from autopipe.passes.lower.order import instructions, sections
 from autopipe.passes.lower.parameters import parameter_shards, torn_parameters
 from autopipe.passes.lower.posting import Talking, sending_orders
+from autopipe.passes.lower.proof import prove
 from autopipe.passes.lower.shard import Demands, ShardedStage, shard_stage
 from autopipe.passes.lower.stages import assign_nodes
 from autopipe.passes.lower.transfers import transfer_pieces
@@ -39,7 +40,7 @@ from autopipe.passes.lower.transfers import transfer_pieces
 def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | None) -> Program:
     """The program that runs `schedule`. With `loss` it trains; without, it gives all of the graph's outputs.
 
-    Raises CodegenError where the placement or the schedule cannot be executed.
+    Raises CodegenError where the placement or the schedule cannot be executed, or the program could not run to its end.
     """
     _check_loss(graph, loss)
     check_tasks(placement, schedule)
@@ -48,7 +49,7 @@ def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | No
     pieces = transfer_pieces(graph, stages, differentiable_values(graph) if loss is not None else frozenset())
     shards = parameter_shards(graph, schedule.devices, stages)
     batch = batch_axes_of(graph)
-    return Program(
+    program = Program(
         world_size=schedule.devices,
         train=loss is not None,
         micro_batches=schedule.micro_batches,
@@ -60,6 +61,8 @@ def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | No
         stages=split_backwards(graph, tuple(stage.code for stage in stages), schedule),
         ranks=_ranks(graph, stages, pieces, shards, schedule),
     )
+    prove(program)
+    return program
 
 
 def _check_loss(graph: Graph, loss: str | None) -> None:

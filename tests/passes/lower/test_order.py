@@ -2,131 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.program import Collective, Instruction, Loop, Piece, Program, RankCode, Section, StageOnRank, Verb
+from autopipe.ir.program import Instruction, Loop, Verb
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.lower import lower
 from autopipe.passes.lower.order import sections
 from tests.distributed.builder import Builder, mlp
 from tests.distributed.drawing import Case, cases
-
-
-def expanded(*parts: Section) -> list[Instruction]:
-    """Instructions with loops unrolled."""
-    found: list[Instruction] = []
-    for item in (each for part in parts for each in part):
-        if isinstance(item, Loop):
-            for turn in range(item.count):
-                found += [each.shifted(turn * item.stride) for each in item.body]
-        else:
-            found.append(item)
-    return found
-
-
-def unrolled(rank: RankCode) -> list[Instruction]:
-    return expanded(rank.warm_up, rank.repetend, rank.cool_down)
-
-
-class Machine:
-    """All ranks of a program, without numbers: sends return at once, receives match sends of their channel in turn."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.lists = [unrolled(rank) for rank in program.ranks]
-        self.wires = {(rank.rank, stage.stage): stage for rank in program.ranks for stage in rank.stages}
-        self.position = [0] * program.world_size
-        self.sent: dict[tuple[int, bool], list[int]] = defaultdict(list)
-        self.posted: dict[tuple[int, bool], list[int]] = defaultdict(list)
-        self.done: set[tuple[int, Instruction]] = set()
-        self.exchanging = {
-            stage.stage: stage.devices
-            for stage in program.stages
-            if any(isinstance(operation, Collective) for operation in stage.operations)
-        }
-
-    def head(self, rank: int) -> Instruction | None:
-        return self.lists[rank][self.position[rank]] if self.position[rank] < len(self.lists[rank]) else None
-
-    def run(self) -> None:
-        moved = True
-        while moved:
-            moved = False
-            for rank in range(self.program.world_size):
-                while (instruction := self.head(rank)) is not None and self.can_run(rank, instruction):
-                    for member in self.together(instruction, rank):
-                        self.step(member, instruction)
-                    moved = True
-        stuck = {rank: str(self.head(rank)) for rank in range(self.program.world_size) if self.head(rank) is not None}
-        assert not stuck, f"wait for ever: {stuck}"
-        assert self.sent == self.posted, "messages without receives, or out of turn"
-
-    def together(self, instruction: Instruction, rank: int) -> tuple[int, ...]:
-        """A computation with exchanges runs on the whole group at once."""
-        computes = instruction.verb in (Verb.FORWARD, Verb.BACKWARD)
-        return self.exchanging.get(instruction.stage, (rank,)) if computes else (rank,)
-
-    def can_run(self, rank: int, instruction: Instruction) -> bool:
-        group = self.together(instruction, rank)
-        return all(self.head(member) == instruction and self.is_ready(member, instruction) for member in group)
-
-    def is_ready(self, rank: int, instruction: Instruction) -> bool:
-        if instruction.verb not in (Verb.FORWARD, Verb.BACKWARD):
-            return True
-        backward = instruction.verb is Verb.BACKWARD
-        return all(
-            self.has_arrived(rank, piece, instruction.micro_batch, backward)
-            for piece in self.incoming(self.wires[rank, instruction.stage], backward)
-        )
-
-    @staticmethod
-    def incoming(wired: StageOnRank, backward: bool) -> list[Piece]:
-        return [piece for piece in wired.sends if piece.needs_gradient] if backward else list(wired.receives)
-
-    @staticmethod
-    def outgoing(wired: StageOnRank, backward: bool) -> list[Piece]:
-        return [piece for piece in wired.receives if piece.needs_gradient] if backward else list(wired.sends)
-
-    def has_arrived(self, rank: int, piece: Piece, micro_batch: int, backward: bool) -> bool:
-        if piece.source_rank == piece.target_rank:
-            other = piece.target_stage if backward else piece.source_stage
-            verb = Verb.BACKWARD if backward else Verb.FORWARD
-            return (rank, Instruction(verb, other, micro_batch)) in self.done
-        channel = (piece.channel, backward)
-        assert micro_batch in self.posted[channel], f"rank {rank} waits for what it never asked for"
-        place = self.posted[channel].index(micro_batch)
-        if place >= len(self.sent[channel]):
-            return False
-        assert self.sent[channel][place] == micro_batch, "another micro-batch arrives"
-        return True
-
-    def step(self, rank: int, instruction: Instruction) -> None:
-        wired = self.wires[rank, instruction.stage]
-        verb, micro_batch = instruction.verb, instruction.micro_batch
-        backward = verb in (Verb.RECEIVE_GRADIENT, Verb.SEND_GRADIENT, Verb.BACKWARD)
-        if verb in (Verb.RECEIVE, Verb.RECEIVE_GRADIENT):
-            book = self.posted
-            pieces = [
-                piece
-                for piece in self.incoming(wired, backward)
-                if instruction.source in (None, piece.target_stage if backward else piece.source_stage)
-            ]
-        else:
-            book, pieces = self.sent, self.outgoing(wired, backward)
-        if verb in (Verb.SEND, Verb.SEND_GRADIENT):
-            before = Verb.BACKWARD if backward else Verb.FORWARD
-            assert (rank, Instruction(before, instruction.stage, micro_batch)) in self.done
-        if verb not in (Verb.FORWARD, Verb.BACKWARD):
-            for piece in pieces:
-                if piece.source_rank != piece.target_rank:
-                    book[piece.channel, backward].append(micro_batch)
-        self.done.add((rank, instruction))
-        self.position[rank] += 1
+from tests.passes.lower.machine import TASKS, Machine, expanded, unrolled
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -134,11 +21,10 @@ class Machine:
 def test_no_rank_waits_for_ever(case: Case) -> None:
     program = lower(case.graph, case.placement, case.schedule, case.loss)
     for rank in program.ranks:
-        verbs = {Phase.FORWARD: Verb.FORWARD, Phase.BACKWARD: Verb.BACKWARD}
         tasks = [
-            Instruction(verbs[task.phase], task.stage, task.micro_batch) for task in case.schedule.tasks[rank.rank]
+            Instruction(TASKS[task.phase], task.stage, task.micro_batch) for task in case.schedule.tasks[rank.rank]
         ]
-        assert [each for each in unrolled(rank) if each.verb in verbs.values()] == tasks
+        assert [each for each in unrolled(rank) if each.verb in TASKS.values()] == tasks
     Machine(program).run()
 
 

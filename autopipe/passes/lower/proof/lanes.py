@@ -1,0 +1,84 @@
+"""What passes between ranks: messages in order, and the doors that a group goes through together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autopipe.ir.errors import CodegenError
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """The messages of one channel in one direction, by micro-batch. They arrive in the order in which they are sent."""
+
+    channel: int
+    source: int
+    """Rank that sends."""
+    target: int
+    """Rank that asks."""
+    sender: str
+    """What is sent: stage and phase of the task, such as `2F`."""
+    sent: list[int] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+    arrived: set[int] = field(default_factory=set)
+    expected: set[int] = field(default_factory=set)
+    used: int = 0
+    sleeper: int | None = None
+    """The rank that sleeps until something is sent."""
+
+    def send(self, micro_batch: int) -> None:
+        """Put a message on its way. Raises CodegenError where the other end asks for another one."""
+        self.sent.append(micro_batch)
+        self.arrived.add(micro_batch)
+        self._check(len(self.sent) - 1)
+
+    def ask(self, micro_batch: int) -> None:
+        """Post a receive. Raises CodegenError where the other end sends another message."""
+        self.asked.append(micro_batch)
+        self.expected.add(micro_batch)
+        self._check(len(self.asked) - 1)
+
+    def _check(self, place: int) -> None:
+        if place < min(len(self.sent), len(self.asked)) and self.sent[place] != self.asked[place]:
+            raise CodegenError(
+                f"message {place} of channel {self.channel} is {self.task(self.sent[place])} of rank {self.source}, "
+                f"but rank {self.target} asks for {self.task(self.asked[place])}",
+                hint="messages of a channel arrive in the order in which they are sent",
+            )
+
+    def task(self, micro_batch: int) -> str:
+        """The task whose result a message is."""
+        return f"{self.sender}{micro_batch}"
+
+
+@dataclass(slots=True, eq=False)
+class Door:
+    """A task that the ranks of a group run together, because they exchange parts of tensors while it runs."""
+
+    ranks: tuple[int, ...]
+    there: dict[int, set[int]] = field(default_factory=dict)
+    """By micro-batch, the ranks that have come to it."""
+
+    def enter(self, rank: int, micro_batch: int) -> bool:
+        """Come to the task; whether all the others are there."""
+        came = self.there.setdefault(micro_batch, set())
+        came.add(rank)
+        return len(came) == len(self.ranks)
+
+    def missing(self, micro_batch: int) -> int:
+        """A rank that is waited for."""
+        return next(rank for rank in self.ranks if rank not in self.there[micro_batch])
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Why a rank does not go on: `what` has no message, or misses a rank, for the micro-batch of `task`."""
+
+    task: str
+    micro_batch: int
+    what: Lane | Door
+
+    @property
+    def rank(self) -> int:
+        """The rank that is waited for."""
+        return self.what.source if isinstance(self.what, Lane) else self.what.missing(self.micro_batch)

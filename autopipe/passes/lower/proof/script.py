@@ -1,0 +1,134 @@
+"""A rank's instructions as actions, loops unrolled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from autopipe.ir.program import Instruction, Loop, Piece, Program, RankCode, StageOnRank, Verb
+from autopipe.passes.lower.proof.actions import Action, Asking, Part, Running, Sending
+from autopipe.passes.lower.proof.lanes import Door, Lane, Wait
+
+_LETTERS = {
+    Verb.FORWARD: "F",
+    Verb.BACKWARD: "B",
+    Verb.INPUT_GRADIENT: "I",
+    Verb.WEIGHT_GRADIENT: "W",
+}
+
+
+@dataclass(slots=True)
+class Stages:
+    """The lanes and doors of a program, made as they are asked for."""
+
+    program: Program
+    lanes: dict[tuple[int, bool], Lane] = field(default_factory=dict)
+    doors: dict[tuple[int, str], Door] = field(default_factory=dict)
+
+    def lane(self, piece: Piece, gradient: bool) -> Lane:
+        """Of a piece, or of its gradient, which travels back."""
+        found = self.lanes.get((piece.channel, gradient))
+        if found is None:
+            ends = (piece.source_rank, piece.source_stage), (piece.target_rank, piece.target_stage)
+            (source, stage), (target, _) = reversed(ends) if gradient else ends
+            found = Lane(piece.channel, source, target, f"{stage}{'B' if gradient else 'F'}")
+            self.lanes[piece.channel, gradient] = found
+        return found
+
+    def door(self, stage: int, verb: Verb) -> Door | None:
+        """Of a task that a group runs together. Gradients of parameters are left to each rank."""
+        ranks = self.program.stages[stage].devices
+        if len(ranks) == 1 or verb is Verb.WEIGHT_GRADIENT:
+            return None
+        return self.doors.setdefault((stage, _LETTERS[verb]), Door(ranks))
+
+
+class Script:
+    """One rank: its actions in order, each with its micro-batch."""
+
+    def __init__(self, rank: RankCode, stages: Stages) -> None:
+        self.rank = rank.rank
+        self.parts: dict[tuple[int, str], Part] = {}
+        self._stages = stages
+        self._wired = {each.stage: each for each in rank.stages}
+        self._actions: dict[tuple[Verb, int, int | None], Action] = {}
+        self.steps = list(self._unrolled(rank))
+        self.position = 0
+
+    def part(self, stage: int, letter: str) -> Part:
+        """What a stage's forwards (F) or either half of its backwards (B, the first, and W) have done."""
+        return self.parts.setdefault((stage, letter), Part(f"{stage}{letter}"))
+
+    def will_meet(self, wait: Wait) -> bool:
+        """Whether what is still to run here sends, or joins in, what another rank waits for."""
+        return any(
+            micro_batch == wait.micro_batch and action.meets(wait.what)
+            for action, micro_batch in self.steps[self.position :]
+        )
+
+    def last_gradients(self) -> list[int]:
+        """Stages in the order in which their last gradients of parameters are computed."""
+        ends = {
+            action.does[-1].name: place
+            for place, (action, _) in enumerate(self.steps)
+            if isinstance(action, Running) and action.does[-1].name.endswith("W")
+        }
+        return [int(name[:-1]) for name in sorted(ends, key=ends.__getitem__)]
+
+    def _unrolled(self, rank: RankCode) -> Iterator[tuple[Action, int]]:
+        for item in (*rank.warm_up, *rank.repetend, *rank.cool_down):
+            if isinstance(item, Instruction):
+                yield self._action(item), item.micro_batch
+            elif isinstance(item, Loop):
+                body = [(self._action(each), each.micro_batch) for each in item.body]
+                for distance in range(0, item.count * item.stride, item.stride):
+                    for action, micro_batch in body:
+                        yield action, micro_batch + distance
+
+    def _action(self, instruction: Instruction) -> Action:
+        key = instruction.verb, instruction.stage, instruction.source
+        if key not in self._actions:
+            self._actions[key] = self._make(self._wired[instruction.stage], instruction.verb, instruction.source)
+        return self._actions[key]
+
+    def _make(self, wired: StageOnRank, verb: Verb, source: int | None) -> Action:
+        stage = wired.stage
+        match verb:
+            case Verb.RECEIVE:
+                return Asking(self._lanes(wired.receives, False, lambda piece: source in (None, piece.source_stage)))
+            case Verb.RECEIVE_GRADIENT:
+                return Asking(self._lanes(wired.sends, True, lambda piece: source in (None, piece.target_stage)))
+            case Verb.SEND:
+                return Sending(self._lanes(wired.sends, False), self.part(stage, "F"))
+            case Verb.SEND_GRADIENT:
+                return Sending(self._lanes(wired.receives, True), self.part(stage, "B"))
+            case Verb.FORWARD:
+                return self._forward(wired)
+            case Verb.WEIGHT_GRADIENT:
+                return Running(f"{stage}W", (self.part(stage, "B"),), (), None, (self.part(stage, "W"),))
+            case _:
+                return self._backward(wired, verb)
+
+    def _forward(self, wired: StageOnRank) -> Running:
+        stage, own = wired.stage, self.rank
+        before = (self.part(piece.source_stage, "F") for piece in wired.receives if piece.source_rank == own)
+        door = self._stages.door(stage, Verb.FORWARD)
+        return Running(f"{stage}F", tuple(before), self._lanes(wired.receives, False), door, (self.part(stage, "F"),))
+
+    def _backward(self, wired: StageOnRank, verb: Verb) -> Running:
+        stage = wired.stage
+        handed = (piece for piece in wired.sends if piece.needs_gradient and piece.target_rank == self.rank)
+        before = self.part(stage, "F"), *(self.part(piece.target_stage, "B") for piece in handed)
+        does = [self.part(stage, "B")] + [self.part(stage, "W")] * (verb is Verb.BACKWARD)
+        lanes, door = self._lanes(wired.sends, True), self._stages.door(stage, verb)
+        return Running(f"{stage}{_LETTERS[verb]}", before, lanes, door, tuple(does))
+
+    def _lanes(
+        self, pieces: tuple[Piece, ...], gradient: bool, wanted: Callable[[Piece], bool] = lambda piece: True
+    ) -> tuple[Lane, ...]:
+        """The lanes, between different ranks, of the wanted pieces or of their gradients."""
+        return tuple(
+            self._stages.lane(piece, gradient)
+            for piece in pieces
+            if piece.source_rank != piece.target_rank and (piece.needs_gradient or not gradient) and wanted(piece)
+        )

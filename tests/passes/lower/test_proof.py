@@ -1,0 +1,234 @@
+"""The proof that a program runs to its end: it lets good programs pass and finds every fault put into one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from autopipe.ir.errors import CodegenError
+from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.ir.program import Instruction, Loop, Program, Verb
+from autopipe.passes.lower import lower
+from autopipe.passes.lower.order import sections
+from autopipe.passes.lower.proof import prove
+from tests.distributed.builder import mlp
+from tests.distributed.drawing import Case, cases
+from tests.distributed.running import schedule_of
+from tests.passes.lower.machine import Machine, unrolled
+
+Change = Callable[[list[Instruction]], list[Instruction]]
+
+
+def chain(train: bool = True) -> Program:
+    """Three stages on a rank each under 1F1B, five micro-batches."""
+    graph, loss = mlp(3)
+    stages = tuple(Stage(nodes, (rank,), 4) for rank, nodes in enumerate(((0, 1), (2, 3), (4, 5, 6, 7))))
+    placement = Placement(stages)
+    return lower(graph, placement, schedule_of(graph, placement, 5, train=train), loss if train else None)
+
+
+def grouped() -> Program:
+    """Two stages on the same two ranks."""
+    graph, loss = mlp(2)
+    splits = tuple((node, (Split("x0", 2),)) for node in (1, 3))
+    placement = Placement((Stage((0, 1), (0, 1), 4, splits[:1]), Stage((2, 3, 4, 5), (0, 1), 4, splits[1:])))
+    return lower(graph, placement, schedule_of(graph, placement, 2), loss)
+
+
+def changed(program: Program, rank: int, change: Change) -> Program:
+    """The program with another order on one rank, rolled into loops again."""
+    code = program.ranks[rank]
+    warm_up, repetend, cool_down = sections(change(unrolled(code)))
+    ranks = list(program.ranks)
+    ranks[rank] = replace(code, warm_up=warm_up, repetend=repetend, cool_down=cool_down)
+    return replace(program, ranks=tuple(ranks))
+
+
+def without(verb: Verb, stage: int, micro_batch: int) -> Change:
+    gone = Instruction(verb, stage, micro_batch)
+
+    def change(flat: list[Instruction]) -> list[Instruction]:
+        assert gone in flat
+        return [each for each in flat if each != gone]
+
+    return change
+
+
+def swapped(first: Instruction, second: Instruction) -> Change:
+    def change(flat: list[Instruction]) -> list[Instruction]:
+        assert {first, second} <= set(flat)
+        other = {first: second, second: first}
+        return [other.get(each, each) for each in flat]
+
+    return change
+
+
+FAULTS = {
+    "two receives swapped": (
+        1,
+        swapped(Instruction(Verb.RECEIVE, 1, 2), Instruction(Verb.RECEIVE, 1, 3)),
+        "message 2 of channel 0 is 0F2 of rank 0, but rank 1 asks for 0F3",
+    ),
+    "two sends swapped": (
+        0,
+        swapped(Instruction(Verb.SEND, 0, 0), Instruction(Verb.SEND, 0, 1)),
+        "rank 0: the results of 0F1 are sent before it has run",
+    ),
+    "a send dropped": (
+        0,
+        without(Verb.SEND, 0, 4),
+        "rank 1 would wait in 1F4 for 0F4 of rank 0, which never comes",
+    ),
+    "a send of a gradient dropped": (
+        2,
+        without(Verb.SEND_GRADIENT, 2, 4),
+        "rank 1 would wait in 1B4 for 2B4 of rank 2, which never comes",
+    ),
+    "an early send dropped": (
+        0,
+        without(Verb.SEND, 0, 1),
+        "message 1 of channel 0 is 0F2 of rank 0, but rank 1 asks for 0F1",
+    ),
+    "a receive dropped": (
+        1,
+        without(Verb.RECEIVE, 1, 4),
+        "rank 1: 1F4 uses what 0F4 of rank 0 sends, which is not asked for before",
+    ),
+    "a receive after its use": (
+        1,
+        swapped(Instruction(Verb.RECEIVE, 1, 4), Instruction(Verb.FORWARD, 1, 4)),
+        "rank 1: 1F4 uses what 0F4 of rank 0 sends, which is not asked for before",
+    ),
+    "a receive too many": (
+        1,
+        lambda flat: [*flat, Instruction(Verb.RECEIVE, 1, 5)],
+        "rank 1 asks for 0F more often than it uses it",
+    ),
+    "a send too many": (
+        0,
+        lambda flat: [*flat, Instruction(Verb.SEND, 0, 4)],
+        "rank 0 sends 0F4, which rank 1 never asks for",
+    ),
+    "a backward before its forward": (
+        0,
+        lambda flat: [Instruction(Verb.BACKWARD, 0, 0), *flat],
+        "rank 0: 0B0 runs before 0F0, whose results it uses",
+    ),
+    "a task twice": (
+        0,
+        lambda flat: [Instruction(Verb.FORWARD, 0, 0), *flat],
+        "rank 0: 0F0 runs twice",
+    ),
+    "a backward left out": (
+        0,
+        without(Verb.BACKWARD, 0, 4),
+        "rank 0: 0B4 never runs",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_each_fault_is_named(fault: str) -> None:
+    rank, change, message = FAULTS[fault]
+    program = chain()
+    with pytest.raises(CodegenError) as caught:
+        prove(changed(program, rank, change))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_circle_names_who_waits_for_whom() -> None:
+    """Rank 1 wants all forwards before a backward, rank 0 under 1F1B a backward before its fourth forward."""
+
+    def forwards_first(flat: list[Instruction]) -> list[Instruction]:
+        forwards = (Verb.RECEIVE, Verb.FORWARD, Verb.SEND)
+        return [each for each in flat if each.verb in forwards] + [each for each in flat if each.verb not in forwards]
+
+    with pytest.raises(CodegenError) as caught:
+        prove(changed(chain(), 1, forwards_first))
+    assert str(caught.value) == (
+        "deadlock: rank 0 would wait in 0B0 for 1B0 of rank 1, rank 1 would wait in 1F3 for 0F3 of rank 0"
+    )
+
+
+def test_a_group_that_comes_to_its_exchanges_in_two_orders() -> None:
+    program = grouped()
+    change = swapped(Instruction(Verb.FORWARD, 0, 1), Instruction(Verb.BACKWARD, 1, 0))
+    prove(program)
+    with pytest.raises(CodegenError) as caught:
+        prove(changed(program, 1, change))
+    assert "rank 0 would wait in " in str(caught.value)
+    assert "rank 1 would wait in " in str(caught.value)
+    assert "to join in" in str(caught.value)
+
+
+def test_sums_of_gradients_start_in_one_order() -> None:
+    """The second halves need no exchange, but the last ones of two stages start their sums."""
+    program = grouped()
+
+    def halved(flat: list[Instruction]) -> list[Instruction]:
+        found = []
+        for each in flat:
+            if each.verb is Verb.BACKWARD:
+                found.append(replace(each, verb=Verb.INPUT_GRADIENT))
+            else:
+                found.append(each)
+        return found
+
+    def ending(*stages: int) -> Change:
+        return lambda flat: [
+            *halved(flat),
+            *(Instruction(Verb.WEIGHT_GRADIENT, stage, index) for stage in stages for index in range(2)),
+        ]
+
+    prove(changed(changed(program, 0, ending(0, 1)), 1, ending(0, 1)))
+    with pytest.raises(CodegenError, match=r"rank 0 would add up gradients of stages \[0, 1\], rank 1 of .*\[1, 0\]"):
+        prove(changed(changed(program, 0, ending(0, 1)), 1, ending(1, 0)))
+
+
+def test_a_loop_that_stops_too_early() -> None:
+    program = chain(train=False)
+    code = program.ranks[0]
+    (loop,) = code.repetend
+    assert isinstance(loop, Loop)
+    ranks = (replace(code, repetend=(replace(loop, count=loop.count - 1),)), *program.ranks[1:])
+    with pytest.raises(CodegenError, match="rank 1 would wait in 1F4 for 0F4 of rank 0, which never comes"):
+        prove(replace(program, ranks=ranks))
+
+
+FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+@FEW
+@given(case=st.booleans().flatmap(cases), data=st.data())
+def test_no_instruction_can_be_left_out(case: Case, data: st.DataObject) -> None:
+    program = lower(case.graph, case.placement, case.schedule, case.loss)
+    rank = data.draw(st.sampled_from([code.rank for code in program.ranks if unrolled(code)]))
+    gone = data.draw(st.integers(0, len(unrolled(program.ranks[rank])) - 1))
+    with pytest.raises(CodegenError):
+        prove(changed(program, rank, lambda flat: flat[:gone] + flat[gone + 1 :]))
+
+
+@FEW
+@given(case=st.booleans().flatmap(cases), data=st.data())
+def test_what_passes_runs(case: Case, data: st.DataObject) -> None:
+    """Two instructions of a rank swapped: if the proof still holds, every rank does come to its end."""
+    program = lower(case.graph, case.placement, case.schedule, case.loss)
+    rank = data.draw(st.sampled_from([code.rank for code in program.ranks if unrolled(code)]))
+    places = st.integers(0, len(unrolled(program.ranks[rank])) - 1)
+    one, other = data.draw(places), data.draw(places)
+
+    def change(flat: list[Instruction]) -> list[Instruction]:
+        flat[one], flat[other] = flat[other], flat[one]
+        return flat
+
+    mutated = changed(program, rank, change)
+    try:
+        prove(mutated)
+    except CodegenError:
+        return
+    Machine(mutated).run()
