@@ -32,6 +32,7 @@ def plan_screen(planned: Planned, request: Request, folder: Path) -> Iterator[Re
     )
     yield stage_table(plan)
     yield f"{prediction_line(summary)} of {bytes_text(problem.memory_of(0))}"
+    yield schedule_line(plan)
     yield f"plan in {folder}"
     yield f"next: autopipe show {folder}    autopipe codegen {folder}"
 
@@ -43,6 +44,20 @@ def prediction_line(summary: Summary) -> str:
         f" {seconds_text(summary.lower_bound_s)}), bubble {summary.bubble_rate:.1%}, peak memory"
         f" {bytes_text(max(summary.peak_memory_bytes))}"
     )
+
+
+def schedule_line(plan: Plan) -> str:
+    """Whose order it is, and what is proven of it."""
+    schedule, summary = plan.schedule, plan.summary
+    proof, gap = schedule.proof, summary.gap or 0.0
+    whose = "" if proof is None or proof.order == summary.schedule else f"the order of {proof.order}, "
+    rounded = f", times rounded by at most {proof.rounding:.1%}" if proof is not None and proof.rounding else ""
+    if proof is None or schedule.period is None:
+        known = "proven the shortest" if summary.optimal else f"at most {gap:.1%} too long"
+        return f"schedule: {whose}a step that is {known} for this placement{rounded}"
+    period = seconds_text(schedule.period / plan.placement.pipelines)
+    known = "proven the shortest" if summary.optimal else f"at most {gap:.1%} too long"
+    return f"schedule: {whose}a micro-batch every {period}, {known} for this placement{rounded}"
 
 
 def stage_table(plan: Plan) -> Table:

@@ -28,11 +28,12 @@ class Summary:
     search_time_s: tuple[tuple[str, float], ...]
     """Wall-clock seconds by pass."""
     lower_bound_s: float
-    """No plan of this strategy's kind can take less: the larger of perfectly shared work and the slowest stage."""
+    """No schedule of this placement can take less."""
     optimal: bool
-    """Whether the strategy's and the scheduler's answers are proven optimal for their objectives."""
+    """Whether the schedule is proven the best for the placement: in its period, where a search found a steady state
+    (but for the rounding it states), in its step otherwise."""
     gap: float | None
-    """Relative distance to what is proven, where something is."""
+    """Share of the period, or the step, that lies above what is proven; 0 where it is optimal."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,17 +62,32 @@ class Repetend:
 
 
 @dataclass(frozen=True, slots=True)
+class Proof:
+    """What a search knows of how good its schedule is for its placement."""
+
+    order: str
+    """Name of the schedule whose order it is: the searched one's own, or a published one that was no worse."""
+    lower_bound: float
+    """No period is shorter, in the period's own units (no step, where the schedule has no period)."""
+    optimal: bool
+    """Whether the period (the step, where there is none) is proven to be the least, but for `rounding`."""
+    rounding: float = 0.0
+    """Share of the period by which the search may have overstated it, by rounding times to whole numbers."""
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """For each device the tasks it runs, in order. A task of a stage on several devices is in each one's list.
 
     `repetends`, where known, marks the steady state of each device's list. `period` is the simulated length of one
-    repetition in seconds or in the scheduler's own units.
+    repetition in seconds or in the scheduler's own units, and `proof` what a search proved of it.
     """
 
     micro_batches: int
     tasks: tuple[tuple[Task, ...], ...]
     repetends: tuple[Repetend, ...] | None = None
     period: float | None = None
+    proof: Proof | None = None
 
     @property
     def devices(self) -> int:
@@ -104,6 +119,9 @@ def marked_grid(schedule: Schedule, device: int, position: int) -> str:
     return "\n".join(lines)
 
 
-def wrong_schedule(schedule: Schedule, device: int, position: int, reason: str) -> InfeasibleError:
-    """The error for a cell that cannot run."""
-    return InfeasibleError(f"{reason}\n{marked_grid(schedule, device, position)}", where=f"device {device}")
+class WrongScheduleError(InfeasibleError):
+    """A schedule that cannot run, with the cell that shows it; the message is the reason and the grid."""
+
+    def __init__(self, schedule: Schedule, device: int, position: int, reason: str) -> None:
+        super().__init__(f"{reason}\n{marked_grid(schedule, device, position)}", where=f"device {device}")
+        self.device, self.position, self.reason = device, position, reason

@@ -13,6 +13,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.plan import Plan, Summary
 from autopipe.ir.prediction import Prediction
 from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem
+from autopipe.ir.schedule import Schedule
 from autopipe.ir.serial.plan_file import plan_digest
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.ir.timeline import Timeline
@@ -21,7 +22,7 @@ from autopipe.passes.batching import Batching, batchings
 from autopipe.passes.cost.work import annotate
 from autopipe.passes.frontend import CrossEntropy, Model, read_model
 from autopipe.passes.runner import Observer, Runner, Silent
-from autopipe.passes.schedule.limits import check_memory, lower_bound
+from autopipe.passes.schedule.limits import check_memory, lower_bound, quality
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate
 
@@ -105,7 +106,7 @@ def make_plan(request: Request, observer: Observer | None = None) -> Planned:
         batch_size=problem.batch_size,
         placement=placement,
         schedule=schedule,
-        summary=_summary(request, problem, placement, prediction, timeline, runner.seconds),
+        summary=_summary(request, problem, placement, schedule, prediction, timeline, runner.seconds),
         prediction=prediction,
         memory_limits=tuple(problem.memory_of(device) for device in range(problem.cluster.size)),
     )
@@ -221,10 +222,15 @@ def _summary(
     request: Request,
     problem: Problem,
     placement: Placement,
+    schedule: Schedule,
     prediction: Prediction,
     timeline: Timeline,
     seconds: tuple[tuple[str, float], ...],
 ) -> Summary:
+    bound = lower_bound(problem, placement, prediction)
+    if schedule.proof is not None and schedule.period is None:
+        bound = max(bound, schedule.proof.lower_bound)
+    optimal, gap = quality(schedule, timeline.end, bound)
     return Summary(
         strategy=request.strategy.name,
         schedule=request.scheduler.name,
@@ -238,7 +244,7 @@ def _summary(
         bubble_rate=timeline.bubble_rate,
         peak_memory_bytes=timeline.peak_memory,
         search_time_s=seconds,
-        lower_bound_s=lower_bound(problem, placement, prediction),
-        optimal=False,
-        gap=None,
+        lower_bound_s=bound,
+        optimal=optimal,
+        gap=gap,
     )

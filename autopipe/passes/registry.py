@@ -25,6 +25,7 @@ SCHEDULERS = {
     "1f1b": "autopipe.passes.schedule.named.one_f_one_b:OneForwardOneBackward",
     "1f1b_plus": "autopipe.passes.schedule.named.one_f_one_b_plus:OneForwardOneBackwardPlus",
     "chimera": "autopipe.passes.schedule.named.chimera:Chimera",
+    "csv": "autopipe.passes.schedule.given.csv_order:CsvOrder",
     "dualpipe": "autopipe.passes.schedule.named.dualpipe:DualPipe",
     "dualpipe_v": "autopipe.passes.schedule.named.dualpipe_v:DualPipeV",
     "gpipe": "autopipe.passes.schedule.named.gpipe:GPipe",

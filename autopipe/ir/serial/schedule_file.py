@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 from autopipe.ir.plan import Plan
 from autopipe.ir.prediction import StagePrediction
-from autopipe.ir.schedule import Phase, Repetend, Schedule, Task
+from autopipe.ir.schedule import Phase, Proof, Repetend, Schedule, Task
 from autopipe.ir.serial.record import Record, read_record
 from autopipe.ir.serial.schedule_form import FORMAT, block_form, order_form
 from autopipe.ir.timeline import Timeline
@@ -43,9 +44,10 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
         "units": schedule.micro_batches,
         "makespan": max((span.end for span in timeline.spans), default=0.0),
         "period": schedule.period,
-        "lower_bound": plan.summary.lower_bound_s,
+        "lower_bound": _bound(plan),
         "optimal": plan.summary.optimal,
         "gap": plan.summary.gap,
+        "proof": _proof_form(schedule.proof),
         "peak_memory": list(timeline.peak_memory),
         "repetends": [[each.start, each.length, each.count, each.stride] for each in schedule.repetends or ()],
         "blocks": blocks,
@@ -68,7 +70,27 @@ def read_schedule(path: Path, stage_devices: tuple[tuple[int, ...], ...]) -> Sch
         orders,
         repetends or None,
         None if period.value is None else period.number(),
+        _proof_of(record.at("proof")),
     )
+
+
+def _bound(plan: Plan) -> float:
+    """What `optimal` and `gap` count from: the period's bound where there is a proven period, otherwise the step's."""
+    schedule = plan.schedule
+    if schedule.proof is None or schedule.period is None:
+        return plan.summary.lower_bound_s
+    return schedule.proof.lower_bound
+
+
+def _proof_form(proof: Proof | None) -> dict[str, object] | None:
+    return None if proof is None else {field.name: getattr(proof, field.name) for field in dataclasses.fields(proof)}
+
+
+def _proof_of(record: Record) -> Proof | None:
+    if record.value is None:
+        return None
+    order, lower_bound = record.at("order").text(), record.at("lower_bound").number()
+    return Proof(order, lower_bound, record.at("optimal").boolean(), record.at("rounding").number())
 
 
 def _block_order(kind: tuple[int, str]) -> tuple[int, int]:

@@ -6,9 +6,18 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.prediction import Prediction
 from autopipe.ir.problem import Problem
+from autopipe.ir.schedule import Schedule
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.cost.fit import size_text
+from autopipe.passes.schedule.tessel.bounds import makespan_bound
+from autopipe.passes.schedule.tessel.stage_blocks import stage_blocks
+
+SAME = 1e-9
+"""Relative difference of times that are equal but for the rounding of floats."""
+
+_TICK_S = 1e-15
+"""What seconds are counted in: so little that rounding down to it is no more than rounding of floats."""
 
 
 def check_memory(problem: Problem, placement: Placement, timeline: Timeline) -> None:
@@ -36,14 +45,31 @@ def check_memory(problem: Problem, placement: Placement, timeline: Timeline) -> 
 def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) -> float:
     """Seconds below which no schedule of this placement's work can be.
 
-    The larger of all computation shared perfectly by all devices and the computation of the busiest device.
+    The longest way of one micro-batch, and each device's computation between the earliest start and the least that
+    follows; where backwards can be split, what follows is what their first halves need. The update comes after.
     """
-    graph = StageGraph.of(problem, placement)
-    busy = [0.0] * problem.cluster.size
-    for stage, predicted in enumerate(prediction.stages):
-        split = predicted.input_gradient_s + predicted.weight_gradient_s
-        backward = min(predicted.backward_s, split or predicted.backward_s)
-        count = len(graph.micro_batches_of(stage, problem.micro_batches))
-        for device in graph.stage_devices[stage]:
-            busy[device] += count * (predicted.forward_s + backward)
-    return max(sum(busy) / len(busy), *busy)
+    stages = StageGraph.of(problem, placement)
+    units = problem.micro_batches // stages.pipeline_count
+    if not units:
+        return 0.0
+    ends: dict[int, float] = {}
+    for devices, predicted in zip(stages.stage_devices, prediction.stages, strict=True):
+        for device in devices:
+            ends[device] = ends.get(device, 0.0) + predicted.gradient_s + predicted.update_s
+    blocks = stage_blocks(stages, prediction, problem.train, _TICK_S, split=problem.train, up=False)
+    return makespan_bound(blocks.graph, units) * _TICK_S + min(ends.values())
+
+
+def quality(schedule: Schedule, step_s: float, bound_s: float) -> tuple[bool, float]:
+    """Whether the schedule is proven to be the best for its placement, and the share that lies above what is proven.
+
+    Of a searched steady state the period counts, of any other schedule the step, against `bound_s`.
+    """
+    proof = schedule.proof
+    if proof is not None and schedule.period is not None:
+        value, bound, optimal = schedule.period, proof.lower_bound, proof.optimal
+    else:
+        value, bound, optimal = step_s, bound_s, proof is not None and proof.optimal
+    gap = max(0.0, (value - bound) / value) if value else 0.0
+    optimal = optimal or gap <= SAME
+    return optimal, 0.0 if optimal else gap

@@ -1,0 +1,173 @@
+"""The scheduler that searches: the best order found for a placement, never worse than the published ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from autopipe.ir.blocks import BlockSchedule
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.placement import Placement
+from autopipe.ir.prediction import Prediction
+from autopipe.ir.problem import Problem
+from autopipe.ir.schedule import Proof, Schedule
+from autopipe.ir.stage_graph import StageGraph
+from autopipe.passes.base import Scheduler
+from autopipe.passes.schedule.equal_micro_batches import require_equal_micro_batches
+from autopipe.passes.schedule.footprint import static_memory
+from autopipe.passes.schedule.limits import SAME, lower_bound
+from autopipe.passes.schedule.named.gpipe import GPipe
+from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
+from autopipe.passes.schedule.predict import predict
+from autopipe.passes.schedule.room import require_room
+from autopipe.passes.schedule.simulate import simulate
+from autopipe.passes.schedule.tessel.search import SearchOptions, search
+from autopipe.passes.schedule.tessel.stage_blocks import (
+    StageBlocks,
+    busiest_seconds,
+    stage_blocks,
+    stage_schedule,
+    with_memory,
+)
+
+_TICKS = 1000
+"""Ticks of a period: its times are rounded up by less than a thousandth each."""
+
+_WORTH = 0.01
+"""Share of the step that splitting backwards must save to be done: their programs are longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tessel:
+    """Searches the order with the shortest period, then the shortest ends, then the least memory, for any placement.
+
+    Lin et al., "Tessel: Boosting Distributed Execution of Large DNN Models via Flexible Schedule Search" (HPCA 2024).
+    Stages may be chains or branches, several a device, or on several devices; backwards are split into the gradients of
+    inputs and of weights where that shortens the step by more than a hundredth. 1F1B's and GPipe's order are simulated
+    too, and the one with the shortest step that fits the memory is kept.
+    """
+
+    time_limit: float = 2.0
+    """Most seconds that the search takes."""
+
+    name: ClassVar[str] = "tessel"
+
+    def requires(self, problem: Problem, placement: Placement) -> None:
+        """Raise InfeasibleError where micro-batches differ from stage to stage."""
+        require_equal_micro_batches(self.name, problem, placement)
+
+    def run(self, problem: Problem, placement: Placement) -> Schedule:
+        """The schedule, for any DAG of stages; where none fits the memory, the one that exceeds it by least."""
+        task = _Task(problem, StageGraph.of(problem, placement), predict(problem, placement))
+        bound = lower_bound(problem, placement, task.prediction)
+        best: _Answer | None = None
+        for name, schedule, worth in self._candidates(task, placement):
+            best = _better(task.answer(name, schedule), best, worth)
+            if not best.excess and best.step <= bound * (1 + SAME):
+                break
+        if best is None:
+            raise InfeasibleError("no order of the stages' tasks keeps to the memory of all devices")
+        return _proven(best, bound)
+
+    def _candidates(self, task: _Task, placement: Placement) -> Iterator[tuple[str, Schedule, float]]:
+        """Schedules, each with the name of its order and the share of the step it must save to be worth its while."""
+        for name, schedule in _published(task.problem, placement):
+            yield name, schedule, 0.0
+        for split, worth in ((False, 0.0), (True, _WORTH)) if task.problem.train else ((False, 0.0),):
+            found = self._searched(task, split)
+            if found is not None:
+                yield self.name, found, worth
+
+    def _searched(self, task: _Task, split: bool) -> Schedule | None:
+        """The searched order; None where memory does not suffice for a single unit."""
+        problem, stages, prediction = task.problem, task.stages, task.prediction
+        units = -(-problem.micro_batches // stages.pipeline_count)
+        tick = busiest_seconds(stages, prediction) / _TICKS
+        blocks = stage_blocks(stages, prediction, problem.train, tick, split=split)
+        blocks = with_memory(blocks, prediction.stages, task.free, units)
+        limit = self.time_limit / 2 if problem.train else self.time_limit
+        if problem.time_limit is not None:
+            limit = min(limit, problem.time_limit)
+        try:
+            require_room(blocks.graph, units)
+            found = search(blocks.graph, units, SearchOptions(limit, problem.seed))
+        except InfeasibleError:
+            return None
+        schedule = stage_schedule(blocks, found, stages, problem.micro_batches)
+        # A whole backward is a split one whose halves follow each other: with split ones no order is left out.
+        proof = _proof(self.name, blocks, found, all_orders=split or not problem.train)
+        return replace(schedule, period=schedule.period if found.repetend else None, proof=proof)
+
+
+def _proof(name: str, blocks: StageBlocks, found: BlockSchedule, all_orders: bool) -> Proof:
+    """What the search proved of the period or, without a steady state, of all tasks together, in seconds."""
+    if found.repetend is not None:
+        least = found.lower_bound if all_orders else max(blocks.graph.loads)
+        optimal = found.optimal and found.period == least
+        return Proof(name, least * blocks.tick_s, optimal, blocks.rounding)
+    # A chain of blocks and delays is overstated by less than a tick for each.
+    error = 2 * found.units * len(blocks.kinds)
+    least = max(0, found.lower_bound - error) if all_orders else 0
+    return Proof(name, least * blocks.tick_s, found.optimal and all_orders, error / found.makespan)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A schedule and what it is judged by."""
+
+    name: str
+    schedule: Schedule
+    step: float
+    peak: int
+    excess: int
+    """Bytes that devices would need beside what they have, all together."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What is to be scheduled."""
+
+    problem: Problem
+    stages: StageGraph
+    prediction: Prediction
+
+    @property
+    def free(self) -> list[int]:
+        """Bytes on each device beside what is there all through a step."""
+        static = static_memory(self.stages.devices, self.stages.stage_devices, self.prediction.stages)
+        return [self.problem.memory_of(device) - used for device, used in enumerate(static)]
+
+    def answer(self, name: str, schedule: Schedule) -> _Answer:
+        """The schedule, judged by the step that it makes."""
+        step = simulate(schedule, self.stages.stage_devices, self.prediction)
+        excess = [peak - self.problem.memory_of(device) for device, peak in enumerate(step.peak_memory)]
+        return _Answer(name, schedule, step.end, max(step.peak_memory), sum(max(0, each) for each in excess))
+
+
+def _published(problem: Problem, placement: Placement) -> Iterator[tuple[str, Schedule]]:
+    """The orders of published schedules that take the placement."""
+    schedulers: tuple[Scheduler, ...] = (OneForwardOneBackward(), GPipe())
+    for scheduler in schedulers:
+        try:
+            scheduler.requires(problem, placement)
+        except InfeasibleError:
+            continue
+        yield scheduler.name, scheduler.run(problem, placement)
+
+
+def _better(new: _Answer, old: _Answer | None, worth: float = 0.0) -> _Answer:
+    """The one that fits memory better, then is shorter by more than the share `worth`, then needs less memory."""
+    if old is None or new.excess < old.excess:
+        return new
+    if new.excess > old.excess or new.step > old.step * (1 - worth + SAME):
+        return old
+    return new if new.step < old.step * (1 - SAME) or new.peak < old.peak else old
+
+
+def _proven(answer: _Answer, bound: float) -> Schedule:
+    """The schedule with what is known of it: of a step that nothing can be shorter than, no search need tell."""
+    proof = answer.schedule.proof or Proof(answer.name, bound, optimal=answer.step <= bound * (1 + SAME))
+    if answer.schedule.period is None:
+        proof = replace(proof, lower_bound=max(proof.lower_bound, bound))
+    return replace(answer.schedule, proof=proof)

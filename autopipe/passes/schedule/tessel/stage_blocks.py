@@ -1,0 +1,153 @@
+"""Stages as blocks, so that their schedule can be searched; and the schedule found back as tasks of stages.
+
+A block is a phase of a stage, a unit one micro-batch of each pipeline. Times are whole ticks, memory whole shares of
+what the devices have beside what is there all through a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopipe.ir.blocks import Block, BlockGraph, BlockSchedule
+from autopipe.ir.prediction import Message, Prediction, StagePrediction
+from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.ir.stage_graph import StageGraph
+from autopipe.passes.schedule.repetend import find_repetend
+
+Kind = tuple[int, Phase]
+"""A stage and what it does."""
+
+_SHARES = 1 << 16
+"""Parts that the room of the device with the least of it is counted in."""
+
+_TRAINING = (Phase.FORWARD, Phase.BACKWARD)
+_SPLIT_TRAINING = (Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
+
+
+@dataclass(frozen=True, slots=True)
+class StageBlocks:
+    """The blocks of stages: block i is `kinds[i]`."""
+
+    graph: BlockGraph
+    kinds: tuple[Kind, ...]
+    tick_s: float
+
+    @property
+    def rounding(self) -> float:
+        """Share by which a period may be overstated, as each of a device's blocks takes up to a tick more than said."""
+        counts = [0] * self.graph.devices
+        for block in self.graph.blocks:
+            for device in block.devices:
+                counts[device] += 1
+        loads = self.graph.loads
+        return max(count / load for count, load in zip(counts, loads, strict=True) if load == max(loads))
+
+
+def stage_blocks(
+    stages: StageGraph, prediction: Prediction, train: bool, tick_s: float, *, split: bool = False, up: bool = True
+) -> StageBlocks:
+    """The blocks of one unit, with no memory limit.
+
+    Times are rounded up to whole ticks, so that what fits in ticks fits in seconds, or down (`up=False`) for bounds
+    that nothing is shorter than; a block takes one tick at least. `split` takes each backward as two blocks.
+    """
+    phases = (_SPLIT_TRAINING if split else _TRAINING) if train else (Phase.FORWARD,)
+    kinds = tuple((stage, phase) for phase in phases for stage in range(len(stages.stage_devices)))
+    index = {kind: position for position, kind in enumerate(kinds)}
+    delays = _delays(prediction.messages)
+    whole = math.ceil if up else math.floor
+    blocks = []
+    for stage, phase in kinds:
+        waits = [
+            (index[kind], whole(delays.get((kind[0], stage), 0.0) / tick_s)) for kind in _before(stages, stage, phase)
+        ]
+        time = max(1, whole(prediction.stages[stage].seconds(phase) / tick_s))
+        after, late = tuple(each for each, _ in waits), tuple(each for _, each in waits)
+        blocks.append(Block(f"{stage}{phase.value}", stages.stage_devices[stage], time, 0, after, late))
+    graph = BlockGraph(stages.devices, tuple(blocks), (None,) * stages.devices, stages.pipeline_count)
+    return StageBlocks(graph, kinds, tick_s)
+
+
+def busiest_seconds(stages: StageGraph, prediction: Prediction) -> float:
+    """Seconds that one unit takes on the device that has most to do."""
+    loads = [0.0] * stages.devices
+    for devices, cost in zip(stages.stage_devices, prediction.stages, strict=True):
+        for device in devices:
+            loads[device] += cost.forward_s + cost.backward_s
+    return max(loads)
+
+
+def with_memory(blocks: StageBlocks, costs: Sequence[StagePrediction], free: Sequence[int], units: int) -> StageBlocks:
+    """The same blocks with what they keep, and `free` bytes on each device for that and for what comes and goes.
+
+    What they keep is rounded up, the room down. A device that has room for all units at once gets no limit.
+    """
+    used = {device for block in blocks.graph.blocks for device in block.devices}
+    unit = max(1, min((max(0, free[device]) for device in used), default=0) // _SHARES)
+    changed = [_change(costs[stage], phase, unit) for stage, phase in blocks.kinds]
+    graph = replace(
+        blocks.graph,
+        blocks=tuple(replace(block, memory=change) for block, change in zip(blocks.graph.blocks, changed, strict=True)),
+    )
+    rooms: list[int | None] = [None] * graph.devices
+    for device in used:
+        on_it = [index for index, block in enumerate(graph.blocks) if device in block.devices]
+        fleeting = max(costs[blocks.kinds[index][0]].transient_bytes for index in on_it)
+        room = max(0, free[device] - fleeting) // unit
+        if units * sum(max(0, graph.blocks[index].memory) for index in on_it) > room:
+            rooms[device] = room
+    return replace(blocks, graph=replace(graph, memory=tuple(rooms)))
+
+
+def stage_schedule(blocks: StageBlocks, found: BlockSchedule, stages: StageGraph, micro_batches: int) -> Schedule:
+    """The order of the blocks' starts as an order of tasks; of the last unit only the micro-batches there are."""
+    pipelines = stages.pipelines or (0,) * len(stages.stage_devices)
+    orders = []
+    for tasks in found.tasks:
+        order = []
+        for _, unit, index in tasks:
+            stage, phase = blocks.kinds[index]
+            micro_batch = unit * stages.pipeline_count + pipelines[stage]
+            if micro_batch < micro_batches:
+                order.append(Task(stage, phase, micro_batch))
+        orders.append(tuple(order))
+    period = None if found.period is None else found.period * blocks.tick_s
+    return Schedule(micro_batches, tuple(orders), tuple(find_repetend(order) for order in orders), period)
+
+
+def _delays(messages: Sequence[Message]) -> dict[tuple[int, int], float]:
+    """Seconds from the end of a stage's task to when another may start: its slowest message, forward or backward."""
+    found: dict[tuple[int, int], float] = {}
+    for each in messages:
+        if each.source != each.target:
+            for pair, seconds in (
+                ((each.source_stage, each.target_stage), each.forward_s),
+                ((each.target_stage, each.source_stage), each.backward_s),
+            ):
+                found[pair] = max(found.get(pair, 0.0), seconds)
+    return found
+
+
+def _before(stages: StageGraph, stage: int, phase: Phase) -> list[Kind]:
+    """What a task waits for in its micro-batch."""
+    if phase is Phase.FORWARD:
+        return [(source, phase) for source, target in stages.edges if target == stage]
+    if phase is Phase.WEIGHT_GRADIENT:
+        return [(stage, Phase.INPUT_GRADIENT)]
+    return [(stage, Phase.FORWARD), *((target, phase) for source, target in stages.edges if source == stage)]
+
+
+def _change(cost: StagePrediction, phase: Phase, unit: int) -> int:
+    """What a task adds to the memory in use; the parts of a micro-batch add up to nothing."""
+    kept, waiting = -(-cost.kept_bytes // unit), -(-cost.weight_kept_bytes // unit)
+    match phase:
+        case Phase.FORWARD:
+            return kept
+        case Phase.BACKWARD:
+            return -kept
+        case Phase.INPUT_GRADIENT:
+            return waiting - kept
+        case Phase.WEIGHT_GRADIENT:
+            return -waiting
