@@ -17,8 +17,8 @@ from autopipe.passes.schedule.named.weights import fill_weights
 class ZeroBubbleH1(Published):
     """1F1B whose weight gradients fill slots in which a device would wait.
 
-    Qi et al., "Zero Bubble Pipeline Parallelism" (2023), section 2.1. On p devices, with at least p micro-batches, the bubble
-    is (p - 1)(F + I - W), and p activations are kept.
+    Qi et al., "Zero Bubble Pipeline Parallelism" (2023), section 2.1. On p devices, with at least p micro-batches,
+    the bubble is (p - 1)(F + I - W), and p activations are kept.
     """
 
     name: ClassVar[str] = "zb_h1"
