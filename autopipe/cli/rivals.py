@@ -15,20 +15,18 @@ from autopipe.ir.stage_graph import StageGraph
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.pipeline import Planned
 from autopipe.passes.registry import scheduler_class, scheduler_names
+from autopipe.passes.schedule.given.csv_order import CsvOrder
 from autopipe.passes.schedule.named.blocks import block_schedule_names, schedule_blocks
 from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.schedule.tessel.options import SearchOptions
 from autopipe.passes.schedule.tessel.search import search
 
-_FROM_A_FILE = frozenset({"csv"})
-"""Schedulers that take an order that somebody else chose: there is nothing to compare."""
-
-
 def plan_rivals(plan: Plan, timeline: Timeline, planned: Planned, output: Output) -> list[Rival]:
     """The plan's placement under each registered scheduler with its default options, by the plan's own predictions."""
     chosen = plan.summary.schedule
     rivals = [Rival(chosen, timeline.end, timeline.bubble_rate, timeline.peak_memory, chosen=True)]
-    names = [name for name in scheduler_names() if name != chosen and name not in _FROM_A_FILE]
+    # csv follows a file that somebody names: there is nothing to compare.
+    names = [name for name in scheduler_names() if name not in (chosen, CsvOrder.name)]
     with output.progress("comparing schedules", total=len(names)) as bar:
         for name in names:
             bar.advance(0, note=name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from autopipe.ir.schedule import Phase, Schedule, Task, wrong_schedule
+from autopipe.ir.schedule import Phase, Schedule, Task, WrongScheduleError
 from autopipe.ir.stage_graph import StageGraph
 
 _TRAIN_PHASES = (
@@ -14,7 +14,7 @@ _TRAIN_PHASES = (
 
 
 def check_order(schedule: Schedule, graph: StageGraph, train: bool) -> None:
-    """Raise InfeasibleError, with the offending cell marked, unless some execution respects every device's order."""
+    """Raise WrongScheduleError, with the offending cell marked, unless some execution respects every device's order."""
     _check_tasks(schedule, graph, train)
     stage_devices = graph.stage_devices
     needs = _Needs(graph.edges, schedule)
@@ -34,7 +34,7 @@ def check_order(schedule: Schedule, graph: StageGraph, train: bool) -> None:
         if queue:
             missing = needs.first_missing(queue[0], done)
             reason = f"{queue[0]} waits for {missing}, which can never run" if missing else f"{queue[0]} never starts"
-            raise wrong_schedule(schedule, device, len(schedule.tasks[device]) - len(queue), reason)
+            raise WrongScheduleError(schedule, device, len(schedule.tasks[device]) - len(queue), reason)
 
 
 class _Needs:
@@ -81,16 +81,16 @@ def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool) -> None:
         seen: set[Task] = set()
         for position, task in enumerate(order):
             if task.stage >= len(stage_devices) or device not in stage_devices[task.stage]:
-                raise wrong_schedule(schedule, device, position, f"stage {task.stage} is not on device {device}")
+                raise WrongScheduleError(schedule, device, position, f"stage {task.stage} is not on device {device}")
             if task in seen:
-                raise wrong_schedule(schedule, device, position, f"{task} stands twice")
+                raise WrongScheduleError(schedule, device, position, f"{task} stands twice")
             if not 0 <= task.micro_batch < schedule.micro_batches:
-                raise wrong_schedule(schedule, device, position, f"there is no micro-batch {task.micro_batch}")
+                raise WrongScheduleError(schedule, device, position, f"there is no micro-batch {task.micro_batch}")
             if task.micro_batch not in graph.micro_batches_of(task.stage, schedule.micro_batches):
                 reason = f"micro-batch {task.micro_batch} does not run on the pipeline of stage {task.stage}"
-                raise wrong_schedule(schedule, device, position, reason)
+                raise WrongScheduleError(schedule, device, position, reason)
             if not train and task.phase is not Phase.FORWARD:
-                raise wrong_schedule(schedule, device, position, f"{task} is a backward, but nothing trains")
+                raise WrongScheduleError(schedule, device, position, f"{task} is a backward, but nothing trains")
             seen.add(task)
         _check_complete(schedule, device, seen, graph, train)
 
@@ -105,4 +105,4 @@ def _check_complete(schedule: Schedule, device: int, seen: set[Task], graph: Sta
             if not complete:
                 have = "".join(sorted(phase.value for phase in phases)) or "nothing"
                 reason = f"stage {stage} runs {have} on micro-batch {micro_batch}"
-                raise wrong_schedule(schedule, device, max(len(schedule.tasks[device]) - 1, 0), reason)
+                raise WrongScheduleError(schedule, device, max(len(schedule.tasks[device]) - 1, 0), reason)

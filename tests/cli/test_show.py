@@ -159,3 +159,21 @@ def test_files_that_cannot_be_written_are_refused(folder, capsys, tmp_path, opti
         assert main(["show", str(folder), option, str(target)]) == 2
         assert capsys.readouterr().err.startswith("error: ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_follows_the_order_that_another_one_wrote(folder, capsys, tmp_path):
+    order = tmp_path / "order.csv"
+    assert main(["show", str(folder), "--csv", str(order)]) == 0
+    model = str(folder.parent / "gpt.onnx")
+    words = ["plan", model, "--gpus", "2", "--schedule", "csv", "--set", f"schedule.file={order}", "--micro-batches"]
+    assert main([*words, "8", "-q", "-o", str(tmp_path / "again")]) == 0
+    first, again = open_prediction(folder), open_prediction(tmp_path / "again")
+    assert again[0].schedule.tasks == first[0].schedule.tasks
+    assert again[1].end == first[1].end
+    capsys.readouterr()
+    assert main([*words, "4", "-q", "-o", str(tmp_path / "other")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {order}:1:")
+    assert "the order is for 8 micro-batches, the step has 4" in error
+    assert main(["plan", model, "--gpus", "2", "--schedule", "csv", "-q", "-o", str(tmp_path / "none")]) == 2
+    assert "schedule csv follows a file, and none is given" in capsys.readouterr().err

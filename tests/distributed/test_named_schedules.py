@@ -96,7 +96,7 @@ def scheduled(name: str, problem: Problem) -> tuple[str, Placement, Schedule] | 
 
 
 @pytest.mark.parametrize("micro_batches", [8, 5])
-@pytest.mark.parametrize("name", scheduler_names())
+@pytest.mark.parametrize("name", [name for name in scheduler_names() if name != "csv"])  # csv follows a file
 def test_gradients_are_those_of_one_device(pools: Pools, tmp_path: Path, name: str, micro_batches: int) -> None:
     graph, loss = tied_chain()
     problem = problem_of(graph, loss, micro_batches)

@@ -1,0 +1,127 @@
+"""Orders in PyTorch's CSV: read as torch reads them, written as torch takes them, refused with line and column."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed.pipelining import schedules as pipelining
+
+from autopipe.cli.drawing.orders import orders_csv
+from autopipe.cli.drawing.picture import plan_picture
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.stage_graph import StageGraph
+from autopipe.passes.schedule.given.csv_order import fitted_order
+from autopipe.passes.schedule.given.order_file import read_orders
+from tests.cli.drawing.examples import chain_plan
+
+RANKS, MICRO_BATCHES = 4, 8
+
+
+def torch_schedule(name, chunks):
+    """One of torch's schedules for stages that are nothing but numbers."""
+    stages = [
+        SimpleNamespace(
+            num_stages=RANKS * chunks, group_size=RANKS, group_rank=0, group=None, submod=None, stage_index=index
+        )
+        for index in range(chunks)
+    ]
+    schedule = getattr(pipelining, name)
+    schedule._initialize_stages = lambda *_: None
+    return schedule(stages, MICRO_BATCHES, loss_fn=lambda *_: None)
+
+
+def loaded_by_torch(path, stages):
+    runtime = object.__new__(pipelining._PipelineScheduleRuntime)
+    runtime.pipeline_order, runtime._stages, runtime._defer_pp_recv = {}, [], False
+    runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches = RANKS, stages, MICRO_BATCHES
+    runtime._load_csv(str(path), format="compute_only")
+    return runtime
+
+
+def flat(actions):
+    return [part for each in actions if each is not None for part in each.sub_actions or (each,)]
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [
+        ("ScheduleInterleaved1F1B", 2),
+        ("ScheduleInterleavedZeroBubble", 2),
+        ("ScheduleLoopedBFS", 2),
+        ("ScheduleZBVZeroBubble", 2),
+        ("ScheduleDualPipeV", 2),
+    ],
+)
+def test_schedules_of_torch_are_read_as_torch_has_them(name, chunks, tmp_path):
+    theirs = torch_schedule(name, chunks)
+    path = tmp_path / "order.csv"
+    theirs._dump_csv(str(path), "compute_only")
+    rows = read_orders(path)
+    assert [[str(cell.task) for cell in row] for row in rows] == [
+        [str(action) for action in flat(theirs.pipeline_order[rank])] for rank in range(RANKS)
+    ]
+    of_rank = theirs.stage_index_to_group_rank
+    groups = tuple((of_rank[stage],) for stage in range(RANKS * chunks))
+    graph = StageGraph(RANKS, groups, tuple((stage, stage + 1) for stage in range(len(groups) - 1)))
+    schedule = fitted_order(rows, str(path), graph, MICRO_BATCHES, train=True)
+    assert schedule.micro_batches == MICRO_BATCHES
+
+
+def test_torch_takes_what_is_written_and_gives_it_back(tmp_path):
+    plan, timeline = chain_plan(RANKS, MICRO_BATCHES)
+    ours, theirs = tmp_path / "ours.csv", tmp_path / "theirs.csv"
+    ours.write_text(orders_csv(plan_picture(plan, timeline)))
+    runtime = loaded_by_torch(ours, RANKS)
+    assert [list(map(str, runtime.pipeline_order[rank])) for rank in range(RANKS)] == [
+        list(map(str, order)) for order in plan.schedule.tasks
+    ]
+    runtime._dump_csv(str(theirs), "compute_only")
+    rows = read_orders(theirs)
+    assert tuple(tuple(cell.task for cell in row) for row in rows) == plan.schedule.tasks
+
+
+CHAIN = StageGraph(2, ((0,), (1,)), ((0, 1),))
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "says"),
+    [
+        ("0F0,0B0\n1F0, 1X0\n", "2:6", "'1X0' is not a task"),
+        ("0F0,0SEND_F0,0B0\n1F0,1B0\n", "1:5", "'0SEND_F0' is no computation"),
+        ("0F0,0UNSHARD,0B0\n1F0,1B0\n", "1:5", "'0UNSHARD' is no computation"),
+        ("0F0,(1F0;)OVERLAP_F_B\n", "1:5", "'' is not a task"),
+        ("0F0,0B0\n1F0,0F1,1B0\n", "2:5", "the order is for 2 micro-batches, the step has 1"),
+        ("0F0,0B0,1F0\n1B0\n", "1:9", "stage 1 is not on device 0"),
+        ("0F0,0B0\n1F0,1B0\n2F0\n", "3:1", "there is no device 2"),
+        ("0F0,0F0\n1F0,1B0\n", "1:5", "0F0 stands twice"),
+        ("0F0,0B0\n1F0\n", "2:1", "stage 1 runs F on micro-batch 0"),
+        ("0F0,0B0\n", "2", "stage 1 runs nothing on micro-batch 0"),
+        ("0B0,0F0\n1F0,1B0\n", "1:1", "0B0 waits for 0F0, which can never run"),
+        ("0F0,0W0,0I0\n1F0,1B0\n", "1:5", "0W0 waits for 0I0, which can never run"),
+        ("\n,,\n", "", "the file has no tasks"),
+        ("0F99999999999999999999\n", "1:1", "is not a task"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused_with_its_place(tmp_path, text, place, says):
+    path = tmp_path / "order.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        fitted_order(read_orders(path), str(path), CHAIN, 1, train=True)
+    assert caught.value.where == (f"{path}:{place}" if place else str(path))
+    assert says in caught.value.message
+    assert "\n" not in str(caught.value)
+
+
+def test_idle_cells_and_spaces_say_nothing(tmp_path):
+    path = tmp_path / "order.csv"
+    path.write_bytes(b'0F0,,, 0I0 ,0W0\r\n"",1F0,1B0\r\n\r\n')
+    schedule = fitted_order(read_orders(path), str(path), CHAIN, 1, train=True)
+    assert schedule.grid() == "0: 0F0 0I0 0W0\n1: 1F0 1B0"
+
+
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir(), lambda path: path.write_bytes(b"\xff")])
+def test_what_cannot_be_read_is_refused(tmp_path, make):
+    make(tmp_path / "order.csv")
+    with pytest.raises(ConfigurationError, match=r"order\.csv"):
+        read_orders(tmp_path / "order.csv")
