@@ -11,9 +11,10 @@ from autopipe.ir.blocks import BlockGraph, BlockRepetend, BlockSchedule
 from autopipe.ir.errors import ConfigurationError
 from autopipe.passes.schedule.tessel.bounds import makespan_bound
 from autopipe.passes.schedule.tessel.cyclic import Cyclic
+from autopipe.passes.schedule.tessel.ends import complete
 from autopipe.passes.schedule.tessel.options import Budget, SearchOptions
 from autopipe.passes.schedule.tessel.steady import steady_state
-from autopipe.passes.schedule.tessel.unroll import makespan, unroll
+from autopipe.passes.schedule.tessel.unroll import makespan
 from autopipe.passes.schedule.tessel.whole import shortest
 
 __all__ = ["SearchOptions", "search"]
@@ -30,11 +31,11 @@ def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) 
     budget = Budget(options or SearchOptions())
     steady = steady_state(graph, budget)
     cyclic = steady.cyclic
-    starts = unroll(graph, cyclic, units)
+    starts = complete(graph, cyclic, units, budget)
     schedule = BlockSchedule(
         graph, starts, cyclic.period, steady.bound, cyclic.period == steady.bound, _repetend(cyclic), budget.used
     )
-    few = units * len(graph.blocks) <= budget.options.whole_limit
+    few = units <= 2 * max(cyclic.stages) + 2 and units * len(graph.blocks) <= budget.options.whole_limit
     if few and makespan(graph, starts) > makespan_bound(graph, units):
         schedule = _all_at_once(schedule, budget)
     check_blocks(schedule)
@@ -44,7 +45,7 @@ def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) 
 def _all_at_once(schedule: BlockSchedule, budget: Budget) -> BlockSchedule:
     """The shortest schedule of all units, where that is shorter than the steady state with its ends."""
     graph = schedule.graph
-    whole = shortest(graph, schedule.starts, budget.limit(0.5))
+    whole = shortest(graph, schedule.starts, budget.limit(0.3))
     budget.spend(whole.work)
     length = makespan(graph, whole.starts)
     if length >= schedule.makespan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.blocks import BlockGraph, BlockSchedule
 from autopipe.passes.schedule.tessel.cyclic import Cyclic
 
 Starts = tuple[tuple[int, ...], ...]
@@ -46,3 +46,8 @@ def in_order(graph: BlockGraph, units: int, order: Iterable[tuple[int, int]]) ->
 def makespan(graph: BlockGraph, starts: Starts) -> int:
     """End of the last block."""
     return max(start + block.time for unit in starts for start, block in zip(unit, graph.blocks, strict=True))
+
+
+def peaks(graph: BlockGraph, starts: Starts) -> tuple[int, ...]:
+    """Most memory in use on each device."""
+    return BlockSchedule(graph, starts).peak_memory
