@@ -1,0 +1,101 @@
+"""Orders beside those of torch.distributed.pipelining, where both mean the same schedule."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed.pipelining import schedules as theirs
+
+from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.passes.registry import scheduler_class
+from tests.passes.schedule.named.layouts import chain_on, down, suited
+from tests.passes.schedule.named.measuring import measure
+
+DEVICES = pytest.mark.parametrize("devices", [1, 2, 3, 4, 6])
+
+
+def orders_of(kind, devices, chunks, micro_batches):
+    """The orders that torch makes for every rank, as tasks: only its computation, without waits."""
+    rounds = max(1, micro_batches // devices)
+    settings = SimpleNamespace(
+        pp_group_size=devices,
+        n_local_stages=chunks,
+        num_stages=devices * chunks,
+        _stages=[None] * chunks,
+        _n_microbatches=micro_batches,
+        number_of_rounds=rounds,
+        microbatches_per_round=micro_batches // rounds,
+    )
+    actions = (kind._calculate_single_rank_operations(settings, rank) for rank in range(devices))
+    return tuple(
+        tuple(Task.parse(str(part)) for action in order if action for part in action.sub_actions or [action])
+        for order in actions
+    )
+
+
+def ours(name, graph, micro_batches):
+    return scheduler_class(name)().order(graph, micro_batches).tasks
+
+
+def without_weights(orders):
+    """Orders without weight gradients."""
+    return tuple(tuple(task for task in order if task.phase is not Phase.WEIGHT_GRADIENT) for order in orders)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 6])
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("groups", [1, 2, 5])
+def test_interleaved_1f1b_is_torchs(devices, chunks, groups):
+    found = ours("interleaved_1f1b", chain_on(down(devices, chunks)), groups * devices)
+    assert found == orders_of(theirs.ScheduleInterleaved1F1B, devices, chunks, groups * devices)
+
+
+@DEVICES
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("micro_batches", [1, 4, 9])
+def test_looped_bfs_is_torchs_but_for_the_order_of_backwards(devices, chunks, micro_batches):
+    # Torch runs the backwards of a stage from the last micro-batch to the first; as in GPipe, we go from the first.
+    turned = tuple(
+        tuple(
+            Task(task.stage, task.phase, micro_batches - 1 - task.micro_batch) if task.phase is Phase.BACKWARD else task
+            for task in order
+        )
+        for order in orders_of(theirs.ScheduleLoopedBFS, devices, chunks, micro_batches)
+    )
+    assert ours("looped_bfs", chain_on(down(devices, chunks)), micro_batches) == turned
+
+
+@DEVICES
+@pytest.mark.parametrize("more", [0, 3, 12])
+def test_dualpipe_v_is_torchs(devices, more):
+    micro_batches = 2 * devices + more
+    found = ours("dualpipe_v", suited("dualpipe_v", devices), micro_batches)
+    assert found == orders_of(theirs.ScheduleDualPipeV, devices, 2, micro_batches)
+
+
+@DEVICES
+@pytest.mark.parametrize("more", [0, 3, 12])
+def test_zb_h1_is_torchs_interleaved_zero_bubble_of_one_stage(devices, more):
+    micro_batches = devices + more
+    found = ours("zb_h1", suited("zb_h1", devices), micro_batches)
+    assert found == orders_of(theirs.ScheduleInterleavedZeroBubble, devices, 1, micro_batches)
+
+
+@DEVICES
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 11, 24])
+def test_zb_v_is_torchs_but_for_weight_gradients_at_the_end(devices, micro_batches):
+    graph = suited("zb_v", devices)
+    mine, orders = (
+        ours("zb_v", graph, micro_batches),
+        orders_of(theirs.ScheduleZBVZeroBubble, devices, 2, micro_batches),
+    )
+    assert without_weights(mine) == without_weights(orders)
+    # Torch has a fixed place for each weight gradient; ours stand where a device would wait, which is never worse and
+    # with few micro-batches better.
+    steps = [
+        measure(Schedule(micro_batches, each), graph, {"F": 1, "I": 1, "W": 1}).makespan for each in (mine, orders)
+    ]
+    assert steps[0] <= steps[1]
+    if devices <= micro_batches < 2 * devices - 1:
+        assert steps[0] < steps[1]
