@@ -14,14 +14,13 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.chain import Chain, make_chain
-from autopipe.passes.cost.communication import all_gather
 from autopipe.passes.cost.fit import fitted
 from autopipe.passes.placement.tessel_shapes.branches import find_meeting
 from autopipe.passes.placement.tessel_shapes.cuts import even_stages
 from autopipe.passes.placement.tessel_shapes.devices import shared_out, visited
 from autopipe.passes.placement.tessel_shapes.model import CostedModel, costed_model
 from autopipe.passes.placement.tessel_shapes.parts import hoisted, line_of_parts
-from autopipe.passes.placement.tessel_shapes.regions import tensor_splits
+from autopipe.passes.placement.tessel_shapes.stages import stage_of, stage_of_several
 from autopipe.passes.placement.tessel_shapes.tables import Wide, large_tables, wide_nodes
 
 _MOST_BLOCKS = 224
@@ -89,7 +88,7 @@ class TesselShapes:
     def _around_tables(self, model: CostedModel, shape: str, only_large: bool) -> Iterator[Stage]:
         """M and NN: shared parts over all devices, chains between them."""
         tables = large_tables(model, at_least_one=not only_large)
-        wide = wide_nodes(model, tables)
+        wide = wide_nodes(model, tables, model.devices)
         if not wide:
             raise InfeasibleError(
                 f"shape {shape} shares lookups in large tables among all devices, and the model has none",
@@ -101,10 +100,11 @@ class TesselShapes:
             parts = hoisted(model, parts, wide)
         chains = [part for part in parts if not part.shared]
         _check_chains(shape, len(chains), model.devices, wide)
+        everyone = tuple(range(model.devices))
         groups = iter(shared_out([model.weighs(part.nodes) for part in chains], model.devices))
         for part in parts:
             if part.shared:
-                yield self._over_all(model, part.nodes, tables)
+                yield stage_of_several(model, part.nodes, everyone, tables)
             else:
                 yield from self._chain(model, line, part.nodes, next(groups))
 
@@ -117,34 +117,18 @@ class TesselShapes:
             raise InfeasibleError(
                 f"shape k puts branches on devices of their own, and the model has {found}", hint="take shape v"
             )
+        everyone = tuple(range(model.devices))
         groups = shared_out([model.weighs(branch) for branch in meeting.branches], model.devices)
         for branch, devices in zip(meeting.branches, groups, strict=True):
             yield from self._chain(model, chain, branch, devices)
-        yield self._over_all(model, meeting.rest, large_tables(model, at_least_one=False))
+        yield stage_of_several(model, meeting.rest, everyone, large_tables(model, at_least_one=False))
 
     def _chain(
         self, model: CostedModel, chain: Chain, nodes: Sequence[int], devices: tuple[int, ...]
     ) -> Iterator[Stage]:
         order = visited(devices, self.chunks, self.wave)
         for run, device in zip(even_stages(model, chain, nodes, len(order)), order, strict=True):
-            yield _stage(model.problem, run, (device,))
-
-    def _over_all(self, model: CostedModel, nodes: Sequence[int], tables: frozenset[str]) -> Stage:
-        stage = _stage(model.problem, nodes, tuple(range(model.devices)))
-        if model.devices == 1:
-            return stage
-        gather = all_gather(model.problem.cluster, stage.devices)
-
-        def pays(node: int) -> bool:
-            size = sum(model.graph.type_of(name).bytes for name in model.graph.nodes[node].outputs if name)
-            return float(model.seconds[node]) * (1 - 1 / model.devices) > 2 * gather.seconds(size)
-
-        return replace(stage, splits=tensor_splits(model, nodes, model.devices, tables, pays))
-
-
-def _stage(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...]) -> Stage:
-    recompute = problem.train and problem.recompute == "full"
-    return Stage(tuple(sorted(nodes)), devices, problem.micro_batch_size, recompute=recompute)
+            yield stage_of(model.problem, run, (device,))
 
 
 def _check_chains(shape: str, chains: int, devices: int, wide: Sequence[Wide]) -> None:

@@ -36,10 +36,10 @@ def large_tables(model: CostedModel, at_least_one: bool) -> frozenset[str]:
     return frozenset(large)
 
 
-def wide_nodes(model: CostedModel, tables: frozenset[str]) -> tuple[Wide, ...]:
+def wide_nodes(model: CostedModel, tables: frozenset[str], degree: int) -> tuple[Wide, ...]:
     """The lookups and heads that read one of `tables`, in order.
 
-    Raises InfeasibleError, naming the table, where the devices cannot share one equally.
+    Raises InfeasibleError, naming the table, where `degree` devices cannot share one equally.
     """
     everything = frozenset(range(len(model.graph.nodes)))
     found = []
@@ -47,10 +47,10 @@ def wide_nodes(model: CostedModel, tables: frozenset[str]) -> tuple[Wide, ...]:
         read = sorted({*_looked_up(model, node), *_heads(model, node)} & tables)
         if not read:
             continue
-        axis = seed_axis(model, node, model.devices, tables)
+        axis = seed_axis(model, node, degree, tables)
         if axis is None:
-            raise _uneven(model, node, read[0])
-        region = grow(model, node, axis, model.devices, everything, {})
+            raise _uneven(model, node, read[0], degree)
+        region = grow(model, node, axis, degree, everything, {})
         cut = frozenset({node}) if region.open else frozenset(region.axes)
         found.append(Wide(read[0], node, cut | model.feeders(node)))
     return tuple(found)
@@ -77,12 +77,12 @@ def _heads(model: CostedModel, node: int) -> frozenset[str]:
     return model.parameters_of(node) if ends_in_classes and not region.open else frozenset()
 
 
-def _uneven(model: CostedModel, node: int, table: str) -> InfeasibleError:
+def _uneven(model: CostedModel, node: int, table: str, degree: int) -> InfeasibleError:
     space = model.uses[node].space
     column = seed_axis(model, node, 1, frozenset([table]))
     extent = space.axis(column).extent if column else 0
     return InfeasibleError(
-        f"{model.devices} devices cannot share the {extent} rows of {table!r} equally",
-        hint=even_degree_hint(extent, model.devices),
+        f"{degree} devices cannot share the {extent} rows of {table!r} equally",
+        hint=even_degree_hint(extent, degree),
         where=repr(model.graph.nodes[node].name),
     )
