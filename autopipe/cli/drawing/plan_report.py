@@ -47,7 +47,8 @@ def _stages(plan: Plan) -> str:
     """What the cost model predicts, a stage a row; of a backward's halves where the schedule has them."""
     split = any(task.phase is Phase.INPUT_GRADIENT for order in plan.schedule.tasks for task in order)
     halves = ("input gradient", "weight gradient") if split else ()
-    heads = ("stage", "devices", "nodes", "parameters", "forward", "backward", *halves)
+    pipelines = ("pipeline",) if plan.placement.pipelines > 1 else ()
+    heads = ("stage", "devices", *pipelines, "nodes", "parameters", "forward", "backward", *halves)
     heads += ("gradient sum", "update", "kept a micro-batch", "static memory", "recompute")
     return markup_table(heads, list(_stage_rows(plan, split)))
 
@@ -59,6 +60,7 @@ def _stage_rows(plan: Plan, split: bool) -> Iterator[str]:
         cells = (
             str(index),
             devices_text(stage.devices),
+            *((str(stage.pipeline),) if plan.placement.pipelines > 1 else ()),
             str(len(stage.nodes)),
             bytes_text(predicted.parameter_bytes),
             *map(seconds_text, times),

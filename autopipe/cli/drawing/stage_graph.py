@@ -34,13 +34,8 @@ def plan_graph_svg(plan: Plan) -> str:
     for message in plan.prediction.messages:
         edge = message.source_stage, message.target_stage
         sent[edge] = sent.get(edge, 0) + message.forward_bytes
-    several = plan.placement.pipelines > 1
     nodes = [
-        Node(
-            f"stage {index}" + (f", way {stage.pipeline}" if several else ""),
-            stage.devices,
-            stage_colour(index, Phase.FORWARD),
-        )
+        Node(f"stage {index}", stage.devices, stage_colour(index, Phase.FORWARD))
         for index, stage in enumerate(plan.placement.stages)
     ]
     return _graph_svg("stages and what they send", nodes, {edge: bytes_text(size) for edge, size in sent.items()})

@@ -62,7 +62,9 @@ def _row(label: str, bars: list[Bar], axis: TimeAxis, colour: bool) -> Text:
 
 
 def _cell(bar: Bar, width: int, several: bool) -> str:
-    names = (bar.name, bar.label, bar.letter) if several else (bar.label, bar.letter)
+    # 2F0 needs a column behind it: 2F01F0 cannot be told apart.
+    full = bar.name if width > len(bar.name) or not bar.name[0].isdigit() else bar.label
+    names = (full, bar.label, bar.letter) if several else (bar.label, bar.letter)
     name = next((each for each in names if len(each) <= width), "")
     return name + _FILL[bar.phase] * (width - len(name))
 

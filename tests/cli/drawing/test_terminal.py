@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 
 import pytest
 from rich.console import Console
 
 from autopipe.cli.drawing.block_picture import block_picture
-from autopipe.cli.drawing.picture import plan_picture
+from autopipe.cli.drawing.picture import Bar, Picture, plan_picture
 from autopipe.cli.drawing.sparkline import draw_memory
 from autopipe.cli.drawing.terminal import draw_timeline
 from autopipe.cli.output import Output
+from autopipe.ir.schedule import Phase, Task
 from tests.cli.drawing.examples import chain_plan, split_embedding
 
 
@@ -57,6 +59,20 @@ def test_a_block_on_several_devices_stands_on_each_row():
         place = slice(round(start / 18 * 148), round((start + 1) / 18 * 148))
         assert first[place] == second[place]
         assert first[place].startswith("f0" if start == 0 else "b0")
+
+
+@pytest.mark.parametrize("width", [40, 60, 90])
+def test_names_of_neighbours_do_not_run_into_one_another(width):
+    tasks = [Task(stage, phase, unit) for stage in (0, 1) for phase in Phase for unit in range(12)]
+    bars = tuple(
+        Bar(0, place, place + 1, str(task), task.stage, task.phase, task.micro_batch, task.phase.value)
+        for place, task in enumerate(tasks)
+    )
+    picture = Picture("", bars[:16], (((0, 0),),), (None,), 16, False)
+    row = next(draw_timeline(picture, width, False)).plain[2:]
+    names = {str(task) for task in tasks} | {bar.label for bar in bars} | {phase.value for phase in Phase}
+    for shown in re.findall(r"\d*[FBIW]\d*", row):
+        assert shown in names
 
 
 def test_memory_is_told_against_its_limit():
