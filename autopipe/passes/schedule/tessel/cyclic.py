@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from autopipe.ir.blocks import BlockGraph
+from autopipe.passes.schedule.tessel.memory import changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,12 @@ class Cyclic:
 
 def steady_peak(graph: BlockGraph, cyclic: Cyclic, device: int) -> int:
     """Most memory in use on a device while units follow one another without end."""
-    members = [index for index, block in enumerate(graph.blocks) if device in block.devices]
-    phases = {index: cyclic.starts[index] % cyclic.period for index in members}
-    used = -sum(graph.blocks[index].memory * (cyclic.starts[index] // cyclic.period) for index in members)
+    added = changes(graph, device)
+    phases, stages = cyclic.phases, cyclic.stages
+    used = -sum(change * stages[index] for index, change in added.items())
     peak = 0
-    for index in sorted(members, key=lambda each: phases[each]):
-        used += graph.blocks[index].memory
+    for index in sorted(added, key=lambda each: phases[each]):
+        used += added[index]
         peak = max(peak, used)
     return peak
 

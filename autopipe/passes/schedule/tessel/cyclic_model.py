@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from autopipe.ir.blocks import BlockGraph
 from autopipe.passes.schedule.tessel.cyclic import Cyclic, sharing_pairs
+from autopipe.passes.schedule.tessel.memory import changes
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, IntVar, LinearExprT
@@ -102,15 +103,15 @@ def memory_in_use(graph: BlockGraph, made: CyclicModel, device: int) -> list[tup
 
     Exact in the steady state, as each unit frees what it allocates.
     """
-    members = [index for index, block in enumerate(graph.blocks) if device in block.devices]
-    step = math.gcd(*(graph.blocks[index].memory for index in members)) or 1
-    memory = {index: graph.blocks[index].memory // step for index in members}
-    in_flight = [-memory[index] * made.stages[index] for index in members]
+    added = changes(graph, device)
+    step = math.gcd(*added.values()) or 1
+    memory = {index: change // step for index, change in added.items() if change}
+    in_flight = [-memory[index] * made.stages[index] for index in memory]
     found = []
-    for index in members:
-        if memory[index] > 0:
-            earlier = [memory[other] * _is_before(made, other, index) for other in members if other != index]
-            found.append((_total([memory[index], *earlier, *in_flight]), step))
+    for index, change in memory.items():
+        if change > 0:
+            earlier = [memory[other] * _is_before(made, other, index) for other in memory if other != index]
+            found.append((_total([change, *earlier, *in_flight]), step))
     return found
 
 

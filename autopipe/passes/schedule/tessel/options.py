@@ -30,8 +30,6 @@ class SearchOptions:
     give the same answer wherever that ends before the clock. On machines slower than that the clock ends it.
     """
     seed: int = 0
-    whole_limit: int = 400
-    """Most blocks of all units together for which all units are also solved at once."""
     progress: Progress | None = None
     """Told of better values and bounds, at most ten times a second."""
 

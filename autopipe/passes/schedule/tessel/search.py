@@ -12,10 +12,16 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.passes.schedule.tessel.bounds import makespan_bound
 from autopipe.passes.schedule.tessel.cyclic import Cyclic
 from autopipe.passes.schedule.tessel.ends import complete
+from autopipe.passes.schedule.tessel.memory import reserved
 from autopipe.passes.schedule.tessel.options import Budget, SearchOptions
 from autopipe.passes.schedule.tessel.steady import steady_state
 from autopipe.passes.schedule.tessel.unroll import makespan
 from autopipe.passes.schedule.tessel.whole import shortest
+
+_FEW_BLOCKS = 64
+"""Blocks of all units together that are always solved at once as well."""
+_MOST_BLOCKS = 400
+"""Most blocks that are solved at once."""
 
 __all__ = ["SearchOptions", "search"]
 
@@ -29,17 +35,22 @@ def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) 
     if units < 1:
         raise ConfigurationError(f"{units} units; there must be at least one")
     budget = Budget(options or SearchOptions())
-    steady = steady_state(graph, budget)
+    steady = steady_state(reserved(graph, units), budget)
     cyclic = steady.cyclic
     starts = complete(graph, cyclic, units, budget)
     schedule = BlockSchedule(
         graph, starts, cyclic.period, steady.bound, cyclic.period == steady.bound, _repetend(cyclic), budget.used
     )
-    few = units <= 2 * max(cyclic.stages) + 2 and units * len(graph.blocks) <= budget.options.whole_limit
-    if few and makespan(graph, starts) > makespan_bound(graph, units):
+    if _few(graph, cyclic, units) and makespan(graph, starts) > makespan_bound(graph, units):
         schedule = _all_at_once(schedule, budget)
     check_blocks(schedule)
     return schedule
+
+
+def _few(graph: BlockGraph, cyclic: Cyclic, units: int) -> bool:
+    """Whether so few units repeat that all of them at once may do better, and so few blocks that they can be solved."""
+    count = units * len(graph.blocks)
+    return count <= _FEW_BLOCKS or (count <= _MOST_BLOCKS and units <= 2 * max(cyclic.stages) + 2)
 
 
 def _all_at_once(schedule: BlockSchedule, budget: Budget) -> BlockSchedule:

@@ -9,6 +9,7 @@ from autopipe.ir.blocks import BlockGraph
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.schedule.room import require_room
 from autopipe.passes.schedule.tessel.cyclic import sharing_pairs
+from autopipe.passes.schedule.tessel.memory import changes
 from autopipe.passes.solvers.cp_sat import Limit, Status, solve
 
 if TYPE_CHECKING:
@@ -35,14 +36,13 @@ def serial_order(graph: BlockGraph, limit: Limit) -> tuple[int, ...]:
 
 
 def _fits(graph: BlockGraph, order: tuple[int, ...]) -> bool:
-    used = [0] * graph.devices
-    for index in order:
-        block = graph.blocks[index]
-        for device in block.devices:
-            used[device] += block.memory
-            room = graph.memory[device]
-            if block.memory > 0 and room is not None and used[device] > room:
-                return False
+    for device, room in enumerate(graph.memory):
+        if room is not None:
+            used, added = 0, changes(graph, device)
+            for index in order:
+                used += added.get(index, 0)
+                if used > room:
+                    return False
     return True
 
 
@@ -93,12 +93,12 @@ def _solved(graph: BlockGraph, limit: Limit) -> tuple[int, ...] | Status:
 def _keep_memory(
     graph: BlockGraph, model: CpModel, before: dict[tuple[int, int], IntVar], device: int, room: int
 ) -> None:
-    members = [index for index, block in enumerate(graph.blocks) if device in block.devices]
-    for index in members:
-        if graph.blocks[index].memory > 0:
+    added = changes(graph, device)
+    for index in added:
+        if added[index] > 0:
             earlier = (
-                graph.blocks[other].memory * (before[other, index] if other < index else 1 - before[index, other])
-                for other in members
+                added[other] * (before[other, index] if other < index else 1 - before[index, other])
+                for other in added
                 if other != index
             )
-            model.add(graph.blocks[index].memory + sum(earlier) <= room)
+            model.add(added[index] + sum(earlier) <= room)

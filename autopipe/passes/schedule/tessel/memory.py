@@ -1,0 +1,31 @@
+"""Memory changes of a unit that frees as much as it allocates, whatever the blocks given do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopipe.ir.blocks import BlockGraph
+
+
+def changes(graph: BlockGraph, device: int) -> dict[int, int]:
+    """What each block on a device adds to the memory in use there, with the sum 0.
+
+    What a unit never frees is taken off its last allocations; what it frees without having it, off its first frees.
+    """
+    found = {index: block.memory for index, block in enumerate(graph.blocks) if device in block.devices}
+    left = sum(found.values())
+    for index in reversed(graph.order) if left > 0 else graph.order:
+        if index in found and found[index] * left > 0:
+            taken = min(abs(found[index]), abs(left)) * (1 if left > 0 else -1)
+            found[index] -= taken
+            left -= taken
+    return found
+
+
+def reserved(graph: BlockGraph, units: int) -> BlockGraph:
+    """The same blocks, with what so many units never free taken from the room from the start."""
+    memory = []
+    for device, room in enumerate(graph.memory):
+        kept = sum(block.memory for block in graph.blocks if device in block.devices)
+        memory.append(room if room is None else room - max(0, kept) * units)
+    return replace(graph, memory=tuple(memory))

@@ -1,0 +1,56 @@
+"""Searched schedules of random problems, against a replay of them and against trying everything."""
+
+from __future__ import annotations
+
+import pytest
+from brute_force import least_makespan, least_period
+from hypothesis import given, settings, strategies
+from random_blocks import block_graphs
+from replay import faults
+
+from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.errors import InfeasibleError
+from autopipe.passes.schedule.tessel.options import Budget
+from autopipe.passes.schedule.tessel.search import SearchOptions, search
+from autopipe.passes.schedule.tessel.steady import steady_state
+
+BRIEF = SearchOptions(time_limit=1.0)
+
+
+@settings(max_examples=40)
+@given(block_graphs(blocks=10, devices=4, times=(5, 50)), strategies.integers(1, 9))
+def test_any_schedule_can_run(graph: BlockGraph, units: int) -> None:
+    try:
+        schedule = search(graph, units, BRIEF)
+    except InfeasibleError:
+        assert any(room is not None for room in graph.memory)
+        return
+    assert faults(schedule, units) == []
+    value = schedule.period if schedule.repetend else schedule.makespan
+    assert value is not None
+    assert value >= schedule.lower_bound
+    assert schedule.optimal == (value == schedule.lower_bound)
+    assert min(start for starts in schedule.starts for start in starts) == 0
+
+
+@settings(max_examples=40)
+@given(block_graphs(blocks=4, devices=3, times=(1, 4)), strategies.integers(1, 2))
+def test_few_units_equal_the_best_of_all_orders(graph: BlockGraph, units: int) -> None:
+    best = least_makespan(graph, units)
+    if best is None:
+        with pytest.raises(InfeasibleError):
+            search(graph, units)
+    else:
+        assert search(graph, units).makespan == best
+
+
+@settings(max_examples=40)
+@given(block_graphs(blocks=4, devices=2, times=(1, 2)))
+def test_period_equals_the_least_of_all_periods(graph: BlockGraph) -> None:
+    try:
+        steady = steady_state(graph, Budget(SearchOptions()))
+    except InfeasibleError:
+        assert least_makespan(graph, 1) is None
+        return
+    assert steady.cyclic.period == least_period(graph, steady.cyclic.period)
+    assert steady.bound == steady.cyclic.period
