@@ -1,0 +1,120 @@
+"""Exchanges between the nodes of a stage: as few as the layouts ask for, and the same in lowering and in costs."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.dtype import DType
+from autopipe.ir.graph import Graph
+from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.ir.problem import Mode, Problem
+from autopipe.ir.program import Collective, Compute, StageCode
+from autopipe.passes.cost.assignment import stage_work
+from autopipe.passes.cost.communication import all_gather, all_reduce, reduce_scatter
+from autopipe.passes.cost.exchange import exchange_seconds
+from autopipe.passes.cost.work import annotate
+from autopipe.passes.lower import lower
+from autopipe.passes.lower.gradients import differentiable_values
+from tests.distributed.builder import Builder
+from tests.distributed.drawing import graphs, placements
+from tests.distributed.running import schedule_of
+from tests.passes.cost.graphs import cluster
+
+TWO = (0, 1)
+
+
+def code_of(graph: Graph, *splits: tuple[int, str], loss: str | None = None) -> StageCode:
+    """The one stage of a graph on two devices."""
+    cuts = tuple((node, (Split(axis, 2),)) for node, axis in splits)
+    placement = Placement((Stage(tuple(range(len(graph.nodes))), TWO, 4, cuts),))
+    return lower(graph, placement, schedule_of(graph, placement, 1, train=loss is not None), loss).stages[0]
+
+
+def exchanges(code: StageCode) -> list[tuple[str, int]]:
+    return [(each.kind, each.dimension) for each in code.operations if isinstance(each, Collective)]
+
+
+def two_products() -> tuple[Builder, str]:
+    """x · w · w', the second reducing over what the first's columns cut."""
+    builder = Builder()
+    hidden = builder.node("Tanh", builder.node("MatMul", builder.input((4, 6)), builder.parameter((6, 8))))
+    return builder, builder.node("MatMul", hidden, builder.parameter((8, 6)))
+
+
+def test_columns_then_rows_need_one_sum() -> None:
+    builder, result = two_products()
+    code = code_of(builder.graph(builder.node("Tanh", result)), (0, "n"), (1, "x1"), (2, "k"))
+    assert exchanges(code) == [("all_reduce", 0)]
+    assert [value.shape for _, value in code.parameters] == [(6, 4), (4, 6)]
+
+
+def test_partial_sums_that_are_read_in_shards_are_scattered() -> None:
+    builder, result = two_products()
+    graph = builder.graph(builder.node("Tanh", builder.node("Sigmoid", result)))
+    assert exchanges(code_of(graph, (0, "n"), (1, "x1"), (2, "k"), (3, "x1"), (4, "x1"))) == [("reduce_scatter", 1)]
+    assert exchanges(code_of(graph, (0, "n"), (1, "x1"), (2, "k"), (3, "x0"))) == [
+        ("reduce_scatter", 0),
+        ("all_gather", 0),
+    ]
+
+
+def test_readers_that_differ_get_the_sum_whole() -> None:
+    builder, result = two_products()
+    first, second = builder.node("Tanh", result), builder.node("Sigmoid", result)
+    graph = builder.graph(builder.node("Add", first, second))
+    assert exchanges(code_of(graph, (0, "n"), (1, "x1"), (2, "k"), (3, "x0"), (4, "x1"), (5, "x1"))) == [
+        ("all_reduce", 0),
+        ("slice", 0),
+        ("slice", 1),
+        ("all_gather", 0),
+        ("slice", 1),
+    ]
+
+
+def test_the_loss_of_a_split_vocabulary_gathers_nothing() -> None:
+    builder = Builder()
+    table = builder.parameter((8, 6))
+    hidden = builder.node("Gather", table, builder.input((4,), DType.INT64))
+    logits = builder.node("MatMul", hidden, builder.node("Transpose", table, perm=(1, 0)))
+    loss = builder.node("SoftmaxCrossEntropyLoss", logits, builder.input((4,), DType.INT64))
+    graph = builder.graph(loss)
+    code = code_of(graph, (0, "d0"), (1, "d0"), (2, "n"), (3, "c"), loss=loss)
+    assert exchanges(code) == [("all_reduce", 0)], "of what is looked up"
+    assert [value.shape for _, value in code.parameters] == [(4, 6)], "the table, once"
+    logits_of = next(each for each in code.operations if isinstance(each, Compute) and each.node == 2)
+    assert logits_of.signature.result().shape == (4, 4)
+
+
+@given(st.data(), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_costs_count_what_is_lowered(data: st.DataObject, train: bool) -> None:
+    graph, loss = data.draw(graphs(train))
+    placement = data.draw(placements(graph).filter(lambda placement: placement.pipelines == 1))
+    found = lower(graph, placement, schedule_of(graph, placement, 1, train=train), loss)
+    links: Cluster = cluster(4)
+    problem = Problem(graph, annotate(graph), links, 4, 1, Mode.TRAIN if train else Mode.INFER, loss)
+    gradient = differentiable_values(graph)
+    for code, work in zip(found.stages, stage_work(problem, placement), strict=True):
+        counted = exchange_seconds(graph, links, work, gradient)
+        assert abs(counted.forward_s - _seconds(code, links)) < 1e-15
+
+
+_TOGETHER = ("Softmax", "SoftmaxCrossEntropyLoss")
+
+
+def _seconds(code: StageCode, links: Cluster) -> float:
+    """Of the forward of a lowered stage: its collectives, and the statistics of softmaxes and losses in parts."""
+    prices = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
+    total = 0.0
+    for each in code.operations:
+        if isinstance(each, Collective) and each.kind in prices:
+            size = max(each.source.bytes, each.result.bytes)
+            total += prices[each.kind](links, code.devices).seconds(size)
+        elif isinstance(each, Compute) and each.splits and each.signature.node.op in _TOGETHER:
+            (split,) = each.splits
+            scores = each.signature.operand(0)
+            if split.axis in ("c", f"d{len(scores.shape) - 1}"):
+                total += 2 * all_reduce(links, code.devices).seconds(4 * scores.elements // scores.shape[-1])
+    return total
