@@ -15,7 +15,13 @@ from autopipe.passes.schedule.repetend import find_repetend
 Lanes = tuple[tuple[int, ...], ...]
 """The stages of each lane, ascending; lanes in the order in which the first pipeline reaches them."""
 
-_HINT = "strategy manual places stages as its constraints say: one {stage: S, devices: [D]} each"
+_MOST = 16
+"""Stages whose lanes a message tells."""
+
+_LOOPS = "strategy tessel_shapes places stages so with shape: v and chunks: 2 or more, manual by its constraints"
+_CHAIN = "strategy tessel_shapes places stages so with shape: v, manual by its constraints"
+_WAVES = "strategy tessel_shapes places stages so with shape: v, chunks: 2 and wave: true, manual by its constraints"
+_OPPOSITE = "strategy tessel_shapes places stages so with shape: x, manual by its constraints"
 
 
 def round_robin(schedule: str, graph: StageGraph) -> Lanes:
@@ -26,7 +32,7 @@ def round_robin(schedule: str, graph: StageGraph) -> Lanes:
     (path,) = _paths(schedule, graph, 1)
     count = max(path) + 1
     if len(path) % count or path != tuple(range(count)) * (len(path) // count):
-        raise _refusal(schedule, "pass all devices in turn, like 0 1 2 0 1 2", path)
+        raise _refusal(schedule, "pass all devices in turn, like 0 1 2 0 1 2", path, _LOOPS)
     return _stages_of(path)
 
 
@@ -34,7 +40,7 @@ def one_each(schedule: str, graph: StageGraph) -> Lanes:
     """Lanes of one stage each. Raises InfeasibleError where some have several."""
     (path,) = _paths(schedule, graph, 1)
     if path != tuple(range(len(path))):
-        raise _refusal(schedule, "lie on one device each, like 0 1 2", path)
+        raise _refusal(schedule, "lie on one device each, like 0 1 2", path, _CHAIN)
     return _stages_of(path)
 
 
@@ -46,7 +52,7 @@ def waves(schedule: str, graph: StageGraph) -> Lanes:
     (path,) = _paths(schedule, graph, 1)
     wave = (*range(max(path) + 1), *reversed(range(max(path) + 1)))
     if len(path) % len(wave) or path != wave * (len(path) // len(wave)):
-        raise _refusal(schedule, "go down the devices and up again, like 0 1 2 2 1 0", path)
+        raise _refusal(schedule, "go down the devices and up again, like 0 1 2 2 1 0", path, _WAVES)
     return _stages_of(path)
 
 
@@ -54,7 +60,8 @@ def one_wave(schedule: str, graph: StageGraph) -> Lanes:
     """Lanes of two stages each, as of a V: 0 1 2 2 1 0. Raises InfeasibleError where they are otherwise."""
     lanes = waves(schedule, graph)
     if len(lanes[0]) > 2:
-        raise InfeasibleError(f"schedule {schedule} runs two stages a device, but here are {len(lanes[0])}", hint=_HINT)
+        reason = f"schedule {schedule} runs two stages a device, but here are {len(lanes[0])}"
+        raise InfeasibleError(reason, hint=_WAVES)
     return lanes
 
 
@@ -65,7 +72,9 @@ def opposite(schedule: str, graph: StageGraph) -> Lanes:
     """
     down, up = _paths(schedule, graph, 2)
     if down != tuple(range(len(down))) or up != down[::-1]:
-        raise _refusal(schedule, "form two pipelines that pass the devices in opposite directions", down + up)
+        raise _refusal(
+            schedule, "form two pipelines that pass the devices in opposite directions", down + up, _OPPOSITE
+        )
     if len(down) % 2:
         raise InfeasibleError(f"schedule {schedule} runs on an even number of devices, but a pipeline has {len(down)}")
     stages = _by_pipeline(graph)
@@ -84,8 +93,9 @@ def on_devices(graph: StageGraph, micro_batches: int, orders: Sequence[Sequence[
 def _paths(schedule: str, graph: StageGraph, pipelines: int) -> tuple[tuple[int, ...], ...]:
     """The lane of each stage, for each pipeline. Raises InfeasibleError where there are more or fewer pipelines."""
     if graph.pipeline_count != pipelines:
-        wanted = "one pipeline" if pipelines == 1 else f"{pipelines} pipelines, each of which holds all nodes"
-        raise InfeasibleError(f"schedule {schedule} runs {wanted}, but the placement has {graph.pipeline_count}")
+        wanted = "one pipeline" if pipelines == 1 else f"{pipelines} pipelines"
+        reason = f"schedule {schedule} runs {wanted}, but the placement has {graph.pipeline_count}"
+        raise InfeasibleError(reason, hint=_CHAIN if pipelines == 1 else _OPPOSITE)
     groups = list(dict.fromkeys(frozenset(group) for group in graph.stage_devices))
     for place, group in enumerate(groups):
         for other in groups[:place]:
@@ -116,9 +126,9 @@ def _stages_of(path: Sequence[int]) -> Lanes:
     return tuple(map(tuple, found))
 
 
-def _refusal(schedule: str, wanted: str, path: Sequence[int]) -> InfeasibleError:
-    lies = " ".join(map(str, path))
-    return InfeasibleError(f"schedule {schedule} wants stages that {wanted}, but they lie on {lies}", hint=_HINT)
+def _refusal(schedule: str, wanted: str, path: Sequence[int], hint: str) -> InfeasibleError:
+    lies = " ".join(map(str, path[:_MOST])) + (" ..." if len(path) > _MOST else "")
+    return InfeasibleError(f"schedule {schedule} wants stages that {wanted}, but they lie on {lies}", hint=hint)
 
 
 def _listed(devices: frozenset[int]) -> str:

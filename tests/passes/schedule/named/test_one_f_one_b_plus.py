@@ -1,0 +1,47 @@
+"""1F1B+ on stages is the one on blocks that Table II of the Tessel paper is measured with."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopipe.ir.stage_graph import StageGraph
+from autopipe.passes.schedule.named.blocks import schedule_blocks
+from autopipe.passes.schedule.named.one_f_one_b_plus import order_1f1b_plus
+from autopipe.passes.schedule.shapes import shape
+
+
+def stages_of(form, devices):
+    """The stages of a shape's forwards, in a chain, with their names."""
+    blocks = list(shape(form, devices, train=False).blocks)
+    edges = tuple((stage, stage + 1) for stage in range(len(blocks) - 1))
+    return StageGraph(devices, tuple(block.devices for block in blocks), edges), [block.name for block in blocks]
+
+
+@pytest.mark.parametrize("form", ["v", "m", "nn"])
+@pytest.mark.parametrize("devices", [2, 4, 6])
+@pytest.mark.parametrize("micro_batches", [1, 3, 11])
+def test_the_order_is_that_of_blocks(form, devices, micro_batches):
+    graph, names = stages_of(form, devices)
+    schedule = order_1f1b_plus(graph, micro_batches)
+    schedule.verify(graph, train=True)
+    other = schedule_blocks("1f1b_plus", shape(form, devices, train=True), micro_batches)
+    letters = [block.name.replace("TPf", "F*").replace("TPb", "B*") for block in other.graph.blocks]
+    expected = [[(letters[block], unit) for _, unit, block in tasks] for tasks in other.tasks]
+    found = [
+        [
+            (task.phase.value + names[task.stage].replace("TPf", "*").replace("F", ""), task.micro_batch)
+            for task in order
+        ]
+        for order in schedule.tasks
+    ]
+    assert found == expected
+
+
+def test_a_shared_stage_at_the_end_turns_beside_the_last_stage():
+    graph = StageGraph(2, ((0,), (1,), (0, 1)), ((0, 1), (1, 2)))
+    schedule = order_1f1b_plus(graph, 3)
+    schedule.verify(graph, train=True)
+    assert schedule.grid().splitlines() == [
+        "0: 0F0 2F0 2B0 0F1 0B0 2F1 2B1 0F2 0B1 2F2 2B2 0B2",
+        "1: 1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1 1F2 2F2 2B2 1B2",
+    ]
