@@ -29,6 +29,7 @@ from autopipe.cli.output import Output
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --checkpoint DIR.")
 @click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Chrome trace of this node's ranks.")
 @click.option("--outputs", type=click.Path(path_type=Path), metavar="FILE.npz", help="Outputs of inference.")
+@click.option("--blocking", is_flag=True, help="Overlap no message with a task, to see what that is worth.")
 @click.option("--dry-run", is_flag=True, help="Run one step of one rank without the others, and say what it does.")
 @click.option("--rank", type=click.IntRange(min=0), help="Which rank --dry-run runs [0].")
 @standard_options
@@ -49,6 +50,7 @@ def launch(
     resume: bool,
     trace: Path | None,
     outputs: Path | None,
+    blocking: bool,
     dry_run: bool,
     rank: int | None,
 ) -> None:
@@ -76,7 +78,9 @@ def launch(
         live=not output.as_json,
         debug=bool(click.get_current_context().params["debug"]),
     )
-    run = Launch(manifest, device, steps, data, seed, checkpoint, checkpoint_every, resume, trace, outputs)
+    run = Launch(manifest, device, steps, data, seed, checkpoint, checkpoint_every, resume, trace, outputs, blocking)
+    if dry_run and blocking:
+        raise click.UsageError("--dry-run exchanges nothing: leave out --blocking")
     if dry_run:
         report = run.rehearse(rank or 0)
         output.result(report, rehearsal_table(report))

@@ -33,6 +33,7 @@ class Launch:
     resume: bool
     trace: Path | None
     outputs: Path | None
+    blocking: bool
 
     def start(self, gang: Gang, note: Callable[[str], None]) -> list[dict[str, object]]:
         """Run the ranks and return their step reports. Raises as `launch_program`."""
@@ -88,6 +89,7 @@ class Launch:
         found = ["--device", self.device, "--steps", str(self.steps), "--report", str(scratch / "report.jsonl")]
         if self.checkpoint is not None:
             found += ["--checkpoint", str(self.checkpoint.absolute()), "--resume"]
+        found += ["--blocking"] if self.blocking else []
         values = {
             "--data": self.data,
             "--seed": self.seed,

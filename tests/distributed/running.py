@@ -147,7 +147,7 @@ def expected_step(graph: Graph, loss: str, folder: Path, batch: Mapping[str, np.
     return Step(total.item(), gradients)
 
 
-def run_step(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray]) -> Step:
+def run_step(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray], *options: str) -> Step:
     """One training step on the pool; fails where ranks disagree on a block that several hold."""
     manifest = read_manifest(folder)
     record = folder.with_name(folder.name + ".record")
@@ -156,7 +156,7 @@ def run_step(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray]) -> Ste
     report = record / "report.jsonl"
     report.unlink(missing_ok=True)
     record.mkdir(exist_ok=True)
-    arguments = ("--device", "cpu", "--data", data, "--record", record, "--report", report)
+    arguments = ("--device", "cpu", "--data", data, "--record", record, "--report", report, *options)
     pools.of(manifest.world_size).run(folder, *arguments)
     gradients: dict[int, np.ndarray] = {}
     for rank, shards in enumerate(manifest.shards):
@@ -186,12 +186,12 @@ def assert_equal_steps(found: Step, expected: Step, tolerance: float) -> None:
         assert far <= tolerance, f"gradient of parameter {index} is off by {far:.2e}"
 
 
-def run_forward(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def run_forward(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray], *options: str) -> dict[str, np.ndarray]:
     """The outputs of one step of inference on the pool."""
     data, outputs = folder.with_name("batch.npz"), folder.with_name("outputs.npz")
     np.savez(data, **{f"{name}": array for name, array in batch.items()})
     manifest = read_manifest(folder)
-    pools.of(manifest.world_size).run(folder, "--device", "cpu", "--data", data, "--outputs", outputs)
+    pools.of(manifest.world_size).run(folder, "--device", "cpu", "--data", data, "--outputs", outputs, *options)
     return read_outputs(outputs)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from autopipe.ir.dtype import DType
 from autopipe.ir.graph import Graph
-from autopipe.ir.placement import Placement, Split, Stage, stage_edges
+from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.stage_graph import StageGraph
 from tests.distributed.builder import Builder
@@ -92,4 +93,9 @@ def test_gradients_of_one_device(pools: Pools, tmp_path: Path, groups: str, reco
     folder = tmp_path / "program"
     write(graph, placement, schedule, loss, folder)
     batch = batch_of(graph, 5)
-    assert_equal_steps(run_step(pools, folder, batch), expected_step(graph, loss, folder, batch, 5), 1e-9)
+    found = run_step(pools, folder, batch)
+    assert_equal_steps(found, expected_step(graph, loss, folder, batch, 5), 1e-9)
+    waiting = run_step(pools, folder, batch, "--blocking")
+    assert waiting.loss == found.loss
+    for index, gradient in found.gradients.items():
+        assert np.array_equal(waiting.gradients[index], gradient)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.distributed.builder import evaluate
 from tests.distributed.drawing import ROWS, Case, cases
@@ -32,10 +33,12 @@ RANDOM = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
+OPTIONS = st.sampled_from([(), ("--blocking",)])
+
 
 @RANDOM
-@given(case=cases(train=True))
-def test_training_computes_loss_and_gradients(pools: Pools, case: Case) -> None:
+@given(case=cases(train=True), options=OPTIONS)
+def test_training_computes_loss_and_gradients(pools: Pools, case: Case, options: tuple[str, ...]) -> None:
     assert case.loss is not None
     with TemporaryDirectory() as folder:
         program = Path(folder) / "program"
@@ -43,17 +46,17 @@ def test_training_computes_loss_and_gradients(pools: Pools, case: Case) -> None:
         count = case.schedule.micro_batches
         batch = batch_of(case.graph, count, below=ROWS)
         expected = expected_step(case.graph, case.loss, program, batch, count)
-        assert_equal_steps(run_step(pools, program, batch), expected, 1e-9)
+        assert_equal_steps(run_step(pools, program, batch, *options), expected, 1e-9)
 
 
 @RANDOM
-@given(case=cases(train=False))
-def test_inference_gives_every_output(pools: Pools, case: Case) -> None:
+@given(case=cases(train=False), options=OPTIONS)
+def test_inference_gives_every_output(pools: Pools, case: Case, options: tuple[str, ...]) -> None:
     with TemporaryDirectory() as folder:
         program = Path(folder) / "program"
         write(case.graph, case.placement, case.schedule, None, program)
         batch = batch_of(case.graph, case.schedule.micro_batches, below=ROWS)
-        found = run_forward(pools, program, batch)
+        found = run_forward(pools, program, batch, *options)
         parameters = drawn_parameters(case.graph, program)
         parts = [
             evaluate(case.graph, parameters | inputs)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from autopipe.backends.torch.runtime.pending import Arrival
+from autopipe.backends.torch.runtime.pending import Arrival, Departure
 from autopipe.backends.torch.runtime.report import Reporter, peak_memory
 from autopipe.backends.torch.runtime.transport import Transport
 
@@ -53,10 +53,10 @@ class DryTransport(Transport):
 
             dist.init_process_group("fake", rank=self.rank, world_size=self.world_size, store=FakeStore())
 
-    def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> None:
+    def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> Departure:
         """Count what would go."""
         self.sent[rank] += tensor.nbytes
-        super().send(tensor, rank, channel, gradient)
+        return super().send(tensor, rank, channel, gradient)
 
     def receive(self, like: tuple[torch.dtype, tuple[int, ...]], rank: int, channel: int, gradient: bool) -> Arrival:
         """Zeros instead of what would come."""

@@ -7,14 +7,21 @@ gives at once only the gradients of what flows through the stage, as in Qi et al
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-Waiting = list[Callable[[], None]]
+Waiting = deque[Callable[[], None]]
 """Gradients of parameters not computed yet: each call adds one operator's to `parameter.grad`."""
+
+
+def compute_all(waiting: Waiting) -> None:
+    """Compute them, in the order in which they were queued, each freeing what it alone needed."""
+    while waiting:
+        waiting.popleft()()
 
 
 class Later:
@@ -23,7 +30,7 @@ class Later:
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         # A bias is no such parameter: its gradient is a sum, cheaper computed than waited for.
         self._weights = {id(each) for each in parameters if each.requires_grad and each.dim() > 1}
-        self._waiting: Waiting = []
+        self._waiting: Waiting = deque()
         self.used = False
         """Whether a forward has called an operator such that gradients may wait."""
 
@@ -45,7 +52,7 @@ class Later:
 
     def take(self) -> Waiting:
         """What has been queued since the last time."""
-        taken, self._waiting = self._waiting, []
+        taken, self._waiting = self._waiting, deque()
         return taken
 
 

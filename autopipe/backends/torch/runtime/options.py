@@ -28,6 +28,8 @@ class Options:
     """File for one JSON line a step, written by rank 0."""
     outputs: Path | None = None
     """`.npz` file for the outputs of inference."""
+    blocking: bool = False
+    """Wait for every message where it is sent or received, instead of where it is used."""
     dry_run: bool = False
     """Run without the other ranks, one step, and report what it does."""
 
@@ -46,5 +48,6 @@ def parse_options(arguments: list[str]) -> Options:
     parser.add_argument("--record", type=Path)
     parser.add_argument("--report", type=Path)
     parser.add_argument("--outputs", type=Path)
+    parser.add_argument("--blocking", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     return Options(**vars(parser.parse_args(arguments)))

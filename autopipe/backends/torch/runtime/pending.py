@@ -8,21 +8,23 @@ import torch
 import torch.distributed as dist
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Arrival:
     """A tensor that is being received."""
 
-    work: dist.Work
+    work: dist.Work | None
     buffer: torch.Tensor
     device: torch.device
 
     def wait(self) -> torch.Tensor:
-        """The tensor, once it is there."""
-        self.work.wait()
+        """The tensor, once it is there. Over NCCL it is the device's current stream that waits."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None  # Gloo would wait a second time for ever.
         return self.buffer if self.buffer.device == self.device else self.buffer.to(self.device, non_blocking=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Departure:
     """A tensor that is being sent; it must not change or go away before it is gone."""
 
@@ -37,3 +39,4 @@ class Departure:
         """Wait until it has been sent."""
         if self.work is not None:
             self.work.wait()
+            self.work = None

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import torch
 
+from autopipe.backends.torch.runtime.blocking import BlockingStage, Turns
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer, TrainingState
 from autopipe.backends.torch.runtime.clock import Clock
 from autopipe.backends.torch.runtime.collectives import Group
@@ -51,6 +52,7 @@ class Rank:
         self._check_world()
         self.device = self.transport.device
         self.clock = Clock(self.device)
+        self.turns = Turns(self) if self.options.blocking else None
         self.stages: dict[int, Stage] = {}
         self.steps_done = 0
         self.parameters: dict[int, torch.Tensor] = {}
@@ -70,7 +72,8 @@ class Rank:
         """Add a stage: its module, and what it takes and gives."""
         arguments = Arguments(device=self.device)
         self._modules[number] = (module, arguments)
-        self.stages[number] = Stage(self, number, module, arguments, wires)
+        kind = Stage if self.turns is None else BlockingStage
+        self.stages[number] = kind(self, number, module, arguments, wires)
         return self.stages[number]
 
     def arguments_of(self, stage: int) -> Arguments:
@@ -95,6 +98,8 @@ class Rank:
         gradient_groups = {shard.ranks for shards in manifest.shards for shard in shards}
         transport.make_groups({*gradient_groups, *(entry.ranks for entry in manifest.stages)})
         transport.make_channels(manifest.channels)
+        if self.options.checkpoint is not None or self.options.blocking:
+            transport.make_patient_group()
         self.parameters = load_parameters(manifest, self.number, self.device, self.seed)
         names = {name for module, _ in self._modules.values() for name in module.CONSTANTS}
         constants = load_constants(manifest.folder, names, self.device)
@@ -116,7 +121,6 @@ class Rank:
     def _checkpointer(self) -> Checkpointer | None:
         if self.options.checkpoint is None:
             return None
-        self.transport.make_patient_group()
         shards = self.manifest.shards[self.number]
         state = TrainingState(self.manifest, shards, self.parameters, self.optimizer, self.device)
         return Checkpointer(self.options.checkpoint, self.manifest, self.transport, state)
@@ -141,7 +145,10 @@ class Rank:
         """Run one step and report it."""
         started = time.perf_counter()
         self.clock.begin_step()
-        step()
+        if self.turns is None:
+            step()
+        else:
+            self.turns.run(step)
         self.task = "update"
         if self.train:
             self._update()

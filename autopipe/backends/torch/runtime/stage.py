@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from autopipe.backends.torch.runtime.blocks import Block, added, extents, joined, part
-from autopipe.backends.torch.runtime.later import Waiting
+from autopipe.backends.torch.runtime.later import Waiting, compute_all
 from autopipe.backends.torch.runtime.parameters import Arguments
-from autopipe.backends.torch.runtime.pending import Arrival
+from autopipe.backends.torch.runtime.pending import Arrival, Departure
 from autopipe.backends.torch.runtime.recomputation import RandomState
 from autopipe.backends.torch.runtime.wiring import Data, Loss, Receive, Recompute, Send, Wire
 
@@ -45,16 +45,17 @@ class Stage:
         self._outputs: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = tuple(module.OUTPUTS.values())
         self._p = arguments
         self._data = [wire for wire in wires if isinstance(wire, Data)]
-        self._receives = [wire for wire in wires if isinstance(wire, Receive)]
-        self._sends = [wire for wire in wires if isinstance(wire, Send)]
+        self.receives = tuple(wire for wire in wires if isinstance(wire, Receive))
+        self.sends = tuple(wire for wire in wires if isinstance(wire, Send))
         self._loss = next((wire for wire in wires if isinstance(wire, Loss)), None)
         self._recomputes = rank.train and Recompute() in wires
         self._forward = module.forward
-        self._arrivals: dict[int, dict[int, Arrival]] = {}
-        self._gradient_arrivals: dict[int, dict[int, Arrival]] = {}
+        self._arriving: dict[tuple[int, bool], dict[int, Arrival]] = {}
+        """By micro-batch, and whether they are gradients, the messages that come, by channel."""
+        self._leaving: dict[tuple[int, bool], dict[int, torch.Tensor]] = {}
+        """In the same way what is to be sent."""
         self._handed: dict[int, dict[int, torch.Tensor]] = {}
         self._kept: dict[int, Kept] = {}
-        self._input_gradients: dict[int, Tensors] = {}
         self._waiting: dict[int, Waiting] = {}
         self.backwards = 0
         """Micro-batches of this step whose gradients of parameters are being or have been computed."""
@@ -67,12 +68,27 @@ class Stage:
 
     def receive(self, micro_batch: int, source: int | None = None) -> None:
         """Post the receives of the arguments that come from other ranks, all or those of one stage."""
-        arrivals = self._arrivals.setdefault(micro_batch, {})
-        for wire in self._receives:
-            if wire.rank != self._rank.number and source in (None, wire.stage):
-                dtype, shape = self._inputs[wire.argument]
-                like = (dtype, shape if wire.box is None else extents(wire.box))
-                arrivals[wire.channel] = self._rank.transport.receive(like, wire.rank, wire.channel, False)
+        for wire in self.receives:
+            if self._is_remote(wire) and source in (None, wire.stage):
+                self.ask(wire, micro_batch)
+
+    def _is_remote(self, wire: Receive | Send) -> bool:
+        return wire.rank != self._rank.number
+
+    def ask(self, wire: Receive | Send, micro_batch: int) -> Arrival:
+        """Post the receive of what comes along a wire: an argument, or the gradient of a result."""
+        gradient = isinstance(wire, Send)
+        dtype, shape = self._outputs[wire.result] if isinstance(wire, Send) else self._inputs[wire.argument]
+        like = (dtype, shape if wire.box is None else extents(wire.box))
+        arrival = self._rank.transport.receive(like, wire.rank, wire.channel, gradient)
+        self._arriving.setdefault((micro_batch, gradient), {})[wire.channel] = arrival
+        return arrival
+
+    def give(self, wire: Receive | Send, micro_batch: int) -> Departure:
+        """Start sending what goes along a wire: a result, or the gradient of an argument."""
+        gradient = isinstance(wire, Receive)
+        block = self._leaving[micro_batch, gradient].pop(wire.channel)
+        return self._rank.transport.send(block, wire.rank, wire.channel, gradient)
 
     def forward(self, micro_batch: int) -> None:
         """Wait for the arguments and compute."""
@@ -82,8 +98,11 @@ class Stage:
         random = RandomState.now(self._rank.device) if self._recomputes else None
         results = self._results(arguments, self._rank.train and not self._recomputes)
         self._rank.clock.add(task, start)
-        if self._rank.train or self._sends:
+        if self._rank.train:
             self._kept[micro_batch] = Kept(arguments, results, random)
+        self._leaving[micro_batch, False] = {
+            wire.channel: part(results[wire.result].detach(), wire.box) for wire in self.sends if self._is_remote(wire)
+        }
         if self._loss is not None:
             self.losses[micro_batch] = results[self._loss.result].detach()
         self._hand_over(micro_batch, results)
@@ -101,12 +120,12 @@ class Stage:
         parts: dict[str, list[Block]] = {}
         for data in self._data:
             found[data.argument] = self._rank.read(data.name, micro_batch, data.box)
-        arrivals = self._arrivals.pop(micro_batch, {})
+        arrivals = self._arriving.pop((micro_batch, False), {})
         handed = self._handed.pop(micro_batch, {})
-        for wire in self._receives:
-            tensor = handed[wire.channel] if wire.rank == self._rank.number else arrivals[wire.channel].wait()
+        for wire in self.receives:
+            tensor = arrivals[wire.channel].wait() if self._is_remote(wire) else handed[wire.channel]
             parts.setdefault(wire.argument, []).append((tensor, wire.box))
-        gradients = {wire.argument for wire in self._receives if wire.gradient}
+        gradients = {wire.argument for wire in self.receives if wire.gradient}
         for name, pieces in parts.items():
             tensor = joined(pieces, *self._inputs[name])
             found[name] = tensor.requires_grad_(True) if name in gradients and self._rank.train else tensor
@@ -114,8 +133,8 @@ class Stage:
 
     def _hand_over(self, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None:
         """Give results to stages on this same rank."""
-        for wire in self._sends:
-            if wire.rank == self._rank.number:
+        for wire in self.sends:
+            if not self._is_remote(wire):
                 block = part(results[wire.result].detach(), wire.box)
                 self._rank.stages[wire.stage].take(micro_batch, wire.channel, block)
 
@@ -126,24 +145,15 @@ class Stage:
 
     def send(self, micro_batch: int) -> None:
         """Start sending the results that other ranks need."""
-        kept = self._kept[micro_batch] if self._rank.train else self._kept.pop(micro_batch)
-        for wire in self._sends:
-            if wire.rank != self._rank.number:
-                block = part(kept.results[wire.result], wire.box)
-                self._rank.transport.send(block, wire.rank, wire.channel, False)
+        for wire in self.sends:
+            if self._is_remote(wire):
+                self.give(wire, micro_batch)
 
     def receive_gradient(self, micro_batch: int, source: int | None = None) -> None:
         """Post the receives of the results' gradients, all or those of one stage."""
-        kept = self._gradient_arrivals.setdefault(micro_batch, {})
-        for wire in self._sends:
-            if wire.gradient and wire.rank != self._rank.number and source in (None, wire.stage):
-                kept[wire.channel] = self._rank.transport.receive(
-                    self._result_like(wire), wire.rank, wire.channel, True
-                )
-
-    def _result_like(self, wire: Send) -> tuple[torch.dtype, tuple[int, ...]]:
-        dtype, shape = self._outputs[wire.result]
-        return dtype, shape if wire.box is None else extents(wire.box)
+        for wire in self.sends:
+            if wire.gradient and self._is_remote(wire) and source in (None, wire.stage):
+                self.ask(wire, micro_batch)
 
     def backward(self, micro_batch: int) -> None:
         """Wait for the results' gradients and compute those of parameters and arguments."""
@@ -151,7 +161,7 @@ class Stage:
         if not self._p.later.used:
             self._rank.before_last_gradients(self)
         self._propagate(micro_batch, "B")
-        self._compute_waiting(micro_batch)
+        self._rank.after_gradients(self)
 
     def input_gradient(self, micro_batch: int) -> None:
         """The first half of a backward: wait for the results' gradients and compute those of arguments."""
@@ -162,78 +172,85 @@ class Stage:
         self._rank.task = task = f"{self.number}W{micro_batch}"
         self.backwards += 1
         start = self._rank.clock.mark()
-        self._compute_waiting(micro_batch)
+        compute_all(self._waiting.pop(micro_batch))
         self._rank.clock.add(task, start)
-
-    def _compute_waiting(self, micro_batch: int) -> None:
-        for compute in self._waiting.pop(micro_batch):
-            compute()
         self._rank.after_gradients(self)
 
     def _propagate(self, micro_batch: int, phase: str) -> None:
-        """Run autograd, which leaves gradients of parameters waiting if the stage's backward is ever split."""
+        """Run autograd; gradients that a split backward leaves for later are left, or computed behind it."""
         self._rank.task = task = f"{self.number}{phase}{micro_batch}"
         kept = self._kept.pop(micro_batch)
+        incoming = self._incoming(kept, micro_batch)
         start = self._rank.clock.mark()
         if kept.random is not None:
             with kept.random.again():
                 kept.results = self._results(kept.arguments, True)
-        results, gradients = self._seeds(kept, micro_batch)
-        if results:
-            torch.autograd.backward(results, gradients)
-        self._waiting[micro_batch] = self._p.later.take()
+        seeds = self._seeds(kept, incoming)
+        if seeds:
+            torch.autograd.backward([result for result, _ in seeds], [gradient for _, gradient in seeds])
+        waiting = self._p.later.take()
+        if phase == "I":
+            self._waiting[micro_batch] = waiting
+        else:
+            compute_all(waiting)
         self._rank.clock.add(task, start)
-        input_gradients = {
+        gradients = {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             for name, tensor in kept.arguments.items()
             if tensor.requires_grad
         }
-        self._hand_back(micro_batch, input_gradients)
-        if any(wire.gradient and wire.rank != self._rank.number for wire in self._receives):
-            self._input_gradients[micro_batch] = input_gradients
+        self._hand_back(micro_batch, gradients)
+        self._leaving[micro_batch, True] = {
+            wire.channel: part(gradients[wire.argument], wire.box)
+            for wire in self.receives
+            if wire.gradient and self._is_remote(wire)
+        }
 
-    def _seeds(self, kept: Kept, micro_batch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The results that backward starts from, and their gradients."""
-        arrivals = self._gradient_arrivals.pop(micro_batch, {})
+    def _incoming(self, kept: Kept, micro_batch: int) -> dict[int, list[Block]]:
+        """Wait for the gradients of results, and give them by result."""
+        arrivals = self._arriving.pop((micro_batch, True), {})
         found: dict[int, list[Block]] = dict(kept.gradients)
-        for wire in self._sends:
+        for wire in self.sends:
             if wire.channel in arrivals:
                 found.setdefault(wire.result, []).append((arrivals[wire.channel].wait(), wire.box))
+        return found
+
+    def _seeds(self, kept: Kept, incoming: dict[int, list[Block]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The results that backward starts from, and their gradients."""
         if self._loss is not None:
             loss = kept.results[self._loss.result]
-            found.setdefault(self._loss.result, []).append((torch.full_like(loss, self._loss.share), None))
+            incoming.setdefault(self._loss.result, []).append((torch.full_like(loss, self._loss.share), None))
         if self._p.group.size > 1:
             # Exchanges in backward wait for the whole group, so a rank that no gradient comes to takes part too.
             for index in range(len(kept.results)):
-                found.setdefault(index, [])
-        seeds = [
+                incoming.setdefault(index, [])
+        return [
             (kept.results[index], added(pieces, kept.results[index]))
-            for index, pieces in sorted(found.items())
+            for index, pieces in sorted(incoming.items())
             if kept.results[index].requires_grad
         ]
-        return [result for result, _ in seeds], [gradient for _, gradient in seeds]
 
     def _hand_back(self, micro_batch: int, gradients: Tensors) -> None:
         """Give gradients to stages on this same rank."""
-        for wire in self._receives:
-            if wire.gradient and wire.rank == self._rank.number:
+        for wire in self.receives:
+            if wire.gradient and not self._is_remote(wire):
                 block = part(gradients[wire.argument], wire.box)
                 self._rank.stages[wire.stage].take_gradient(micro_batch, wire.channel, block)
 
     def take_gradient(self, micro_batch: int, channel: int, tensor: torch.Tensor) -> None:
         """The gradient of a result from a stage on this rank."""
-        wire = next(wire for wire in self._sends if wire.channel == channel)
+        wire = next(wire for wire in self.sends if wire.channel == channel)
         self._kept[micro_batch].gradients.setdefault(wire.result, []).append((tensor, wire.box))
 
     def send_gradient(self, micro_batch: int) -> None:
         """Start sending the arguments' gradients to where the arguments came from."""
-        gradients = self._input_gradients.pop(micro_batch)
-        for wire in self._receives:
-            if wire.gradient and wire.rank != self._rank.number:
-                self._rank.transport.send(part(gradients[wire.argument], wire.box), wire.rank, wire.channel, True)
+        for wire in self.receives:
+            if wire.gradient and self._is_remote(wire):
+                self.give(wire, micro_batch)
 
     def end_step(self) -> None:
         """Forget the step's micro-batches."""
         self._kept.clear()
+        self._leaving.clear()
         self.losses.clear()
         self.backwards = 0

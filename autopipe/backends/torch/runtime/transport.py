@@ -77,7 +77,7 @@ class Transport:
         """The group of these ranks; None stands for the whole world."""
         return self._groups.get(ranks)
 
-    def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> None:
+    def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> Departure:
         """Send without waiting."""
         tensor = tensor.detach().contiguous()
         if self.staged:
@@ -85,9 +85,11 @@ class Transport:
             host.copy_(tensor)
             tensor = host
         work = dist.isend(tensor, rank, group=self._channels.get((channel, gradient)), tag=_tag(channel, gradient))
-        self._departures.append(Departure(work, tensor))
+        departure = Departure(work, tensor)
+        self._departures.append(departure)
         while self._departures and self._departures[0].is_gone():
             self._departures.popleft()
+        return departure
 
     def receive(self, like: tuple[torch.dtype, tuple[int, ...]], rank: int, channel: int, gradient: bool) -> Arrival:
         """Post a receive; the arrival is waited for where the tensor is used."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopipe.backends.torch.runtime.later import Later
+from autopipe.backends.torch.runtime.later import Later, compute_all
 
 Forward = Callable[[Later, torch.Tensor, list[torch.Tensor]], torch.Tensor]
 
@@ -54,8 +54,7 @@ def test_gradients_equal_undeferred_ones(forward: Forward) -> None:
     assert x.grad is None or torch.equal(x.grad, plain_x.grad)  # type: ignore[arg-type]
     waiting = later.take()
     assert waiting and weights[0].grad is None
-    for compute in waiting:
-        compute()
+    compute_all(waiting)
     for found, expected in zip(weights, plain, strict=True):
         if expected.grad is None:
             assert found.grad is None
@@ -75,8 +74,7 @@ def test_each_half_does_its_own_products() -> None:
         result.sum().backward()
     assert counter.get_total_flops() == 2 * product
     with FlopCounterMode(display=False) as counter:
-        for compute in later.take():
-            compute()
+        compute_all(later.take())
     assert counter.get_total_flops() == 2 * product
 
 
@@ -110,9 +108,7 @@ def test_what_waits_keeps_only_what_it_needs() -> None:
     del operand, after
     assert _holders(needed) > alone
     assert _holders(other) == alone
-    waiting = later.take()
-    while waiting:
-        waiting.pop()()
+    compute_all(later.take())
     assert _holders(needed) == alone
 
 

@@ -1,0 +1,121 @@
+"""Stages that wait for every message right where they come to it: what overlapping messages with tasks is measured by.
+
+A generated step sends and posts receives where that overlaps best; waiting at those places would deadlock. So these
+stages take no notice of them, and exchange messages between tasks as the one order of all ranks has it (`turns`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import astuple
+from typing import TYPE_CHECKING
+
+from autopipe.backends.torch.runtime.stage import Stage
+from autopipe.backends.torch.runtime.turns import End, Message, Turn, turns_of
+from autopipe.backends.torch.runtime.wiring import Receive, Send
+from autopipe.ir.schedule import Phase, Task
+
+if TYPE_CHECKING:
+    from autopipe.backends.torch.runtime.rank import Rank
+
+
+class BlockingStage(Stage):
+    """A stage whose messages are `Turns`' to exchange."""
+
+    def receive(self, micro_batch: int, source: int | None = None) -> None:
+        """Nothing: see `Turns`."""
+
+    def send(self, micro_batch: int) -> None:
+        """Nothing: see `Turns`."""
+
+    def receive_gradient(self, micro_batch: int, source: int | None = None) -> None:
+        """Nothing: see `Turns`."""
+
+    def send_gradient(self, micro_batch: int) -> None:
+        """Nothing: see `Turns`."""
+
+    def forward(self, micro_batch: int) -> None:
+        """Exchange what comes before, and compute."""
+        if self._comes_to(Phase.FORWARD, micro_batch):
+            super().forward(micro_batch)
+
+    def backward(self, micro_batch: int) -> None:
+        """Exchange what comes before, and compute."""
+        if self._comes_to(Phase.BACKWARD, micro_batch):
+            super().backward(micro_batch)
+
+    def input_gradient(self, micro_batch: int) -> None:
+        """Exchange what comes before, and compute."""
+        if self._comes_to(Phase.INPUT_GRADIENT, micro_batch):
+            super().input_gradient(micro_batch)
+
+    def weight_gradient(self, micro_batch: int) -> None:
+        """Exchange what comes before, and compute."""
+        if self._comes_to(Phase.WEIGHT_GRADIENT, micro_batch):
+            super().weight_gradient(micro_batch)
+
+    def _comes_to(self, phase: Phase, micro_batch: int) -> bool:
+        assert self._rank.turns is not None
+        return self._rank.turns.come_to(Task(self.number, phase, micro_batch))
+
+
+class Turns:
+    """This rank's tasks and messages in the one order of all ranks, for one step after the other."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._tasks: list[Task] = []
+        self._order: list[Turn] = []
+        self._rest: deque[Turn] = deque()
+
+    def run(self, step: Callable[[], None]) -> None:
+        """Run a step, the first time after a walk through it that only notes its tasks."""
+        if not self._order:
+            step()
+            self._order = self._agree()
+        self._rest.extend(self._order)
+        step()
+        self._exchange_until(None)
+
+    def come_to(self, task: Task) -> bool:
+        """Exchange what comes before a task, and say whether to run it now."""
+        if not self._order:
+            self._tasks.append(task)
+            return False
+        self._exchange_until(task)
+        return True
+
+    def _exchange_until(self, task: Task | None) -> None:
+        while self._rest:
+            turn = self._rest.popleft()
+            if turn == task:
+                return
+            assert isinstance(turn, Message), f"{turn} is left out"
+            self._exchange(turn)
+
+    def _exchange(self, message: Message) -> None:
+        """Send or receive, and wait for it."""
+        end, number = message.end, self._rank.number
+        if number == end.source_rank:
+            stage = self._rank.stages[end.source_stage]
+            wire: Send | Receive = next(each for each in stage.sends if each.channel == end.channel)
+        else:
+            stage = self._rank.stages[end.target_stage]
+            wire = next(each for each in stage.receives if each.channel == end.channel)
+        sends = message.ranks[0] == number
+        (stage.give if sends else stage.ask)(wire, message.micro_batch).wait()
+
+    def _agree(self) -> list[Turn]:
+        """Tell the others this rank's tasks and channels, and order those of all."""
+        own = {"tasks": [str(task) for task in self._tasks], "ends": [astuple(end) for end in self._ends()]}
+        every = [json.loads(data) for data in self._rank.transport.gather_bytes(json.dumps(own).encode())]
+        ends = sorted((End(*end) for each in every for end in each["ends"]), key=lambda end: end.channel)
+        return turns_of([[Task.parse(task) for task in each["tasks"]] for each in every], ends)[self._rank.number]
+
+    def _ends(self) -> Iterable[End]:
+        number = self._rank.number
+        for stage in self._rank.stages.values():
+            for wire in stage.sends:
+                yield End(wire.channel, stage.number, number, wire.stage, wire.rank, wire.gradient and self._rank.train)
