@@ -27,7 +27,7 @@ def even_stages(model: CostedModel, chain: Chain, nodes: Sequence[int], count: i
             f"{len(blocks)} operators cannot be cut into {count} stages", hint="take fewer devices or fewer chunks"
         )
     seconds = np.array([model.weighs(block) for block in blocks])
-    stops = _best_stops(seconds, _crossing_seconds(model, blocks), count)
+    stops = best_stops(seconds, _crossing_seconds(model, blocks), count)
     starts = [0, *stops[:-1]]
     return tuple(
         tuple(sorted(node for block in blocks[start:stop] for node in block))
@@ -53,7 +53,7 @@ def _crossing_seconds(model: CostedModel, blocks: Sequence[tuple[int, ...]]) -> 
     return crossing
 
 
-def _best_stops(seconds: NDArray[np.float64], crossing: NDArray[np.float64], count: int) -> list[int]:
+def best_stops(seconds: NDArray[np.float64], crossing: NDArray[np.float64], count: int) -> list[int]:
     """Where each of `count` runs ends: the largest sum of a run is least, what crosses its ends counted with it."""
     places = len(seconds) + 1
     done = np.concatenate(([0.0], np.cumsum(seconds)))

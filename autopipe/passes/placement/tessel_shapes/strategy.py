@@ -63,14 +63,16 @@ class TesselShapes:
     def run(self, problem: Problem) -> Placement:
         """The placement. Raises InfeasibleError where the model does not have the shape or memory does not hold it."""
         model = costed_model(problem)
-        if self.shape != "auto":
-            return fitted(problem, self._placed(model, self.shape))
+        return fitted(problem, self._found(model) if self.shape == "auto" else self._placed(model, self.shape))
+
+    def _found(self, model: CostedModel) -> Placement:
+        """The first shape that the model has."""
         for shape in ("nn", "m", "k"):
             try:
-                return fitted(problem, self._placed(model, shape, only_large=True))
+                return self._placed(model, shape, only_large=True)
             except InfeasibleError:
                 continue
-        return fitted(problem, self._placed(model, "v"))
+        return self._placed(model, "v")
 
     def _placed(self, model: CostedModel, shape: str, only_large: bool = False) -> Placement:
         if shape == "k":

@@ -1,0 +1,47 @@
+"""Cuts and devices against every way there is."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopipe.passes.placement.tessel_shapes.cuts import best_stops
+from autopipe.passes.placement.tessel_shapes.devices import shared_out, visited
+
+SECONDS = st.lists(st.integers(0, 9), min_size=1, max_size=8)
+
+
+@given(SECONDS, st.data())
+def test_the_slowest_run_is_fastest(seconds: list[int], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, len(seconds)))
+    inner = data.draw(st.lists(st.integers(0, 5), min_size=len(seconds) - 1, max_size=len(seconds) - 1))
+    crossing = np.array([0, *inner, 0], float)
+
+    def slowest(stops: tuple[int, ...]) -> float:
+        runs = zip((0, *stops[:-1]), stops, strict=True)
+        return float(max(sum(seconds[start:stop]) + crossing[start] + crossing[stop] for start, stop in runs))
+
+    found = tuple(best_stops(np.array(seconds, float), crossing, count))
+    every = [(*cuts, len(seconds)) for cuts in itertools.combinations(range(1, len(seconds)), count - 1)]
+    assert found in every
+    assert slowest(found) == min(map(slowest, every))
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(0, 6))
+def test_devices_go_where_most_work_is(weights: list[int], more: int) -> None:
+    devices = len(weights) + more
+    groups = shared_out(weights, devices)
+    assert [device for group in groups for device in group] == list(range(devices))
+    every = (
+        counts for counts in itertools.product(range(1, devices + 1), repeat=len(weights)) if sum(counts) == devices
+    )
+    least = min(max(weight / count for weight, count in zip(weights, counts, strict=True)) for counts in every)
+    assert max(weight / len(group) for weight, group in zip(weights, groups, strict=True)) == least
+
+
+def test_chunks_visit_each_device_equally_often() -> None:
+    assert visited((2, 3), 3, wave=False) == (2, 3, 2, 3, 2, 3)
+    assert visited((2, 3), 3, wave=True) == (2, 3, 3, 2, 2, 3)

@@ -1,0 +1,188 @@
+"""The shapes on models of the zoo: which nodes stand where, what is split, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from autopipe.configs.zoo import build, configure
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.placement import Placement, stage_edges
+from autopipe.ir.problem import Constraint, Problem
+from autopipe.passes.cost.stages import stage_costs
+from autopipe.passes.cost.work import annotate
+from autopipe.passes.frontend import read_model
+from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
+from tests.passes.cost.graphs import cluster
+
+GPT = (("layers", "4"), ("vocabulary", "1024"), ("sequence", "16"))
+MT5 = (("layers", "2"), ("vocabulary", "2048"))
+FLAVA = (("text_layers", "4"), ("image_layers", "4"))
+"""Models of the zoo as (name, settings)."""
+
+
+@cache
+def model_problem(name: str, settings: tuple[tuple[str, str], ...], devices: int = 4, loss: bool = True) -> Problem:
+    """Training of a model on micro-batches of two samples; inference without a loss."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        build(configure(name, dict(settings) | {"loss": str(loss).lower()})).save(path)
+        model = read_model(path, dims={}, batch=2, batch_axes={}, loss=None, mode=None, frozen=())
+    links = cluster(devices, memory=10**11, latency=1e-9)
+    return Problem(model.graph, annotate(model.graph), links, 8, 4, model.mode, model.loss or None)
+
+
+def placed(problem: Problem, **options: Any) -> Placement:
+    strategy = TesselShapes(**options)
+    strategy.requires(problem)
+    placement = strategy.run(problem)
+    placement.verify(problem.graph)
+    return placement
+
+
+def ops(problem: Problem, placement: Placement, stage: int) -> list[str]:
+    return [problem.graph.nodes[node].op for node in placement.stages[stage].nodes]
+
+
+def axes(problem: Problem, placement: Placement, stage: int) -> Mapping[str, str]:
+    """The split of each node of a stage, by the node's name."""
+    splits = placement.stages[stage].splits
+    return {problem.graph.nodes[node].name: " ".join(map(str, cuts)) for node, cuts in splits}
+
+
+def groups(placement: Placement) -> list[tuple[int, ...]]:
+    return [stage.devices for stage in placement.stages]
+
+
+ALL = (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("shape", ["m", "auto"])
+def test_gpt_is_an_m(shape: str) -> None:
+    problem = model_problem("gpt", GPT)
+    placement = placed(problem, shape=shape)
+    assert groups(placement) == [ALL, (0,), (1,), (2,), (3,), ALL]
+    assert stage_edges(problem.graph, placement) == ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
+    assert axes(problem, placement, 0) == {"/token_embedding/Gather": "d0:4"}
+    assert axes(problem, placement, 5) == {
+        "/head/Transpose": "d0:4",
+        "/head/MatMul": "n:4",
+        "/loss/Reshape": "a2:4",
+        "/loss/SoftmaxCrossEntropyLoss": "c:4",
+    }
+    costs = stage_costs(problem, placement)
+    assert costs[0].parameter_bytes == 1024 * 64 * 4 / 4, "a quarter of the table on each device"
+    chain = [cost.forward_s + cost.backward_s for cost in costs[1:5]]
+    assert max(chain) < 1.1 * min(chain)
+
+
+def test_an_embedding_and_a_head_of_its_own_are_both_shared() -> None:
+    problem = model_problem("mt5", (*MT5, ("tied", "false")))
+    placement = placed(problem, shape="m")
+    assert groups(placement) == [ALL, (0,), (1,), (2,), (3,), ALL]
+    assert set(axes(problem, placement, 0).values()) == {"d0:4"}, "both lookups"
+    assert len(axes(problem, placement, 0)) == 2
+    assert axes(problem, placement, 5)["/head/MatMul"] == "n:4"
+
+
+@pytest.mark.parametrize("shape", ["nn", "auto"])
+def test_mt5_is_an_nn(shape: str) -> None:
+    problem = model_problem("mt5", MT5)
+    placement = placed(problem, shape=shape)
+    assert groups(placement) == [ALL, (0,), (1,), ALL, (2,), (3,), ALL]
+    assert ops(problem, placement, 0)[0] == ops(problem, placement, 3)[0] == "Gather"
+    assert axes(problem, placement, 3) == {"/target_embedding/Gather": "d0:4"}
+    names = {problem.graph.nodes[node].name.split("/")[1] for node in placement.stages[1].nodes}
+    assert all(name.startswith("encoder") for name in names)
+
+
+@pytest.mark.parametrize("shape", ["k", "auto"])
+def test_flava_is_a_k(shape: str) -> None:
+    problem = model_problem("flava", FLAVA)
+    placement = placed(problem, shape=shape)
+    assert groups(placement) == [(0,), (1,), (2,), (3,), ALL]
+    assert stage_edges(problem.graph, placement) == ((0, 1), (1, 4), (2, 3), (3, 4))
+    split = axes(problem, placement, 4)
+    layer = {name.removeprefix("/cross/layers.0"): axis for name, axis in split.items() if "layers.0" in name}
+    assert layer["/attention/query/MatMul"] == layer["/feed_forward/up/MatMul"] == "n:4", "by columns"
+    assert layer["/attention/MatMul_1"] == "h:4", "by heads"
+    assert layer["/attention/output/MatMul"] == layer["/feed_forward/down/MatMul"] == "k:4", "by rows"
+    assert not any("norm" in name for name in split)
+
+
+def test_v_and_x_run_over_the_devices_and_back() -> None:
+    problem = model_problem("gpt", GPT)
+    single, both = placed(problem, shape="v"), placed(problem, shape="x")
+    assert groups(single) == [(0,), (1,), (2,), (3,)]
+    assert groups(both) == [*groups(single), (3,), (2,), (1,), (0,)]
+    assert [stage.pipeline for stage in both.stages] == [0] * 4 + [1] * 4
+    assert [stage.nodes for stage in both.stages[4:]] == [stage.nodes for stage in single.stages]
+
+
+def test_chunks_go_round_or_back_and_forth() -> None:
+    problem = model_problem("gpt", GPT)
+    assert groups(placed(problem, shape="v", chunks=2)) == [(0,), (1,), (2,), (3,)] * 2
+    assert groups(placed(problem, shape="v", chunks=2, wave=True)) == [(0,), (1,), (2,), (3,), (3,), (2,), (1,), (0,)]
+    assert groups(placed(problem, shape="m", chunks=2)) == [ALL, *[(0,), (1,), (2,), (3,)] * 2, ALL]
+
+
+def test_inference_leaves_the_logits_in_shards() -> None:
+    problem = model_problem("gpt", GPT, loss=False)
+    placement = placed(problem)
+    assert axes(problem, placement, 5) == {"/head/Transpose": "d0:4", "/head/MatMul": "n:4"}
+
+
+def test_small_tables_and_no_branches_make_a_v() -> None:
+    problem = model_problem("gpt", (("layers", "8"), ("vocabulary", "128")))
+    assert groups(placed(problem)) == [(0,), (1,), (2,), (3,)]
+    assert groups(placed(problem, shape="m"))[::5] == [ALL, ALL], "asked for, the largest table is shared"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "options", "message"),
+    [
+        ("gpt", (("vocabulary", "1021"),), {"shape": "m"}, "4 devices cannot share the 1021 rows of 'token_embedding"),
+        ("gpt", (("vocabulary", "1021"),), {"shape": "m"}, "pad it to 1024 in the model"),
+        (
+            "gpt",
+            GPT,
+            {"shape": "nn"},
+            "2 chains between large tables, and the lookups in 'token_embedding.weight' leave 1",
+        ),
+        ("gpt", GPT, {"shape": "k"}, "shape k puts branches on devices of their own, and the model has none"),
+        ("candle-uno", (), {"shape": "m"}, "shares lookups in large tables among all devices, and the model has none"),
+        ("gpt", GPT, {"shape": "v", "chunks": 100}, "cannot be cut into 400 stages"),
+    ],
+)
+def test_models_without_the_shape(
+    name: str, settings: tuple[tuple[str, str], ...], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InfeasibleError) as error:
+        placed(model_problem(name, settings), **options)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"shape": "w"}, "there is no shape 'w'"), ({"chunks": 0}, "chunks is 0")]
+)
+def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        TesselShapes(**options).requires(model_problem("gpt", GPT))
+
+
+def test_constraints_are_refused() -> None:
+    problem = replace(model_problem("gpt", GPT), constraints=(Constraint("*", stage=0),))
+    with pytest.raises(ConfigurationError, match="tessel_shapes follows no constraints"):
+        TesselShapes().requires(problem)
+
+
+def test_memory_that_holds_no_shape_is_named() -> None:
+    problem = replace(model_problem("gpt", GPT), memory_limit=200_000)
+    with pytest.raises(InfeasibleError, match=r"of 6 needs? .* on device 0, .* over the limit of 0\.19 MiB"):
+        placed(problem)
