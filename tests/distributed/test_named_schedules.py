@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.ir.cluster import Cluster
 from autopipe.ir.dtype import DType
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.graph import Graph
@@ -64,34 +63,34 @@ def shared_ends(graph: Graph) -> tuple[Stage, ...]:
     return (*stages, Stage(last, There, SAMPLES, axes.splits(last, RANKS)))
 
 
-def placements(graph: Graph) -> dict[str, Placement]:
-    """Placements by name; those that few schedules take come first."""
-    return {
-        "waves": Placement(line(graph, (There + Back) * 2)),
-        "opposite": Placement(line(graph, There) + line(graph, Back, 1)),
-        "vee": Placement(line(graph, There + Back)),
-        "loops": Placement(line(graph, There * 2)),
-        "shared": Placement(shared_ends(graph)),
-        "chain": Placement(line(graph, There)),
-    }
+def placements(graph: Graph) -> tuple[Placement, ...]:
+    """Two waves, two opposite pipelines, a V, two loops, a chain between shared ends, a chain."""
+    stages = (
+        line(graph, (There + Back) * 2),
+        line(graph, There) + line(graph, Back, 1),
+        line(graph, There + Back),
+        line(graph, There * 2),
+        shared_ends(graph),
+        line(graph, There),
+    )
+    return tuple(map(Placement, stages))
 
 
 def problem_of(graph: Graph, loss: str, micro_batches: int) -> Problem:
-    devices: Cluster = cluster(RANKS)
     batch = SAMPLES * micro_batches
-    return Problem(graph, annotate(graph, "fp32"), devices, batch, micro_batches, Mode.TRAIN, loss)
+    return Problem(graph, annotate(graph, "fp32"), cluster(RANKS), batch, micro_batches, Mode.TRAIN, loss)
 
 
-def scheduled(name: str, problem: Problem) -> tuple[str, Placement, Schedule] | None:
+def scheduled(name: str, problem: Problem) -> tuple[Placement, Schedule] | None:
     """The first placement that the scheduler takes, with what it makes of it; None where it takes none."""
     scheduler = scheduler_class(name)()
-    for form, placement in placements(problem.graph).items():
+    for placement in placements(problem.graph):
         try:
             scheduler.requires(problem, placement)
         except AutopipeError as error:
             assert "\n" not in str(error)
             continue
-        return form, placement, scheduler.run(problem, placement)
+        return placement, scheduler.run(problem, placement)
     return None
 
 
@@ -104,7 +103,7 @@ def test_gradients_are_those_of_one_device(pools: Pools, tmp_path: Path, name: s
     if found is None:
         assert micro_batches == 5, f"{name} takes none of the placements"
         return
-    _, placement, schedule = found
+    placement, schedule = found
     stages = StageGraph.of(problem, placement)
     schedule.verify(stages, train=True)
     assert simulate(schedule, stages.stage_devices, predict(problem, placement)).end > 0
