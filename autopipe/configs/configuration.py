@@ -174,7 +174,7 @@ class Configuration:
     strategy: Choice = field(default=Choice("pipedream"), metadata={"flag": "--strategy"})
     """The strategy that makes the placement, with its options."""
 
-    schedule: Choice = field(default=Choice("1f1b"), metadata={"flag": "--schedule"})
+    schedule: Choice = field(default=Choice("tessel"), metadata={"flag": "--schedule"})
     """The scheduler that orders the tasks, with its options."""
 
     constraints: tuple[Constraint, ...] = ()

@@ -28,7 +28,7 @@ def plans(tmp_path_factory):
 def test_plans_stand_side_by_side(plans, capsys):
     assert main(["compare", *(str(plans / name) for name in ("one", "two", "gpipe"))]) == 0
     lines = {line.split("  ")[0].strip(): line for line in capsys.readouterr().out.splitlines()}
-    assert lines["schedule"].split() == ["schedule", "1f1b", "1f1b", "gpipe"]
+    assert lines["schedule"].split() == ["schedule", "tessel", "tessel", "gpipe"]
     assert lines["devices"].split() == ["devices", "1", "2", "2"]
 
 

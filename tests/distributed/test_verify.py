@@ -97,7 +97,7 @@ def test_files_say_what_they_are(tmp_path: Path) -> None:
     plan = json.loads((tmp_path / "plan" / "plan.json").read_text(encoding="utf-8"))
     assert len(ranks) == 2
     for rank, text in enumerate(ranks):
-        assert text.startswith(f'"""Rank {rank} of 2: stages {rank}; 1f1b, 4 micro-batches of 2 (plan ')
+        assert text.startswith(f'"""Rank {rank} of 2: stages {rank}; tessel, 4 micro-batches of 2 (plan ')
         assert f"bubble {plan['summary']['bubble_rate']:.1%}" in text
         assert f"{rank}F0" in text
     assert "Stage 1 of 2, on device 1." in (program / "stage_01.py").read_text(encoding="utf-8")

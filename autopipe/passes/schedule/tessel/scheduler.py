@@ -167,7 +167,9 @@ def _better(new: _Answer, old: _Answer | None, worth: float = 0.0) -> _Answer:
 
 def _proven(answer: _Answer, bound: float) -> Schedule:
     """The schedule with what is known of it: of a step that nothing can be shorter than, no search need tell."""
-    proof = answer.schedule.proof or Proof(answer.name, bound, optimal=answer.step <= bound * (1 + SAME))
+    proof = answer.schedule.proof or Proof(answer.name, bound, optimal=False)
     if answer.schedule.period is None:
         proof = replace(proof, lower_bound=max(proof.lower_bound, bound))
+        if answer.step <= bound * (1 + SAME):
+            proof = replace(proof, optimal=True, rounding=0.0)
     return replace(answer.schedule, proof=proof)

@@ -1,0 +1,96 @@
+"""The searching scheduler on real models: never worse than the published ones, within memory, honest about proofs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autopipe.configs.load import load_configuration, resolve_cluster
+from autopipe.configs.zoo import build, configure
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.problem import Mode
+from autopipe.ir.schedule import Phase
+from autopipe.ir.serial.plan_file import read_plan, write_plan
+from autopipe.passes.pipeline import Request, make_plan
+from autopipe.passes.placement.pipedream.strategy import PipeDream
+from autopipe.passes.schedule.named.gpipe import GPipe
+from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
+from autopipe.passes.schedule.simulate import simulate
+from autopipe.passes.schedule.tessel.scheduler import Tessel
+
+
+TESSEL = Tessel()
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "gpt.onnx"
+    settings = {"layers": "4", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
+    build(configure("gpt", settings)).save(path)
+    return path
+
+
+def request(model, scheduler=TESSEL, devices=4, **given):
+    cluster = resolve_cluster(load_configuration(words={"--gpus": str(devices)}))
+    return Request(model, cluster, PipeDream(), scheduler, **given)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("micro_batches", [1, 3, 16])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_no_step_is_longer_than_a_published_ones(gpt, devices, micro_batches, mode):
+    given = {"batch_size": micro_batches, "micro_batches": micro_batches, "mode": mode}
+    searched, *published = (
+        make_plan(request(gpt, scheduler, devices, **given)).plan.summary
+        for scheduler in (Tessel(), OneForwardOneBackward(), GPipe())
+    )
+    assert all(searched.step_time_s <= other.step_time_s * (1 + 1e-9) for other in published)
+    assert searched.lower_bound_s <= searched.step_time_s * (1 + 1e-9)
+    assert all(other.lower_bound_s <= searched.step_time_s * (1 + 1e-9) for other in published)
+    assert searched.gap == 0 if searched.optimal else 0 < searched.gap < 1
+
+
+def test_splitting_backwards_shortens_the_step_and_is_told_with_its_proof(gpt, tmp_path):
+    planned = make_plan(request(gpt, batch_size=16, micro_batches=16))
+    schedule, summary = planned.plan.schedule, planned.plan.summary
+    other = make_plan(request(gpt, OneForwardOneBackward(), batch_size=16, micro_batches=16)).plan
+    assert summary.step_time_s < 0.99 * other.summary.step_time_s
+    assert {task.phase for order in schedule.tasks for task in order} > {Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT}
+    assert schedule.proof.order == "tessel"
+    assert summary.optimal and schedule.proof.lower_bound <= schedule.period
+    assert 0 < schedule.proof.rounding < 0.01
+    load = max(stage.forward_s + stage.backward_s for stage in planned.plan.prediction.stages)
+    assert load <= schedule.period * (1 + 1e-9) and schedule.period * (1 - schedule.proof.rounding) <= load
+    write_plan(tmp_path, planned.plan, planned.timeline)
+    assert read_plan(tmp_path).schedule == schedule
+
+
+def test_a_single_device_needs_no_search(gpt):
+    schedule = make_plan(request(gpt, devices=1, batch_size=4, micro_batches=4)).plan.schedule
+    assert (schedule.proof.order, schedule.proof.optimal, schedule.period) == ("1f1b", True, None)
+
+
+def test_memory_is_kept_where_published_orders_exceed_it(gpt):
+    planned = make_plan(request(gpt, OneForwardOneBackward(), batch_size=16, micro_batches=16))
+    placement, prediction = planned.plan.placement, planned.plan.prediction
+    groups = tuple(stage.devices for stage in placement.stages)
+    problem = dataclasses.replace(planned.problem, memory_limit=max(planned.timeline.peak_memory) - 1)
+    steps = [
+        simulate(scheduler.run(problem, placement), groups, prediction)
+        for scheduler in (OneForwardOneBackward(), Tessel())
+    ]
+    assert [max(step.peak_memory) <= problem.memory_limit for step in steps] == [False, True]
+
+
+def test_what_no_order_fits_is_told_in_bytes(gpt):
+    with pytest.raises(InfeasibleError, match="over the limit"):
+        make_plan(request(gpt, batch_size=16, micro_batches=16, memory_limit=100_000))
+
+
+def test_equal_requests_find_equal_orders(gpt):
+    first, second = (make_plan(request(gpt, batch_size=8, micro_batches=8)) for _ in range(2))
+    assert first.digest == second.digest
+    assert first.plan.schedule == second.plan.schedule
+    other = make_plan(dataclasses.replace(request(gpt, batch_size=8, micro_batches=8), seed=7))
+    assert other.plan.summary.step_time_s == pytest.approx(first.plan.summary.step_time_s, rel=0.01)

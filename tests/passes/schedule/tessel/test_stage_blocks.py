@@ -1,0 +1,149 @@
+"""Stages as blocks and back: any order that is searched can run, in no more time and memory than its blocks say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopipe.ir.prediction import Message, Prediction, StagePrediction
+from autopipe.ir.schedule import Phase
+from autopipe.ir.stage_graph import StageGraph
+from autopipe.passes.schedule.footprint import static_memory
+from autopipe.passes.schedule.simulate import simulate
+from autopipe.passes.schedule.tessel.search import SearchOptions, search
+from autopipe.passes.schedule.tessel.stage_blocks import (
+    busiest_seconds,
+    stage_blocks,
+    stage_schedule,
+    with_memory,
+)
+
+QUICK = SearchOptions(time_limit=0.2)
+seconds = st.floats(1e-3, 1e-1)
+short = st.floats(0, 1e-3)
+"""Messages are no longer than any task, so that none waits for the one before it on its link."""
+
+
+@st.composite
+def stage_graphs(draw):
+    """Up to 5 stages with any edges on up to 3 devices, some on several."""
+    stages, devices = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    pairs = [(source, target) for target in range(stages) for source in range(target)]
+    edges = tuple(sorted(draw(st.sets(st.sampled_from(pairs))))) if pairs else ()
+    group = st.sets(st.integers(0, devices - 1), min_size=1).map(lambda each: tuple(sorted(each)))
+    return StageGraph(devices, tuple(draw(group) for _ in range(stages)), edges)
+
+
+@st.composite
+def predictions(draw, graph, train=True):
+    """Stages of any times and sizes, which keep something in training; one message an edge, each on its own link."""
+    stages = []
+    for _ in graph.stage_devices:
+        first, second = draw(seconds), draw(seconds)
+        kept, waiting, static, transient = (draw(st.integers(0, 2**20)) for _ in range(4))
+        kept *= train
+        halves = {"input_gradient_s": first, "weight_gradient_s": second, "weight_kept_bytes": min(kept, waiting)}
+        sizes = {"kept_bytes": kept, "static_bytes": static, "transient_bytes": transient}
+        stages.append(StagePrediction(draw(seconds), first + second, **halves, **sizes))
+    links = []
+    for number, (source, target) in enumerate(graph.edges):
+        away = graph.devices + 2 * number  # devices of no stage: nothing else is sent over their links
+        links.append(Message(source, target, away, away + 1, 1, 1, draw(short), draw(short)))
+    return Prediction(tuple(stages), tuple(links))
+
+
+@given(st.data(), st.integers(1, 6), st.booleans(), st.booleans())
+@settings(max_examples=40)
+def test_a_searched_order_runs_within_the_time_and_memory_of_its_blocks(data, micro_batches, train, split):
+    graph = data.draw(stage_graphs())
+    prediction = data.draw(predictions(graph, train))
+    static = static_memory(graph.devices, graph.stage_devices, prediction.stages)
+    least = [
+        sum(each.kept_bytes for each, on in zip(prediction.stages, graph.stage_devices, strict=True) if device in on)
+        for device in range(graph.devices)
+    ]
+    free = [each + 2**20 + data.draw(st.integers(2, 2**20)) for each in least]
+    blocks = stage_blocks(graph, prediction, train, busiest_seconds(graph, prediction) / 500, split=split)
+    blocks = with_memory(blocks, prediction.stages, free, micro_batches)
+    found = search(blocks.graph, micro_batches, QUICK)
+    schedule = stage_schedule(blocks, found, graph, micro_batches)
+    schedule.verify(graph, train)
+    step = simulate(schedule, graph.stage_devices, prediction)
+    assert max(span.end for span in step.spans) <= found.makespan * blocks.tick_s * (1 + 1e-9)
+    if train:
+        for device, peak in enumerate(step.peak_memory):
+            assert peak <= static[device] + free[device]
+
+
+@given(st.data(), st.booleans())
+@settings(max_examples=40)
+def test_rounding_is_no_more_than_is_said(data, split):
+    graph = data.draw(stage_graphs())
+    prediction = data.draw(predictions(graph))
+    tick = busiest_seconds(graph, prediction) / 1000
+    blocks = stage_blocks(graph, prediction, True, tick, split=split)
+    said, real = max(blocks.graph.loads) * tick, busiest_seconds(graph, prediction)
+    assert real <= said * (1 + 1e-9)
+    assert said * (1 - blocks.rounding) <= real * (1 + 1e-9)
+    below = stage_blocks(graph, prediction, True, tick, split=split, up=False)
+    pairs = zip(below.graph.blocks, blocks.graph.blocks, strict=True)
+    assert all(0 <= high.time - low.time <= 1 for low, high in pairs)
+
+
+def chain(devices, pipelines=()):
+    edges = tuple((stage, stage + 1) for stage in range(devices - 1))
+    groups = tuple((stage,) for stage in range(devices))
+    if not pipelines:
+        return StageGraph(devices, groups, edges)
+    mirrored = tuple((devices + source, devices + target) for source, target in edges)
+    return StageGraph(devices, groups + groups[::-1], edges + mirrored, (0,) * devices + (1,) * devices)
+
+
+def test_two_pipelines_take_micro_batches_in_turn_and_the_last_unit_may_be_short():
+    graph = chain(2, pipelines=(0, 1))
+    prediction = Prediction((StagePrediction(1.0, 2.0, 1.0, 1.0),) * 4)
+    blocks = stage_blocks(graph, prediction, True, 0.5)
+    assert (len(blocks.graph.blocks), blocks.graph.micro_batches_per_unit) == (8, 2)
+    schedule = stage_schedule(blocks, search(blocks.graph, 3, QUICK), graph, 5)
+    schedule.verify(graph, True)
+    tasks = {task for order in schedule.tasks for task in order}
+    assert {task.micro_batch for task in tasks if task.stage in (0, 1)} == {0, 2, 4}
+    assert {task.micro_batch for task in tasks if task.stage in (2, 3)} == {1, 3}
+
+
+def test_split_backwards_send_their_gradients_early():
+    graph = chain(4)
+    free = tuple(Message(source, target, source, target, 0, 0, 0.0, 0.0) for source, target in graph.edges)
+    prediction = Prediction((StagePrediction(1.0, 2.0, 1.0, 1.0),) * 4, free)
+    ends = []
+    for split in (False, True):
+        blocks = stage_blocks(graph, prediction, True, 0.1, split=split)
+        schedule = stage_schedule(blocks, search(blocks.graph, 6, SearchOptions(2.0)), graph, 6)
+        ends.append(simulate(schedule, graph.stage_devices, prediction).end)
+        phases = {task.phase for order in schedule.tasks for task in order}
+        assert (Phase.INPUT_GRADIENT in phases) is split
+    assert ends == [27.0, 21.0]  # 1F1B's (6 + 3) x 3, and zero bubble but for the first forwards
+
+
+def test_delays_are_those_of_the_slowest_message():
+    graph = chain(2)
+    slow = Message(0, 1, 0, 1, 8, 8, 0.3, 0.7)
+    prediction = Prediction((StagePrediction(1.0, 2.0),) * 2, (slow, dataclasses.replace(slow, forward_s=0.2)))
+    blocks = stage_blocks(graph, prediction, True, 0.1)
+    named = {block.name: block for block in blocks.graph.blocks}
+    assert named["1F"].delays == (3,)
+    assert named["0B"].delays == (0, 7)
+    local = dataclasses.replace(slow, target=0)
+    assert stage_blocks(graph, Prediction(prediction.stages, (local,)), True, 0.1).graph.blocks[1].delays == (0,)
+
+
+@pytest.mark.parametrize(("kept", "rooms"), [(10, (None, None)), (1000, (3, 3))])
+def test_memory_is_limited_only_where_all_units_do_not_fit(kept, rooms):
+    graph = chain(2)
+    stages = (StagePrediction(1.0, 2.0, kept_bytes=kept, transient_bytes=100),) * 2
+    blocks = with_memory(stage_blocks(graph, Prediction(stages), True, 0.1), stages, (3_100, 3_100), 8)
+    shares = {block.memory for block in blocks.graph.blocks if block.memory > 0}
+    assert [room and room // max(shares) for room in blocks.graph.memory] == list(rooms)
