@@ -110,4 +110,5 @@ def test_gradients_are_those_of_one_device(pools: Pools, tmp_path: Path, name: s
     write(graph, placement, schedule, loss, tmp_path / "program")
     batch = batch_of(graph, micro_batches)
     expected = expected_step(graph, loss, tmp_path / "program", batch, micro_batches)
-    assert_equal_steps(run_step(pools, tmp_path / "program", batch), expected, 1e-9)
+    options = ("--blocking",) if micro_batches == 5 else ()
+    assert_equal_steps(run_step(pools, tmp_path / "program", batch, *options), expected, 1e-9)
