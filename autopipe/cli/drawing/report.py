@@ -30,7 +30,7 @@ def report_page(report: Report) -> str:
     """HTML that loads nothing from anywhere: its security policy forbids that."""
     figures = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in report.figures)
     sections = "\n".join(f"<section><h2>{escape(name)}</h2>{markup}</section>" for name, markup in report.sections)
-    return f"""<!DOCTYPE html>
+    page = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -66,6 +66,8 @@ def report_page(report: Report) -> str:
 </body>
 </html>
 """
+    # A name from JSON may hold half of a letter, which no file can.
+    return page.encode("utf-8", "replace").decode("utf-8")
 
 
 def _asset(name: str) -> str:

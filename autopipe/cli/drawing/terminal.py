@@ -66,7 +66,9 @@ def _cell(bar: Bar, width: int, several: bool) -> str:
     full = bar.name if width > len(bar.name) or not bar.name[0].isdigit() else bar.label
     names = (full, bar.label, bar.letter) if several else (bar.label, bar.letter)
     name = next((each for each in names if len(each) <= width), "")
-    return name + _FILL[bar.phase] * (width - len(name))
+    # A block may be called anything; what is no letter of one column would break the row, or worse.
+    shown = "".join(letter if letter == "·" or " " < letter <= "~" else "?" for letter in name)
+    return shown + _FILL[bar.phase] * (width - len(shown))
 
 
 def _style(bar: Bar) -> Style:

@@ -31,11 +31,11 @@ def chain_plan(stages=4, micro_batches=6, model="/models/gpt.onnx"):
     return Plan(model, "abc", "train", 2 * micro_batches, placement, schedule, summary, prediction), timeline
 
 
-def split_embedding(units=8, memory=4):
+def split_embedding(units=8, memory=4, first_name="TPf0"):
     """Two stages between a forward and a backward that both devices run together; every period of 6 is full."""
     both = (0, 1)
     blocks = (
-        Block("TPf0", both, 1),
+        Block(first_name, both, 1),
         Block("F0", (0,), 1, 1, (0,)),
         Block("F1", (1,), 1, 1, (1,)),
         Block("B1", (1,), 3, -1, (2,)),

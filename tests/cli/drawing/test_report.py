@@ -33,9 +33,7 @@ def plan_page(name="plain.onnx", stages=4, micro_batches=6):
 
 
 def block_page(name="plain"):
-    schedule = split_embedding()
-    blocks = (dataclasses.replace(schedule.graph.blocks[0], name=name), *schedule.graph.blocks[1:])
-    schedule = dataclasses.replace(schedule, graph=dataclasses.replace(schedule.graph, blocks=blocks))
+    schedule = split_embedding(first_name=name)
     own = Rival(name, schedule.makespan, 0.1, schedule.peak_memory, chosen=True)
     return report_page(block_report(schedule, name, name, (own,)))
 
@@ -61,6 +59,10 @@ def test_the_page_loads_nothing_and_takes_no_text_for_markup(page):
     assert [tag for tag, _ in elements(hostile)] == [tag for tag, _ in elements(page())]
     assert not [tag for tag, given in elements(hostile) if {"src", "href", "onerror", "onload"} & given.keys()]
     assert not re.search(r"@import|url\((?!#)|https?://(?!www\.w3\.org)", hostile)
+
+
+def test_half_of_a_letter_in_a_name_can_be_written():
+    assert block_page("\ud800").encode("utf-8")
 
 
 def test_rivals_stand_in_order_with_the_chosen_one_marked():

@@ -75,6 +75,14 @@ def test_names_of_neighbours_do_not_run_into_one_another(width):
         assert shown in names
 
 
+def test_names_that_are_no_letters_of_one_column_break_no_row():
+    picture = block_picture(split_embedding(1, first_name="\x1b[31m名\r\n\ud800"), "")
+    several = dataclasses.replace(picture, bars=tuple(dataclasses.replace(bar, letter="F") for bar in picture.bars))
+    row = next(draw_timeline(several, 400, False))
+    assert row.cell_len == 400
+    assert row.plain.startswith("0 ?[31m????·0--")
+
+
 def test_memory_is_told_against_its_limit():
     within, over = (
         [line.plain for line in draw_memory(block_picture(split_embedding(memory=memory), ""), 60, False)]
