@@ -1,0 +1,68 @@
+"""Published schedules on DAGs of stages: the order of a chain can run whatever edges lead forward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopipe.ir.stage_graph import StageGraph
+from autopipe.passes.registry import scheduler_class
+from autopipe.passes.schedule.named.one_f_one_b_plus import order_1f1b_plus
+from tests.passes.schedule.named.layouts import suited
+
+NAMES = [
+    "chimera",
+    "dualpipe",
+    "dualpipe_v",
+    "hanayo",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "v_half",
+    "v_min",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+]
+
+
+@st.composite
+def forward_edges(draw, stages, pipelines):
+    """Any edges from stages to later ones of the same pipeline."""
+    pairs = [
+        (source, target)
+        for target in range(stages)
+        for source in range(target)
+        if not pipelines or pipelines[source] == pipelines[target]
+    ]
+    return tuple(sorted(draw(st.lists(st.sampled_from(pairs), unique=True)))) if pairs else ()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=20)
+@given(st.data())
+def test_orders_can_run_whatever_edges_there_are(name, data):
+    devices = data.draw(st.sampled_from([2, 4] if name in {"chimera", "dualpipe"} else [1, 2, 3, 4]))
+    micro_batches = devices * data.draw(st.sampled_from([2, 4]))
+    chain = suited(name, devices)
+    graph = replace(chain, edges=data.draw(forward_edges(len(chain.stage_devices), chain.pipelines)))
+    scheduler_class(name)().order(graph, micro_batches).verify(graph, train=True)
+
+
+@st.composite
+def stages_beside_shared_ones(draw):
+    """A stage on each of some devices in any order, with stages on several of them anywhere between."""
+    devices = draw(st.integers(2, 4))
+    groups = [(device,) for device in draw(st.permutations(range(devices)))]
+    several = st.lists(st.integers(0, devices - 1), min_size=2, max_size=devices, unique=True)
+    for group in draw(st.lists(several, max_size=4)):
+        groups.insert(draw(st.integers(0, len(groups))), tuple(group))
+    return StageGraph(devices, tuple(groups), draw(forward_edges(len(groups), ())))
+
+
+@settings(max_examples=150)
+@given(stages_beside_shared_ones(), st.integers(1, 7))
+def test_1f1b_plus_can_run_wherever_shared_stages_stand(graph, micro_batches):
+    order_1f1b_plus(graph, micro_batches).verify(graph, train=True)
