@@ -1,30 +1,9 @@
-"""From the order of blocks to their starts, and to the steady state that these show."""
+"""The steady state that the starts of blocks show."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from autopipe.ir.blocks import BlockGraph, BlockRepetend, BlockSchedule
-
-Starts = tuple[tuple[int, ...], ...]
-"""`starts[n][i]`: start of block i of unit n."""
-
-
-def start_in_order(graph: BlockGraph, units: int, order: Iterable[tuple[int, int]]) -> Starts:
-    """Earliest starts of (unit, block) in this order on each device; each must come after all that it waits for."""
-    blocks = graph.blocks
-    free = [0] * graph.devices
-    starts = [[0] * len(blocks) for _ in range(units)]
-    for unit, index in order:
-        block = blocks[index]
-        arrivals = (
-            starts[unit][other] + blocks[other].time + block.delay(place) for place, other in enumerate(block.after)
-        )
-        start = max(*(free[device] for device in block.devices), *arrivals, 0)
-        starts[unit][index] = start
-        for device in block.devices:
-            free[device] = start + block.time
-    return tuple(tuple(each) for each in starts)
+from autopipe.passes.schedule.tessel.unroll import Starts
 
 
 def steady_state(graph: BlockGraph, starts: Starts) -> BlockSchedule:
