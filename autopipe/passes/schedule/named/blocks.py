@@ -23,9 +23,8 @@ def block_schedule_names() -> tuple[str, ...]:
 def schedule_blocks(name: str, graph: BlockGraph, units: int) -> BlockSchedule:
     """`units` units of blocks under the named schedule.
 
-    Raises ConfigurationError where there is no such
-    schedule or the blocks are malformed, InfeasibleError where the schedule has no place for them or memory is too
-    small, with the device and what it would need.
+    Raises ConfigurationError where there is no such schedule or the blocks are malformed, InfeasibleError where the
+    schedule has no place for them or memory is too small, with the device and what it would need.
     """
     if name not in _SLOTS:
         raise ConfigurationError(
@@ -59,11 +58,7 @@ def _gpipe(graph: BlockGraph, units: int) -> Slots:
 
 
 def _one_f_one_b(graph: BlockGraph, units: int) -> Slots:
-    shared = next((block.name for block in graph.blocks if len(block.devices) > 1), None)
-    if shared is not None:
-        raise InfeasibleError(
-            "schedule 1f1b runs blocks of one device each", hint="take 1f1b_plus", where=f"block {shared!r}"
-        )
+    _refuse_shared(graph, "1f1b")
     return _one_f_one_b_plus(graph, units)
 
 
@@ -84,6 +79,7 @@ def _one_f_one_b_plus(graph: BlockGraph, units: int) -> Slots:
 
 def _chimera(graph: BlockGraph, units: int) -> Slots:
     """Two opposite pipes on the grid, in groups of half as many units as there are devices: see `Chimera`."""
+    _refuse_shared(graph, "chimera")
     pipes = pipes_of(graph, "chimera")
     if len(pipes) != 2 or pipes[0].devices != pipes[1].devices[::-1] or len(pipes[0].devices) % 2:
         raise InfeasibleError(
@@ -97,6 +93,14 @@ def _chimera(graph: BlockGraph, units: int) -> Slots:
         for pipe in pipes:
             slots = there_and_back(pipe.forwards, pipe.backwards, first_slot(unit, depth, group))
             yield from ((slot, unit, index) for slot, index in slots)
+
+
+def _refuse_shared(graph: BlockGraph, schedule: str) -> None:
+    """Raise InfeasibleError, naming the first, where blocks are on several devices."""
+    shared = next((block.name for block in graph.blocks if len(block.devices) > 1), None)
+    if shared is not None:
+        reason = f"schedule {schedule} runs blocks of one device each"
+        raise InfeasibleError(reason, hint="take 1f1b_plus or tessel", where=f"block {shared!r}")
 
 
 _SLOTS: dict[str, Callable[[BlockGraph, int], Slots]] = {

@@ -79,7 +79,8 @@ def test_memory_that_does_not_do_is_named():
 @pytest.mark.parametrize(
     ("name", "form", "reason"),
     [
-        ("1f1b", "m", "take 1f1b_plus"),
+        ("1f1b", "m", "'TPf0': schedule 1f1b runs blocks of one device each .take 1f1b_plus"),
+        ("chimera", "m", "'TPf0': schedule chimera runs blocks of one device each"),
         ("1f1b", "x", "these blocks are several"),
         ("1f1b_plus", "k", "makes a branch"),
         ("chimera", "v", "in opposite directions"),
