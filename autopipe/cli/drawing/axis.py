@@ -76,18 +76,21 @@ def time_axis(picture: Picture, columns: int) -> TimeAxis:
     scale = min(_LEAST_WIDTH / typical, columns // 2 / state.period)
     if scale * end <= columns:
         return TimeAxis((Window(0.0, end, 0, columns),), columns)
-    return _cut(state, end, scale, columns)
+    return _cut(state, end, scale, columns, 0 if picture.physical else scale)
 
 
-def _cut(state: SteadyState, end: float, scale: float, columns: int) -> TimeAxis:
-    """Warm-up from its start, as many repetitions as there is room for, and cool-down to its end."""
+def _cut(state: SteadyState, end: float, scale: float, columns: int, unit: float) -> TimeAxis:
+    """Warm-up from its start, as many repetitions as there is room for, and cool-down to its end.
+
+    `unit` is what the columns of a part are a multiple of, for times that are whole numbers; 0 for any.
+    """
     assert state.period is not None
     width = state.period * scale
     least = min(state.count, max(1, int(columns / _REPETEND_SHARE / width)))
     room = columns - 2 * _GAP - math.ceil(least * width)
     warm_up, cool_down = math.ceil(state.start * scale), math.ceil((end - state.end) * scale)
-    head = min(warm_up, max(room // 2, room - cool_down))
-    tail = min(cool_down, room - head)
+    head = _whole(min(warm_up, max(room // 2, room - cool_down)), unit)
+    tail = _whole(min(cool_down, room - head), unit)
     count = min(state.count, least + int((room - head - tail) / width))
     body = round(count * width)
     pieces = [(0.0, head), (state.start, body), (end - tail / scale, tail)]
@@ -97,6 +100,11 @@ def _cut(state: SteadyState, end: float, scale: float, columns: int) -> TimeAxis
         last = pieces.pop()
         pieces[-1] = (pieces[-1][0], pieces[-1][1] + last[1])
     return _axis([piece for piece in pieces if piece[1] > 0], scale, columns)
+
+
+def _whole(columns: int, unit: float) -> int:
+    """Columns for a whole number of units, at most `columns`."""
+    return round(int(columns / unit) * unit) if unit else columns
 
 
 def _axis(pieces: list[tuple[float, int]], scale: float, columns: int) -> TimeAxis:

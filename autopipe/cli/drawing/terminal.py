@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
+from textwrap import wrap
 
 from rich.style import Style
 from rich.text import Text
@@ -34,14 +36,13 @@ def draw_timeline(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
         yield Text(" " * margin + _bracket(picture.steady, axis))
     yield Text(" " * margin + _scale(picture, axis))
     for line in _left_out(picture, axis):
-        yield Text((" " * margin + line)[:width])
+        yield from (Text(" " * margin + part) for part in wrap(line, width - margin))
 
 
 def _row(label: str, bars: list[Bar], axis: TimeAxis, colour: bool) -> Text:
     row = Text(label)
     # F3 and f3 are two stages that their letters tell apart; of two stages with one letter, names say which.
-    cases = {bar.stage: bar.letter.isupper() for bar in bars}
-    several = len(cases) > len(set(cases.values()))
+    stages = Counter(is_upper for _, is_upper in {(bar.stage, bar.letter.isupper()) for bar in bars})
     ends = [bar.end for bar in bars]
     position = 0
     for window in axis.windows:
@@ -54,7 +55,7 @@ def _row(label: str, bars: list[Bar], axis: TimeAxis, colour: bool) -> Text:
             start, end = max(position, window.column_of(bar.start)), window.column_of(bar.end)
             if end > start:
                 row.append(" " * (start - position))
-                row.append(_cell(bar, end - start, several), _style(bar) if colour else "")
+                row.append(_cell(bar, end - start, stages[bar.letter.isupper()] > 1), _style(bar) if colour else "")
                 position = end
         row.append(" " * (window.column + window.columns - position))
         position = window.column + window.columns
