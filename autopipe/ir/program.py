@@ -108,6 +108,20 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Channel:
+    """What passes from one rank to another: one piece of every micro-batch, and its gradient back.
+
+    `buffers` and `gradient_buffers` are how many messages the target, and of gradients the source, holds at once.
+    """
+
+    number: int
+    source_rank: int
+    target_rank: int
+    buffers: int
+    gradient_buffers: int
+
+
+@dataclass(frozen=True, slots=True)
 class DataInput:
     """A block of a graph input that a rank reads for one micro-batch of one stage."""
 
@@ -251,3 +265,5 @@ class Program:
     outputs: tuple[Output, ...]
     stages: tuple[StageCode, ...]
     ranks: tuple[RankCode, ...]
+    channels: tuple[Channel, ...]
+    """Those between different ranks, by number."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import dataclass
 
 from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import CodegenError
@@ -19,11 +20,11 @@ from autopipe.ir.program import (
     Program,
     RankCode,
     Section,
-    Shard,
     StageOnRank,
     Verb,
 )
 from autopipe.ir.schedule import Schedule, Task
+from autopipe.passes.lower.channels import Held, channels_of, held_messages
 from autopipe.passes.lower.executable import check_tasks
 from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.lower.halves import split_backwards
@@ -49,6 +50,8 @@ def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | No
     pieces = transfer_pieces(graph, stages, differentiable_values(graph) if loss is not None else frozenset())
     shards = parameter_shards(graph, schedule.devices, stages)
     batch = batch_axes_of(graph)
+    wired = _wired(graph, stages, pieces, schedule.devices)
+    steps = _steps(wired, schedule)
     program = Program(
         world_size=schedule.devices,
         train=loss is not None,
@@ -59,7 +62,10 @@ def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | No
         inputs=input_ranges(graph),
         outputs=tuple(_output(graph, name, stages, batch) for name in wanted),
         stages=split_backwards(graph, tuple(stage.code for stage in stages), schedule),
-        ranks=_ranks(graph, stages, pieces, shards, schedule),
+        ranks=tuple(
+            RankCode(rank, tuple(wired[rank]), shards[rank], *step.sections) for rank, step in enumerate(steps)
+        ),
+        channels=channels_of(pieces, tuple(stage.code for stage in stages), [step.held for step in steps]),
     )
     prove(program)
     return program
@@ -95,23 +101,26 @@ def _sharded(graph: Graph, placement: Placement, wanted: tuple[str, ...]) -> tup
     return shard(torn) if torn else stages
 
 
-def _ranks(
-    graph: Graph,
-    stages: tuple[ShardedStage, ...],
-    pieces: tuple[Piece, ...],
-    shards: tuple[tuple[Shard, ...], ...],
-    schedule: Schedule,
-) -> tuple[RankCode, ...]:
-    wired = _wired(graph, stages, pieces, schedule.devices)
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A rank's step in three sections, and what it holds of messages."""
+
+    sections: tuple[Section, Section, Section]
+    held: Held
+
+
+def _steps(wired: list[list[StageOnRank]], schedule: Schedule) -> list[_Step]:
+    """The step of every rank."""
     orders = sending_orders(schedule)
-    rolled: dict[tuple[tuple[Task, ...], Talking], tuple[Section, Section, Section]] = {}
+    known: dict[tuple[tuple[Task, ...], Talking], _Step] = {}
     found = []
     for rank, tasks in enumerate(schedule.tasks):
         key = (tasks, _talking(rank, wired[rank]))
-        if key not in rolled:  # The ranks of a group mostly do the same.
-            rolled[key] = sections(instructions(*key, orders))
-        found.append(RankCode(rank, tuple(wired[rank]), shards[rank], *rolled[key]))
-    return tuple(found)
+        if key not in known:  # The ranks of a group mostly do the same.
+            flat = instructions(*key, orders)
+            known[key] = _Step(sections(flat), held_messages(flat))
+        found.append(known[key])
+    return found
 
 
 def _wired(

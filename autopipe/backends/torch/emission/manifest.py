@@ -64,21 +64,18 @@ def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
         "outputs": [_output(each, program) for each in program.outputs],
         "parameters": [_parameter(each) for each in program.parameters],
         "stages": [{"ranks": list(stage.devices), "pipeline": stage.pipeline} for stage in program.stages],
-        "channels": _channels(program),
+        "channels": [
+            {
+                "number": each.number,
+                "source": each.source_rank,
+                "target": each.target_rank,
+                "buffers": each.buffers,
+                "gradient_buffers": each.gradient_buffers,
+            }
+            for each in program.channels
+        ],
         "ranks": [_rank(each) for each in program.ranks],
     }
-
-
-def _channels(program: Program) -> list[list[int]]:
-    """[number, source rank, target rank] of every channel between different ranks, by number."""
-    pieces = {
-        piece.channel: piece
-        for rank in program.ranks
-        for stage in rank.stages
-        for piece in stage.sends
-        if piece.source_rank != piece.target_rank
-    }
-    return [[number, piece.source_rank, piece.target_rank] for number, piece in sorted(pieces.items())]
 
 
 def _output(output: Output, program: Program) -> dict[str, Any]:

@@ -104,6 +104,17 @@ class StageEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class ChannelEntry:
+    """What passes from one rank to another, and how many messages each way are held at once by who receives them."""
+
+    number: int
+    source: int
+    target: int
+    buffers: int
+    gradient_buffers: int
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything of a program that is data rather than code."""
 
@@ -127,8 +138,8 @@ class Manifest:
     shards: tuple[tuple[ShardEntry, ...], ...]
     """A tuple for each rank."""
     stages: tuple[StageEntry, ...]
-    channels: tuple[tuple[int, int, int], ...]
-    """(number, source rank, target rank) of every channel, in global order."""
+    channels: tuple[ChannelEntry, ...]
+    """In global order."""
 
     @property
     def batch_size(self) -> int:
@@ -202,7 +213,7 @@ def _manifest(folder: Path, raw: dict[str, Any]) -> Manifest:
             for rank in raw["ranks"]
         ),
         stages=tuple(StageEntry(tuple(each["ranks"]), int(each["pipeline"])) for each in raw["stages"]),
-        channels=tuple((number, source, target) for number, source, target in raw["channels"]),
+        channels=tuple(ChannelEntry(**each) for each in raw["channels"]),
     )
 
 

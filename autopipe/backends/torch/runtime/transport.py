@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from autopipe.backends.torch.runtime.manifest import ChannelEntry
 from autopipe.backends.torch.runtime.pending import Arrival, Departure
+from autopipe.backends.torch.runtime.rings import Ring
 from autopipe.ir.errors import LaunchError
 
 ATTEMPT = "AUTOPIPE_ATTEMPT"
@@ -38,6 +40,7 @@ class Transport:
         self.staged = self.device.type == "cuda" and not self.nccl
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._channels: dict[tuple[int, bool], dist.ProcessGroup] = {}
+        self._rings: dict[tuple[int, bool], Ring] = {}
         self._departures: deque[Departure] = deque()
         self._joined = False
 
@@ -64,14 +67,14 @@ class Transport:
             if 1 < len(ranks) < self.world_size and ranks not in self._groups:
                 self._groups[ranks] = dist.new_group(list(ranks))
 
-    def make_channels(self, ends: Iterable[tuple[int, int, int]]) -> None:
-        """For (channel, source rank, target rank) in global order. NCCL orders messages by communicator alone, so
-        every channel and direction has its own there; gloo tells them apart by tag."""
-        if not self.nccl:
-            return
-        for channel, source, target in ends:
-            for gradient in (False, True):
-                self._channels[channel, gradient] = dist.new_group([source, target])
+    def make_channels(self, channels: Iterable[ChannelEntry]) -> None:
+        """Channels in global order. NCCL orders messages by communicator alone, so every channel and direction has its
+        own there; gloo tells them apart by tag."""
+        for each in channels:
+            for gradient, buffers in ((False, each.buffers), (True, each.gradient_buffers)):
+                self._rings[each.number, gradient] = Ring(buffers)
+                if self.nccl:
+                    self._channels[each.number, gradient] = dist.new_group([each.source, each.target])
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of these ranks; None stands for the whole world."""
@@ -94,8 +97,10 @@ class Transport:
     def receive(self, like: tuple[torch.dtype, tuple[int, ...]], rank: int, channel: int, gradient: bool) -> Arrival:
         """Post a receive; the arrival is waited for where the tensor is used."""
         dtype, shape = like
-        place = torch.device("cpu") if self.staged else self.device
-        buffer = torch.empty(shape, dtype=dtype, device=place, pin_memory=self.staged)
+        if self.staged:  # Torch keeps pinned memory for its next use, once copies from it are done.
+            buffer = torch.empty(shape, dtype=dtype, pin_memory=True)
+        else:
+            buffer = self._rings[channel, gradient].take(shape, dtype, self.device)
         work = dist.irecv(buffer, rank, group=self._channels.get((channel, gradient)), tag=_tag(channel, gradient))
         if work is None:
             raise LaunchError(f"rank {self.rank} cannot receive from rank {rank}")

@@ -33,7 +33,7 @@ def test_what_is_written_is_read(folder: Path) -> None:
         [(0, (0, 0), (4, 2), (1,))],
         [(1, (0, 0), (4, 4), (2,))],
     ]
-    assert [(source, target) for _, source, target in found.channels] == [(1, 2)], (
+    assert [(channel.source, channel.target) for channel in found.channels] == [(1, 2)], (
         "of two that hold the value, the first sends it"
     )
     assert found.inputs[0].batch_axis == 0

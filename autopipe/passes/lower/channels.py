@@ -1,0 +1,80 @@
+"""The channels between ranks, and how many messages of each are held at once: so many buffers serve all of a step.
+
+A message is held from where its receive is posted to the end of the last task that may use it. What arrives in blocks
+is put together for the first task that uses it; a whole tensor is used as it came, and kept for what comes later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from autopipe.ir.graph import Value
+from autopipe.ir.program import Channel, Instruction, Piece, StageCode, Verb
+
+_FIRST_USES = {Verb.RECEIVE: (Verb.FORWARD,), Verb.RECEIVE_GRADIENT: (Verb.BACKWARD, Verb.INPUT_GRADIENT)}
+_LAST_USES = (Verb.FORWARD, Verb.BACKWARD, Verb.WEIGHT_GRADIENT)
+
+_Asked = tuple[int, Verb, int | None]
+"""Stage, verb and source of a receive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The most messages that a rank holds at once, by the receive that asks for them."""
+
+    in_blocks: dict[_Asked, int]
+    whole: dict[_Asked, int]
+
+    def of(self, stage: int, verb: Verb, source: int, whole: bool) -> int:
+        """For what `stage` receives from stage `source`, in whole tensors or in blocks."""
+        most = self.whole if whole else self.in_blocks
+        return max(most.get((stage, verb, each), 0) for each in (source, None))
+
+
+def held_messages(instructions: Sequence[Instruction]) -> Held:
+    """What one rank's instructions make it hold."""
+    places = {(each.verb, each.stage, each.micro_batch): place for place, each in enumerate(instructions)}
+    in_blocks: dict[_Asked, list[tuple[int, int]]] = {}
+    whole: dict[_Asked, list[tuple[int, int]]] = {}
+    for place, each in enumerate(instructions):
+        if each.verb in _FIRST_USES:
+            asked = each.stage, each.verb, each.source
+            for spans, uses in ((in_blocks, _FIRST_USES[each.verb]), (whole, _LAST_USES)):
+                end = max(places.get((use, each.stage, each.micro_batch), place) for use in uses)
+                spans.setdefault(asked, []).append((place, end))
+    return Held(
+        {asked: _most_at_once(spans) for asked, spans in in_blocks.items()},
+        {asked: _most_at_once(spans) for asked, spans in whole.items()},
+    )
+
+
+def _most_at_once(spans: Iterable[tuple[int, int]]) -> int:
+    """How many spans overlap at most; one that begins where another ends does not overlap it."""
+    changes = sorted(change for start, end in spans for change in ((start, 1), (end, -1)))
+    most = now = 0
+    for _, change in changes:
+        now += change
+        most = max(most, now)
+    return most
+
+
+def channels_of(pieces: Iterable[Piece], stages: Sequence[StageCode], held: Sequence[Held]) -> tuple[Channel, ...]:
+    """The channels between different ranks; `held` is by rank."""
+    found = []
+    for piece in pieces:
+        source, target = piece.source_rank, piece.target_rank
+        if source == target:
+            continue
+        whole = piece.received.shape == _shape(stages[piece.target_stage].inputs, piece.tensor)
+        buffers = held[target].of(piece.target_stage, Verb.RECEIVE, piece.source_stage, whole)
+        gradients = 0
+        if piece.needs_gradient:
+            whole = piece.sent.shape == _shape(stages[piece.source_stage].outputs, piece.tensor)
+            gradients = held[source].of(piece.source_stage, Verb.RECEIVE_GRADIENT, piece.target_stage, whole)
+        found.append(Channel(piece.channel, source, target, buffers, gradients))
+    return tuple(found)
+
+
+def _shape(values: Iterable[Value], name: str) -> tuple[int, ...]:
+    return next(value.shape for value in values if value.name == name)
