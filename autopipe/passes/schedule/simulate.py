@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Sequence
 
 from autopipe.ir.errors import InfeasibleError
@@ -36,111 +35,124 @@ def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Predic
 
 
 class _Run:
-    """The state of the simulation between two events."""
+    """The state of the simulation between two events.
+
+    A task is a number, its kind (stage and phase) times the micro-batches plus its micro-batch: steps have many tasks.
+    """
 
     def __init__(self, schedule: Schedule, stage_devices: StageDevices, prediction: Prediction) -> None:
-        self.schedule, self.devices, self.costs = schedule, stage_devices, prediction.stages
-        self.spans: list[Span] = []
-        self.transfers: list[Transfer] = []
+        self.schedule, self.count = schedule, schedule.micro_batches
+        kinds = [(stage, phase) for stage in range(len(prediction.stages)) for phase in _PHASES]
+        self.devices = [stage_devices[stage] for stage, _ in kinds]
+        self.seconds = [prediction.stages[stage].seconds(phase) for stage, phase in kinds]
+        self.sends, self.awaited = _sends(prediction.messages, len(kinds))
+        self.orders = [[self._number(task) for task in order] for order in schedule.tasks]
+        half = _PHASES.index(Phase.INPUT_GRADIENT)
+        self.split = {task for order in self.orders for task in order if task // self.count % len(_PHASES) == half}
+        self.position = [0] * schedule.devices
+        self.ready: dict[int, int] = {}
+        """For each task that is next on some of its devices, how many of them are idle."""
+        self.arrived: dict[int, int] = {}
+        self.link_free: dict[tuple[int, int], float] = {}
+        self.events: list[tuple[float, int, int, bool]] = []
         self.made = 0
         """Number of events so far: those of one instant are handled in the order in which they were made."""
-        self.position = [0] * schedule.devices
-        self.busy = [False] * schedule.devices
-        self.link_free: dict[tuple[int, int], float] = {}
-        self.events: list[tuple[float, int, Task, bool]] = []
-        self.arrived: Counter[Task] = Counter()
-        self.sends = _sends(prediction.messages)
-        self.awaited = Counter((target, way) for (_, way), sent in self.sends.items() for target, *_ in sent)
-        self.split = {
-            (task.stage, task.micro_batch)
-            for order in schedule.tasks
-            for task in order
-            if task.phase is Phase.INPUT_GRADIENT
-        }
-        """Stages and micro-batches whose backward is split."""
+        self.spans: list[Span] = []
+        self.transfers: list[Transfer] = []
 
     def until_done(self) -> None:
         for device in range(self.schedule.devices):
-            self._start_next(device, 0.0)
+            self._go_on(device, 0.0)
         while self.events:
             now, _, task, is_end = heapq.heappop(self.events)
-            group = self.devices[task.stage]
             if is_end:
-                for device in group:
-                    self.busy[device] = False
                 self._send(task, now)
-                for device in group:
-                    self._start_next(device, now)
+                for device in self.devices[task // self.count]:
+                    self._go_on(device, now)
             else:
-                self.arrived[task] += 1
-                self._start_next(group[0], now)
+                self.arrived[task] = self.arrived.get(task, 0) + 1
+                self._start_if_it_can(task, now)
         for device, order in enumerate(self.schedule.tasks):
             if self.position[device] < len(order):
                 raise InfeasibleError(f"{order[self.position[device]]} never starts", where=f"device {device}")
 
-    def _start_next(self, device: int, now: float) -> None:
-        """Start the device's next task if nothing keeps it from starting."""
-        order = self.schedule.tasks[device]
-        if self.position[device] == len(order):
+    def _go_on(self, device: int, now: float) -> None:
+        """The device is idle: its next task may be what all other devices of a group wait for."""
+        position = self.position[device]
+        if position < len(self.orders[device]):
+            task = self.orders[device][position]
+            self.ready[task] = self.ready.get(task, 0) + 1
+            self._start_if_it_can(task, now)
+
+    def _start_if_it_can(self, task: int, now: float) -> None:
+        kind = task // self.count
+        group = self.devices[kind]
+        if self.ready.get(task, 0) < len(group) or self.arrived.get(task, 0) < self.awaited[kind]:
             return
-        task = order[self.position[device]]
-        way = _WAYS.get(task.phase)
-        if way is not None and self.arrived[task] < self.awaited[task.stage, way]:
-            return
-        group = self.devices[task.stage]
-        if any(self.busy[member] or self._head(member) != task for member in group):
-            return
-        end = now + self.costs[task.stage].seconds(task.phase)
+        end = now + self.seconds[kind]
+        named = self.schedule.tasks[group[0]][self.position[group[0]]]
+        del self.ready[task]
         for member in group:
-            self.busy[member] = True
             self.position[member] += 1
-            self.spans.append(Span(member, task, now, end))
+            self.spans.append(Span(member, named, now, end))
         self._schedule(end, task, is_end=True)
 
-    def _head(self, device: int) -> Task | None:
-        order = self.schedule.tasks[device]
-        return order[self.position[device]] if self.position[device] < len(order) else None
-
-    def _send(self, task: Task, now: float) -> None:
-        way = _WAYS.get(task.phase)
-        if way is None:
-            return
-        for stage, source, target, size, seconds in self.sends.get((task.stage, way), ()):
-            receiver = Task(stage, self._receiving_phase(stage, way, task.micro_batch), task.micro_batch)
+    def _send(self, task: int, now: float) -> None:
+        kind, micro_batch = divmod(task, self.count)
+        for receiving, source, target, size, seconds in self.sends[kind]:
+            receiver = receiving * self.count + micro_batch
+            if receiver + _HALF * self.count in self.split and receiving % len(_PHASES) == _WHOLE:
+                receiver += _HALF * self.count
             if source == target or size == 0:
                 self._schedule(now, receiver, is_end=False)
                 continue
             start = max(now, self.link_free.get((source, target), 0.0))
             end = start + seconds
             self.link_free[source, target] = end
-            self.transfers.append(Transfer(source, target, task, size, start, end))
+            named = Task(kind // len(_PHASES), _PHASES[kind % len(_PHASES)], micro_batch)
+            self.transfers.append(Transfer(source, target, named, size, start, end))
             self._schedule(end, receiver, is_end=False)
 
-    def _receiving_phase(self, stage: int, way: Phase, micro_batch: int) -> Phase:
-        """The task of `stage` that takes what is sent forward or backward."""
-        return Phase.INPUT_GRADIENT if way is Phase.BACKWARD and (stage, micro_batch) in self.split else way
+    def _number(self, task: Task) -> int:
+        return _kind(task.stage, task.phase) * self.count + task.micro_batch
 
-    def _schedule(self, time: float, task: Task, is_end: bool) -> None:
+    def _schedule(self, time: float, task: int, is_end: bool) -> None:
         self.made += 1
         heapq.heappush(self.events, (time, self.made, task, is_end))
 
 
-_WAYS = {Phase.FORWARD: Phase.FORWARD, Phase.BACKWARD: Phase.BACKWARD, Phase.INPUT_GRADIENT: Phase.BACKWARD}
-"""Which way a task's messages go."""
+_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
+_WHOLE = _PHASES.index(Phase.BACKWARD)
+_HALF = _PHASES.index(Phase.INPUT_GRADIENT) - _WHOLE
+"""From the number of a backward's kind to that of its first half, which receives in its place."""
 
 Sent = tuple[int, int, int, int, float]
-"""Stage that receives, device that sends, device that receives, bytes, seconds."""
+"""Kind of the task that receives, device that sends, device that receives, bytes, seconds."""
 
 
-def _sends(messages: Sequence[Message]) -> dict[tuple[int, Phase], list[Sent]]:
-    """What is sent after a task, by its stage and its way."""
-    sends: dict[tuple[int, Phase], list[Sent]] = {}
+def _kind(stage: int, phase: Phase) -> int:
+    return stage * len(_PHASES) + _PHASES.index(phase)
+
+
+def _sends(messages: Sequence[Message], kinds: int) -> tuple[list[list[Sent]], list[int]]:
+    """What is sent after a task of each kind, and how many messages one of each kind waits for.
+
+    Gradients go to whole backwards here, and come from whole ones and first halves alike.
+    """
+    sends: list[list[Sent]] = [[] for _ in range(kinds)]
+    awaited = [0] * kinds
     for each in messages:
-        forward = (each.target_stage, each.source, each.target, each.forward_bytes, each.forward_s)
-        backward = (each.source_stage, each.target, each.source, each.backward_bytes, each.backward_s)
-        sends.setdefault((each.source_stage, Phase.FORWARD), []).append(forward)
-        sends.setdefault((each.target_stage, Phase.BACKWARD), []).append(backward)
-    return sends
+        forward, backward = (
+            [_kind(stage, phase) for stage in (each.source_stage, each.target_stage)] for phase in _PHASES[:2]
+        )
+        sends[forward[0]].append((forward[1], each.source, each.target, each.forward_bytes, each.forward_s))
+        awaited[forward[1]] += 1
+        for half in (0, _HALF):
+            sends[backward[1] + half].append(
+                (backward[0], each.target, each.source, each.backward_bytes, each.backward_s)
+            )
+            awaited[backward[0] + half] += 1
+    return sends, awaited
 
 
 def _step_end(

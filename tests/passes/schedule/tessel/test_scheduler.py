@@ -19,7 +19,6 @@ from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.schedule.tessel.scheduler import Tessel
 
-
 TESSEL = Tessel()
 
 
