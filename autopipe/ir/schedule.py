@@ -21,6 +21,9 @@ class Phase(enum.Enum):
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
 
+    # Members are equal only to themselves. Tasks are hashed by the million, and Enum's own hash is written in Python.
+    __hash__ = object.__hash__
+
 
 _TASK = re.compile(r"(\d+)([FBIW])(\d+)")
 
