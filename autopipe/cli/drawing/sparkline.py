@@ -23,13 +23,14 @@ def draw_memory(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
     device's limit is told in words.
     """
     margin = row_margin(picture)
-    highest = max(picture.peaks, default=0)
+    peaks = picture.peaks
+    highest = max(peaks, default=0)
     limit = max((each for each in picture.limits if each is not None), default=0)
     full = limit if highest <= limit <= _NEAR * highest else highest
     yield Text(f"memory (a full bar is {picture.memory_text(full)}{', the limit' if full == limit else ''})"[:width])
-    labels = [_label(picture, device) for device in range(len(picture.memory))]
+    labels = [_label(picture, peak, limit) for peak, limit in zip(peaks, picture.limits, strict=True)]
     if width - margin - max(map(len, labels), default=0) < _LEAST_COLUMNS:
-        labels = [f" {picture.memory_text(peak)}" for peak in picture.peaks]
+        labels = [f" {picture.memory_text(peak)}" for peak in peaks]
     columns = max(4, width - margin - max(map(len, labels), default=0))
     for device, start in shown_rows(picture):
         if device is None:
@@ -40,8 +41,7 @@ def draw_memory(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
         yield Text.assemble(start, (bars, "cyan" if colour else ""), (labels[device], "red" if over and colour else ""))
 
 
-def _label(picture: Picture, device: int) -> str:
-    peak, limit = picture.peaks[device], picture.limits[device]
+def _label(picture: Picture, peak: int, limit: int | None) -> str:
     text = f" {picture.memory_text(peak)}"
     if limit is None:
         return text
