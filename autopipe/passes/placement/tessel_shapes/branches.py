@@ -24,8 +24,9 @@ class _Component:
 
 
 def find_meeting(model: CostedModel, order: tuple[int, ...]) -> Meeting | None:
-    """The first node, in `order`, at which branches meet that each have half a device's share of the work or more.
+    """The first node, in `order`, at which branches meet: each half a device's share of the work or more.
 
+    Each has at least half as much work as the largest too: a decoder's first layer is no branch beside the encoder.
     None where there is none. Values made of parameters alone, masks and positions connect nothing.
     """
     graph = model.graph
@@ -35,7 +36,8 @@ def find_meeting(model: CostedModel, order: tuple[int, ...]) -> Meeting | None:
     for node in sorted(set(range(len(graph.nodes))) - apart):
         producers = [graph.producer(name) for name in graph.nodes[node].inputs if name]
         met = {id(component[each]): component[each] for each in producers if each is not None and each in component}
-        large = [each for each in met.values() if each.seconds >= least]
+        most = max((each.seconds for each in met.values()), default=0.0)
+        large = [each for each in met.values() if each.seconds >= max(least, most / 2)]
         if len(large) > 1:
             return _meeting(model, order, [sorted(each.nodes) for each in large], apart)
         joined = _joined(list(met.values()))

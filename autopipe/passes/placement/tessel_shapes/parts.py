@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopipe.ir.placement import recomputed_nodes
 from autopipe.passes.cost.chain import Chain
 from autopipe.passes.placement.tessel_shapes.model import CostedModel
 from autopipe.passes.placement.tessel_shapes.tables import Wide
@@ -41,23 +42,24 @@ def line_of_parts(model: CostedModel, chain: Chain, wide: Sequence[Wide]) -> tup
 def hoisted(model: CostedModel, parts: Sequence[Part], wide: Sequence[Wide]) -> tuple[Part, ...]:
     """The same with all lookups that read inputs alone in the first part, so that one chain is left behind them."""
     early = {node for each in wide if _reads_inputs(model, each) for node in each.nodes}
-    first = Part(tuple(sorted(early)), True)
-    rest = [Part(tuple(node for node in part.nodes if node not in early), part.shared) for part in parts]
-    merged: list[Part] = [first]
-    for part in rest:
-        if part.nodes and merged[-1].shared is part.shared:
-            merged[-1] = Part((*merged[-1].nodes, *part.nodes), part.shared)
-        elif part.nodes:
-            merged.append(part)
+    late = {node for each in wide for node in each.nodes} - early
+    merged = [Part(tuple(sorted(early)), True)]
+    for part in parts:
+        nodes = tuple(node for node in part.nodes if node not in early)
+        shared = not late.isdisjoint(nodes)
+        if nodes and merged[-1].shared is shared:
+            merged[-1] = Part((*merged[-1].nodes, *nodes), shared)
+        elif nodes:
+            merged.append(Part(nodes, shared))
     return _without_scraps(model, [part for part in merged if part.nodes])
 
 
 def _reads_inputs(model: CostedModel, wide: Wide) -> bool:
     """Whether a lookup depends on nothing that the model computes from other parameters."""
-    given = {value.name for value in model.graph.inputs}
-    known = given | model.weights.keys()
-    written = {name for node in wide.nodes for name in model.graph.nodes[node].outputs}
-    return all(name in known | written for node in wide.nodes for name in model.graph.nodes[node].inputs if name)
+    nodes = wide.nodes | recomputed_nodes(model.graph)
+    known = {value.name for value in model.graph.inputs} | model.weights.keys()
+    known |= {name for node in nodes for name in model.graph.nodes[node].outputs}
+    return all(name in known for node in wide.nodes for name in model.graph.nodes[node].inputs if name)
 
 
 def _without_scraps(model: CostedModel, parts: Sequence[Part]) -> tuple[Part, ...]:

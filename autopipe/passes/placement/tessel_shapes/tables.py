@@ -23,17 +23,17 @@ class Wide:
 def large_tables(model: CostedModel, at_least_one: bool) -> frozenset[str]:
     """Tables that lookups read and weights of heads, those with more than half a device's share of all parameters.
 
-    With `at_least_one` and none so large, the largest that a lookup reads.
+    With `at_least_one` and none so large, the largest that a lookup reads and all others half as large or more.
     """
     graph = model.graph
     total = sum(each.value.bytes for each in graph.parameters)
     looked_up = {name for node in range(len(graph.nodes)) for name in _looked_up(model, node)}
     classes = {name for node in range(len(graph.nodes)) for name in _heads(model, node)}
     sizes = {name: graph.type_of(name).bytes for name in sorted(looked_up | classes)}
-    large = {name for name, size in sizes.items() if size >= model.share * total}
-    if not large and at_least_one and looked_up:
-        large = {max(sorted(looked_up), key=lambda name: sizes[name])}
-    return frozenset(large)
+    least = model.share * total
+    if at_least_one and looked_up and not any(size >= least for size in sizes.values()):
+        least = max(sizes[name] for name in looked_up) / 2
+    return frozenset(name for name, size in sizes.items() if size >= least)
 
 
 def wide_nodes(model: CostedModel, tables: frozenset[str], degree: int) -> tuple[Wide, ...]:

@@ -132,6 +132,19 @@ def test_chunks_go_round_or_back_and_forth() -> None:
     assert groups(placed(problem, shape="m", chunks=2)) == [ALL, *[(0,), (1,), (2,), (3,)] * 2, ALL]
 
 
+def test_lookups_in_the_middle_can_be_made_first() -> None:
+    problem = model_problem("dlrm", ())
+    middle, first = placed(problem, shape="nn"), placed(problem, shape="m")
+    assert groups(middle) == [(0,), (1,), ALL, (2,), (3,)]
+    assert groups(first) == [ALL, (0,), (1,), (2,), (3,)]
+    assert set(axes(problem, first, 0).values()) == {"d0:4"}
+
+
+def test_a_first_layer_is_no_branch() -> None:
+    """The decoder's first attention meets the encoder with an eighth of the work in it."""
+    assert groups(placed(model_problem("mt5", ()))) == [(0,), (1,), (2,), (3,)]
+
+
 def test_inference_leaves_the_logits_in_shards() -> None:
     problem = model_problem("gpt", GPT, loss=False)
     placement = placed(problem)
