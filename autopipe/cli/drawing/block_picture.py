@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from autopipe.cli.drawing.picture import Bar, Curve, Picture
 from autopipe.cli.drawing.steady import SteadyState
 from autopipe.ir.blocks import Block, BlockSchedule
@@ -74,13 +76,33 @@ def _memory(schedule: BlockSchedule) -> tuple[Curve, ...]:
 
 
 def _steady(schedule: BlockSchedule) -> SteadyState | None:
-    """The repetitions that hold each block once: the r-th has block i of unit r + offset of i."""
+    """The longest run of repetitions that are as the repetend says: the r-th has block i of unit r + offset of i.
+
+    The first and the last ones may differ: their blocks start as soon as they can.
+    """
     repetend, period = schedule.repetend, schedule.period
     if repetend is None or period is None:
         return None
-    offsets = [offset - min(repetend.offsets) for offset in repetend.offsets]
-    count = schedule.units - max(offsets)
+    offsets = np.array(repetend.offsets) - min(repetend.offsets)
+    count = schedule.units - int(offsets.max())
     if count < 1:
         return None
-    start = min(schedule.starts[offset][index] for index, offset in enumerate(offsets))
-    return SteadyState(start, start + count * period, count, period)
+    units = np.arange(count)[:, None] + offsets
+    begins = np.array(schedule.starts)[units, np.arange(len(offsets))] - np.array(repetend.starts)
+    regular = (begins == begins[:, :1]).all(axis=1)
+    first, length = _longest_run(regular, begins[:, 0], period)
+    start = int(begins[first, 0]) + min(repetend.starts)
+    return SteadyState(start, start + length * period, length, period) if length else None
+
+
+def _longest_run(regular: np.ndarray, begins: np.ndarray, period: int) -> tuple[int, int]:
+    """(first, length) of the longest run of regular repetitions, each a period after the one before."""
+    best, first = (0, 0), 0
+    for index, each in enumerate(regular):
+        if not each:
+            first = index + 1
+        elif index > first and begins[index] != begins[index - 1] + period:
+            first = index
+        if index + 1 - first > best[1]:
+            best = first, index + 1 - first
+    return best

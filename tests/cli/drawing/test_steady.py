@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from autopipe.cli.drawing.block_picture import block_picture
 from autopipe.cli.drawing.steady import steady_state
+from autopipe.passes.schedule.named.blocks import schedule_blocks
+from autopipe.passes.schedule.shapes import shape
 from tests.cli.drawing.examples import chain_plan, split_embedding
 
 
@@ -35,3 +39,27 @@ def test_a_schedule_of_blocks_repeats_as_its_repetend_says():
     for task in ((start, index) for start, _, index in schedule.tasks[0] if state.start <= start < state.end):
         assert task[1] in range(6)
     assert block_picture(split_embedding(units=2), "").steady is None
+
+
+def test_repetitions_that_start_earlier_than_the_repetend_says_are_no_part_of_it():
+    schedule = split_embedding(units=8)
+
+    def steady_with_early_start_of(unit):
+        starts = [*schedule.starts]
+        starts[unit] = (starts[unit][0] - 1, *starts[unit][1:])
+        return block_picture(dataclasses.replace(schedule, starts=tuple(starts)), "").steady
+
+    # Repetition r, from 12 + 6 r on, holds the first block of unit r + 2 and the last one of unit r.
+    warm_up, second = steady_with_early_start_of(1), steady_with_early_start_of(3)
+    assert warm_up is not None and second is not None
+    assert (warm_up.start, warm_up.count) == (12, 6)
+    assert (second.start, second.count) == (24, 4)
+
+
+def test_a_published_schedule_repeats_only_once_its_pipeline_is_full():
+    schedule = schedule_blocks("1f1b", shape("v", 8, train=True), 32)
+    state = block_picture(schedule, "").steady
+    assert state is not None
+    for device in range(8):
+        inside = [start for start, _, _ in schedule.tasks[device] if state.start <= start < state.end]
+        assert len(inside) == 2 * state.count
