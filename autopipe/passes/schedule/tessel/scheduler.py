@@ -147,7 +147,7 @@ class _Task:
 
 def _published(problem: Problem, placement: Placement) -> Iterator[tuple[str, Schedule]]:
     """The orders of published schedules that take the placement."""
-    schedulers: tuple[Scheduler, ...] = (OneForwardOneBackward(), GPipe())
+    schedulers: tuple[Scheduler, ...] = (GPipe(), OneForwardOneBackward())
     for scheduler in schedulers:
         try:
             scheduler.requires(problem, placement)
@@ -157,12 +157,12 @@ def _published(problem: Problem, placement: Placement) -> Iterator[tuple[str, Sc
 
 
 def _better(new: _Answer, old: _Answer | None, worth: float = 0.0) -> _Answer:
-    """The one that fits memory better, then is shorter by more than the share `worth`, then needs less memory."""
+    """The one that fits memory better, is shorter by more than the share `worth`, needs less memory, else the new one."""
     if old is None or new.excess < old.excess:
         return new
     if new.excess > old.excess or new.step > old.step * (1 - worth + SAME):
         return old
-    return new if new.step < old.step * (1 - SAME) or new.peak < old.peak else old
+    return new if new.step < old.step * (1 - SAME) or new.peak <= old.peak else old
 
 
 def _proven(answer: _Answer, bound: float) -> Schedule:
