@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from autopipe.backends.torch.emission.call import Call
+from autopipe.backends.torch.emission.later import deferred
 from autopipe.backends.torch.emission.rank import emit_rank
 from autopipe.ir.graph import Graph
+from autopipe.ir.ops import signature_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.program import Program
 from autopipe.passes.lower import lower
 from tests.distributed.builder import mlp
 from tests.distributed.running import schedule_of, write
+from tests.distributed.test_halves import halved
 
 Golden = Callable[[str, str], None]
 
@@ -53,3 +57,46 @@ def test_files_of_a_program(name: str, tmp_path: Path, golden: Golden) -> None:
         golden((folder / "run.py").read_text(encoding="utf-8"), "program/run.txt")
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         golden(json.dumps(manifest, indent=1, sort_keys=True) + "\n", "program/manifest.json")
+
+
+def test_files_of_halved_backwards(tmp_path: Path, golden: Golden) -> None:
+    """Only the stage whose backwards are split calls its product through `p.later`."""
+    graph, loss, placement = placed()
+    whole = frozenset((stage, micro_batch) for stage in (0, 2) for micro_batch in range(8))
+    folder = tmp_path / "program"
+    write(graph, placement, halved(schedule_of(graph, placement, 8), 2, whole), loss, folder)
+    golden((folder / "rank_001.py").read_text(encoding="utf-8"), "program/halved/rank_001.txt")
+    golden((folder / "stage_01.py").read_text(encoding="utf-8"), "program/halved/stage_01.txt")
+    assert "later" not in (folder / "stage_00.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("code", "operands", "spelled"),
+    [
+        ("F.linear(x0, p.w1.t(), p.w2)", ("x0", "p.w1", "p.w2"), "p.later(F.linear, x0, p.w1.t(), p.w2)"),
+        (
+            "operators.gather_part(p.w0, x1, p.group)",
+            ("p.w0", "x1"),
+            "p.later(operators.gather_part, p.w0, x1, p.group)",
+        ),
+        ("2.0 * torch.mm(x0, p.w1)", ("x0", "p.w1"), "p.later(lambda y0, y1: 2.0 * torch.mm(y0, y1), x0, p.w1)"),
+        (
+            "torch.matmul(x0, p.w1).mT(0)",
+            ("x0", "p.w1"),
+            "p.later(lambda y0, y1: torch.matmul(y0, y1).mT(0), x0, p.w1)",
+        ),
+        ("p.w1[x0]", ("p.w1", "x0"), "p.later(lambda y0, y1: y0[y1], p.w1, x0)"),
+    ],
+)
+def test_what_is_deferred_is_spelled_as_the_call_it_was(code: str, operands: tuple[str, ...], spelled: str) -> None:
+    graph, _, _ = placed()
+    signature = signature_of(graph, graph.nodes[0])
+    call = Call(signature, operands, ())
+
+    def emitter(call: Call) -> str:
+        text = code
+        for operand, name in zip(operands, call.codes, strict=True):
+            text = text.replace(operand, str(name))
+        return text
+
+    assert deferred(emitter, call) == spelled
