@@ -16,7 +16,7 @@ from autopipe.cli.output import Output
 from autopipe.cli.plan_folder import open_plan, open_prediction
 from autopipe.cli.plan_screen import prediction_line, stage_table
 from autopipe.ir.blocks import BlockSchedule
-from autopipe.ir.errors import AutopipeError
+from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.plan import Plan
 from autopipe.ir.serial.block_schedule_file import block_schedule_form, read_block_schedule
 from autopipe.ir.serial.plan_file import summary_form
@@ -48,8 +48,21 @@ class Shown(Protocol):
 def open_shown(path: Path) -> Shown:
     """The plan of a folder, or the schedule of blocks of a file. Raises ConfigurationError."""
     if path.is_file():
+        _check_json(path)
         return ShownBlocks(path, read_block_schedule(path))
     return ShownPlan(path, *open_prediction(path))
+
+
+def _check_json(path: Path) -> None:
+    """Raise ConfigurationError for a file that cannot be a schedule, such as a model."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(64).lstrip()[:1]
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
+    if start != b"{":
+        hint = "autopipe plan makes the one, autopipe schedule -o FILE the other"
+        raise ConfigurationError(f"{path} is neither the folder of a plan nor a schedule of blocks", hint)
 
 
 @dataclass(frozen=True, slots=True)

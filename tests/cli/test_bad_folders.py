@@ -28,7 +28,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     path = saved(perceptron(trains=True), folder)
     stages = "constraints=[{match: '*_[ab]', stage: 0, devices: [0]}, {match: '*_[cy]*', stage: 1, devices: [1]}]"
-    words = ("--strategy", "manual", "--gpus", "2", "--micro-batches", "2", "--set", stages, "-q")
+    words = ("--strategy", "manual", "--schedule", "1f1b", "--gpus", "2", "--micro-batches", "2", "--set", stages, "-q")
     assert main(["plan", str(path), *words]) == 0
     assert main(["codegen", str(folder / PLAN), "-q"]) == 0
     return folder
@@ -118,7 +118,7 @@ def test_a_plan_that_was_cut_or_lost(here: CommandLine) -> None:
     here.refuses(2, ("codegen", PLAN), f"{PLAN} holds no plan", "autopipe plan")
     for words in (("codegen", "gone"), ("show", "gone"), ("compare", "gone")):
         here.refuses(2, words, "gone does not exist")
-    here.refuses(2, ("show", MODEL), f"{MODEL} is no folder")
+    here.refuses(2, ("show", MODEL), f"{MODEL} is neither the folder of a plan nor a schedule of blocks")
     here.refuses(2, ("compare",), "DIR")
 
 
