@@ -147,7 +147,7 @@ class _Task:
 
 def _published(problem: Problem, placement: Placement) -> Iterator[tuple[str, Schedule]]:
     """The orders of published schedules that take the placement."""
-    schedulers: tuple[Scheduler, ...] = (GPipe(), OneForwardOneBackward())
+    schedulers: tuple[Scheduler, ...] = (OneForwardOneBackward(), GPipe())
     for scheduler in schedulers:
         try:
             scheduler.requires(problem, placement)

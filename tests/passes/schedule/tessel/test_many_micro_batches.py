@@ -1,0 +1,77 @@
+"""A searched step of many micro-batches is no longer to read than one of few: its repetitions are loops."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopipe.ir.prediction import Message, Prediction, StagePrediction
+from autopipe.ir.program import Instruction, Loop, Verb
+from autopipe.ir.schedule import Phase
+from autopipe.ir.stage_graph import StageGraph
+from autopipe.passes.lower.order import sections
+from autopipe.passes.schedule.simulate import simulate
+from autopipe.passes.schedule.tessel.search import SearchOptions, search
+from autopipe.passes.schedule.tessel.stage_blocks import busiest_seconds, stage_blocks, stage_schedule
+
+VERBS = {
+    Phase.FORWARD: Verb.FORWARD,
+    Phase.BACKWARD: Verb.BACKWARD,
+    Phase.INPUT_GRADIENT: Verb.INPUT_GRADIENT,
+    Phase.WEIGHT_GRADIENT: Verb.WEIGHT_GRADIENT,
+}
+
+
+def graph_of(kind: str, devices: int) -> StageGraph:
+    """A chain (v), there and back on the same devices (vv), two opposite chains (x), a chain after a wide stage (m)."""
+    chain = tuple((stage, stage + 1) for stage in range(devices - 1))
+    groups = tuple((stage,) for stage in range(devices))
+    if kind == "vv":
+        return StageGraph(devices, groups + groups[::-1], tuple((each, each + 1) for each in range(2 * devices - 1)))
+    if kind == "x":
+        mirrored = tuple((devices + source, devices + target) for source, target in chain)
+        return StageGraph(devices, groups + groups[::-1], chain + mirrored, (0,) * devices + (1,) * devices)
+    if kind == "m":
+        return StageGraph(devices, (tuple(range(devices)), *groups), tuple((each, each + 1) for each in range(devices)))
+    return StageGraph(devices, groups, chain)
+
+
+def searched(kind: str, devices: int, micro_batches: int, split: bool):
+    graph = graph_of(kind, devices)
+    free = tuple(
+        Message(a, b, graph.stage_devices[a][0], graph.stage_devices[b][0], 0, 0, 0.0, 0.0) for a, b in graph.edges
+    )
+    prediction = Prediction((StagePrediction(1.0, 2.0, 1.0, 1.0),) * len(graph.stage_devices), free)
+    blocks = stage_blocks(graph, prediction, True, busiest_seconds(graph, prediction) / 12, split=split)
+    found = search(blocks.graph, -(-micro_batches // graph.pipeline_count), SearchOptions(4.0))
+    assert found.optimal
+    return graph, prediction, stage_schedule(blocks, found, graph, micro_batches)
+
+
+def lines_of(schedule) -> list[int]:
+    """Lines of each rank's step, loops' own among them."""
+
+    def count(section) -> int:
+        return sum(1 + count(each.body) if isinstance(each, Loop) else 1 for each in section)
+
+    flat = (
+        [Instruction(VERBS[each.phase], each.stage, each.micro_batch) for each in order] for order in schedule.tasks
+    )
+    return [sum(count(section) for section in sections(each)) for each in flat]
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("kind", ["v", "vv", "x", "m"])
+def test_lines_do_not_grow_with_micro_batches(kind, split):
+    few, many = (lines_of(searched(kind, 4, count, split)[2]) for count in (32, 512))
+    assert sum(many) <= sum(few)
+    assert max(many) < 30
+
+
+def test_32_devices_with_512_micro_batches():
+    few, many = (searched("v", 32, count, split=True) for count in (32, 512))
+    assert sum(lines_of(many[2])) <= sum(lines_of(few[2]))
+    graph, prediction, schedule = many
+    step = simulate(schedule, graph.stage_devices, prediction)
+    assert len(step.spans) == 32 * 512 * 3
+    least = 3 * 512 + 31  # no bubble but for the way of the first micro-batch
+    assert least <= step.end < 1.02 * least
