@@ -15,6 +15,8 @@ WORK_PER_SECOND = 0.35
 """CP-SAT's deterministic time that a second of the limit stands for: one worker does more than this in a second, so
 that the work runs out before the clock does and the answer depends on the seed alone."""
 
+_USABLE = 0.95
+"""Share of the seconds that is searched; the rest is for completing and checking what was found."""
 _BETWEEN_REPORTS_S = 0.1
 """Seconds between two calls of `progress`."""
 
@@ -49,10 +51,15 @@ class Budget:
         """Seconds since the search began."""
         return time.perf_counter() - self.start
 
+    @property
+    def over(self) -> bool:
+        """Whether the seconds are used up but for what it takes to finish."""
+        return self.used > _USABLE * self.options.time_limit
+
     def limit(self, share: float) -> Limit:
         """A limit of a share of the work that is left, and of all seconds that are."""
         work = self.options.time_limit * WORK_PER_SECOND - self.work
-        return Limit(self.options.time_limit - self.used, work * share, self.options.seed)
+        return Limit(_USABLE * self.options.time_limit - self.used, work * share, self.options.seed)
 
     def spend(self, work: float) -> None:
         """Count work that was done."""

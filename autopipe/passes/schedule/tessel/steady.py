@@ -29,7 +29,7 @@ def steady_state(graph: BlockGraph, budget: Budget) -> Steady:
     serial = serial_order(graph, budget.limit(0.2))
     bound = period_bound(graph)
     budget.report(None, bound)
-    best = construct(graph, bound, serial)
+    best = construct(graph, bound, serial, budget)
     budget.report(best.period, bound)
     if best.period > bound:
         best = _rounded(graph, best, bound, budget)
