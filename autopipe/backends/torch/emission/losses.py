@@ -23,8 +23,8 @@ def _operands(call: Call) -> str:
 
 def _cross_entropy(call: Call) -> str:
     if call.is_split("c"):
-        several = "" if len(call.node.outputs) > 1 else "[0]"
-        return f"operators.cross_entropy_part({_operands(call)}, group=p.group){several}"
+        both = "_and_logarithms" if len(call.node.outputs) > 1 else ""
+        return f"operators.cross_entropy{both}_part({_operands(call)}, group=p.group)"
     if len(call.node.outputs) == 1:
         return f"F.cross_entropy({_operands(call)})"
     return f"operators.cross_entropy({_operands(call)})"

@@ -19,6 +19,7 @@ from autopipe.backends.torch.runtime.operators.indexing import (
     tensor_scatter,
 )
 from autopipe.backends.torch.runtime.operators.joint import (
+    cross_entropy_and_logarithms_part,
     cross_entropy_part,
     gather_part,
     log_softmax_part,
@@ -60,6 +61,7 @@ __all__ = [
     "conv_quantized",
     "conv_transpose",
     "cross_entropy",
+    "cross_entropy_and_logarithms_part",
     "cross_entropy_part",
     "cumprod",
     "cumsum",

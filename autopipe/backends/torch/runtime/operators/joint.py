@@ -65,11 +65,29 @@ def cross_entropy_part(
     reduction: str = "mean",
     *,
     group: Joint,
+) -> Tensor:
+    """This rank's share of the softmax cross-entropy over axis 1, of which it has a part: that of labels in its part.
+
+    `weight` is that of all classes, whole; so are the labels, and with them what a mean divides by.
+    """
+    scores = _precise(scores)
+    places, own, weights = _weighed(scores, labels, weight, ignore_index, group)
+    losses: Tensor = _CrossEntropy.apply(scores, places, own, group)  # type: ignore[no-untyped-call]
+    return _reduced(losses, weights, reduction)
+
+
+def cross_entropy_and_logarithms_part(
+    scores: Tensor,
+    labels: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    *,
+    group: Joint,
 ) -> tuple[Tensor, Tensor]:
-    """This rank's share of the softmax cross-entropy over axis 1, and its part of the logarithms of probabilities."""
+    """The same, and this rank's part of the logarithms of probabilities."""
     logarithms = log_softmax_part(scores, 1, group)
-    loss = nll_part(logarithms, labels, weight, ignore_index, reduction, group=group)
-    return loss, logarithms
+    return nll_part(logarithms, labels, weight, ignore_index, reduction, group=group), logarithms
 
 
 def nll_part(
@@ -81,18 +99,27 @@ def nll_part(
     *,
     group: Joint,
 ) -> Tensor:
-    """This rank's share of the negative log-likelihood: that of the labels among its classes.
+    """This rank's share of the negative log-likelihood: that of the labels among its classes."""
+    places, own, weights = _weighed(logarithms, labels, weight, ignore_index, group)
+    picked = logarithms.gather(1, places.unsqueeze(1)).squeeze(1)
+    return _reduced(-(picked * own).masked_fill(own == 0, 0), weights, reduction)
 
-    `weight` is that of all classes, whole; so are the labels, and with them what a mean divides by.
-    """
-    classes = logarithms.shape[1]
+
+def _weighed(
+    scores: Tensor, labels: Tensor, weight: Tensor | None, ignore_index: int, group: Joint
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each label is in this rank's part, its weight there, 0 for those of other ranks, and its weight."""
+    classes = scores.shape[1]
     counts = labels != ignore_index
     labels = labels.masked_fill(~counts, 0)
     torch._assert_async(((labels >= 0) & (labels < classes * group.size)).all(), "a label is out of range")
     places, mine = _own(labels, classes, group)
-    weights = counts.to(logarithms.dtype) if weight is None else weight[labels] * counts
-    picked = logarithms.gather(1, places.unsqueeze(1)).squeeze(1)
-    losses = -(picked * weights).masked_fill(~(mine & counts), 0)
+    weights = counts.to(scores.dtype) if weight is None else weight[labels] * counts
+    return places, weights * mine, weights
+
+
+def _reduced(losses: Tensor, weights: Tensor, reduction: str) -> Tensor:
+    """Losses of this rank's labels as the reduction has them; a mean is over the weights of all labels."""
     if reduction == "none":
         return losses
     return losses.sum() / weights.sum() if reduction == "mean" else losses.sum()
@@ -147,3 +174,24 @@ class _LogSoftmax(torch.autograd.Function):
         (result,) = context.saved_tensors
         total = context.group.total(gradients[0].sum(context.dim, keepdim=True))
         return gradients[0] - result.exp() * total, None, None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Losses by label. Only exponentials of the scores are kept, and backward is one pass over them."""
+
+    @staticmethod
+    def forward(context: Any, scores: Tensor, places: Tensor, own: Tensor, group: Joint) -> Tensor:
+        largest = group.largest(scores.amax(1, keepdim=True))
+        picked = scores.gather(1, places.unsqueeze(1)) - largest
+        exponentials = (scores - largest).exp_()
+        total = group.total(exponentials.sum(1, keepdim=True))
+        context.group = group
+        context.save_for_backward(exponentials, total, places, own)
+        return ((total.log() - picked).squeeze(1) * own).masked_fill(own == 0, 0)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        exponentials, total, places, own = context.saved_tensors
+        share = (gradients[0] * own).unsqueeze(1)
+        found = exponentials * (context.group.total(share) / total)
+        return found.scatter_add_(1, places.unsqueeze(1), -share), None, None, None

@@ -52,18 +52,43 @@ def test_large_scores_do_not_overflow() -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("shape", [(8, 6), (4, 6, 5)])
-def test_cross_entropy(shape: tuple[int, ...], reduction: str, weighted: bool, ignored: int) -> None:
+@pytest.mark.parametrize("both", [False, True])
+def test_cross_entropy(both: bool, shape: tuple[int, ...], reduction: str, weighted: bool, ignored: int) -> None:
     whole = drawn(*shape)
     labels = torch.arange(shape[0] * (shape[2] if len(shape) > 2 else 1)).reshape(shape[0], *shape[2:]) % shape[1]
     weight = drawn(shape[1], seed=1).abs() if weighted else None
     settings = {"ignore_index": ignored, "reduction": reduction}
 
     def computed(part: Tensor, member: Member) -> Tensor:
-        loss: Tensor = operators.cross_entropy_part(part, labels, weight, group=member, **settings)[0]
-        return loss
+        if both:
+            return operators.cross_entropy_and_logarithms_part(part, labels, weight, group=member, **settings)[0]
+        return operators.cross_entropy_part(part, labels, weight, group=member, **settings)
 
     parts, gradient = in_parts(whole, 1, computed)
     expected = F.cross_entropy(whole.requires_grad_(), labels, weight, **settings)  # type: ignore[arg-type]
+    torch.testing.assert_close(torch.stack(parts).sum(0), expected.detach())
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, whole)[0])
+
+
+def test_a_loss_for_each_label() -> None:
+    whole, labels = drawn(4, 6), torch.tensor([0, 5, 2, 3])
+
+    def computed(part: Tensor, member: Member) -> Tensor:
+        return operators.cross_entropy_part(part, labels, reduction="none", group=member)
+
+    parts, gradient = in_parts(whole, 1, computed)
+    expected = F.cross_entropy(whole.requires_grad_(), labels, reduction="none")
+    torch.testing.assert_close(torch.stack(parts).sum(0), expected.detach())
+    # Each label's loss is the share of one rank; of the others', which are 0, the squares have no gradient.
+    torch.testing.assert_close(gradient, torch.autograd.grad((expected**2).sum(), whole)[0])
+
+
+def test_classes_that_cannot_be() -> None:
+    """A vocabulary padded by scores of minus infinity, all of one rank's part."""
+    whole = torch.cat([drawn(3, 4), torch.full((3, 2), -torch.inf, dtype=torch.float64)], 1)
+    labels = torch.tensor([0, 3, 1])
+    parts, gradient = in_parts(whole, 1, lambda part, member: operators.cross_entropy_part(part, labels, group=member))
+    expected = F.cross_entropy(whole.requires_grad_(), labels)
     torch.testing.assert_close(torch.stack(parts).sum(0), expected.detach())
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, whole)[0])
 
