@@ -34,6 +34,9 @@ class SearchOptions:
     seed: int = 0
     progress: Progress | None = None
     """Told of better values and bounds, at most ten times a second."""
+    patience: float = 1.0
+    """How many times its seconds a search may take where a busy machine needs them for the same work, and so for the
+    same answer."""
 
 
 @dataclass(slots=True)
@@ -54,12 +57,16 @@ class Budget:
     @property
     def over(self) -> bool:
         """Whether the seconds are used up but for what it takes to finish."""
-        return self.used > _USABLE * self.options.time_limit
+        return self.used > self._usable
 
     def limit(self, share: float) -> Limit:
         """A limit of a share of the work that is left, and of all seconds that are."""
         work = self.options.time_limit * WORK_PER_SECOND - self.work
-        return Limit(_USABLE * self.options.time_limit - self.used, work * share, self.options.seed)
+        return Limit(self._usable - self.used, work * share, self.options.seed)
+
+    @property
+    def _usable(self) -> float:
+        return _USABLE * self.options.time_limit * self.options.patience
 
     def spend(self, work: float) -> None:
         """Count work that was done."""

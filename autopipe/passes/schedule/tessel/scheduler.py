@@ -38,6 +38,10 @@ _WORTH = 0.01
 """Share of the step that splitting backwards must save to be done: their programs are longer."""
 
 
+_PATIENCE = 8.0
+"""Times its seconds that a search may take on a busy machine, so that equal requests make equal plans there too."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tessel:
     """Searches the order with the shortest period, then the shortest ends, then the least memory, for any placement.
@@ -49,7 +53,8 @@ class Tessel:
     """
 
     time_limit: float = 2.0
-    """Most seconds that the search takes."""
+    """Seconds that the search may take, counted as the work that an idle machine gets done in them, so that equal
+    requests make equal plans; the limit of the whole plan, where there is one, is the clock's."""
 
     name: ClassVar[str] = "tessel"
 
@@ -87,11 +92,12 @@ class Tessel:
         blocks = stage_blocks(stages, prediction, problem.train, tick, split=split)
         blocks = with_memory(blocks, prediction.stages, task.free, units)
         limit = self.time_limit / 2 if problem.train else self.time_limit
+        options = SearchOptions(limit, problem.seed, patience=_PATIENCE)
         if problem.time_limit is not None:
-            limit = min(limit, problem.time_limit)
+            options = SearchOptions(min(limit, problem.time_limit), problem.seed)
         try:
             require_room(blocks.graph, units)
-            found = search(blocks.graph, units, SearchOptions(limit, problem.seed))
+            found = search(blocks.graph, units, options)
         except InfeasibleError:
             return None
         schedule = stage_schedule(blocks, found, stages, problem.micro_batches)
@@ -157,7 +163,7 @@ def _published(problem: Problem, placement: Placement) -> Iterator[tuple[str, Sc
 
 
 def _better(new: _Answer, old: _Answer | None, worth: float = 0.0) -> _Answer:
-    """The one that fits memory better, is shorter by more than the share `worth`, needs less memory, else the new one."""
+    """The one that fits memory better, is shorter by more than the share `worth`, needs less memory; else the new."""
     if old is None or new.excess < old.excess:
         return new
     if new.excess > old.excess or new.step > old.step * (1 - worth + SAME):
