@@ -175,8 +175,3 @@ def test_a_schedule_that_does_not_match_its_blocks(command_line: CommandLine, na
     inner[place[-1]] = value  # type: ignore[index]
     Path("s.json").write_text(json.dumps(whole), encoding="utf-8")
     command_line.refuses(2, ("show", "s.json", "--svg", "s.svg"), *says)
-
-
-def test_pictures_that_only_plans_have(command_line: CommandLine) -> None:
-    command_line.done("schedule", written(), "-o", "s.json")
-    command_line.refuses(2, ("show", "s.json", "--html", "s.html"), "--html shows plans")
