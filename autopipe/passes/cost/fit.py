@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from autopipe.ir.errors import InfeasibleError
@@ -23,27 +24,46 @@ def in_flight(problem: Problem, placement: Placement) -> tuple[int, ...]:
 
 
 def fitted(problem: Problem, placement: Placement) -> Placement:
-    """The placement, recomputing in stages of overfull devices where `recompute` is `auto`.
+    """The placement, recomputing in stages of devices that 1F1B would overfill where `recompute` is `auto`.
 
-    Raises InfeasibleError, naming stage, device and by how much, where a device's memory does not hold its stages.
+    Raises InfeasibleError, naming stage, device and by how much, where a device's memory does not hold its stages under
+    any schedule; whether it does under the one that is chosen shows when that is simulated.
     """
     while True:
         costs = stage_costs(problem, placement)
-        used = device_memory(problem, placement, costs)
-        overfull = [device for device, need in enumerate(used) if need > problem.memory_of(device)]
-        if not overfull:
-            return placement
-        relieved = _relieving(problem, placement, costs, overfull)
+        relieved = _relieving(problem, placement, costs, _overfull(problem, device_memory(problem, placement, costs)))
         if not relieved:
-            worst = max(overfull, key=lambda device: used[device] - problem.memory_of(device))
-            stages = [index for index, stage in enumerate(placement.stages) if worst in stage.devices]
-            raise out_of_memory(problem, stages, len(placement.stages), worst, used[worst])
+            break
         placement = Placement(
             tuple(
                 replace(stage, recompute=stage.recompute or index in relieved)
                 for index, stage in enumerate(placement.stages)
             )
         )
+    least = _least_memory(problem, placement, costs)
+    overfull = _overfull(problem, least)
+    if overfull:
+        worst = max(overfull, key=lambda device: least[device] - problem.memory_of(device))
+        stages = [index for index, stage in enumerate(placement.stages) if worst in stage.devices]
+        raise out_of_memory(problem, stages, len(placement.stages), worst, least[worst])
+    return placement
+
+
+def _overfull(problem: Problem, used: tuple[int, ...]) -> list[int]:
+    return [device for device, need in enumerate(used) if need > problem.memory_of(device)]
+
+
+def _least_memory(problem: Problem, placement: Placement, costs: tuple[StageCost, ...]) -> tuple[int, ...]:
+    """Bytes on each device that any schedule needs: what one micro-batch keeps when its last forward has run."""
+    always = list(static_memory(problem, placement))
+    passing = [0] * len(always)
+    kept: Counter[tuple[int, int]] = Counter()
+    for stage, cost in zip(placement.stages, costs, strict=True):
+        for device in stage.devices:
+            always[device] += cost.buffer_bytes
+            kept[device, stage.pipeline] += cost.kept_bytes
+            passing[device] = max(passing[device], cost.kept_bytes + cost.transient_bytes, kept[device, stage.pipeline])
+    return tuple(held + most for held, most in zip(always, passing, strict=True))
 
 
 def _relieving(
