@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -64,6 +65,16 @@ def test_a_value_crosses_once_to_each_stage_that_needs_it() -> None:
     assert list(crossing_values(graph, placement)) == [("v0", 0, 1), ("v0", 0, 2)]
 
 
+def test_each_pipeline_has_edges_of_its_own() -> None:
+    graph = masked()
+    first, second = place(((0, 1, 2), 0), ((3, 4, 5), 1)), place(((0, 1, 2, 3), 1), ((4, 5), 0))
+    placement = Placement(first.stages + tuple(replace(stage, pipeline=1) for stage in second.stages))
+    placement.verify(graph)
+    assert list(crossing_values(graph, placement)) == [("v2", 0, 1), ("v3", 2, 3)]
+    assert placement.pipelines == 2
+    assert placement.stage_of(1) == {0: 2, 1: 2, 2: 2, 3: 2, 4: 3, 5: 3}
+
+
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
@@ -72,6 +83,11 @@ def test_a_value_crosses_once_to_each_stage_that_needs_it() -> None:
         ((Stage((0, 1), (0,), 4), Stage((1, 2, 3), (1,), 4)), "node 'n1' is in stages 0 and 1"),
         ((Stage((0, 1), (0,), 4),), "2 nodes are in no stage, the first is 'n2'"),
         ((Stage((2, 3), (0,), 4), Stage((0, 1), (1,), 4)), "stage 0 needs a value of the later stage 1"),
+        (
+            (Stage((0, 1, 2, 3), (0,), 4), Stage((0, 1, 2), (1,), 4, pipeline=1)),
+            "1 nodes are in no stage of pipeline 1",
+        ),
+        ((Stage((0, 1, 2, 3), (0,), 4), Stage((0, 1, 2, 3), (1,), 4, pipeline=2)), "4 nodes .* of pipeline 1"),
     ],
 )
 def test_placements_that_are_refused(stages: tuple[Stage, ...], message: str) -> None:

@@ -89,6 +89,28 @@ def test_the_schedules_file_has_the_form_of_all_schedules(folder):
     assert form["tasks"][1] == form["tasks"][2]
 
 
+def test_halves_of_backwards_are_kept(tmp_path):
+    plan = a_plan(tmp_path / "model.onnx")
+    orders = ("0F0 0I0 0F1 0B1 0W0", "1F0 1B0 1F1 1I1 1W1", "1F0 1B0 1F1 1I1 1W1")
+    tasks = tuple(tuple(map(Task.parse, order.split())) for order in orders)
+    plan = dataclasses.replace(plan, schedule=Schedule(2, tasks))
+    starts = {task: float(place) for order in tasks for place, task in enumerate(order)}
+    spans = [Span(device, task, starts[task], 9.0) for device, order in enumerate(tasks) for task in order]
+    write_plan(tmp_path, plan, dataclasses.replace(a_timeline(), spans=tuple(spans)))
+    assert read_plan(tmp_path) == plan
+    blocks = json.loads((tmp_path / "schedule.json").read_text())["blocks"]
+    assert [(block["name"], block["after"], block["memory"]) for block in blocks] == [
+        ("0F", [], 4),
+        ("1F", [0], 4),
+        ("0B", [0, 3, 5], -4),
+        ("1B", [1], -4),
+        ("0I", [0, 3, 5], -1),
+        ("1I", [1], -1),
+        ("0W", [4], -3),
+        ("1W", [5], -3),
+    ]
+
+
 def test_search_times_and_places_do_not_change_the_digest(folder):
     plan = a_plan(folder.parent / "model.onnx")
     slower = dataclasses.replace(plan.summary, search_time_s=(("read", 9.0),))
@@ -207,10 +229,10 @@ nodes = st.sets(st.integers(0, 60), min_size=1).map(lambda found: tuple(sorted(f
 splits = st.lists(st.builds(Split, st.sampled_from("bmnk"), st.integers(1, 8)), max_size=3).map(tuple)
 
 
-@given(nodes, st.lists(st.integers(0, 9), min_size=1, unique=True), splits, splits, st.booleans())
-def test_any_stage_is_read_as_it_was_written(indices, devices, one, other, recompute):
+@given(nodes, st.lists(st.integers(0, 9), min_size=1, unique=True), splits, splits, st.booleans(), st.integers(0, 3))
+def test_any_stage_is_read_as_it_was_written(indices, devices, one, other, recompute, pipeline):
     chosen = tuple((node, one if node % 3 else other) for node in indices)
-    placement = Placement((Stage(indices, tuple(devices), 2, chosen, recompute),))
+    placement = Placement((Stage(indices, tuple(devices), 2, chosen, recompute, pipeline),))
     form = json.loads(json.dumps(placement_form(placement)))
     assert placement_of(Record(form, "plan.json")) == placement
 

@@ -110,13 +110,15 @@ def _change(stage: StagePrediction, phase: Phase) -> int:
 
 
 def _before(plan: Plan, stage: int, letter: str) -> list[tuple[int, str]]:
-    """The blocks that a block waits for on the same unit."""
+    """The blocks that a block waits for on the same unit, which may have a later stage's backward whole or split."""
     edges = plan.prediction.edges
     if letter == Phase.FORWARD.value:
         return [(source, letter) for source, target in edges if target == stage]
     if letter == Phase.WEIGHT_GRADIENT.value:
         return [(stage, Phase.INPUT_GRADIENT.value)]
-    return [(stage, Phase.FORWARD.value), *((target, letter) for source, target in edges if source == stage)]
+    later = [target for source, target in edges if source == stage]
+    halves = (Phase.BACKWARD.value, Phase.INPUT_GRADIENT.value)
+    return [(stage, Phase.FORWARD.value), *((target, backward) for target in later for backward in halves)]
 
 
 def _kind_of(record: Record, stage_devices: tuple[tuple[int, ...], ...]) -> tuple[int, Phase]:
