@@ -18,6 +18,7 @@ from autopipe.ir.schedule import Schedule
 from tests.distributed.builder import Builder, evaluate
 from tests.distributed.pool import Pools
 from tests.distributed.running import batch_of, drawn_parameters, forwards_first, micro_batches_of, schedule_of, write
+from tests.distributed.test_halves import halved
 
 pytestmark = pytest.mark.distributed
 
@@ -85,8 +86,22 @@ def test_two_pipelines_keep_their_copies_of_parameters_equal(pools: Pools, tmp_p
     check(pools, tmp_path, (graph, loss, placement), schedule, OPTIMIZERS[1])
 
 
+def test_every_step_waits_for_every_message(pools: Pools, tmp_path: Path) -> None:
+    """With `--blocking`, backwards in halves, and a rank that has nothing to do."""
+    graph, loss, placement = tied()
+    first, middle, last = placement.stages
+    placement = Placement((first, Stage(middle.nodes, (1,), 4), last))
+    schedule = halved(schedule_of(graph, placement, 4), 1)
+    check(pools, tmp_path, (graph, loss, placement), schedule, OPTIMIZERS[0], "--blocking")
+
+
 def check(
-    pools: Pools, tmp_path: Path, placed: tuple[Graph, str, Placement], schedule: Schedule, settings: Optimizer
+    pools: Pools,
+    tmp_path: Path,
+    placed: tuple[Graph, str, Placement],
+    schedule: Schedule,
+    settings: Optimizer,
+    *options: str,
 ) -> None:
     graph, loss, placement = placed
     count = schedule.micro_batches
@@ -95,7 +110,7 @@ def check(
     batch = batch_of(graph, count)
     np.savez(tmp_path / "batch.npz", **batch)  # type: ignore[arg-type]
     report = tmp_path / "report.jsonl"
-    arguments = ("--device", "cpu", "--data", tmp_path / "batch.npz", "--steps", STEPS, "--report", report)
+    arguments = ("--device", "cpu", "--data", tmp_path / "batch.npz", "--steps", STEPS, "--report", report, *options)
     printed = pools.of(4).run(folder, *arguments)
     found = read_losses(report)
     np.testing.assert_allclose(found, expected_losses(graph, loss, folder, batch, count, settings), rtol=1e-9)

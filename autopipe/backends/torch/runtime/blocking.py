@@ -67,21 +67,23 @@ class Turns:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._tasks: list[Task] = []
-        self._order: list[Turn] = []
+        self._order: list[Turn] | None = None
         self._rest: deque[Turn] = deque()
 
-    def run(self, step: Callable[[], None]) -> None:
-        """Run a step, the first time after a walk through it that only notes its tasks."""
-        if not self._order:
+    def begin(self, step: Callable[[], None]) -> None:
+        """Begin a step; before the first, walk through it noting its tasks, and agree with the other ranks."""
+        if self._order is None:
             step()
             self._order = self._agree()
         self._rest.extend(self._order)
-        step()
+
+    def end(self) -> None:
+        """Exchange what comes behind the step's last task."""
         self._exchange_until(None)
 
     def come_to(self, task: Task) -> bool:
         """Exchange what comes before a task, and say whether to run it now."""
-        if not self._order:
+        if self._order is None:
             self._tasks.append(task)
             return False
         self._exchange_until(task)

@@ -143,12 +143,13 @@ class Rank:
 
     def run(self, step: Callable[[], None]) -> None:
         """Run one step and report it."""
+        if self.turns is not None:
+            self.turns.begin(step)
         started = time.perf_counter()
         self.clock.begin_step()
-        if self.turns is None:
-            step()
-        else:
-            self.turns.run(step)
+        step()
+        if self.turns is not None:
+            self.turns.end()
         self.task = "update"
         if self.train:
             self._update()
