@@ -49,15 +49,15 @@ def prediction_line(summary: Summary) -> str:
 def schedule_line(plan: Plan) -> str:
     """Whose order it is, and what is proven of it."""
     schedule, summary = plan.schedule, plan.summary
-    proof, gap = schedule.proof, summary.gap or 0.0
+    proof = schedule.proof
     whose = "" if proof is None or proof.order == summary.schedule else f"the order of {proof.order}, "
-    rounded = f", times rounded by at most {proof.rounding:.1%}" if proof is not None and proof.rounding else ""
-    if proof is None or schedule.period is None:
-        known = "proven the shortest" if summary.optimal else f"at most {gap:.1%} too long"
-        return f"schedule: {whose}a step that is {known} for this placement{rounded}"
-    period = seconds_text(schedule.period / plan.placement.pipelines)
-    known = "proven the shortest" if summary.optimal else f"at most {gap:.1%} too long"
-    return f"schedule: {whose}a micro-batch every {period}, {known} for this placement{rounded}"
+    what = "a step that is"
+    if proof is not None and schedule.period is not None:
+        what = f"a micro-batch every {seconds_text(schedule.period / plan.placement.pipelines)},"
+    if not summary.optimal:
+        return f"schedule: {whose}{what} at most {summary.gap or 0.0:.1%} too long for this placement"
+    rounded = f", times rounded by at most {proof.rounding:.2%}" if proof is not None and proof.rounding else ""
+    return f"schedule: {whose}{what} proven the shortest for this placement{rounded}"
 
 
 def stage_table(plan: Plan) -> Table:

@@ -31,8 +31,8 @@ from autopipe.passes.schedule.tessel.stage_blocks import (
     with_memory,
 )
 
-_TICKS = 1000
-"""Ticks of a period: its times are rounded up by less than a thousandth each."""
+_TICKS = 10_000
+"""Ticks of the busiest device's work on one unit: each of its times is overstated by less than one of them."""
 
 _WORTH = 0.01
 """Share of the step that splitting backwards must save to be done: their programs are longer."""
