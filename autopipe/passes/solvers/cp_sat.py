@@ -75,6 +75,8 @@ def solve(model: CpModel, variables: Sequence[IntVar], limit: Limit, on_solution
     solver.parameters.max_deterministic_time = limit.work
     solver.parameters.random_seed = limit.seed
     solver.parameters.num_workers = 1
+    # Orders of blocks are found by propagation: linear relaxations of them are weak and cost most of the time.
+    solver.parameters.linearization_level = 0
     watcher = _watcher(on_solution) if on_solution else None
     code = solver.solve(model, watcher)
     if code == cp_model.MODEL_INVALID:

@@ -27,7 +27,7 @@ def complete(graph: BlockGraph, cyclic: Cyclic, units: int, budget: Budget) -> S
     early = unroll(graph, cyclic, units)
     stages = cyclic.stages
     sizes = sum(max(stages) - stage for stage in stages), sum(stages)
-    if max(stages) >= units or max(sizes) > _MOST:
+    if budget.over or max(stages) >= units or max(sizes) > _MOST:
         return early
     found, used = [early], peaks(graph, early)
     found.append(_solved(replace(graph, memory=used), cyclic, units, budget))

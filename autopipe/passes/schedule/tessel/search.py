@@ -41,7 +41,7 @@ def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) 
     schedule = BlockSchedule(
         graph, starts, cyclic.period, steady.bound, cyclic.period == steady.bound, _repetend(cyclic), budget.used
     )
-    if _few(graph, cyclic, units) and makespan(graph, starts) > makespan_bound(graph, units):
+    if not budget.over and _few(graph, cyclic, units) and makespan(graph, starts) > makespan_bound(graph, units):
         schedule = _all_at_once(schedule, budget)
     check_blocks(schedule)
     return schedule
@@ -56,7 +56,7 @@ def _few(graph: BlockGraph, cyclic: Cyclic, units: int) -> bool:
 def _all_at_once(schedule: BlockSchedule, budget: Budget) -> BlockSchedule:
     """The shortest schedule of all units, where that is shorter than the steady state with its ends."""
     graph = schedule.graph
-    whole = shortest(graph, schedule.starts, budget.limit(0.3))
+    whole = shortest(graph, schedule.starts, budget.limit(0.8))
     budget.spend(whole.work)
     length = makespan(graph, whole.starts)
     if length >= schedule.makespan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopipe.ir.blocks import BlockGraph
@@ -10,10 +11,10 @@ from autopipe.passes.schedule.tessel.coarse import coarse
 from autopipe.passes.schedule.tessel.construct import construct
 from autopipe.passes.schedule.tessel.cyclic import Cyclic
 from autopipe.passes.schedule.tessel.options import Budget
-from autopipe.passes.schedule.tessel.repetend import least_latency, least_memory, least_period, with_period
+from autopipe.passes.schedule.tessel.repetend import Repetend, least_latency, least_memory, least_period, with_period
 from autopipe.passes.schedule.tessel.serial import serial_order
 from autopipe.passes.schedule.tessel.tighten import tighten
-from autopipe.passes.solvers.cp_sat import Status
+from autopipe.passes.solvers.cp_sat import Limit, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,43 +45,43 @@ def _rounded(graph: BlockGraph, best: Cyclic, bound: int, budget: Budget) -> Cyc
     if rounded is None:
         return best
     low = period_bound(rounded)
-    found = with_period(rounded, low, budget.limit(0.15))
-    budget.spend(found.work)
+    found = _ask(budget, 0.1, lambda limit: with_period(rounded, low, limit))
     if found.cyclic is None:
         known = tighten(rounded, best, low)
-        found = least_period(rounded, low, known, budget.limit(0.25))
-        budget.spend(found.work)
+        found = _ask(budget, 0.35, lambda limit: least_period(rounded, low, known, limit))
     if found.cyclic is None:
         return best
-    exact = tighten(graph, found.cyclic, bound)
-    return min(best, exact, key=lambda each: each.period)
+    return min(best, tighten(graph, found.cyclic, bound), key=lambda each: each.period)
 
 
 def _exact(graph: BlockGraph, best: Cyclic, bound: int, budget: Budget) -> tuple[Cyclic, int]:
     """The least period, or one closer to it, and a bound closer to it."""
-    found = with_period(graph, bound, budget.limit(0.3))
-    budget.spend(found.work)
+    found = _ask(budget, 0.15, lambda limit: with_period(graph, bound, limit))
     if found.cyclic is not None:
         return found.cyclic, bound
-    if found.status is Status.INFEASIBLE:
-        bound += 1
-    if best.period == bound:
-        return best, bound
-    found = least_period(graph, bound, best, budget.limit(0.7), budget.report)
-    budget.spend(found.work)
+    low = bound + 1 if found.status is Status.INFEASIBLE else bound
+    if best.period == low:
+        return best, low
+    found = _ask(budget, 0.6, lambda limit: least_period(graph, low, best, limit, budget.report))
     if found.status is Status.INFEASIBLE:
         return best, best.period
     if found.cyclic is not None:
-        best = tighten(graph, found.cyclic, bound)
-    return best, min(best.period, max(bound, found.bound or 0))
+        best = tighten(graph, found.cyclic, low)
+    return best, min(best.period, max(low, found.bound or 0))
 
 
 def _shorter(graph: BlockGraph, best: Cyclic, budget: Budget) -> Cyclic:
     """The same period with a shorter way of a unit, and then with less memory."""
     best = tighten(graph, best, best.period)
-    found = least_latency(graph, best, budget.limit(0.3))
+    best = _ask(budget, 0.4, lambda limit: least_latency(graph, best, limit)).cyclic or best
+    latency = best.latency(graph)
+    return _ask(budget, 0.3, lambda limit: least_memory(graph, best, limit, latency)).cyclic or best
+
+
+def _ask(budget: Budget, share: float, question: Callable[[Limit], Repetend]) -> Repetend:
+    """The answer to a question that may take a share of what is left."""
+    if budget.over:
+        return Repetend(Status.UNKNOWN, None, None, 0.0)
+    found = question(budget.limit(share))
     budget.spend(found.work)
-    best = found.cyclic or best
-    found = least_memory(graph, best, budget.limit(0.3), best.latency(graph))
-    budget.spend(found.work)
-    return found.cyclic or best
+    return found
