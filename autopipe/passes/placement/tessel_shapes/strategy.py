@@ -76,9 +76,11 @@ class TesselShapes:
 
     def _placed(self, model: CostedModel, shape: str, only_large: bool = False) -> Placement:
         if shape == "k":
-            return Placement(tuple(self._branches(model)))
+            return Placement(tuple(self._branches(model, only_large)))
         if shape in ("m", "nn"):
             return Placement(tuple(self._around_tables(model, shape, only_large)))
+        if shape == "x" and model.devices < 2:
+            raise InfeasibleError("shape x runs in two directions over devices, and there is one", hint="take shape v")
         chain = make_chain(model.graph, model.seconds, _MOST_BLOCKS)
         devices = tuple(range(model.devices))
         down = self._chain(model, chain, chain.order, devices)
@@ -110,8 +112,8 @@ class TesselShapes:
             else:
                 yield from self._chain(model, line, part.nodes, next(groups))
 
-    def _branches(self, model: CostedModel) -> Iterator[Stage]:
-        """K: branches on devices of their own, then the rest over all."""
+    def _branches(self, model: CostedModel, only_shared: bool) -> Iterator[Stage]:
+        """K: branches on devices of their own, then the rest over all (refused at will where they cannot share it)."""
         chain = make_chain(model.graph, model.seconds, _MOST_BLOCKS)
         meeting = find_meeting(model, chain.order)
         if meeting is None or len(meeting.branches) > model.devices:
@@ -119,11 +121,14 @@ class TesselShapes:
             raise InfeasibleError(
                 f"shape k puts branches on devices of their own, and the model has {found}", hint="take shape v"
             )
-        everyone = tuple(range(model.devices))
+        tables = large_tables(model, at_least_one=False)
+        rest = stage_of_several(model, meeting.rest, tuple(range(model.devices)), tables)
+        if only_shared and not _is_shared(model, rest):
+            raise InfeasibleError(f"{model.devices} devices cannot share what follows where branches meet")
         groups = shared_out([model.weighs(branch) for branch in meeting.branches], model.devices)
         for branch, devices in zip(meeting.branches, groups, strict=True):
             yield from self._chain(model, chain, branch, devices)
-        yield stage_of_several(model, meeting.rest, everyone, large_tables(model, at_least_one=False))
+        yield rest
 
     def _chain(
         self, model: CostedModel, chain: Chain, nodes: Sequence[int], devices: tuple[int, ...]
@@ -131,6 +136,12 @@ class TesselShapes:
         order = visited(devices, self.chunks, self.wave)
         for run, device in zip(even_stages(model, chain, nodes, len(order)), order, strict=True):
             yield stage_of(model.problem, run, (device,))
+
+
+def _is_shared(model: CostedModel, stage: Stage) -> bool:
+    """Whether a stage's devices share half of its work, or its work is little."""
+    work, shared = model.weighs(stage.nodes), model.weighs(node for node, _ in stage.splits)
+    return shared >= work / 2 or work < model.share * float(model.seconds.sum())
 
 
 def _check_chains(shape: str, chains: int, devices: int, wide: Sequence[Wide]) -> None:

@@ -116,6 +116,13 @@ def test_flava_is_a_k(shape: str) -> None:
     assert not any("norm" in name for name in split)
 
 
+def test_a_cross_encoder_that_cannot_be_shared_makes_no_k_unasked() -> None:
+    """Three devices cannot share four heads."""
+    problem = model_problem("flava", FLAVA, devices=3)
+    assert groups(placed(problem)) == [(0,), (1,), (2,)]
+    assert groups(placed(problem, shape="k"))[-1] == (0, 1, 2)
+
+
 def test_v_and_x_run_over_the_devices_and_back() -> None:
     problem = model_problem("gpt", GPT)
     single, both = placed(problem, shape="v"), placed(problem, shape="x")
@@ -187,6 +194,15 @@ def test_models_without_the_shape(
 def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         TesselShapes(**options).requires(model_problem("gpt", GPT))
+
+
+def test_one_device_is_a_v_of_one_stage() -> None:
+    problem = model_problem("gpt", GPT, devices=1)
+    assert groups(placed(problem, shape="v")) == [(0,)]
+    assert {stage.devices for stage in placed(problem).stages} == {(0,)}
+    for shape in ("x", "nn", "k"):
+        with pytest.raises(InfeasibleError):
+            placed(problem, shape=shape)
 
 
 def test_constraints_are_refused() -> None:
