@@ -29,9 +29,6 @@ RANKS = 4
 LAYERS = 16
 SAMPLES = 4
 
-NAMES = [name for name in scheduler_names() if name != "csv"]
-"""Schedule csv has no order of its own but follows a file."""
-
 There = tuple(range(RANKS))
 Back = There[::-1]
 
