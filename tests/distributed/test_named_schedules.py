@@ -97,6 +97,7 @@ def scheduled(name: str, problem: Problem) -> tuple[Placement, Schedule] | None:
 @pytest.mark.parametrize("micro_batches", [8, 5])
 @pytest.mark.parametrize("name", [name for name in scheduler_names() if name != "csv"])  # csv follows a file
 def test_gradients_are_those_of_one_device(pools: Pools, tmp_path: Path, name: str, micro_batches: int) -> None:
+    """Five micro-batches, which come out even nowhere, with messages that are waited for where they are made."""
     graph, loss = tied_chain()
     problem = problem_of(graph, loss, micro_batches)
     found = scheduled(name, problem)
