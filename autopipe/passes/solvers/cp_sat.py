@@ -61,8 +61,17 @@ class Answer:
         return self.status in (Status.OPTIMAL, Status.FEASIBLE)
 
 
-def solve(model: CpModel, variables: Sequence[IntVar], limit: Limit, on_solution: OnSolution | None = None) -> Answer:
+def solve(
+    model: CpModel,
+    variables: Sequence[IntVar],
+    limit: Limit,
+    on_solution: OnSolution | None = None,
+    relax: bool = False,
+) -> Answer:
     """Run CP-SAT with one worker, the same for the same model and seed as long as `limit.work` ends it.
+
+    Orders of blocks are found by propagation: linear relaxations of them are weak and cost most of the time. `relax`
+    is for models in which sums decide.
 
     Raises AutopipeError for a model that the solver does not accept.
     """
@@ -75,8 +84,7 @@ def solve(model: CpModel, variables: Sequence[IntVar], limit: Limit, on_solution
     solver.parameters.max_deterministic_time = limit.work
     solver.parameters.random_seed = limit.seed
     solver.parameters.num_workers = 1
-    # Orders of blocks are found by propagation: linear relaxations of them are weak and cost most of the time.
-    solver.parameters.linearization_level = 0
+    solver.parameters.linearization_level = int(relax)
     watcher = _watcher(on_solution) if on_solution else None
     code = solver.solve(model, watcher)
     if code == cp_model.MODEL_INVALID:

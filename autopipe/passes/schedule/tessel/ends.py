@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopipe.ir.blocks import BlockGraph
+from autopipe.passes.schedule.tessel.bounds import makespan_bound
 from autopipe.passes.schedule.tessel.cyclic import Cyclic
 from autopipe.passes.schedule.tessel.options import Budget
 from autopipe.passes.schedule.tessel.task_model import Task, TaskModel, Window, model_tasks
@@ -18,7 +19,7 @@ from autopipe.passes.solvers.cp_sat import solve
 
 _MOST = 300
 """Most blocks of one end that are given to the solver; more of them start as early as their order allows."""
-_SHARE = 0.15
+_SHARE = 0.08
 """Of the work that is left, for one end."""
 
 
@@ -31,7 +32,8 @@ def complete(graph: BlockGraph, cyclic: Cyclic, units: int, budget: Budget) -> S
         return early
     found, used = [early], peaks(graph, early)
     found.append(_solved(replace(graph, memory=used), cyclic, units, budget))
-    if any(room is None or room > peak for room, peak in zip(graph.memory, used, strict=True)):
+    more_room = any(room is None or room > peak for room, peak in zip(graph.memory, used, strict=True))
+    if more_room and makespan(graph, found[-1]) > makespan_bound(graph, units):
         found.append(_solved(graph, cyclic, units, budget))
     return min(
         found, key=lambda starts: (makespan(graph, starts), max(peaks(graph, starts)), sum(peaks(graph, starts)))

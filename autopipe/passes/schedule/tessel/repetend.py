@@ -24,25 +24,33 @@ class Repetend:
     cyclic: Cyclic | None
     bound: int | None
     work: float
+    stages: tuple[int, ...] = ()
+    """Of the blocks, as the model counts them."""
 
 
-def with_period(graph: BlockGraph, period: int, limit: Limit) -> Repetend:
+def with_period(graph: BlockGraph, period: int, limit: Limit, in_flight: int | None = None) -> Repetend:
     """Any steady state of this period."""
-    made = model_cyclic(graph, period, period)
+    made = model_cyclic(graph, period, period, in_flight)
     anchor(graph, made)
     return _run(graph, made, limit)
 
 
 def least_period(
-    graph: BlockGraph, low: int, known: Cyclic, limit: Limit, on_solution: OnSolution | None = None
+    graph: BlockGraph,
+    low: int,
+    known: Cyclic,
+    limit: Limit,
+    on_solution: OnSolution | None = None,
+    in_flight: int | None = None,
 ) -> Repetend:
     """The steady state of least period from `low` to less than that of `known`, from which the search begins.
 
     INFEASIBLE says that no period is shorter than the known one.
     """
-    made = model_cyclic(graph, low, known.period - 1)
+    made = model_cyclic(graph, low, known.period - 1, in_flight)
     anchor(graph, made)
-    hint(graph, made, known)
+    if in_flight is None:
+        hint(graph, made, known)
     made.model.minimize(made.period)
     return _run(graph, made, limit, on_solution)
 
@@ -71,7 +79,7 @@ def least_memory(graph: BlockGraph, known: Cyclic, limit: Limit, latency: int | 
             model.add(peaks[-1] >= step * used)
     model.minimize(graph.devices * fullest + sum(peaks))
     hint(graph, made, known)
-    return _run(graph, made, limit)
+    return _run(graph, made, limit, relax=True)
 
 
 def _latency(graph: BlockGraph, made: CyclicModel, known: Cyclic) -> IntVar:
@@ -85,14 +93,16 @@ def _latency(graph: BlockGraph, made: CyclicModel, known: Cyclic) -> IntVar:
     return latency
 
 
-def _run(graph: BlockGraph, made: CyclicModel, limit: Limit, on_solution: OnSolution | None = None) -> Repetend:
-    answer = solve(made.model, [made.period, *made.phases, *made.stages], limit, on_solution)
+def _run(
+    graph: BlockGraph, made: CyclicModel, limit: Limit, on_solution: OnSolution | None = None, relax: bool = False
+) -> Repetend:
+    answer = solve(made.model, [made.period, *made.phases, *made.stages], limit, on_solution, relax)
     if not answer.found:
         return Repetend(answer.status, None, answer.bound, answer.work)
-    period, *values = answer.values
+    period, values = answer.values[0], answer.values[1:]
     count = len(graph.blocks)
     starts = [phase + period * stage for phase, stage in zip(values[:count], values[count:], strict=True)]
     cyclic = Cyclic(period, tuple(start - min(starts) for start in starts))
     if not is_valid(graph, cyclic):
         raise AutopipeError("the solver's steady state breaks a rule of its own model")
-    return Repetend(answer.status, cyclic, answer.bound, answer.work)
+    return Repetend(answer.status, cyclic, answer.bound, answer.work, values[count:])

@@ -27,6 +27,12 @@ class Steady:
 
 def steady_state(graph: BlockGraph, budget: Budget) -> Steady:
     """The best steady state found in the budget. Raises InfeasibleError where memory does not suffice for one unit."""
+    found = least_steady_period(graph, budget)
+    return Steady(_shorter(graph, found.cyclic, budget), found.bound)
+
+
+def least_steady_period(graph: BlockGraph, budget: Budget) -> Steady:
+    """A steady state of the least period found, whatever else may be said of it."""
     serial = serial_order(graph, budget.limit(0.2))
     bound = period_bound(graph)
     budget.report(None, bound)
@@ -36,7 +42,7 @@ def steady_state(graph: BlockGraph, budget: Budget) -> Steady:
         best = _rounded(graph, best, bound, budget)
     if best.period > bound:
         best, bound = _exact(graph, best, bound, budget)
-    return Steady(_shorter(graph, best, budget), bound)
+    return Steady(best, bound)
 
 
 def _rounded(graph: BlockGraph, best: Cyclic, bound: int, budget: Budget) -> Cyclic:

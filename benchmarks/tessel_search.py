@@ -1,0 +1,63 @@
+"""Schedule search on the five shapes: seconds until the period is proven, and until the whole schedule stands.
+
+    python benchmarks/tessel_search.py --devices 4 8 16 32 --units 64
+
+Forward takes 1 and backward 3, on devices with room for what their 1F1B would use on so many. `period` is the time of
+the least period alone with its proof; `all` also that of the shortest way of a unit, least memory, both ends and the
+check. Imports are not counted. Seconds are of the clock, with those of the processor in brackets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from ortools.sat.python import cp_model  # noqa: F401 - imported before anything is timed
+
+from autopipe.ir.blocks import BlockGraph
+from autopipe.passes.schedule.shapes import SHAPES, shape
+from autopipe.passes.schedule.tessel.options import Budget, SearchOptions
+from autopipe.passes.schedule.tessel.search import search
+from autopipe.passes.schedule.tessel.steady import least_steady_period
+
+Result = TypeVar("Result")
+ROOM = {"v": 4, "x": 4, "m": 6, "nn": 6, "k": 6}
+"""On 4 devices; in proportion on others."""
+COLUMNS = "{:>7}  {:<5} {:>15}  {:>15}  {:>6} {:>6} {:>7}  {:>8} {:>7}"
+
+
+def timed(function: Callable[[], Result]) -> tuple[Result, str]:
+    """The result, and the seconds that it took."""
+    clock, processor = time.perf_counter(), time.process_time()
+    result = function()
+    return result, f"{time.perf_counter() - clock:.2f} ({time.process_time() - processor:.2f})"
+
+
+def row(graph: BlockGraph, units: int, options: SearchOptions) -> tuple[object, ...]:
+    """Seconds for the period, seconds for all, and what was found."""
+    alone, period_s = timed(lambda: least_steady_period(graph, Budget(options)))
+    schedule, all_s = timed(lambda: search(graph, units, options))
+    proven = "yes" if alone.cyclic.period == alone.bound else "no"
+    return period_s, all_s, alone.cyclic.period, alone.bound, proven, schedule.makespan, max(schedule.peak_memory)
+
+
+def main() -> None:
+    """Print a line for each shape and number of devices."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, nargs="+", default=[4, 8, 16, 32])
+    parser.add_argument("--units", type=int, nargs="+", default=[64])
+    parser.add_argument("--time-limit", type=float, default=10.0)
+    arguments = parser.parse_args()
+    print(COLUMNS.format("devices", "shape", "period s", "all s", "period", "bound", "proven", "makespan", "memory"))
+    for devices in arguments.devices:
+        for name in SHAPES:
+            graph = shape(name, devices, True, ROOM[name] * devices // 4)
+            for units in arguments.units:
+                cells = row(graph, units, SearchOptions(arguments.time_limit))
+                print(COLUMNS.format(devices, name, *cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()
