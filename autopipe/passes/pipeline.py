@@ -81,7 +81,7 @@ def make_plan(request: Request, observer: Observer | None = None) -> Planned:
     Raises ConfigurationError, ModelError or InfeasibleError, naming the pass where the message itself names no place.
     """
     runner = Runner(observer or Silent())
-    model, problem = _first_problem(request, runner)
+    model, problem = first_problem(request, runner)
     strategy, scheduler = request.strategy, request.scheduler
     placement = runner.run(
         strategy.name,
@@ -147,21 +147,35 @@ def _check_decisions(problem: Problem, plan: Plan) -> None:
         raise ConfigurationError(error.message, hint="plan again", where="placement") from error
 
 
-def _first_problem(request: Request, runner: Runner) -> tuple[Model, Problem]:
+def first_problem(request: Request, runner: Runner) -> tuple[Model, Problem]:
     """The problem with the first division of the batch that the model and the strategy take."""
-    refusal: AutopipeError | None = None
     read = runner.run("read", lambda: _read(request, None))
-    for batching in _divisions(request, read):
-        try:
-            model = read if read.batch in (None, batching.micro_batch_size) else _reread(request, runner, batching)
-            problem = runner.run("cost", partial(_costed, request, model, batching))
-            request.strategy.requires(problem)
-        except (ConfigurationError, InfeasibleError, ModelError) as error:
-            refusal = refusal or error
-            continue
-        return model, problem
-    assert refusal is not None, "there is at least one division"
-    raise refusal
+    refused: list[AutopipeError] = []
+    declined: list[AutopipeError] = []
+    try:
+        for batching in _divisions(request, read):
+            try:
+                model, problem = _divided(request, runner, read, batching)
+            except (ConfigurationError, InfeasibleError, ModelError) as error:
+                refused.append(error)
+                continue
+            try:
+                request.strategy.requires(problem)
+            except (ConfigurationError, InfeasibleError, ModelError) as error:
+                declined.append(error)
+                continue
+            return model, problem
+    except ConfigurationError as error:
+        refused.insert(0, error)  # That there is no division says more than why one was refused.
+    raise (declined or refused)[0]
+
+
+def _divided(request: Request, runner: Runner, read: Model, batching: Batching) -> tuple[Model, Problem]:
+    """The model on micro-batches of a division, and its problem."""
+    model = read
+    if read.batch not in (None, batching.micro_batch_size):
+        model = runner.run("read", lambda: _read(request, batching.micro_batch_size))
+    return model, runner.run("cost", partial(_costed, request, model, batching))
 
 
 def _divisions(request: Request, read: Model) -> Iterator[Batching]:
@@ -177,10 +191,6 @@ def _divisions(request: Request, read: Model) -> Iterator[Batching]:
             if batching not in seen:
                 seen.add(batching)
                 yield batching
-
-
-def _reread(request: Request, runner: Runner, batching: Batching) -> Model:
-    return runner.run("read", lambda: _read(request, batching.micro_batch_size))
 
 
 def _read(request: Request, micro_batch_size: int | None) -> Model:

@@ -131,6 +131,12 @@ def test_indivisible_batches_are_refused(gpt):
         make_plan(request(gpt, batch_size=8, micro_batches=3))
 
 
+def test_what_the_strategy_refuses_is_said_before_what_does_not_divide(gpt):
+    refused = dataclasses.replace(request(gpt, batch_size=16, micro_batches=8), strategy=PipeDream(max_stages=0))
+    with pytest.raises(ConfigurationError, match="max_stages is 0"):
+        make_plan(refused)
+
+
 def test_training_without_a_loss_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="loss"):
         make_plan(request(baked_model(tmp_path / "m.onnx", 2), devices=1, mode=Mode.TRAIN))
