@@ -49,7 +49,7 @@ def bench(output: Output, name: str, only: tuple[str, ...]) -> None:
             bar.advance(0, note=f"{case.part}, {case.name}")
             rows.extend(case.run())
             bar.advance()
-    output.result({"rows": rows}, _table(rows))
+    output.result({"rows": rows}, *_shown(rows))
 
 
 def _chosen(cases: Sequence[Case], only: tuple[str, ...]) -> list[Case]:
@@ -63,17 +63,22 @@ def _chosen(cases: Sequence[Case], only: tuple[str, ...]) -> list[Case]:
     return [case for case in cases if not only or any(case.name.startswith(wanted) for wanted in only)]
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _shown(rows: Sequence[Row]) -> list[Table | str]:
+    """A table, and below it the notes that its last column counts."""
     from rich.table import Table
 
-    table = Table("case", "variant", "metric", box=None, pad_edge=False)
-    table.add_column("theirs", justify="right")
-    table.add_column("ours", justify="right")
-    table.add_column("unit")
-    table.add_column("note")
+    notes = list(dict.fromkeys(row.note for row in rows if row.note))
+    table = Table(box=None, pad_edge=False)
+    for name in ("case", "variant", "metric"):
+        table.add_column(name, overflow="fold")
+    table.add_column("theirs", justify="right", no_wrap=True)
+    table.add_column("ours", justify="right", no_wrap=True)
+    table.add_column("unit", overflow="fold")
+    table.add_column("note", justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(row.case, row.variant, row.metric, _text(row.theirs), _text(row.ours), row.unit, row.note)
-    return table
+        mark = str(notes.index(row.note) + 1) if row.note else ""
+        table.add_row(row.case, row.variant, row.metric, _text(row.theirs), _text(row.ours), row.unit, mark)
+    return [table, "", *(f"{number}  {note}" for number, note in enumerate(notes, start=1))]
 
 
 def _text(figure: float | None) -> str:

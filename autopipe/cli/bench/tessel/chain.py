@@ -1,0 +1,104 @@
+"""1F1B's placements of a model with large tables: chains of stages, as the paper's baseline has them.
+
+Lin et al., "Tessel" (HPCA 2024), sections II and VI-D: a large embedding does not fit one device. Either a few devices
+have it and the layers go over the others, as in Figure 2; or all stages are split over groups of devices large enough
+for it, as on several servers. The zoo's heads are the embedding itself, so that the chain ends where a table is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from autopipe.cli.bench.tessel.layer_memory import with_layers_recomputed
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.problem import Problem
+from autopipe.passes.cost.chain import Chain, make_chain
+from autopipe.passes.cost.stages import stage_costs
+from autopipe.passes.placement.tessel_shapes.cuts import even_stages
+from autopipe.passes.placement.tessel_shapes.devices import shared_out
+from autopipe.passes.placement.tessel_shapes.model import CostedModel, costed_model
+from autopipe.passes.placement.tessel_shapes.parts import Part, hoisted, line_of_parts
+from autopipe.passes.placement.tessel_shapes.stages import stage_of, stage_of_several
+from autopipe.passes.placement.tessel_shapes.tables import Wide, large_tables, wide_nodes
+
+_MOST_BLOCKS = 224
+_SHARES = 8
+"""Equal parts of the layers of which some go beside the tables."""
+
+
+def tables_apart(problem: Problem) -> Iterator[Placement]:
+    """Tables on 1, 2, 4 … devices with no layers up to half of them, split likewise; the rest a stage a device."""
+    model = costed_model(problem)
+    for degree in _degrees(model.devices // 2):
+        for shares in range(_SHARES // 2 + 1):
+            with suppress(InfeasibleError):
+                yield with_tables_apart(model, degree, shares)
+
+
+def equal_groups(problem: Problem) -> Iterator[Placement]:
+    """Stages on 1, 2, 4 … devices each, every one split over its own; tables at both ends."""
+    model = costed_model(problem)
+    tables = large_tables(model, at_least_one=True)
+    for degree in _degrees(model.devices):
+        with suppress(InfeasibleError):
+            line = _line(model, wide_nodes(model, tables, degree))
+            runs = even_stages(model, line, line.order, model.devices // degree)
+            groups = (tuple(range(place * degree, (place + 1) * degree)) for place in range(len(runs)))
+            stages = (stage_of_several(model, run, group, tables) for run, group in zip(runs, groups, strict=True))
+            yield with_layers_recomputed(Placement(tuple(stages)))
+
+
+def device_seconds(problem: Problem, placement: Placement) -> list[float]:
+    """Seconds of a micro-batch, forward and backward, on each device."""
+    seconds = [0.0] * problem.cluster.size
+    for stage, cost in zip(placement.stages, stage_costs(problem, placement), strict=True):
+        for device in stage.devices:
+            seconds[device] += cost.forward_s + cost.backward_s
+    return seconds
+
+
+def with_tables_apart(model: CostedModel, degree: int, shares: int) -> Placement:
+    """Tables and heads on the first `degree` devices with `shares` eighths of the layers, the rest on the others."""
+    tables = large_tables(model, at_least_one=True)
+    wide = wide_nodes(model, tables, degree)
+    line = _line(model, wide)
+    parts = _with_layers_moved(model, line, hoisted(model, line_of_parts(model, line, wide), wide), shares)
+    layers = [part for part in parts if not part.shared]
+    if len(layers) > model.devices - degree:
+        raise InfeasibleError("there are fewer devices than chains")
+    groups = iter(shared_out([model.weighs(part.nodes) for part in layers], model.devices - degree))
+    stages: list[Stage] = []
+    for part in parts:
+        if part.shared:
+            stages.append(stage_of_several(model, part.nodes, tuple(range(degree)), tables))
+            continue
+        devices = [degree + device for device in next(groups)]
+        runs = even_stages(model, line, part.nodes, len(devices))
+        stages += [stage_of(model.problem, run, (device,)) for run, device in zip(runs, devices, strict=True)]
+    return with_layers_recomputed(Placement(tuple(stages)))
+
+
+def _degrees(most: int) -> Iterator[int]:
+    degree = 1
+    while degree <= most:
+        yield degree
+        degree *= 2
+
+
+def _line(model: CostedModel, wide: tuple[Wide, ...]) -> Chain:
+    return make_chain(model.graph, model.seconds, _MOST_BLOCKS, tuple(tuple(each.nodes) for each in wide))
+
+
+def _with_layers_moved(model: CostedModel, line: Chain, parts: tuple[Part, ...], shares: int) -> list[Part]:
+    """The parts with the first chain's beginning in the shared part before it."""
+    found = list(parts)
+    place = next(index for index, part in enumerate(found) if not part.shared)
+    if not shares or not place:
+        return found
+    runs = even_stages(model, line, found[place].nodes, _SHARES)
+    moved = tuple(node for run in runs[:shares] for node in run)
+    rest = tuple(node for run in runs[shares:] for node in run)
+    found[place - 1 : place + 1] = [Part((*found[place - 1].nodes, *moved), True), Part(rest, False)]
+    return found
