@@ -28,7 +28,7 @@ class Kept:
     arguments: Tensors
     results: tuple[torch.Tensor, ...]
     random: RandomState | None = None
-    """Where the forward has to be run again: how it drew random numbers."""
+    """Where the forward has to be run again, for its results too: how it drew random numbers."""
     gradients: dict[int, list[Block]] = field(default_factory=dict)
     """Gradients of results as they come in from stages on this rank."""
 
@@ -99,7 +99,7 @@ class Stage:
         results = self._results(arguments, self._rank.train and not self._recomputes)
         self._rank.clock.add(task, start)
         if self._rank.train:
-            self._kept[micro_batch] = Kept(arguments, results, random)
+            self._kept[micro_batch] = Kept(arguments, () if self._recomputes else results, random)
         self._leaving[micro_batch, False] = {
             wire.channel: part(results[wire.result].detach(), wire.box) for wire in self.sends if self._is_remote(wire)
         }
