@@ -53,12 +53,17 @@ def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) 
     units = problem.micro_batches // stages.pipeline_count
     if not units:
         return 0.0
+    blocks = stage_blocks(stages, prediction, problem.train, _TICK_S, split=problem.train, up=False)
+    return makespan_bound(blocks.graph, units) * _TICK_S + least_end(stages, prediction)
+
+
+def least_end(stages: StageGraph, prediction: Prediction) -> float:
+    """Seconds that a step takes at least after its last task: sums of gradients and the update."""
     ends: dict[int, float] = {}
     for devices, predicted in zip(stages.stage_devices, prediction.stages, strict=True):
         for device in devices:
             ends[device] = ends.get(device, 0.0) + predicted.gradient_s + predicted.update_s
-    blocks = stage_blocks(stages, prediction, problem.train, _TICK_S, split=problem.train, up=False)
-    return makespan_bound(blocks.graph, units) * _TICK_S + min(ends.values())
+    return min(ends.values())
 
 
 def quality(schedule: Schedule, step_s: float, bound_s: float) -> tuple[bool, float]:

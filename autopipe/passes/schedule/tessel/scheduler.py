@@ -16,7 +16,7 @@ from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.base import Scheduler
 from autopipe.passes.schedule.equal_micro_batches import require_equal_micro_batches
 from autopipe.passes.schedule.footprint import static_memory
-from autopipe.passes.schedule.limits import SAME, lower_bound
+from autopipe.passes.schedule.limits import SAME, least_end, lower_bound
 from autopipe.passes.schedule.named.gpipe import GPipe
 from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.predict import predict
@@ -67,24 +67,23 @@ class Tessel:
         task = _Task(problem, StageGraph.of(problem, placement), predict(problem, placement))
         bound = lower_bound(problem, placement, task.prediction)
         best: _Answer | None = None
-        for name, schedule, worth in self._candidates(task, placement):
-            best = _better(task.answer(name, schedule), best, worth)
+        for candidate in self._candidates(task, placement):
+            best = _better(task.answer(candidate), best, candidate.worth)
             if not best.excess and best.step <= bound * (1 + SAME):
                 break
         if best is None:
             raise InfeasibleError("no order of the stages' tasks keeps to the memory of all devices")
-        return _proven(best, bound)
+        return _proven(best, bound, least_end(task.stages, task.prediction))
 
-    def _candidates(self, task: _Task, placement: Placement) -> Iterator[tuple[str, Schedule, float]]:
-        """Schedules, each with the name of its order and the share of the step it must save to be worth its while."""
+    def _candidates(self, task: _Task, placement: Placement) -> Iterator[_Candidate]:
         for name, schedule in _published(task.problem, placement):
-            yield name, schedule, 0.0
+            yield _Candidate(name, schedule)
         for split, worth in ((False, 0.0), (True, _WORTH)) if task.problem.train else ((False, 0.0),):
             found = self._searched(task, split)
             if found is not None:
-                yield self.name, found, worth
+                yield replace(found, worth=worth)
 
-    def _searched(self, task: _Task, split: bool) -> Schedule | None:
+    def _searched(self, task: _Task, split: bool) -> _Candidate | None:
         """The searched order; None where memory does not suffice for a single unit."""
         problem, stages, prediction = task.problem, task.stages, task.prediction
         units = -(-problem.micro_batches // stages.pipeline_count)
@@ -102,8 +101,10 @@ class Tessel:
             return None
         schedule = stage_schedule(blocks, found, stages, problem.micro_batches)
         # A whole backward is a split one whose halves follow each other: with split ones no order is left out.
-        proof = _proof(self.name, blocks, found, all_orders=split or not problem.train)
-        return replace(schedule, period=schedule.period if found.repetend else None, proof=proof)
+        all_orders = (split or not problem.train) and problem.micro_batches % stages.pipeline_count == 0
+        proof = _proof(self.name, blocks, found, all_orders)
+        schedule = replace(schedule, period=schedule.period if found.repetend else None, proof=proof)
+        return _Candidate(self.name, schedule, found.makespan * tick)
 
 
 def _proof(name: str, blocks: StageBlocks, found: BlockSchedule, all_orders: bool) -> Proof:
@@ -116,6 +117,18 @@ def _proof(name: str, blocks: StageBlocks, found: BlockSchedule, all_orders: boo
     error = 2 * found.units * len(blocks.kinds)
     least = max(0, found.lower_bound - error) if all_orders else 0
     return Proof(name, least * blocks.tick_s, found.optimal and all_orders, error / found.makespan)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A schedule, and whose order it is."""
+
+    name: str
+    schedule: Schedule
+    tasks_s: float | None = None
+    """Seconds in which the search expects its tasks to be done."""
+    worth: float = 0.0
+    """Share of the step that it must save to be worth its while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +157,17 @@ class _Task:
         static = static_memory(self.stages.devices, self.stages.stage_devices, self.prediction.stages)
         return [self.problem.memory_of(device) - used for device, used in enumerate(static)]
 
-    def answer(self, name: str, schedule: Schedule) -> _Answer:
-        """The schedule, judged by the step that it makes."""
-        step = simulate(schedule, self.stages.stage_devices, self.prediction)
+    def answer(self, candidate: _Candidate) -> _Answer:
+        """The schedule, judged by the step that it makes.
+
+        Where messages wait for one another on their links, of which the search knows nothing, its proof is void.
+        """
+        step = simulate(candidate.schedule, self.stages.stage_devices, self.prediction)
         excess = [peak - self.problem.memory_of(device) for device, peak in enumerate(step.peak_memory)]
-        return _Answer(name, schedule, step.end, max(step.peak_memory), sum(max(0, each) for each in excess))
+        schedule, end = candidate.schedule, max(span.end for span in step.spans)
+        if candidate.tasks_s is not None and end > candidate.tasks_s * (1 + SAME):
+            schedule = replace(schedule, period=None, proof=None)
+        return _Answer(candidate.name, schedule, step.end, max(step.peak_memory), sum(max(0, each) for each in excess))
 
 
 def _published(problem: Problem, placement: Placement) -> Iterator[tuple[str, Schedule]]:
@@ -171,11 +190,12 @@ def _better(new: _Answer, old: _Answer | None, worth: float = 0.0) -> _Answer:
     return new if new.step < old.step * (1 - SAME) or new.peak <= old.peak else old
 
 
-def _proven(answer: _Answer, bound: float) -> Schedule:
-    """The schedule with what is known of it: of a step that nothing can be shorter than, no search need tell."""
-    proof = answer.schedule.proof or Proof(answer.name, bound, optimal=False)
+def _proven(answer: _Answer, bound: float, end: float) -> Schedule:
+    """The schedule with what is known of it: without a steady state, of the step with the seconds `end` after tasks."""
+    proof = answer.schedule.proof or Proof(answer.name, 0.0, optimal=False)
     if answer.schedule.period is None:
-        proof = replace(proof, lower_bound=max(proof.lower_bound, bound))
-        if answer.step <= bound * (1 + SAME):
-            proof = replace(proof, optimal=True, rounding=0.0)
+        least = max(proof.lower_bound + end, bound)
+        rounding = 0.0 if answer.step <= bound * (1 + SAME) else proof.rounding
+        optimal = answer.step * (1 - rounding) <= least * (1 + SAME)
+        proof = replace(proof, lower_bound=least, optimal=optimal, rounding=rounding)
     return replace(answer.schedule, proof=proof)
