@@ -1,0 +1,145 @@
+"""Single questions that the search is made of: fewer units in flight, all units at once, limits, room."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from brute_force import least_makespan
+from hypothesis import given, settings, strategies
+from random_blocks import block_graphs
+from replay import faults
+
+from autopipe.ir.blocks import Block, BlockGraph, BlockSchedule
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.passes.schedule.shapes import shape
+from autopipe.passes.schedule.tessel.bounds import makespan_bound, period_bound
+from autopipe.passes.schedule.tessel.construct import construct
+from autopipe.passes.schedule.tessel.cyclic import is_valid
+from autopipe.passes.schedule.tessel.in_flight import search_in_flight
+from autopipe.passes.schedule.tessel.options import Budget, SearchOptions
+from autopipe.passes.schedule.tessel.search import search
+from autopipe.passes.schedule.tessel.serial import serial_order
+from autopipe.passes.schedule.tessel.tighten import tighten
+from autopipe.passes.schedule.tessel.time_optimal import search_whole
+from autopipe.passes.solvers.cp_sat import Limit
+
+
+@pytest.mark.parametrize(("in_flight", "period"), [(1, 16), (2, 8), (3, 8), (4, 4), (5, 4)])
+def test_more_units_in_flight_make_shorter_repetends(in_flight: int, period: int) -> None:
+    schedule = search_in_flight(shape("v", 4, True, 4), 12, in_flight)
+    assert schedule.repetend is not None
+    assert (schedule.period, schedule.optimal) == (period, True)
+    assert max(schedule.repetend.offsets) < in_flight
+    assert faults(schedule, 12) == []
+
+
+def test_a_repetend_says_where_blocks_stand() -> None:
+    """Repeating it without end is a schedule, in both forms: of all units, and of few in flight."""
+    graph = shape("nn", 4, True, 6)
+    for schedule in (search(graph, 40), search_in_flight(graph, 40, 4)):
+        repetend, period = schedule.repetend, schedule.period
+        assert repetend is not None and period is not None
+        last = max(repetend.offsets)
+        rows = [
+            tuple(
+                start + period * (unit + last - offset)
+                for start, offset in zip(repetend.starts, repetend.offsets, strict=True)
+            )
+            for unit in range(9)
+        ]
+        assert faults(BlockSchedule(graph, tuple(rows)), 9) == []
+        assert min(repetend.offsets) == 0
+
+
+@settings(max_examples=25)
+@given(block_graphs(blocks=4, devices=3, times=(1, 4)), strategies.integers(1, 2))
+def test_all_units_at_once_equal_the_best_of_all_orders(graph: BlockGraph, units: int) -> None:
+    best = least_makespan(graph, units)
+    if best is None:
+        with pytest.raises(InfeasibleError):
+            search_whole(graph, units)
+    else:
+        schedule = search_whole(graph, units)
+        assert (schedule.makespan, schedule.lower_bound, schedule.optimal) == (best, best, True)
+        assert makespan_bound(graph, units) <= best
+
+
+@settings(max_examples=60)
+@given(block_graphs(blocks=12, devices=4, times=(5, 50)))
+def test_constructed_steady_states_keep_all_rules(graph: BlockGraph) -> None:
+    try:
+        serial = serial_order(graph, Limit(5, 1))
+    except InfeasibleError:
+        return
+    bound = period_bound(graph)
+    found = construct(graph, bound, serial, Budget(SearchOptions()))
+    assert is_valid(graph, found)
+    assert found.period >= bound
+    again = tighten(graph, found, found.period)
+    assert again.latency(graph) <= found.latency(graph)
+    assert is_valid(graph, again)
+
+
+def test_the_same_seed_gives_the_same_schedule() -> None:
+    graph = shape("x", 8, True, 8)
+    options = SearchOptions(time_limit=0.5, seed=3, patience=60.0)
+    small = replace(graph, memory=(5,) * 8)
+    for each, units in ((graph, 20), (shape("m", 4, True, 3), 9), (small, 1)):
+        first, second = search(each, units, options), search(each, units, options)
+        assert (first.starts, first.lower_bound) == (second.starts, second.lower_bound)
+
+
+def test_the_time_limit_is_kept_and_progress_is_told_of_it() -> None:
+    told: list[tuple[int | None, int, float]] = []
+    graph = shape("nn", 32, True, 17, forward=1009, backward=2503)
+    before = time.perf_counter()
+    schedule = search(graph, 40, SearchOptions(time_limit=0.5, progress=lambda *each: told.append(each)))
+    assert time.perf_counter() - before < 10
+    assert faults_are_none(schedule)
+    assert 1 <= len(told) <= 7
+    assert all(bound <= (schedule.period or 0) for _, bound, _ in told)
+
+
+def faults_are_none(schedule: BlockSchedule) -> bool:
+    """For times that are too long to be played tick by tick: one tick stands for a hundred."""
+    return all(
+        start + schedule.graph.blocks[index].time <= following
+        for tasks in schedule.tasks
+        for (start, _, index), (following, _, _) in pairwise(tasks)
+    )
+
+
+def test_gap_is_told_where_nothing_is_proven() -> None:
+    schedule = search(shape("x", 8, True, 5, forward=1009, backward=2503), 30, SearchOptions(time_limit=0.3))
+    assert schedule.repetend is not None
+    if not schedule.optimal:
+        assert schedule.lower_bound < (schedule.period or 0)
+        assert 0 < schedule.gap < 1
+
+
+def test_too_little_memory_is_refused_with_the_least_that_would_do() -> None:
+    with pytest.raises(InfeasibleError, match=r"device 0.*\b1\b"):
+        search(shape("v", 4, True, 0), 8)
+    graph = BlockGraph(1, (Block("a", (0,), 1, 3), Block("b", (0,), 1, 2, (0,)), Block("c", (0,), 1, -5, (1,))), (4,))
+    with pytest.raises(InfeasibleError, match=r"device 0.*\b5\b"):
+        search(graph, 8)
+
+
+def test_memory_that_a_unit_keeps_is_there_for_all_units() -> None:
+    graph = BlockGraph(1, (Block("a", (0,), 1, 3), Block("b", (0,), 1, -2, (0,))), (6,))
+    schedule = search(graph, 4)
+    assert faults(schedule, 4) == []
+    with pytest.raises(InfeasibleError):
+        search(graph, 5)
+
+
+def test_bad_input_is_refused() -> None:
+    graph = shape("v", 4, True, 4)
+    for ask in (search, search_whole, lambda each, units: search_in_flight(each, units, 2)):
+        with pytest.raises(ConfigurationError, match="units"):
+            ask(graph, 0)
+        with pytest.raises(ConfigurationError, match="circle"):
+            ask(BlockGraph(1, (Block("a", (0,), 1, 0, (1,)), Block("b", (0,), 1, 0, (0,))), (None,)), 2)

@@ -1,0 +1,76 @@
+"""The five shapes at the figures that they are known to allow, and placements beyond them."""
+
+from __future__ import annotations
+
+import pytest
+from replay import faults
+
+from autopipe.ir.blocks import Block, BlockGraph
+from autopipe.passes.schedule.shapes import SHAPES, shape
+from autopipe.passes.schedule.tessel.cyclic import steady_peak
+from autopipe.passes.schedule.tessel.options import Budget, SearchOptions
+from autopipe.passes.schedule.tessel.repetend import least_memory
+from autopipe.passes.schedule.tessel.search import search
+from autopipe.passes.schedule.tessel.steady import least_steady_period
+from autopipe.passes.solvers.cp_sat import Limit
+
+ROOM = {"v": 4, "x": 4, "m": 6, "nn": 6, "k": 6}
+"""On 4 devices."""
+PERIOD = {"v": 4, "x": 8, "m": 6, "nn": 8, "k": 6}
+MAKESPAN = {
+    6: {"v": 36, "x": 54, "m": 48, "nn": 60, "k": 40},
+    32: {"v": 140, "x": 265, "m": 204, "nn": 268, "k": 196},
+    128: {"v": 524, "x": 1033, "m": 780, "nn": 1036, "k": 772},
+}
+
+
+@pytest.mark.parametrize("units", [6, 32, 128])
+@pytest.mark.parametrize("name", SHAPES)
+def test_four_devices_train(name: str, units: int) -> None:
+    schedule = search(shape(name, 4, True, ROOM[name]), units, SearchOptions(time_limit=5.0, patience=6.0))
+    assert faults(schedule, units) == []
+    assert schedule.makespan <= MAKESPAN[units][name]
+    if schedule.repetend:
+        assert schedule.period == schedule.lower_bound == PERIOD[name]
+        assert schedule.optimal
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_four_devices_infer(name: str) -> None:
+    schedule = search(shape(name, 4, train=False), 16)
+    assert schedule.period == schedule.lower_bound == {"v": 1, "x": 2, "m": 2, "nn": 3, "k": 2}[name]
+    assert faults(schedule, 16) == []
+
+
+@pytest.mark.parametrize("devices", [8, 16, 32])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_period_is_proven_on_more_devices(name: str, devices: int) -> None:
+    found = least_steady_period(shape(name, devices, True, ROOM[name] * devices // 4), Budget(SearchOptions()))
+    assert found.cyclic.period == found.bound == PERIOD[name]
+
+
+@pytest.mark.parametrize(("name", "least"), [("v", 4), ("x", 4), ("m", 5), ("nn", 6), ("k", 3)])
+def test_the_least_memory_at_the_bound(name: str, least: int) -> None:
+    graph = shape(name, 4, True)
+    found = least_memory(graph, least_steady_period(graph, Budget(SearchOptions())).cyclic, Limit(60, 5))
+    assert found.cyclic is not None
+    assert max(steady_peak(graph, found.cyclic, device) for device in range(4)) == least
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+def test_two_chunks_of_split_backwards_leave_no_bubble_at_half_the_memory_of_1f1b(devices: int) -> None:
+    schedule = search(two_chunks(devices, room=devices), 3 * devices, SearchOptions(time_limit=3.0))
+    assert schedule.steady_bubble_rate == 0
+    assert schedule.optimal
+    assert faults(schedule, 3 * devices) == []
+
+
+def two_chunks(devices: int, room: int) -> BlockGraph:
+    """Chunks down the devices and back, each one's forward holding 1 until its weights' gradient is made; 1F1B holds
+    that of both chunks of as many units as there are devices."""
+    places = [*range(devices), *reversed(range(devices))]
+    count = len(places)
+    forwards = [Block(f"F{at}", (places[at],), 1, 1, (at - 1,) if at else ()) for at in range(count)]
+    inputs = [Block(f"I{at}", (places[-1 - at],), 1, 0, (count + at - 1,)) for at in range(count)]
+    weights = [Block(f"W{at}", (places[-1 - at],), 1, -1, (count + at,)) for at in range(count)]
+    return BlockGraph(devices, (*forwards, *inputs, *weights), (room,) * devices)
