@@ -9,19 +9,36 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-Waiting = deque[Callable[[], None]]
-"""Gradients of parameters not computed yet: each call adds one operator's to `parameter.grad`."""
+
+@dataclass(frozen=True, slots=True)
+class WeightGradient:
+    """What gives the gradients of one operator's parameters: where its graph begins and ends, and what comes in."""
+
+    result: GradientEdge
+    gradients: tuple[torch.Tensor, ...]
+    """Of the result."""
+    operands: list[GradientEdge]
+    parameters: list[torch.Tensor]
+
+    def compute(self) -> None:
+        """Add them to `parameter.grad`."""
+        torch.autograd.backward(self.parameters, torch.autograd.grad([self.result], self.operands, self.gradients))
+
+
+Waiting = deque[WeightGradient]
+"""Gradients of parameters that are not computed yet."""
 
 
 def compute_all(waiting: Waiting) -> None:
     """Compute them, in the order in which they were queued, each freeing what it alone needed."""
     while waiting:
-        waiting.popleft()()
+        waiting.popleft().compute()
 
 
 class Later:
@@ -46,9 +63,9 @@ class Later:
     def _is_weight(self, tensor: torch.Tensor) -> bool:
         return id(tensor if tensor._base is None else tensor._base) in self._weights
 
-    def add(self, compute: Callable[[], None]) -> None:
+    def add(self, gradient: WeightGradient) -> None:
         """Queue one operator's gradients of parameters."""
-        self._waiting.append(compute)
+        self._waiting.append(gradient)
 
     def take(self) -> Waiting:
         """What has been queued since the last time."""
@@ -82,20 +99,13 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        edge, weights = context.edge, context.weights
-        flowing = [
-            each for each, wait in zip(context.inputs, context.waits, strict=True) if each is not None and not wait
-        ]
-        waiting = [each for each, wait in zip(context.inputs, context.waits, strict=True) if wait]
-        found = iter(torch.autograd.grad([edge], flowing, gradients, retain_graph=True) if flowing else ())
-
-        def compute() -> None:
-            torch.autograd.backward(weights, torch.autograd.grad([edge], waiting, gradients))
-
-        context.later.add(compute)
+        waits = context.waits
+        flowing = [each for each, wait in zip(context.inputs, waits, strict=True) if each is not None and not wait]
+        waiting = [each for each, wait in zip(context.inputs, waits, strict=True) if wait]
+        found = iter(torch.autograd.grad([context.edge], flowing, gradients, retain_graph=True) if flowing else ())
+        context.later.add(WeightGradient(context.edge, gradients, waiting, context.weights))
         given = (
-            None if each is None or wait else next(found)
-            for each, wait in zip(context.inputs, context.waits, strict=True)
+            None if each is None or wait else next(found) for each, wait in zip(context.inputs, waits, strict=True)
         )
         return (None, None, None, None, *given)
 
