@@ -1,4 +1,4 @@
-"""Models of the zoo in the shapes of Tessel's evaluation, from a command line to four verified ranks."""
+"""Models of the zoo in the shapes M, NN and K, from a command line to four verified ranks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ M, NN, K = [ALL, [0], [1], [2], [3], ALL], [ALL, [0], [1], ALL, [2], [3], ALL], 
 @pytest.mark.parametrize(
     ("model", "settings", "shape", "groups", "flags"),
     [
-        ("gpt", GPT, "m", M, ("--schedule", "1f1b_plus")),
         ("gpt", GPT, "m", M, ("--schedule", "tessel", "--set", "recompute=full")),
-        ("mt5", MT5, "nn", NN, ("--schedule", "tessel")),
+        ("mt5", MT5, "nn", NN, ("--schedule", "1f1b_plus")),
         ("mt5", {**MT5, "tied": "false"}, "m", M, ("--schedule", "1f1b")),
         ("flava", FLAVA, "k", K, ("--schedule", "tessel")),
-        ("gpt", GPT, "x", [[0], [1], [2], [3], [3], [2], [1], [0]], ("--schedule", "chimera")),
     ],
 )
 def test_training_equals_one_device(
@@ -51,9 +49,7 @@ def test_training_equals_one_device(
     assert float(str(checks["gradients of the ranks"]["relative_difference"])) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("model", "settings", "shape", "groups"), [("gpt", GPT, "m", M), ("mt5", MT5, "nn", NN), ("flava", FLAVA, "k", K)]
-)
+@pytest.mark.parametrize(("model", "settings", "shape", "groups"), [("gpt", GPT, "m", M), ("flava", FLAVA, "k", K)])
 def test_inference_equals_one_device(
     here: None,
     tmp_path: Path,
