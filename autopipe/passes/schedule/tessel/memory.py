@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.errors import InfeasibleError
+from autopipe.passes.schedule.room import require_room
 
 
 def changes(graph: BlockGraph, device: int) -> dict[int, int]:
@@ -23,9 +25,16 @@ def changes(graph: BlockGraph, device: int) -> dict[int, int]:
 
 
 def reserved(graph: BlockGraph, units: int) -> BlockGraph:
-    """The same blocks, with what so many units never free taken from the room from the start."""
-    memory = []
+    """The same blocks, with what so many units never free taken from the room from the start.
+
+    Raises InfeasibleError, naming the device, where that leaves less than nothing.
+    """
+    memory: list[int | None] = []
     for device, room in enumerate(graph.memory):
-        kept = sum(block.memory for block in graph.blocks if device in block.devices)
-        memory.append(room if room is None else room - max(0, kept) * units)
+        kept = units * max(0, sum(block.memory for block in graph.blocks if device in block.devices))
+        if room is not None and kept > room:
+            require_room(graph, units)
+            message = f"{units} units leave {kept} of memory in use, there is room for {room}"
+            raise InfeasibleError(message, hint="give it more, or schedule fewer units", where=f"device {device}")
+        memory.append(None if room is None else room - kept)
     return replace(graph, memory=tuple(memory))
