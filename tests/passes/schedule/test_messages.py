@@ -9,7 +9,6 @@ import pytest
 from autopipe.configs.load import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.schedule import Schedule
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.lower import lower
 from autopipe.passes.pipeline import Request, make_plan
@@ -57,8 +56,8 @@ def test_bytes_by_link_are_those_of_the_program(planned, pipelines):
     cuts = (cut(graph, groups, problem.micro_batch_size, index) for index, groups in enumerate(pipelines))
     placement = Placement(tuple(stage for each in cuts for stage in each.stages))
     placement.verify(graph)
-    idle = Schedule(problem.micro_batches, ((),) * problem.cluster.size)
-    program = lower(graph, placement, idle, problem.loss)
+    schedule = OneForwardOneBackward().run(problem, placement)
+    program = lower(graph, placement, schedule, problem.loss)
     forward, backward, seconds = Counter(), Counter(), Counter()
     for rank in program.ranks:
         for stage in rank.stages:
