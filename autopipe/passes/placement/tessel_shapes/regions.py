@@ -58,49 +58,62 @@ def grow(model: CostedModel, seed: int, axis: str, degree: int, members: Set[int
 
     Nodes of `fixed` are cut already: a region may end there, where it fits.
     """
-    region = Region({seed: axis})
-    waiting, cut = [seed], dict[str, int]()
-    while waiting:
-        node = heapq.heappop(waiting)
-        space, kind = model.uses[node].space, model.uses[node].space.axis(region.axes[node]).kind
+    growing = _Growing(model, degree, members, fixed, Region({seed: axis}), [seed])
+    while growing.waiting:
+        growing.follow(heapq.heappop(growing.waiting))
+    return growing.region
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A region, its nodes whose results are still to be followed, and the dimension in which each value is cut."""
+
+    model: CostedModel
+    degree: int
+    members: Set[int]
+    fixed: dict[int, str]
+    region: Region
+    waiting: list[int]
+    cut: dict[str, int] = field(default_factory=dict)
+
+    def follow(self, node: int) -> None:
+        """Cut what reads the node's results."""
+        model, axis = self.model, self.region.axes[node]
+        space = model.uses[node].space
         for name, words in zip(model.graph.nodes[node].outputs, space.results, strict=True):
-            place = _place(words, region.axes[node])
             if not name:
                 continue
+            place = _place(words, axis)
             if place < 0:
-                region.ends.add(kind)
+                self.region.ends.add(space.axis(axis).kind)
                 continue
-            cut[name] = place
-            if name in model.graph.outputs or not members >= set(model.readers.get(name, ())):
-                region.leaves.add(name)
-            for reader in model.readers.get(name, ()):
-                if reader in members:
-                    _carry(model, region, reader, cut, degree, fixed, waiting)
-    return region
+            self.cut[name] = place
+            readers = model.readers.get(name, ())
+            if name in model.graph.outputs or not self.members >= set(readers):
+                self.region.leaves.add(name)
+            for reader in readers:
+                if reader in self.members:
+                    self._carry(reader)
 
+    def _carry(self, reader: int) -> None:
+        """Cut a reader of cut values along the axis that they have in common, where there is one."""
+        region, fixed = self.region, self.fixed
+        axis = self._common_axis(reader)
+        if axis is None or not self.model.splits_on(reader, axis, self.degree):
+            region.open = True
+        elif reader in fixed:
+            region.open |= fixed[reader] != axis
+        elif reader not in region.axes:
+            region.axes[reader] = axis
+            heapq.heappush(self.waiting, reader)
+        elif region.axes[reader] != axis:
+            region.open = True
 
-def _carry(
-    model: CostedModel,
-    region: Region,
-    reader: int,
-    cut: dict[str, int],
-    degree: int,
-    fixed: dict[int, str],
-    waiting: list[int],
-) -> None:
-    """Cut the reader of cut values along the axis that they have in common, where there is one."""
-    space, inputs = model.uses[reader].space, model.graph.nodes[reader].inputs
-    axes = {_outer(space, words, cut[name]) for name, words in zip(inputs, space.operands, strict=True) if name in cut}
-    axis = axes.pop()
-    if axes or axis is None or not model.splits_on(reader, axis, degree):
-        region.open = True
-    elif reader in fixed:
-        region.open |= fixed[reader] != axis
-    elif reader not in region.axes:
-        region.axes[reader] = axis
-        heapq.heappush(waiting, reader)
-    elif region.axes[reader] != axis:
-        region.open = True
+    def _common_axis(self, reader: int) -> str | None:
+        space, inputs = self.model.uses[reader].space, self.model.graph.nodes[reader].inputs
+        pairs = zip(inputs, space.operands, strict=True)
+        axes = {_outer(space, words, self.cut[name]) for name, words in pairs if name in self.cut}
+        return axes.pop() if len(axes) == 1 else None
 
 
 def _outer(space: Space, words: tuple[tuple[str, ...], ...] | None, place: int) -> str | None:
