@@ -50,15 +50,26 @@ def test_no_step_is_longer_than_a_published_ones(gpt, devices, micro_batches, mo
     assert searched.gap == 0 if searched.optimal else 0 < searched.gap < 1
 
 
-def test_splitting_backwards_shortens_the_step_and_is_told_with_its_proof(gpt, tmp_path):
-    planned = make_plan(request(gpt, batch_size=16, micro_batches=16))
+def phases_of(schedule):
+    return {task.phase for order in schedule.tasks for task in order}
+
+
+def test_backwards_are_split_where_that_shortens_the_step(gpt):
+    steps = {}
+    for micro_batches in (4, 64):
+        given = {"batch_size": micro_batches, "micro_batches": micro_batches}
+        searched, other = (make_plan(request(gpt, each, **given)).plan for each in (TESSEL, OneForwardOneBackward()))
+        steps[micro_batches] = searched.summary.step_time_s / other.summary.step_time_s
+        assert searched.schedule.proof.order == "tessel"
+        assert (Phase.INPUT_GRADIENT in phases_of(searched.schedule)) is (micro_batches == 4)
+    assert steps[4] < 0.95 < steps[64] <= 1 + 1e-9
+
+
+def test_a_steady_state_is_told_with_its_proof_and_read_again(gpt, tmp_path):
+    planned = make_plan(request(gpt, batch_size=64, micro_batches=64))
     schedule, summary = planned.plan.schedule, planned.plan.summary
-    other = make_plan(request(gpt, OneForwardOneBackward(), batch_size=16, micro_batches=16)).plan
-    assert summary.step_time_s < 0.99 * other.summary.step_time_s
-    assert {task.phase for order in schedule.tasks for task in order} > {Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT}
-    assert schedule.proof.order == "tessel"
     assert summary.optimal and schedule.proof.lower_bound <= schedule.period
-    assert 0 < schedule.proof.rounding < 0.01
+    assert 0 < schedule.proof.rounding < 0.001
     load = max(stage.forward_s + stage.backward_s for stage in planned.plan.prediction.stages)
     assert load <= schedule.period * (1 + 1e-9) and schedule.period * (1 - schedule.proof.rounding) <= load
     write_plan(tmp_path, planned.plan, planned.timeline)
