@@ -10,12 +10,14 @@ from autopipe.ir.block_check import check_blocks
 from autopipe.ir.blocks import BlockGraph, BlockRepetend, BlockSchedule
 from autopipe.ir.errors import ConfigurationError
 from autopipe.passes.schedule.tessel.bounds import makespan_bound
+from autopipe.passes.schedule.tessel.construct import one_at_a_time
 from autopipe.passes.schedule.tessel.cyclic import Cyclic
 from autopipe.passes.schedule.tessel.ends import complete
 from autopipe.passes.schedule.tessel.memory import reserved
 from autopipe.passes.schedule.tessel.options import Budget, SearchOptions
+from autopipe.passes.schedule.tessel.serial import serial_order
 from autopipe.passes.schedule.tessel.steady import steady_state
-from autopipe.passes.schedule.tessel.unroll import makespan
+from autopipe.passes.schedule.tessel.unroll import fits, makespan, unroll
 from autopipe.passes.schedule.tessel.whole import shortest
 
 _FEW_BLOCKS = 64
@@ -34,10 +36,14 @@ def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) 
     graph.verify()
     if units < 1:
         raise ConfigurationError(f"{units} units; there must be at least one")
-    budget = Budget(options or SearchOptions())
-    steady = steady_state(reserved(graph, units), budget)
+    budget, roomy = Budget(options or SearchOptions()), reserved(graph, units)
+    steady = steady_state(roomy, budget)
     cyclic = steady.cyclic
     starts = complete(graph, cyclic, units, budget)
+    if not fits(graph, starts):
+        # Units that free before they allocate can lean on the next ones in the steady state; the last one cannot.
+        cyclic = one_at_a_time(roomy, serial_order(roomy, budget.limit(1.0)))
+        starts = unroll(graph, cyclic, units)
     schedule = BlockSchedule(
         graph, starts, cyclic.period, steady.bound, cyclic.period == steady.bound, _repetend(cyclic), budget.used
     )

@@ -51,3 +51,9 @@ def makespan(graph: BlockGraph, starts: Starts) -> int:
 def peaks(graph: BlockGraph, starts: Starts) -> tuple[int, ...]:
     """Most memory in use on each device."""
     return BlockSchedule(graph, starts).peak_memory
+
+
+def fits(graph: BlockGraph, starts: Starts) -> bool:
+    """Whether memory suffices on all devices."""
+    rooms = zip(peaks(graph, starts), graph.memory, strict=True)
+    return all(room is None or peak <= room for peak, room in rooms)
