@@ -13,10 +13,13 @@ from autopipe.passes.cost.chain import Chain
 from autopipe.passes.placement.tessel_shapes.model import CostedModel
 
 
-def even_stages(model: CostedModel, chain: Chain, nodes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
+def even_stages(
+    model: CostedModel, chain: Chain, nodes: Sequence[int], count: int, devices: Sequence[int] = ()
+) -> tuple[tuple[int, ...], ...]:
     """`nodes` in `count` runs of the line whose slowest is fastest, with the time that messages take at either end.
 
-    Cuts stand between blocks of the line. Raises InfeasibleError where the blocks are too few.
+    Where the device of each run is given, none has more parameters than there is room for. Cuts stand between blocks of
+    the line. Raises InfeasibleError where the blocks are too few or the room is.
     """
     groups: dict[int, list[int]] = {}
     for node in nodes:
@@ -27,7 +30,10 @@ def even_stages(model: CostedModel, chain: Chain, nodes: Sequence[int], count: i
             f"{len(blocks)} operators cannot be cut into {count} stages", hint="take fewer devices or fewer chunks"
         )
     seconds = np.array([model.weighs(block) for block in blocks])
-    stops = best_stops(seconds, _crossing_seconds(model, blocks), count)
+    room = [model.room[device] for device in devices] or [np.inf] * count
+    stops = best_stops(seconds, _crossing_seconds(model, blocks), _parameter_bytes(model, blocks), room)
+    if not stops:
+        raise InfeasibleError(f"{count} stages have no room for their parameters", hint="use more devices")
     starts = [0, *stops[:-1]]
     return tuple(
         tuple(sorted(node for block in blocks[start:stop] for node in block))
@@ -53,21 +59,46 @@ def _crossing_seconds(model: CostedModel, blocks: Sequence[tuple[int, ...]]) -> 
     return crossing
 
 
-def best_stops(seconds: NDArray[np.float64], crossing: NDArray[np.float64], count: int) -> list[int]:
-    """Where each of `count` runs ends: the largest sum of a run is least, what crosses its ends counted with it."""
+def _parameter_bytes(model: CostedModel, blocks: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
+    """Bytes of the parameters that each block is the first to read."""
+    seen: set[str] = set()
+    found = np.zeros(len(blocks))
+    for index, block in enumerate(blocks):
+        read = {name for node in block for name in model.graph.nodes[node].inputs if model.graph.parameter(name)} - seen
+        found[index] = sum(model.graph.type_of(name).bytes for name in read)
+        seen |= read
+    return found
+
+
+def best_stops(
+    seconds: NDArray[np.float64], crossing: NDArray[np.float64], sizes: NDArray[np.float64], room: Sequence[float]
+) -> list[int]:
+    """Where each of the runs ends, one for each entry of `room`, which no run's sum of `sizes` exceeds.
+
+    The largest sum of a run's `seconds` is least, what crosses its ends counted with it. [] where there is no answer.
+    """
     places = len(seconds) + 1
-    done = np.concatenate(([0.0], np.cumsum(seconds)))
-    cost = done[None, :] - done[:, None] + crossing[None, :] + crossing[:, None]
+    cost = _sums(seconds) + crossing[None, :] + crossing[:, None]
     cost[np.tril_indices(places)] = np.inf  # A run has one block at least.
+    size = _sums(sizes)
     best = np.full(places, np.inf)
     best[0] = 0.0
     chosen = []
-    for _ in range(count):
-        reached = np.maximum(best[:, None], cost)
+    for most in room:
+        reached = np.maximum(best[:, None], np.where(size > most, np.inf, cost))
         start = reached.argmin(axis=0)
         best = reached[start, np.arange(places)]
         chosen.append(start)
+    if not np.isfinite(best[-1]):
+        return []
     stops = [places - 1]
     for start in reversed(chosen[1:]):
         stops.append(int(start[stops[-1]]))
     return stops[::-1]
+
+
+def _sums(figures: NDArray[np.float64]) -> NDArray[np.float64]:
+    """At [a, b] the sum from entry a to b - 1."""
+    done = np.concatenate(([0.0], np.cumsum(figures)))
+    found: NDArray[np.float64] = done[None, :] - done[:, None]
+    return found

@@ -21,7 +21,8 @@ class CostedModel:
     """A problem with what is asked of it again and again.
 
     `seconds` are those of forward and backward of each whole node on device 0. `weights` says, of each value that
-    depends on parameters and constants alone, on which parameters. `readers` are the nodes that read each value.
+    depends on parameters and constants alone, on which parameters. `readers` are the nodes that read each value. `room`
+    is how many bytes of parameters a stage of a chain may have on each device.
     """
 
     problem: Problem
@@ -29,6 +30,7 @@ class CostedModel:
     seconds: NDArray[np.float64]
     weights: dict[str, frozenset[str]]
     readers: dict[str, tuple[int, ...]]
+    room: tuple[float, ...]
 
     @property
     def graph(self) -> Graph:
@@ -88,4 +90,5 @@ def costed_model(problem: Problem) -> CostedModel:
             found = frozenset().union(*(weights[name] for name in names))
             weights |= {name: found for name in node.outputs if name}
     seconds = forward + (backward if problem.train else 0.0)
-    return CostedModel(problem, uses_of(graph), seconds, weights, graph.consumers())
+    room = (np.inf,) * problem.cluster.size
+    return CostedModel(problem, uses_of(graph), seconds, weights, graph.consumers(), room)

@@ -18,6 +18,7 @@ from autopipe.passes.cost.fit import fitted
 from autopipe.passes.placement.tessel_shapes.branches import find_meeting
 from autopipe.passes.placement.tessel_shapes.cuts import even_stages
 from autopipe.passes.placement.tessel_shapes.devices import shared_out, visited
+from autopipe.passes.placement.tessel_shapes.memory import with_less_room
 from autopipe.passes.placement.tessel_shapes.model import CostedModel, costed_model
 from autopipe.passes.placement.tessel_shapes.parts import hoisted, line_of_parts
 from autopipe.passes.placement.tessel_shapes.stages import stage_of, stage_of_several
@@ -25,6 +26,9 @@ from autopipe.passes.placement.tessel_shapes.tables import Wide, large_tables, w
 
 _MOST_BLOCKS = 224
 """Places to cut that are considered: time grows with their square."""
+
+_CUT_ANEW = 8
+"""How often chains are cut again where memory does not hold them."""
 
 _SHAPES = ("auto", "v", "x", "m", "nn", "k")
 
@@ -63,16 +67,27 @@ class TesselShapes:
     def run(self, problem: Problem) -> Placement:
         """The placement. Raises InfeasibleError where the model does not have the shape or memory does not hold it."""
         model = costed_model(problem)
-        return fitted(problem, self._found(model) if self.shape == "auto" else self._placed(model, self.shape))
+        shape = self._found(model) if self.shape == "auto" else self.shape
+        placement = self._placed(model, shape)
+        for _ in range(_CUT_ANEW):
+            lighter = with_less_room(model, placement)
+            if lighter is None:
+                break
+            try:
+                model, placement = lighter, self._placed(lighter, shape)
+            except InfeasibleError:
+                break
+        return fitted(problem, placement)
 
-    def _found(self, model: CostedModel) -> Placement:
+    def _found(self, model: CostedModel) -> str:
         """The first shape that the model has."""
         for shape in ("nn", "m", "k"):
             try:
-                return self._placed(model, shape, only_large=True)
+                self._placed(model, shape, only_large=True)
             except InfeasibleError:
                 continue
-        return self._placed(model, "v")
+            return shape
+        return "v"
 
     def _placed(self, model: CostedModel, shape: str, only_large: bool = False) -> Placement:
         if shape == "k":
@@ -134,7 +149,7 @@ class TesselShapes:
         self, model: CostedModel, chain: Chain, nodes: Sequence[int], devices: tuple[int, ...]
     ) -> Iterator[Stage]:
         order = visited(devices, self.chunks, self.wave)
-        for run, device in zip(even_stages(model, chain, nodes, len(order)), order, strict=True):
+        for run, device in zip(even_stages(model, chain, nodes, len(order), order), order, strict=True):
             yield stage_of(model.problem, run, (device,))
 
 

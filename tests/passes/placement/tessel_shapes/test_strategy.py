@@ -15,6 +15,7 @@ from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, stage_edges
 from autopipe.ir.problem import Constraint, Problem
+from autopipe.passes.cost.fit import device_memory
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.cost.work import annotate
 from autopipe.passes.frontend import read_model
@@ -209,6 +210,15 @@ def test_constraints_are_refused() -> None:
     problem = replace(model_problem("gpt", GPT), constraints=(Constraint("*", stage=0),))
     with pytest.raises(ConfigurationError, match="tessel_shapes follows no constraints"):
         TesselShapes().requires(problem)
+
+
+def test_chains_are_cut_where_memory_holds_them() -> None:
+    problem = model_problem("gpt", GPT)
+    even = device_memory(problem, placed(problem, shape="v"), stage_costs(problem, placed(problem, shape="v")))
+    tight = replace(problem, memory_limit=int(0.93 * max(even)))
+    placement = placed(tight, shape="v")
+    assert max(device_memory(tight, placement, stage_costs(tight, placement))) <= 0.93 * max(even)
+    assert groups(placement) == [(0,), (1,), (2,), (3,)]
 
 
 def test_memory_that_holds_no_shape_is_named() -> None:
