@@ -16,34 +16,30 @@ from autopipe.ir.errors import InfeasibleError
 _MOST_STEPS = 1_000_000
 """Blocks looked at for one question, after which it stays open."""
 
+_BESIDE = "while the others keep to their limits"
+
 Room = Sequence[int | None]
 
 
 def require_room(graph: BlockGraph, units: int) -> None:
     """Raise InfeasibleError, naming the device and the least that would do, where no order keeps the memory limits.
 
-    First each device on its own, then beside the limits of the others. Silence is no promise: questions that take too
-    long stay open.
+    The device is one that would not do on its own if there is any, otherwise one that would not do beside the limits of
+    the others. Silence is no promise: questions that take too long stay open.
     """
     limited = [(device, room) for device, room in enumerate(graph.memory) if room is not None]
-    if units > 1 and not all(_frees_its_own(graph, device) for device, _ in limited):
-        return
     for device, room in limited:
-        alone: list[int | None] = [None] * graph.devices
-        least = max(least_room(graph, device, alone).peak, units * _kept(graph, device))
-        if least > room:
-            raise _too_little(device, room, least, "whatever the order of blocks")
-    if len(limited) < 2:
+        if units * _kept(graph, device) > room:
+            raise _too_little(device, room, units * _kept(graph, device), f"as {units} units leave as much in use")
+    if not limited or (units > 1 and not all(_frees_its_own(graph, device) for device, _ in limited)):
         return
-    answers = []
-    for device, room in limited:
-        beside = least_room(graph, device, graph.memory)
-        if not beside.proven or beside.peak <= room:
-            return
-        answers.append((device, room, beside))
-    for device, room, beside in answers:
-        if beside.exists:
-            raise _too_little(device, room, beside.peak, "while the others keep to their limits")
+    if not least_room(graph, limited[0][0], graph.memory).exceeds(limited[0][1]):
+        return
+    for rooms, why in (((None,) * graph.devices, "whatever the order of blocks"), (graph.memory, _BESIDE)):
+        for device, room in limited:
+            least = least_room(graph, device, rooms)
+            if least.exists and least.exceeds(room):
+                raise _too_little(device, room, least.peak, why)
     raise InfeasibleError("no order of the blocks keeps to the memory limits of all devices", hint="raise several")
 
 
@@ -82,6 +78,10 @@ class LeastRoom:
     proven: bool = True
     exists: bool = True
     """Whether there is an order at all that the other devices have room for."""
+
+    def exceeds(self, room: int) -> bool:
+        """Whether it is proven that this room does not do."""
+        return self.proven and (not self.exists or self.peak > room)
 
 
 def least_room(graph: BlockGraph, device: int, rooms: Room) -> LeastRoom:

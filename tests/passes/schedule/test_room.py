@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.blocks import Block, BlockGraph
@@ -35,14 +35,15 @@ def orders(graph):
 
 
 @st.composite
-def graphs(draw):
-    devices = draw(st.integers(1, 3))
+def graphs(draw, tight=False):
+    devices = draw(st.integers(3 if tight else 1, 3))
     blocks = []
     for index in range(draw(st.integers(1, 6))):
         own = tuple(sorted(draw(st.sets(st.integers(0, devices - 1), min_size=1))))
         after = tuple(sorted(draw(st.sets(st.integers(0, index - 1), max_size=2)))) if index else ()
         blocks.append(Block(f"b{index}", own, 1, draw(st.integers(-3, 3)), after))
-    limits = tuple(draw(st.none() | st.integers(0, 5)) for _ in range(devices))
+    limit = st.integers(0, 3) if tight else st.none() | st.integers(0, 5)
+    limits = tuple(draw(limit) for _ in range(devices))
     return BlockGraph(devices, tuple(blocks), limits)
 
 
@@ -62,7 +63,8 @@ def test_the_least_room_is_what_the_best_order_needs(graph):
         assert least_room(graph, device, graph.memory) == expected
 
 
-@given(graphs())
+@given(graphs() | graphs(tight=True))
+@settings(max_examples=400)
 def test_one_unit_is_refused_where_no_order_fits_and_nowhere_else(graph):
     fits = any(
         all(room is None or peak <= room for peak, room in zip(peaks(graph, order), graph.memory, strict=True))
