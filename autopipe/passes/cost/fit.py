@@ -40,7 +40,7 @@ def fitted(problem: Problem, placement: Placement) -> Placement:
                 for index, stage in enumerate(placement.stages)
             )
         )
-    least = _least_memory(problem, placement, costs)
+    least = least_memory(problem, placement, costs)
     overfull = _overfull(problem, least)
     if overfull:
         worst = max(overfull, key=lambda device: least[device] - problem.memory_of(device))
@@ -53,7 +53,7 @@ def _overfull(problem: Problem, used: tuple[int, ...]) -> list[int]:
     return [device for device, need in enumerate(used) if need > problem.memory_of(device)]
 
 
-def _least_memory(problem: Problem, placement: Placement, costs: tuple[StageCost, ...]) -> tuple[int, ...]:
+def least_memory(problem: Problem, placement: Placement, costs: tuple[StageCost, ...]) -> tuple[int, ...]:
     """Bytes on each device that any schedule needs: what one micro-batch keeps when its last forward has run."""
     always = list(static_memory(problem, placement))
     passing = [0] * len(always)

@@ -18,17 +18,14 @@ from autopipe.passes.cost.fit import fitted
 from autopipe.passes.placement.tessel_shapes.branches import find_meeting
 from autopipe.passes.placement.tessel_shapes.cuts import even_stages
 from autopipe.passes.placement.tessel_shapes.devices import shared_out, visited
-from autopipe.passes.placement.tessel_shapes.memory import with_less_room
+from autopipe.passes.placement.tessel_shapes.memory import with_chains_that_fit
 from autopipe.passes.placement.tessel_shapes.model import CostedModel, costed_model
 from autopipe.passes.placement.tessel_shapes.parts import hoisted, line_of_parts
 from autopipe.passes.placement.tessel_shapes.stages import stage_of, stage_of_several
 from autopipe.passes.placement.tessel_shapes.tables import Wide, large_tables, wide_nodes
 
-_MOST_BLOCKS = 224
+_MOST_BLOCKS = 768
 """Places to cut that are considered: time grows with their square."""
-
-_CUT_ANEW = 8
-"""How often chains are cut again where memory does not hold them."""
 
 _SHAPES = ("auto", "v", "x", "m", "nn", "k")
 
@@ -68,16 +65,7 @@ class TesselShapes:
         """The placement. Raises InfeasibleError where the model does not have the shape or memory does not hold it."""
         model = costed_model(problem)
         shape = self._found(model) if self.shape == "auto" else self.shape
-        placement = self._placed(model, shape)
-        for _ in range(_CUT_ANEW):
-            lighter = with_less_room(model, placement)
-            if lighter is None:
-                break
-            try:
-                model, placement = lighter, self._placed(lighter, shape)
-            except InfeasibleError:
-                break
-        return fitted(problem, placement)
+        return fitted(problem, with_chains_that_fit(model, lambda model: self._placed(model, shape)))
 
     def _found(self, model: CostedModel) -> str:
         """The first shape that the model has."""
