@@ -43,5 +43,12 @@ def plan(
     write_plan_folder(target, planned, configuration)
     for warning in planned.warnings:
         output.warn(warning)
-    data = {"plan": target, "mode": planned.plan.mode, "summary": summary_form(planned.plan.summary)}
+    schedule = planned.plan.schedule
+    data = {
+        "plan": target,
+        "mode": planned.plan.mode,
+        "summary": summary_form(planned.plan.summary),
+        "period_s": schedule.period,
+        "proof": schedule.proof,
+    }
     output.result(data, *plan_screen(planned, request, target))

@@ -48,6 +48,7 @@ def test_json_is_the_summary_of_the_file(gpt, capsys):
     assert code == 0
     assert document["summary"] == written["summary"]
     assert set(document["summary"]) >= SUMMARY_KEYS
+    assert set(document["proof"]) == {"order", "lower_bound", "optimal", "rounding"}
     assert err == ""
 
 
