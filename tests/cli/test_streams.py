@@ -21,6 +21,7 @@ COMMANDS: dict[tuple[str, ...], tuple[object, ...]] = {
     ("codegen",): ("plan", "-o", "program"),
     ("show",): ("plan",),
     ("compare",): ("plan", "plan"),
+    ("schedule",): ("--shape", "v", "--units", "4"),
     ("zoo", "list"): (),
     ("zoo", "build"): ("dlrm", "--set", "weights=none"),
     ("config", "show"): ("--gpus", "4"),
@@ -28,8 +29,8 @@ COMMANDS: dict[tuple[str, ...], tuple[object, ...]] = {
     ("config", "clusters"): (),
 }
 """A command that works without starting ranks, and words to give it."""
-RUNNING = {("launch",), ("verify",)}
-"""Commands that start ranks: what they print is tested where they do."""
+RUNNING = {("launch",), ("verify",), ("bench",)}
+"""Commands that start ranks or take long: what they print is tested where they do."""
 
 
 def _commands(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
