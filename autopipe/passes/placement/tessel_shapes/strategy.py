@@ -48,7 +48,7 @@ class TesselShapes:
 
     def requires(self, problem: Problem) -> None:
         """Raise ConfigurationError for options out of range or constraints, InfeasibleError for an empty model."""
-        if self.shape not in _SHAPES:
+        if self.shape.lower() not in _SHAPES:
             raise ConfigurationError(
                 f"there is no shape {self.shape!r}", hint=f"there are: {', '.join(_SHAPES)}", where="strategy"
             )
@@ -64,7 +64,9 @@ class TesselShapes:
     def run(self, problem: Problem) -> Placement:
         """The placement. Raises InfeasibleError where the model does not have the shape or memory does not hold it."""
         model = costed_model(problem)
-        shape = self._found(model) if self.shape == "auto" else self.shape
+        shape = self.shape.lower()
+        if shape == "auto":
+            shape = self._found(model)
         return fitted(problem, with_chains_that_fit(model, lambda model: self._placed(model, shape)))
 
     def _found(self, model: CostedModel) -> str:

@@ -103,7 +103,7 @@ def test_mt5_is_an_nn(shape: str) -> None:
     assert all(name.startswith("encoder") for name in names)
 
 
-@pytest.mark.parametrize("shape", ["k", "auto"])
+@pytest.mark.parametrize("shape", ["k", "K", "auto"])
 def test_flava_is_a_k(shape: str) -> None:
     problem = model_problem("flava", FLAVA)
     placement = placed(problem, shape=shape)
