@@ -55,7 +55,8 @@ def _has_layers(stage: Stage) -> bool:
 
 def _pieces(model: CostedModel, chain: Chain, stage: Stage) -> list[Stage]:
     """A stage's layers as stages of the same devices."""
-    count = len(stage.nodes) // _LAYER_NODES if _has_layers(stage) else 1
+    blocks = len({int(chain.block_of[node]) for node in stage.nodes})
+    count = min(len(stage.nodes) // _LAYER_NODES, blocks) if _has_layers(stage) else 1
     if count < 2:
         return [stage]
     runs = even_stages(model, chain, stage.nodes, count)

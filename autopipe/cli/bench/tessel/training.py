@@ -25,12 +25,10 @@ from autopipe.passes.schedule.tessel.scheduler import Tessel
 
 _BATCH = 128
 _MICRO_BATCH_SIZES = (1, 2, 4)
-_TOKENS = 1024
 
 _ASSUMPTIONS = (
     "simulated: V100-32GB by data sheet, eight a server, 50 GB/s in it, 12.5 GB/s between; fp16 compute on fp32 "
-    "parameters, SGD, so 8 bytes a parameter; each layer recomputed; 1024 tokens; batch 128; best micro-batch of 1, 2 "
-    "and 4"
+    "parameters, SGD, so 8 bytes a parameter; each layer recomputed; batch 128; best micro-batch of 1, 2 and 4"
 )
 
 
@@ -40,19 +38,19 @@ class _Model:
 
     name: str
     sizes: Mapping[int, str]
-    lengths: tuple[str, ...]
-    """Its settings for the number of tokens."""
+    tokens: Mapping[str, int]
+    """Its settings for the length of a sample."""
     shape: str
     speedup: Mapping[str, float]
 
     def settings(self, size: str) -> dict[str, Setting]:
         """The zoo's settings of a size."""
-        return {"size": size, "loss": True, **dict.fromkeys(self.lengths, _TOKENS)}
+        return {"size": size, "loss": True, **self.tokens}
 
 
 _MODELS = (
-    _Model("gpt", {4: "11b", 8: "24b", 16: "47b", 32: "77b"}, ("sequence",), "m", GPT_SPEEDUP),
-    _Model("mt5", {4: "1.8b", 8: "9.5b", 16: "43b", 32: "88b"}, ("source", "target"), "nn", MT5_SPEEDUP),
+    _Model("gpt", {4: "11b", 8: "24b", 16: "47b", 32: "77b"}, {"sequence": 1024}, "m", GPT_SPEEDUP),
+    _Model("mt5", {4: "1.8b", 8: "9.5b", 16: "43b", 32: "88b"}, {"source": 512, "target": 512}, "nn", MT5_SPEEDUP),
 )
 
 _Placements = Callable[[Problem], Iterable[Placement]]
@@ -91,11 +89,12 @@ def _rows(model: _Model, size: str, devices: int) -> Iterator[Row]:
         problem_on_v100(model.name, model.settings(size), devices, _BATCH, micro_batch_size)
         for micro_batch_size in _MICRO_BATCH_SIZES
     ]
+    lengths = ", ".join(f"{name} {count} tokens" for name, count in model.tokens.items())
     least, note = _best(problems, ours)
-    yield _throughput(case, ours, least, note)
+    yield _throughput(case, ours, least, f"{note}; {lengths}")
     for way in baselines:
         step, note = _best(problems, way)
-        yield _throughput(case, way, step, note)
+        yield _throughput(case, way, step, f"{note}; {lengths}")
         theirs = model.speedup[way.published] if way.published else None
         figure = step / least if step and least else None
         meaning = "theirs: the largest of all sizes" if theirs else "theirs: no figure"
@@ -118,7 +117,7 @@ def _best(problems: Sequence[Problem], way: _Way) -> tuple[float | None, str]:
             continue
         if best is None or step < best[0]:
             best = step, problem.micro_batch_size
-    return (None, refusal) if best is None else (best[0], f"{_ASSUMPTIONS}; it is {best[1]} here")
+    return (None, refusal) if best is None else (best[0], f"{_ASSUMPTIONS}, here {best[1]}")
 
 
 def _fastest(problem: Problem, way: _Way) -> float:
