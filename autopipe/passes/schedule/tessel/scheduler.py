@@ -90,10 +90,10 @@ class Tessel:
         tick = busiest_seconds(stages, prediction) / _TICKS
         blocks = stage_blocks(stages, prediction, problem.train, tick, split=split)
         blocks = with_memory(blocks, prediction.stages, task.free, units)
-        limit = self.time_limit / 2 if problem.train else self.time_limit
-        options = SearchOptions(limit, problem.seed, patience=_PATIENCE)
+        searches = 2 if problem.train else 1
+        options = SearchOptions(self.time_limit / searches, problem.seed, patience=_PATIENCE)
         if problem.time_limit is not None:
-            options = SearchOptions(min(limit, problem.time_limit), problem.seed)
+            options = SearchOptions(min(self.time_limit, problem.time_limit) / searches, problem.seed)
         try:
             require_room(blocks.graph, units)
             found = search(blocks.graph, units, options)
