@@ -7,7 +7,7 @@ from autopipe.ir.blocks import BlockGraph, BlockRepetend, BlockSchedule
 from autopipe.ir.errors import ConfigurationError
 from autopipe.passes.schedule.tessel.bounds import period_bound
 from autopipe.passes.schedule.tessel.construct import one_at_a_time
-from autopipe.passes.schedule.tessel.memory import reserved
+from autopipe.passes.schedule.tessel.memory import frees_all, reserved
 from autopipe.passes.schedule.tessel.options import Budget, SearchOptions
 from autopipe.passes.schedule.tessel.repetend import Repetend, least_period, with_period
 from autopipe.passes.schedule.tessel.serial import serial_order
@@ -37,7 +37,8 @@ def search_in_flight(
         budget.spend(found.work)
         if found.cyclic is None:
             found = least_period(roomy, bound, known, budget.limit(1.0), budget.report, in_flight)
-            bound = known.period if found.status is Status.INFEASIBLE else max(bound, found.bound or 0)
+            if frees_all(graph):
+                bound = known.period if found.status is Status.INFEASIBLE else max(bound, found.bound or 0)
         best = found if found.cyclic is not None else best
     cyclic = best.cyclic or known
     phases = tuple(start - cyclic.period * stage for start, stage in zip(cyclic.starts, best.stages, strict=True))

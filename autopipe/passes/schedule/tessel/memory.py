@@ -24,6 +24,12 @@ def changes(graph: BlockGraph, device: int) -> dict[int, int]:
     return found
 
 
+def frees_all(graph: BlockGraph) -> bool:
+    """Whether a unit frees on each limited device what it allocates there, so that `changes` are its own."""
+    limited = (device for device, room in enumerate(graph.memory) if room is not None)
+    return not any(sum(block.memory for block in graph.blocks if device in block.devices) for device in limited)
+
+
 def reserved(graph: BlockGraph, units: int) -> BlockGraph:
     """The same blocks, with what so many units never free taken from the room from the start.
 

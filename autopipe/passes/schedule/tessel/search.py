@@ -6,6 +6,8 @@ each assignment of micro-batches.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopipe.ir.block_check import check_blocks
 from autopipe.ir.blocks import BlockGraph, BlockRepetend, BlockSchedule
 from autopipe.ir.errors import ConfigurationError
@@ -44,13 +46,12 @@ def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) 
         # Units that free before they allocate can lean on the next ones in the steady state; the last one cannot.
         cyclic = one_at_a_time(roomy, serial_order(roomy, budget.limit(1.0)))
         starts = unroll(graph, cyclic, units)
-    schedule = BlockSchedule(
-        graph, starts, cyclic.period, steady.bound, cyclic.period == steady.bound, _repetend(cyclic), budget.used
-    )
+    proven = cyclic.period == steady.bound
+    schedule = BlockSchedule(graph, starts, cyclic.period, steady.bound, proven, _repetend(cyclic))
     if not budget.over and _few(graph, cyclic, units) and makespan(graph, starts) > makespan_bound(graph, units):
         schedule = _all_at_once(schedule, budget)
     check_blocks(schedule)
-    return schedule
+    return replace(schedule, search_time_s=budget.used)
 
 
 def _few(graph: BlockGraph, cyclic: Cyclic, units: int) -> bool:
@@ -67,7 +68,7 @@ def _all_at_once(schedule: BlockSchedule, budget: Budget) -> BlockSchedule:
     length = makespan(graph, whole.starts)
     if length >= schedule.makespan:
         return schedule
-    return BlockSchedule(graph, whole.starts, None, whole.bound, length == whole.bound, None, budget.used)
+    return BlockSchedule(graph, whole.starts, None, whole.bound, length == whole.bound)
 
 
 def _repetend(cyclic: Cyclic) -> BlockRepetend:

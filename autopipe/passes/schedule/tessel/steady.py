@@ -10,6 +10,7 @@ from autopipe.passes.schedule.tessel.bounds import period_bound
 from autopipe.passes.schedule.tessel.coarse import coarse
 from autopipe.passes.schedule.tessel.construct import construct
 from autopipe.passes.schedule.tessel.cyclic import Cyclic
+from autopipe.passes.schedule.tessel.memory import frees_all
 from autopipe.passes.schedule.tessel.options import Budget
 from autopipe.passes.schedule.tessel.repetend import Repetend, least_latency, least_memory, least_period, with_period
 from autopipe.passes.schedule.tessel.serial import serial_order
@@ -28,11 +29,14 @@ class Steady:
 def steady_state(graph: BlockGraph, budget: Budget) -> Steady:
     """The best steady state found in the budget. Raises InfeasibleError where memory does not suffice for one unit."""
     found = least_steady_period(graph, budget)
-    return Steady(_shorter(graph, found.cyclic, budget), found.bound)
+    budget.report(found.cyclic.period, found.bound)
+    best = _shorter(graph, found.cyclic, budget)
+    budget.report(best.period, found.bound)
+    return Steady(best, found.bound)
 
 
 def least_steady_period(graph: BlockGraph, budget: Budget) -> Steady:
-    """A steady state of the least period found, whatever else may be said of it."""
+    """A steady state of the least period found, whatever its way and memory. Raises as `steady_state` does."""
     serial = serial_order(graph, budget.limit(0.2))
     bound = period_bound(graph)
     budget.report(None, bound)
@@ -41,7 +45,8 @@ def least_steady_period(graph: BlockGraph, budget: Budget) -> Steady:
     if best.period > bound:
         best = _rounded(graph, best, bound, budget)
     if best.period > bound:
-        best, bound = _exact(graph, best, bound, budget)
+        best, proven = _exact(graph, best, bound, budget)
+        bound = proven if frees_all(graph) else bound  # Other units may need less than `changes` say.
     return Steady(best, bound)
 
 
