@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -28,6 +29,7 @@ from autopipe.passes.schedule.tessel.stage_blocks import (
     busiest_seconds,
     stage_blocks,
     stage_schedule,
+    with_links,
     with_memory,
 )
 
@@ -49,10 +51,11 @@ class Tessel:
     Lin et al., "Tessel: Boosting Distributed Execution of Large DNN Models via Flexible Schedule Search" (HPCA 2024).
     Stages may be chains or branches, several a device, or on several devices; backwards are split into the gradients of
     inputs and of weights where that shortens the step by more than a twentieth. 1F1B's and GPipe's order are simulated
-    too, and the one with the shortest step that fits the memory is kept.
+    too, and the one with the shortest step that fits the memory is kept. Where messages would wait for one another on
+    their links, links are searched as well.
     """
 
-    time_limit: float = 2.0
+    time_limit: float = 4.0
     """Seconds that the search may take, counted as the work that an idle machine gets done in them, so that equal
     requests make equal plans; the limit of the whole plan, where there is one, is the clock's."""
 
@@ -67,30 +70,37 @@ class Tessel:
         task = _Task(problem, StageGraph.of(problem, placement), predict(problem, placement))
         bound = lower_bound(problem, placement, task.prediction)
         best: _Answer | None = None
-        for candidate in self._candidates(task, placement):
-            best = _better(task.answer(candidate), best, candidate.worth)
+        for answer, worth in self._answers(task, placement):
+            best = _better(answer, best, worth)
             if not best.excess and best.step <= bound * (1 + SAME):
                 break
         if best is None:
             raise InfeasibleError("no order of the stages' tasks keeps to the memory of all devices")
         return _proven(best, bound, least_end(task.stages, task.prediction))
 
-    def _candidates(self, task: _Task, placement: Placement) -> Iterator[_Candidate]:
+    def _answers(self, task: _Task, placement: Placement) -> Iterator[tuple[_Answer, float]]:
+        """Answers, each with the share of the step that it must save to be worth its while."""
         for name, schedule in _published(task.problem, placement):
-            yield _Candidate(name, schedule)
+            yield task.answer(name, schedule), 0.0
         for split, worth in ((False, 0.0), (True, _WORTH)) if task.problem.train else ((False, 0.0),):
-            found = self._searched(task, split)
+            found = self._searched(task, split, links=False)
             if found is not None:
-                yield replace(found, worth=worth)
+                yield found, worth
+            if found is not None and found.messages_wait:
+                found = self._searched(task, split, links=True)
+                if found is not None:
+                    yield found, worth
 
-    def _searched(self, task: _Task, split: bool) -> _Candidate | None:
+    def _searched(self, task: _Task, split: bool, links: bool) -> _Answer | None:
         """The searched order; None where memory does not suffice for a single unit."""
         problem, stages, prediction = task.problem, task.stages, task.prediction
         units = -(-problem.micro_batches // stages.pipeline_count)
         tick = busiest_seconds(stages, prediction) / _TICKS
         blocks = stage_blocks(stages, prediction, problem.train, tick, split=split)
+        if links:
+            blocks = with_links(blocks, prediction.messages)
         blocks = with_memory(blocks, prediction.stages, task.free, units)
-        searches = 2 if problem.train else 1
+        searches = 4 if problem.train else 2
         options = SearchOptions(self.time_limit / searches, problem.seed, patience=_PATIENCE)
         if problem.time_limit is not None:
             options = SearchOptions(min(self.time_limit, problem.time_limit) / searches, problem.seed)
@@ -104,7 +114,7 @@ class Tessel:
         all_orders = (split or not problem.train) and problem.micro_batches % stages.pipeline_count == 0
         proof = _proof(self.name, blocks, found, all_orders)
         schedule = replace(schedule, period=schedule.period if found.repetend else None, proof=proof)
-        return _Candidate(self.name, schedule, found.makespan * tick)
+        return task.answer(self.name, schedule, found.makespan * tick)
 
 
 def _proof(name: str, blocks: StageBlocks, found: BlockSchedule, all_orders: bool) -> Proof:
@@ -114,21 +124,9 @@ def _proof(name: str, blocks: StageBlocks, found: BlockSchedule, all_orders: boo
         optimal = found.optimal and found.period == least
         return Proof(name, least * blocks.tick_s, optimal, blocks.rounding)
     # A chain of blocks and delays is overstated by less than a tick for each.
-    error = 2 * found.units * len(blocks.kinds)
+    error = 2 * found.units * len(blocks.graph.blocks)
     least = max(0, found.lower_bound - error) if all_orders else 0
     return Proof(name, least * blocks.tick_s, found.optimal and all_orders, error / found.makespan)
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A schedule, and whose order it is."""
-
-    name: str
-    schedule: Schedule
-    tasks_s: float | None = None
-    """Seconds in which the search expects its tasks to be done."""
-    worth: float = 0.0
-    """Share of the step that it must save to be worth its while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +139,8 @@ class _Answer:
     peak: int
     excess: int
     """Bytes that devices would need beside what they have, all together."""
+    messages_wait: bool
+    """Whether the step is longer than the search expected, since messages wait for one another on their links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,17 +157,14 @@ class _Task:
         static = static_memory(self.stages.devices, self.stages.stage_devices, self.prediction.stages)
         return [self.problem.memory_of(device) - used for device, used in enumerate(static)]
 
-    def answer(self, candidate: _Candidate) -> _Answer:
-        """The schedule, judged by the step that it makes.
-
-        Where messages wait for one another on their links, of which the search knows nothing, its proof is void.
-        """
-        step = simulate(candidate.schedule, self.stages.stage_devices, self.prediction)
-        excess = [peak - self.problem.memory_of(device) for device, peak in enumerate(step.peak_memory)]
-        schedule, end = candidate.schedule, max(span.end for span in step.spans)
-        if candidate.tasks_s is not None and end > candidate.tasks_s * (1 + SAME):
+    def answer(self, name: str, schedule: Schedule, tasks_s: float = math.inf) -> _Answer:
+        """The schedule, judged by the step that it makes; a proof is void where tasks are not done in `tasks_s`."""
+        step = simulate(schedule, self.stages.stage_devices, self.prediction)
+        wait = max(span.end for span in step.spans) > tasks_s * (1 + SAME)
+        if wait:
             schedule = replace(schedule, period=None, proof=None)
-        return _Answer(candidate.name, schedule, step.end, max(step.peak_memory), sum(max(0, each) for each in excess))
+        excess = [max(0, peak - self.problem.memory_of(device)) for device, peak in enumerate(step.peak_memory)]
+        return _Answer(name, schedule, step.end, max(step.peak_memory), sum(excess), wait)
 
 
 def _published(problem: Problem, placement: Placement) -> Iterator[tuple[str, Schedule]]:

@@ -1,7 +1,8 @@
 """Stages as blocks, so that their schedule can be searched; and the schedule found back as tasks of stages.
 
-A block is a phase of a stage, a unit one micro-batch of each pipeline. Times are whole ticks, memory whole shares of
-what the devices have beside what is there all through a step.
+A block is a phase of a stage, a unit one micro-batch of each pipeline. Messages are delays, or, where they have to wait
+for one another, blocks on links. Times are whole ticks, memory whole shares of what the devices have beside what is
+there all through a step.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ _SHARES = 1 << 16
 
 _TRAINING = (Phase.FORWARD, Phase.BACKWARD)
 _SPLIT_TRAINING = (Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
+_SENDING_BACK = (Phase.BACKWARD, Phase.INPUT_GRADIENT)
 
 
 @dataclass(frozen=True, slots=True)
 class StageBlocks:
-    """The blocks of stages: block i is `kinds[i]`."""
+    """The blocks of stages: block i is `kinds[i]`; blocks and devices behind those of the stages are links'."""
 
     graph: BlockGraph
     kinds: tuple[Kind, ...]
@@ -70,6 +72,31 @@ def stage_blocks(
     return StageBlocks(graph, kinds, tick_s)
 
 
+def with_links(blocks: StageBlocks, messages: Sequence[Message]) -> StageBlocks:
+    """The same blocks with messages that take turns on their links: each directed link is one more device."""
+    index = {kind: position for position, kind in enumerate(blocks.kinds)}
+    backward = next((phase for _, phase in blocks.kinds if phase in _SENDING_BACK), None)
+    made = [replace(block, delays=()) for block in blocks.graph.blocks]
+    links: dict[tuple[int, int], int] = {}
+    for each in messages:
+        source, target = each.source_stage, each.target_stage
+        ways = [(source, target, Phase.FORWARD, each.forward_s, (each.source, each.target))]
+        if backward is not None:
+            ways.append((target, source, backward, each.backward_s, (each.target, each.source)))
+        for sender, receiver, phase, seconds, link in ways:
+            if link[0] == link[1] or not seconds:
+                continue
+            device = links.setdefault(link, blocks.graph.devices + len(links))
+            time = max(1, math.ceil(seconds / blocks.tick_s))
+            name = f"{sender}{phase.value} to {receiver} on {link[0]}-{link[1]}"
+            waiting = index[receiver, phase]
+            made[waiting] = replace(made[waiting], after=(*made[waiting].after, len(made)))
+            made.append(Block(name, (device,), time, 0, (index[sender, phase],)))
+    rooms = blocks.graph.memory + (None,) * len(links)
+    graph = replace(blocks.graph, devices=len(rooms), blocks=tuple(made), memory=rooms)
+    return replace(blocks, graph=graph)
+
+
 def busiest_seconds(stages: StageGraph, prediction: Prediction) -> float:
     """Seconds that one unit takes on the device that has most to do."""
     loads = [0.0] * stages.devices
@@ -84,16 +111,17 @@ def with_memory(blocks: StageBlocks, costs: Sequence[StagePrediction], free: Seq
 
     What they keep is rounded up, the room down. A device that has room for all units at once gets no limit.
     """
-    used = {device for block in blocks.graph.blocks for device in block.devices}
+    used = {device for block in blocks.graph.blocks[: len(blocks.kinds)] for device in block.devices}
     unit = max(1, min((max(0, free[device]) for device in used), default=0) // _SHARES)
     changed = [_change(costs[stage], phase, unit) for stage, phase in blocks.kinds]
+    changed += [0] * (len(blocks.graph.blocks) - len(changed))
     graph = replace(
         blocks.graph,
         blocks=tuple(replace(block, memory=change) for block, change in zip(blocks.graph.blocks, changed, strict=True)),
     )
     rooms: list[int | None] = [None] * graph.devices
     for device in used:
-        on_it = [index for index, block in enumerate(graph.blocks) if device in block.devices]
+        on_it = [index for index in range(len(blocks.kinds)) if device in graph.blocks[index].devices]
         fleeting = max(costs[blocks.kinds[index][0]].transient_bytes for index in on_it)
         room = max(0, free[device] - fleeting) // unit
         if units * sum(max(0, graph.blocks[index].memory) for index in on_it) > room:
@@ -105,7 +133,7 @@ def stage_schedule(blocks: StageBlocks, found: BlockSchedule, stages: StageGraph
     """The order of the blocks' starts as an order of tasks; of the last unit only the micro-batches there are."""
     pipelines = stages.pipelines or (0,) * len(stages.stage_devices)
     orders = []
-    for tasks in found.tasks:
+    for tasks in found.tasks[: stages.devices]:
         order = []
         for _, unit, index in tasks:
             stage, phase = blocks.kinds[index]

@@ -18,6 +18,7 @@ from autopipe.passes.schedule.tessel.stage_blocks import (
     busiest_seconds,
     stage_blocks,
     stage_schedule,
+    with_links,
     with_memory,
 )
 
@@ -147,3 +148,31 @@ def test_memory_is_limited_only_where_all_units_do_not_fit(kept, rooms):
     blocks = with_memory(stage_blocks(graph, Prediction(stages), True, 0.1), stages, (3_100, 3_100), 8)
     shares = {block.memory for block in blocks.graph.blocks if block.memory > 0}
     assert [room and room // max(shares) for room in blocks.graph.memory] == list(rooms)
+
+
+@given(st.data(), st.integers(2, 3), st.integers(1, 6), st.booleans(), st.booleans())
+@settings(max_examples=25)
+def test_messages_that_take_turns_on_their_links_are_in_time(data, devices, micro_batches, train, split):
+    graph = chain(devices)
+    stages = tuple(StagePrediction(data.draw(seconds), 0.2, 0.1, 0.1) for _ in graph.stage_devices)
+    slow = tuple(Message(a, b, a, b, 1, 1, data.draw(seconds), data.draw(seconds)) for a, b in graph.edges)
+    prediction = Prediction(stages, slow)
+    tick = busiest_seconds(graph, prediction) / 500
+    blocks = with_links(stage_blocks(graph, prediction, train, tick, split=split), slow)
+    assert blocks.graph.devices == devices + len(slow) * (2 if train else 1)
+    found = search(blocks.graph, micro_batches, QUICK)
+    schedule = stage_schedule(blocks, found, graph, micro_batches)
+    schedule.verify(graph, train)
+    step = simulate(schedule, graph.stage_devices, prediction)
+    assert max(span.end for span in step.spans) <= found.makespan * tick * (1 + 1e-9)
+
+
+def test_a_slow_link_bounds_the_period():
+    graph = chain(2)
+    slow = Message(0, 1, 0, 1, 1, 1, 5.0, 1.0)
+    prediction = Prediction((StagePrediction(1.0, 2.0),) * 2, (slow,))
+    delayed = stage_blocks(graph, prediction, True, 1.0)
+    assert search(delayed.graph, 8, QUICK).period == 3
+    linked = with_memory(with_links(delayed, (slow,)), prediction.stages, (10, 10), 8)
+    found = search(linked.graph, 8, QUICK)
+    assert (found.period, found.optimal) == (5, True)
