@@ -19,7 +19,7 @@ from autopipe.passes.solvers.cp_sat import solve
 
 _MOST = 300
 """Most blocks of one end that are given to the solver; more of them start as early as their order allows."""
-_SHARE = 0.08
+_SHARE = 0.03
 """Of the work that is left, for one end."""
 
 

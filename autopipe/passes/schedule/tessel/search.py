@@ -15,7 +15,9 @@ from autopipe.passes.schedule.tessel.bounds import makespan_bound
 from autopipe.passes.schedule.tessel.construct import one_at_a_time
 from autopipe.passes.schedule.tessel.cyclic import Cyclic
 from autopipe.passes.schedule.tessel.ends import complete
+from autopipe.passes.schedule.tessel.greedy import shortest_greedy
 from autopipe.passes.schedule.tessel.memory import reserved
+from autopipe.passes.schedule.tessel.observed import observed_state
 from autopipe.passes.schedule.tessel.options import Budget, SearchOptions
 from autopipe.passes.schedule.tessel.serial import serial_order
 from autopipe.passes.schedule.tessel.steady import steady_state
@@ -26,6 +28,8 @@ _FEW_BLOCKS = 64
 """Blocks of all units together that are always solved at once as well."""
 _MOST_BLOCKS = 400
 """Most blocks that are solved at once."""
+_FEW_TURNS = 4
+"""Units a device up to which a schedule need not repeat."""
 
 __all__ = ["SearchOptions", "search"]
 
@@ -48,10 +52,28 @@ def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) 
         starts = unroll(graph, cyclic, units)
     proven = cyclic.period == steady.bound
     schedule = BlockSchedule(graph, starts, cyclic.period, steady.bound, proven, _repetend(cyclic))
-    if not budget.over and _few(graph, cyclic, units) and makespan(graph, starts) > makespan_bound(graph, units):
+    bound, few = makespan_bound(graph, units), _few(graph, cyclic, units)
+    if schedule.makespan > bound and not budget.over:
+        schedule = _list_schedule(schedule, few or units <= _FEW_TURNS * graph.devices) or schedule
+    if schedule.makespan > bound and not budget.over and few:
         schedule = _all_at_once(schedule, budget)
     check_blocks(schedule)
     return replace(schedule, search_time_s=budget.used)
+
+
+def _list_schedule(known: BlockSchedule, few: bool) -> BlockSchedule | None:
+    """The list schedule of the same units, where it is shorter and has the same period or too few units for one."""
+    graph, units = known.graph, known.units
+    starts = shortest_greedy(graph, units)
+    if starts is None or makespan(graph, starts) >= known.makespan:
+        return None
+    seen = observed_state(graph, starts)
+    if seen.period == known.period and seen.repetend is not None:
+        return replace(known, starts=starts, repetend=seen.repetend)
+    if not few and seen.period != known.period:
+        return None
+    bound = makespan_bound(graph, units)
+    return BlockSchedule(graph, starts, seen.period, bound, seen.makespan == bound)
 
 
 def _few(graph: BlockGraph, cyclic: Cyclic, units: int) -> bool:

@@ -84,9 +84,9 @@ def _exact(graph: BlockGraph, best: Cyclic, bound: int, budget: Budget) -> tuple
 def _shorter(graph: BlockGraph, best: Cyclic, budget: Budget) -> Cyclic:
     """The same period with a shorter way of a unit, and then with less memory."""
     best = tighten(graph, best, best.period)
-    best = _ask(budget, 0.4, lambda limit: least_latency(graph, best, limit)).cyclic or best
+    best = _ask(budget, 0.2, lambda limit: least_latency(graph, best, limit)).cyclic or best
     latency = best.latency(graph)
-    return _ask(budget, 0.3, lambda limit: least_memory(graph, best, limit, latency)).cyclic or best
+    return _ask(budget, 0.1, lambda limit: least_memory(graph, best, limit, latency)).cyclic or best
 
 
 def _ask(budget: Budget, share: float, question: Callable[[Limit], Repetend]) -> Repetend:

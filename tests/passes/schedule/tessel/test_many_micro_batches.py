@@ -64,7 +64,7 @@ def lines_of(schedule) -> list[int]:
 def test_lines_do_not_grow_with_micro_batches(kind, split):
     few, many = (lines_of(searched(kind, 4, count, split)[2]) for count in (32, 512))
     assert sum(many) <= sum(few)
-    assert max(many) < 30
+    assert max(many) < 80, "a few repetitions' worth at either end, whatever the number"
 
 
 def test_32_devices_with_512_micro_batches():
