@@ -37,6 +37,9 @@ class SearchOptions:
     patience: float = 1.0
     """How many times its seconds a search may take where a busy machine needs them for the same work, and so for the
     same answer."""
+    must_repeat: bool = False
+    """Whether the steady state's order is kept from the first unit to the last, so that a program that follows it is a
+    few loops however many units there are."""
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from autopipe.passes.schedule.tessel.search import SearchOptions, search
 from autopipe.passes.schedule.tessel.stage_blocks import (
     StageBlocks,
     busiest_seconds,
+    most_blocks,
     stage_blocks,
     stage_schedule,
     with_links,
@@ -39,6 +40,9 @@ _TICKS = 10_000
 _WORTH = 0.05
 """Share of the step that splitting backwards must save to be done: their programs are longer, and two halves take a
 little more than the whole (a tenth more where operators are tiny), which the cost model does not count."""
+
+_MOST_TASKS = 100
+"""Tasks of a device up to which its order need not repeat: a line each is still a program that can be read."""
 
 _PATIENCE = 8.0
 """Times its seconds that a search may take on a busy machine, so that equal requests make equal plans there too."""
@@ -100,13 +104,9 @@ class Tessel:
         if links:
             blocks = with_links(blocks, prediction.messages)
         blocks = with_memory(blocks, prediction.stages, task.free, units)
-        searches = 4 if problem.train else 2
-        options = SearchOptions(self.time_limit / searches, problem.seed, patience=_PATIENCE)
-        if problem.time_limit is not None:
-            options = SearchOptions(min(self.time_limit, problem.time_limit) / searches, problem.seed)
         try:
             require_room(blocks.graph, units)
-            found = search(blocks.graph, units, options)
+            found = search(blocks.graph, units, self._options(problem, units * most_blocks(blocks) > _MOST_TASKS))
         except InfeasibleError:
             return None
         schedule = stage_schedule(blocks, found, stages, problem.micro_batches)
@@ -115,6 +115,13 @@ class Tessel:
         proof = _proof(self.name, blocks, found, all_orders)
         schedule = replace(schedule, period=schedule.period if found.repetend else None, proof=proof)
         return task.answer(self.name, schedule, found.makespan * tick)
+
+    def _options(self, problem: Problem, must_repeat: bool) -> SearchOptions:
+        """A search's share of the time: each way to cut tasks is searched without links and perhaps with them."""
+        searches, seed = 4 if problem.train else 2, problem.seed
+        if problem.time_limit is None:
+            return SearchOptions(self.time_limit / searches, seed, patience=_PATIENCE, must_repeat=must_repeat)
+        return SearchOptions(min(self.time_limit, problem.time_limit) / searches, seed, must_repeat=must_repeat)
 
 
 def _proof(name: str, blocks: StageBlocks, found: BlockSchedule, all_orders: bool) -> Proof:

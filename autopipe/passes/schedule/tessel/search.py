@@ -21,15 +21,18 @@ from autopipe.passes.schedule.tessel.observed import observed_state
 from autopipe.passes.schedule.tessel.options import Budget, SearchOptions
 from autopipe.passes.schedule.tessel.serial import serial_order
 from autopipe.passes.schedule.tessel.steady import steady_state
-from autopipe.passes.schedule.tessel.unroll import fits, makespan, unroll
+from autopipe.passes.schedule.tessel.unroll import Starts, fits, makespan, unroll
 from autopipe.passes.schedule.tessel.whole import shortest
 
 _FEW_BLOCKS = 64
 """Blocks of all units together that are always solved at once as well."""
 _MOST_BLOCKS = 400
 """Most blocks that are solved at once."""
-_FEW_TURNS = 4
-"""Units a device up to which a schedule need not repeat."""
+_MOST_UNROLLED = 2000
+"""Most blocks of a schedule that need not repeat: programs write them out."""
+_SETTLED_AFTER = 2
+"""Units a device after which others must, a few units together."""
+_MOST_TOGETHER = 4
 
 __all__ = ["SearchOptions", "search"]
 
@@ -52,28 +55,46 @@ def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) 
         starts = unroll(graph, cyclic, units)
     proven = cyclic.period == steady.bound
     schedule = BlockSchedule(graph, starts, cyclic.period, steady.bound, proven, _repetend(cyclic))
-    bound, few = makespan_bound(graph, units), _few(graph, cyclic, units)
-    if schedule.makespan > bound and not budget.over:
-        schedule = _list_schedule(schedule, few or units <= _FEW_TURNS * graph.devices) or schedule
-    if schedule.makespan > bound and not budget.over and few:
-        schedule = _all_at_once(schedule, budget)
+    if not budget.options.must_repeat:
+        schedule = _shortened(schedule, cyclic, budget)
     check_blocks(schedule)
     return replace(schedule, search_time_s=budget.used)
 
 
+def _shortened(schedule: BlockSchedule, cyclic: Cyclic, budget: Budget) -> BlockSchedule:
+    """A shorter schedule that repeats less or not at all, where there is one and units are few enough for that."""
+    graph, units = schedule.graph, schedule.units
+    bound, few = makespan_bound(graph, units), _few(graph, cyclic, units)
+    if schedule.makespan > bound and not budget.over:
+        schedule = _list_schedule(schedule, few or units * len(graph.blocks) <= _MOST_UNROLLED) or schedule
+    if schedule.makespan > bound and not budget.over and few:
+        schedule = _all_at_once(schedule, budget)
+    return schedule
+
+
 def _list_schedule(known: BlockSchedule, few: bool) -> BlockSchedule | None:
-    """The list schedule of the same units, where it is shorter and has the same period or too few units for one."""
-    graph, units = known.graph, known.units
-    starts = shortest_greedy(graph, units)
+    """The list schedule of the same units, where it is shorter and comes to the same period, or need not repeat."""
+    graph, bound = known.graph, makespan_bound(known.graph, known.units)
+    starts = shortest_greedy(graph, known.units)
     if starts is None or makespan(graph, starts) >= known.makespan:
         return None
     seen = observed_state(graph, starts)
-    if seen.period == known.period and seen.repetend is not None:
-        return replace(known, starts=starts, repetend=seen.repetend)
-    if not few and seen.period != known.period:
+    if not few and not (seen.period == known.period and _settles(starts, graph.devices)):
         return None
-    bound = makespan_bound(graph, units)
+    if seen.repetend is not None and seen.period == known.period:
+        return replace(known, starts=starts, repetend=seen.repetend)
     return BlockSchedule(graph, starts, seen.period, bound, seen.makespan == bound)
+
+
+def _settles(starts: Starts, devices: int) -> bool:
+    """Whether the steady state begins after few units: what comes before it is written out in programs."""
+    early = _SETTLED_AFTER * devices
+    for group in range(1, _MOST_TOGETHER + 1):
+        if early + group < len(starts):
+            rows = zip(starts[early], starts[early + group], strict=True)
+            if len({later - start for start, later in rows}) == 1:
+                return True
+    return False
 
 
 def _few(graph: BlockGraph, cyclic: Cyclic, units: int) -> bool:
