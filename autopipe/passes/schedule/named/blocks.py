@@ -8,7 +8,7 @@ from autopipe.ir.blocks import BlockGraph, BlockSchedule
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.passes.schedule.named.grid import first_slot, there_and_back
 from autopipe.passes.schedule.named.pipes import pipes_of
-from autopipe.passes.schedule.named.steady import steady_state
+from autopipe.passes.schedule.tessel.observed import observed_state
 from autopipe.passes.schedule.tessel.unroll import in_order
 
 Slots = Iterator[tuple[int, int, int]]
@@ -36,7 +36,7 @@ def schedule_blocks(name: str, graph: BlockGraph, units: int) -> BlockSchedule:
     place = {index: position for position, index in enumerate(graph.order)}
     slots = sorted(_SLOTS[name](graph, units), key=lambda each: (each[0], each[1], place[each[2]]))
     starts = in_order(graph, units, [(unit, index) for _, unit, index in slots])
-    schedule = steady_state(graph, starts)
+    schedule = observed_state(graph, starts)
     for device, (peak, room) in enumerate(zip(schedule.peak_memory, graph.memory, strict=True)):
         if room is not None and peak > room:
             raise InfeasibleError(

@@ -1,0 +1,58 @@
+"""List schedules: valid for any blocks, and without idle time where backwards are split and devices equally loaded."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies
+
+from autopipe.ir.blocks import Block, BlockGraph, BlockSchedule
+from autopipe.passes.schedule.tessel.greedy import greedy, shortest_greedy
+from autopipe.passes.schedule.tessel.search import search
+from tests.passes.schedule.tessel.random_blocks import block_graphs
+from tests.passes.schedule.tessel.replay import faults
+
+
+def split_chain(devices: int, times: tuple[int, int, int], chunks: int = 1) -> BlockGraph:
+    """F, I and W of stages that go over the devices there and back; F takes 1 of memory, W frees it."""
+    forward, inputs, weights = times
+    stages = devices * chunks
+    places = [
+        stage % devices if stage // devices % 2 == 0 else devices - 1 - stage % devices for stage in range(stages)
+    ]
+    blocks = [
+        Block(f"F{stage}", (places[stage],), forward, 1, (stage - 1,) if stage else ()) for stage in range(stages)
+    ]
+    last = stages - 1
+    for stage in reversed(range(stages)):
+        blocks.append(Block(f"I{stage}", (places[stage],), inputs, 0, (last,)))
+        last = len(blocks) - 1
+        blocks.append(Block(f"W{stage}", (places[stage],), weights, -1, (last,)))
+    return BlockGraph(devices, tuple(blocks), (None,) * devices)
+
+
+@given(strategies.data(), strategies.integers(1, 6), strategies.integers(1, 4))
+def test_any_list_schedule_can_run(data: strategies.DataObject, units: int, in_flight: int) -> None:
+    graph = data.draw(block_graphs(blocks=7, devices=3, times=(1, 5)))
+    starts = greedy(graph, units, in_flight)
+    if starts is not None:
+        assert not faults(BlockSchedule(graph, starts), units)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize(("devices", "units"), [(4, 16), (4, 64), (8, 32)])
+def test_equal_halves_leave_no_device_idle_between_its_first_and_last_task(
+    devices: int, units: int, chunks: int
+) -> None:
+    graph = split_chain(devices, (10, 10, 10), chunks)
+    starts = shortest_greedy(graph, units)
+    assert starts is not None
+    schedule = BlockSchedule(graph, starts)
+    assert not faults(schedule, units)
+    assert schedule.makespan == (devices - 1) * 10 + units * 30 * chunks
+
+
+def test_the_search_takes_the_shorter_ends() -> None:
+    graph = split_chain(4, (10, 12, 9))
+    found = search(graph, 64)
+    assert (found.period, found.optimal, found.makespan) == (31, True, 3 * 10 + 64 * 31)
+    assert max(found.peak_memory) <= 6, "1F1B has 4, ZB-H2 7"
