@@ -6,17 +6,16 @@ on that, stages are cut into layers when their memory is counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.prediction import Prediction
 from autopipe.ir.problem import Problem
-from autopipe.ir.schedule import Phase, Schedule
 from autopipe.passes.cost.chain import Chain, make_chain
-from autopipe.passes.cost.memory import static_memory
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.tessel_shapes.cuts import even_stages
 from autopipe.passes.placement.tessel_shapes.model import CostedModel, costed_model
+from autopipe.passes.schedule.predict import predict
 
 _LAYER_NODES = 25
 """About the nodes of a transformer layer; a table or a head with its loss has fewer than four times as many."""
@@ -24,29 +23,24 @@ _LAYER_NODES = 25
 _MOST_BLOCKS = 224
 
 
-def layer_memory(problem: Problem, placement: Placement, in_flight: Sequence[int]) -> list[int]:
-    """Most bytes on each device: its state, what micro-batches in flight keep, and the largest piece's own need.
+def with_layers_recomputed(placement: Placement) -> Placement:
+    """Recomputation where transformer layers are, as the paper has it: in all stages but the tables' and heads' own."""
+    return replace(placement, stages=tuple(replace(stage, recompute=_has_layers(stage)) for stage in placement.stages))
 
-    `in_flight` has the most micro-batches of each stage between their forward and their backward.
-    """
+
+def predict_by_layer(problem: Problem, placement: Placement) -> Prediction:
+    """The cost model's prediction, with what the layers of each stage keep in all and what the largest needs itself."""
     model = costed_model(problem)
     chain = make_chain(model.graph, model.seconds, _MOST_BLOCKS)
     pieces = [_pieces(model, chain, stage) for stage in placement.stages]
     costs = iter(stage_costs(problem, Placement(tuple(piece for each in pieces for piece in each))))
-    kept = [0] * problem.cluster.size
-    largest = [0] * problem.cluster.size
-    for stage, own, count in zip(placement.stages, pieces, in_flight, strict=True):
+    prediction = predict(problem, placement)
+    stages = []
+    for stage, own in zip(prediction.stages, pieces, strict=True):
         found = [next(costs) for _ in own]
-        for device in stage.devices:
-            kept[device] += count * sum(cost.kept_bytes for cost in found)
-            largest[device] = max(largest[device], *(cost.transient_bytes + cost.buffer_bytes for cost in found))
-    state = static_memory(problem, placement)
-    return [sum(each) for each in zip(state, kept, largest, strict=True)]
-
-
-def with_layers_recomputed(placement: Placement) -> Placement:
-    """Recomputation where transformer layers are, as the paper has it: in all stages but the tables' and heads' own."""
-    return replace(placement, stages=tuple(replace(stage, recompute=_has_layers(stage)) for stage in placement.stages))
+        kept = sum(cost.kept_bytes for cost in found)
+        stages.append(replace(stage, kept_bytes=kept, transient_bytes=max(cost.transient_bytes for cost in found)))
+    return replace(prediction, stages=tuple(stages))
 
 
 def _has_layers(stage: Stage) -> bool:
@@ -64,16 +58,3 @@ def _pieces(model: CostedModel, chain: Chain, stage: Stage) -> list[Stage]:
     return [
         replace(stage, nodes=run, splits=tuple((node, splits[node]) for node in run if node in splits)) for run in runs
     ]
-
-
-def most_in_flight(placement: Placement, schedule: Schedule) -> list[int]:
-    """Most micro-batches of each stage between their forward and their backward."""
-    found = []
-    for index, stage in enumerate(placement.stages):
-        now = most = 0
-        for task in schedule.tasks[stage.devices[0]]:
-            if task.stage == index and task.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT_GRADIENT):
-                now += 1 if task.phase is Phase.FORWARD else -1
-                most = max(most, now)
-        found.append(most)
-    return found

@@ -71,7 +71,11 @@ class Tessel:
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
         """The schedule, for any DAG of stages; where none fits the memory, the one that exceeds it by least."""
-        task = _Task(problem, StageGraph.of(problem, placement), predict(problem, placement))
+        return self.run_with(problem, placement, predict(problem, placement))
+
+    def run_with(self, problem: Problem, placement: Placement, prediction: Prediction) -> Schedule:
+        """The schedule where stages take what a prediction says, the cost model's or another."""
+        task = _Task(problem, StageGraph.of(problem, placement), prediction)
         bound = lower_bound(problem, placement, task.prediction)
         best: _Answer | None = None
         for answer, worth in self._answers(task, placement):
