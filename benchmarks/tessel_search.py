@@ -37,7 +37,7 @@ def timed(function: Callable[[], Result]) -> tuple[Result, str]:
 
 def row(graph: BlockGraph, units: int, options: SearchOptions) -> tuple[object, ...]:
     """Seconds for the period, seconds for all, and what was found."""
-    alone, period_s = timed(lambda: least_steady_period(graph, Budget(options)))
+    alone, period_s = timed(lambda: least_steady_period(graph, units, Budget(options)))
     schedule, all_s = timed(lambda: search(graph, units, options))
     proven = "yes" if alone.cyclic.period == alone.bound else "no"
     return period_s, all_s, alone.cyclic.period, alone.bound, proven, schedule.makespan, max(schedule.peak_memory)

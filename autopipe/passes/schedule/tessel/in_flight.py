@@ -29,7 +29,7 @@ def search_in_flight(
     if units < 1 or in_flight < 1:
         raise ConfigurationError(f"{units} units, {in_flight} of them in flight; there must be at least one")
     budget, roomy = Budget(options or SearchOptions()), reserved(graph, units)
-    known = one_at_a_time(graph, serial_order(roomy, budget.limit(0.2)))
+    known = one_at_a_time(graph, serial_order(graph, units, budget.limit(0.2)))
     bound = period_bound(roomy)
     best = Repetend(Status.FEASIBLE, known, None, 0.0, (0,) * len(graph.blocks))
     if known.period > bound:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopipe.ir.blocks import BlockGraph
-from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.schedule.room import require_room
 
 
 def changes(graph: BlockGraph, device: int) -> dict[int, int]:
@@ -24,23 +22,18 @@ def changes(graph: BlockGraph, device: int) -> dict[int, int]:
     return found
 
 
+def kept(graph: BlockGraph, device: int) -> int:
+    """What a unit adds to the memory in use on a device and never frees; negative where it frees more."""
+    return sum(block.memory for block in graph.blocks if device in block.devices)
+
+
 def frees_all(graph: BlockGraph) -> bool:
     """Whether a unit frees on each limited device what it allocates there, so that `changes` are its own."""
-    limited = (device for device, room in enumerate(graph.memory) if room is not None)
-    return not any(sum(block.memory for block in graph.blocks if device in block.devices) for device in limited)
+    return not any(kept(graph, device) for device, room in enumerate(graph.memory) if room is not None)
 
 
 def reserved(graph: BlockGraph, units: int) -> BlockGraph:
-    """The same blocks, with what so many units never free taken from the room from the start.
-
-    Raises InfeasibleError, naming the device, where that leaves less than nothing.
-    """
-    memory: list[int | None] = []
-    for device, room in enumerate(graph.memory):
-        kept = units * max(0, sum(block.memory for block in graph.blocks if device in block.devices))
-        if room is not None and kept > room:
-            require_room(graph, units)
-            message = f"{units} units leave {kept} of memory in use, there is room for {room}"
-            raise InfeasibleError(message, hint="give it more, or schedule fewer units", where=f"device {device}")
-        memory.append(None if room is None else room - kept)
+    """The same blocks, with what so many units never free taken from the room from the start."""
+    rooms = enumerate(graph.memory)
+    memory = (None if room is None else room - units * max(0, kept(graph, device)) for device, room in rooms)
     return replace(graph, memory=tuple(memory))

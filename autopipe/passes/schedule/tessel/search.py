@@ -16,7 +16,6 @@ from autopipe.passes.schedule.tessel.construct import one_at_a_time
 from autopipe.passes.schedule.tessel.cyclic import Cyclic
 from autopipe.passes.schedule.tessel.ends import complete
 from autopipe.passes.schedule.tessel.greedy import shortest_greedy
-from autopipe.passes.schedule.tessel.memory import reserved
 from autopipe.passes.schedule.tessel.observed import observed_state
 from autopipe.passes.schedule.tessel.options import Budget, SearchOptions
 from autopipe.passes.schedule.tessel.serial import serial_order
@@ -45,13 +44,13 @@ def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) 
     graph.verify()
     if units < 1:
         raise ConfigurationError(f"{units} units; there must be at least one")
-    budget, roomy = Budget(options or SearchOptions()), reserved(graph, units)
-    steady = steady_state(roomy, budget)
+    budget = Budget(options or SearchOptions())
+    steady = steady_state(graph, units, budget)
     cyclic = steady.cyclic
     starts = complete(graph, cyclic, units, budget)
     if not fits(graph, starts):
         # Units that free before they allocate can lean on the next ones in the steady state; the last one cannot.
-        cyclic = one_at_a_time(roomy, serial_order(roomy, budget.limit(1.0)))
+        cyclic = one_at_a_time(graph, serial_order(graph, units, budget.limit(1.0)))
         starts = unroll(graph, cyclic, units)
     proven = cyclic.period == steady.bound
     schedule = BlockSchedule(graph, starts, cyclic.period, steady.bound, proven, _repetend(cyclic))

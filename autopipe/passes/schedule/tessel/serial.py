@@ -9,25 +9,25 @@ from autopipe.ir.blocks import BlockGraph
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.schedule.room import require_room
 from autopipe.passes.schedule.tessel.cyclic import sharing_pairs
-from autopipe.passes.schedule.tessel.memory import changes
+from autopipe.passes.schedule.tessel.memory import reserved
 from autopipe.passes.solvers.cp_sat import Limit, Status, solve
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, IntVar
 
 
-def serial_order(graph: BlockGraph, limit: Limit) -> tuple[int, ...]:
-    """An order within the room on all devices.
+def serial_order(graph: BlockGraph, units: int, limit: Limit) -> tuple[int, ...]:
+    """An order within the room on all devices for so many units, one after the other.
 
     Raises InfeasibleError, with the device and the least room that would do, where there is none.
     """
-    order = _greedy(graph)
-    if _fits(graph, order):
+    last, order = reserved(graph, units - 1), _greedy(graph)
+    if _fits(last, order):
         return order
-    found = _solved(graph, limit)
+    found = _solved(last, limit)
     if isinstance(found, tuple):
         return found
-    require_room(graph, 1)
+    require_room(graph, units)
     if found is Status.INFEASIBLE:
         raise InfeasibleError("no order of one unit's blocks keeps to the memory limits of all devices")
     raise InfeasibleError(
@@ -38,11 +38,12 @@ def serial_order(graph: BlockGraph, limit: Limit) -> tuple[int, ...]:
 def _fits(graph: BlockGraph, order: tuple[int, ...]) -> bool:
     for device, room in enumerate(graph.memory):
         if room is not None:
-            used, added = 0, changes(graph, device)
+            used = 0
             for index in order:
-                used += added.get(index, 0)
-                if used > room:
-                    return False
+                if device in graph.blocks[index].devices:
+                    used += graph.blocks[index].memory
+                    if used > room:
+                        return False
     return True
 
 
@@ -93,12 +94,12 @@ def _solved(graph: BlockGraph, limit: Limit) -> tuple[int, ...] | Status:
 def _keep_memory(
     graph: BlockGraph, model: CpModel, before: dict[tuple[int, int], IntVar], device: int, room: int
 ) -> None:
-    added = changes(graph, device)
-    for index in added:
-        if added[index] > 0:
+    members = [index for index, block in enumerate(graph.blocks) if device in block.devices]
+    for index in members:
+        if graph.blocks[index].memory > 0:
             earlier = (
-                added[other] * (before[other, index] if other < index else 1 - before[index, other])
-                for other in added
+                graph.blocks[other].memory * (before[other, index] if other < index else 1 - before[index, other])
+                for other in members
                 if other != index
             )
-            model.add(added[index] + sum(earlier) <= room)
+            model.add(graph.blocks[index].memory + sum(earlier) <= room)

@@ -10,7 +10,7 @@ from autopipe.passes.schedule.tessel.bounds import period_bound
 from autopipe.passes.schedule.tessel.coarse import coarse
 from autopipe.passes.schedule.tessel.construct import construct
 from autopipe.passes.schedule.tessel.cyclic import Cyclic
-from autopipe.passes.schedule.tessel.memory import frees_all
+from autopipe.passes.schedule.tessel.memory import frees_all, reserved
 from autopipe.passes.schedule.tessel.options import Budget
 from autopipe.passes.schedule.tessel.repetend import Repetend, least_latency, least_memory, least_period, with_period
 from autopipe.passes.schedule.tessel.serial import serial_order
@@ -26,18 +26,22 @@ class Steady:
     bound: int
 
 
-def steady_state(graph: BlockGraph, budget: Budget) -> Steady:
-    """The best steady state found in the budget. Raises InfeasibleError where memory does not suffice for one unit."""
-    found = least_steady_period(graph, budget)
+def steady_state(graph: BlockGraph, units: int, budget: Budget) -> Steady:
+    """The best steady state found in the budget, for so many units.
+
+    Raises InfeasibleError where memory does not suffice for them even one after the other.
+    """
+    found = least_steady_period(graph, units, budget)
     budget.report(found.cyclic.period, found.bound)
-    best = _shorter(graph, found.cyclic, budget)
+    best = _shorter(reserved(graph, units), found.cyclic, budget)
     budget.report(best.period, found.bound)
     return Steady(best, found.bound)
 
 
-def least_steady_period(graph: BlockGraph, budget: Budget) -> Steady:
+def least_steady_period(graph: BlockGraph, units: int, budget: Budget) -> Steady:
     """A steady state of the least period found, whatever its way and memory. Raises as `steady_state` does."""
-    serial = serial_order(graph, budget.limit(0.2))
+    serial = serial_order(graph, units, budget.limit(0.2))
+    graph = reserved(graph, units)
     bound = period_bound(graph)
     budget.report(None, bound)
     best = construct(graph, bound, serial, budget)

@@ -25,7 +25,7 @@ def search_whole(graph: BlockGraph, units: int, options: SearchOptions | None = 
         raise ConfigurationError(f"{units} units; there must be at least one")
     budget = Budget(options or SearchOptions())
     roomy = reserved(graph, units)
-    known = construct(roomy, period_bound(roomy), serial_order(roomy, budget.limit(0.2)), budget)
+    known = construct(roomy, period_bound(roomy), serial_order(graph, units, budget.limit(0.2)), budget)
     found = shortest(graph, unroll(graph, known, units), budget.limit(1.0), budget.report)
     optimal = makespan(graph, found.starts) == found.bound
     schedule = BlockSchedule(graph, found.starts, None, found.bound, optimal, None, budget.used)

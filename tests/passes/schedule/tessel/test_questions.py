@@ -71,7 +71,7 @@ def test_all_units_at_once_equal_the_best_of_all_orders(graph: BlockGraph, units
 @given(block_graphs(blocks=12, devices=4, times=(5, 50)))
 def test_constructed_steady_states_keep_all_rules(graph: BlockGraph) -> None:
     try:
-        serial = serial_order(graph, Limit(5, 1))
+        serial = serial_order(graph, 1, Limit(5, 1))
     except InfeasibleError:
         return
     bound = period_bound(graph)
