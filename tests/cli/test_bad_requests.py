@@ -96,6 +96,7 @@ REQUESTS: dict[str, tuple[onnx.ModelProto, int, tuple[str, ...], tuple[str, ...]
         ("--gpus", "1", "--strategy", "manual", "--set", f"constraints=[{ONE_STAGE}]", "--memory-limit", "1KiB"),
         ("stage 0 of 1 needs", "over the limit of 1.00 KiB"),
     ),
+    "a search of no time": (perceptron(), 2, ("--set", "schedule.time_limit=0"), ("time_limit is 0", "above 0")),
     "costs from a file": (perceptron(), 2, ("--costs", "./costs.json"), ("roofline", "costs")),
     "unknown pass": (perceptron(), 2, ("--dump-after", "place"), ("'place'", "pipedream")),
 }  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from autopipe.ir.blocks import BlockSchedule
-from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.prediction import Prediction
 from autopipe.ir.problem import Problem
@@ -66,7 +66,10 @@ class Tessel:
     name: ClassVar[str] = "tessel"
 
     def requires(self, problem: Problem, placement: Placement) -> None:
-        """Raise InfeasibleError where micro-batches differ from stage to stage."""
+        """Raise InfeasibleError where micro-batches differ from stage to stage, ConfigurationError for no time."""
+        if not self.time_limit > 0:
+            hint = "give a number of seconds above 0"
+            raise ConfigurationError(f"time_limit is {self.time_limit:g}", hint=hint, where="schedule")
         require_equal_micro_batches(self.name, problem, placement)
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
