@@ -26,7 +26,7 @@ _HALVINGS = 4
 
 def construct(graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget) -> Cyclic:
     """A steady state of a period of `low` or more. `serial` is an order of one unit's blocks that fits memory."""
-    best, placing = one_at_a_time(graph, serial), Placing(graph)
+    best, placing = one_at_a_time(graph, serial), Placing(graph, budget)
     ways = _ways([tuple(serial), graph.order])
     period: float = low
     while period < best.period:

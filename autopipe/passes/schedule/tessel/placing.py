@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from autopipe.ir.blocks import BlockGraph
 from autopipe.passes.schedule.tessel.cyclic import Cyclic
+from autopipe.passes.schedule.tessel.options import Budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class Way:
 class Placing:
     """The blocks and who meets whom, for many ways of putting them down."""
 
-    def __init__(self, graph: BlockGraph) -> None:
+    def __init__(self, graph: BlockGraph, budget: Budget) -> None:
+        self.budget = budget
         self.blocks = graph.blocks
         sets = [set(block.devices) for block in graph.blocks]
         count = range(len(sets))
@@ -50,6 +52,8 @@ class Placing:
         starts: dict[int, int] = {}
         phases = dict(self.reserved) if way.reserve else {}
         for index in way.order:
+            if self.budget.over:
+                return None
             first = max((starts[other] + wait for other, wait in self.before[index] if other in starts), default=None)
             last = min((starts[other] - wait for other, wait in self.behind[index] if other in starts), default=None)
             onward = first is not None or last is None

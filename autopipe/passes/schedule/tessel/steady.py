@@ -17,6 +17,9 @@ from autopipe.passes.schedule.tessel.serial import serial_order
 from autopipe.passes.schedule.tessel.tighten import tighten
 from autopipe.passes.solvers.cp_sat import Limit, Status
 
+_PAIRS_PER_SECOND = 4000
+"""Pairs of blocks on one device, for each second of the time limit, of which models are made: a tenth of a second's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Steady:
@@ -60,10 +63,10 @@ def _rounded(graph: BlockGraph, best: Cyclic, bound: int, budget: Budget) -> Cyc
     if rounded is None:
         return best
     low = period_bound(rounded)
-    found = _ask(budget, 0.1, lambda limit: with_period(rounded, low, limit))
+    found = _ask(graph, budget, 0.1, lambda limit: with_period(rounded, low, limit))
     if found.cyclic is None:
         known = tighten(rounded, best, low)
-        found = _ask(budget, 0.35, lambda limit: least_period(rounded, low, known, limit))
+        found = _ask(graph, budget, 0.35, lambda limit: least_period(rounded, low, known, limit))
     if found.cyclic is None:
         return best
     return min(best, tighten(graph, found.cyclic, bound), key=lambda each: each.period)
@@ -71,13 +74,13 @@ def _rounded(graph: BlockGraph, best: Cyclic, bound: int, budget: Budget) -> Cyc
 
 def _exact(graph: BlockGraph, best: Cyclic, bound: int, budget: Budget) -> tuple[Cyclic, int]:
     """The least period, or one closer to it, and a bound closer to it."""
-    found = _ask(budget, 0.15, lambda limit: with_period(graph, bound, limit))
+    found = _ask(graph, budget, 0.15, lambda limit: with_period(graph, bound, limit))
     if found.cyclic is not None:
         return found.cyclic, bound
     low = bound + 1 if found.status is Status.INFEASIBLE else bound
     if best.period == low:
         return best, low
-    found = _ask(budget, 0.6, lambda limit: least_period(graph, low, best, limit, budget.report))
+    found = _ask(graph, budget, 0.6, lambda limit: least_period(graph, low, best, limit, budget.report))
     if found.status is Status.INFEASIBLE:
         return best, best.period
     if found.cyclic is not None:
@@ -88,14 +91,16 @@ def _exact(graph: BlockGraph, best: Cyclic, bound: int, budget: Budget) -> tuple
 def _shorter(graph: BlockGraph, best: Cyclic, budget: Budget) -> Cyclic:
     """The same period with a shorter way of a unit, and then with less memory."""
     best = tighten(graph, best, best.period)
-    best = _ask(budget, 0.2, lambda limit: least_latency(graph, best, limit)).cyclic or best
+    best = _ask(graph, budget, 0.2, lambda limit: least_latency(graph, best, limit)).cyclic or best
     latency = best.latency(graph)
-    return _ask(budget, 0.1, lambda limit: least_memory(graph, best, limit, latency)).cyclic or best
+    return _ask(graph, budget, 0.1, lambda limit: least_memory(graph, best, limit, latency)).cyclic or best
 
 
-def _ask(budget: Budget, share: float, question: Callable[[Limit], Repetend]) -> Repetend:
-    """The answer to a question that may take a share of what is left."""
-    if budget.over:
+def _ask(graph: BlockGraph, budget: Budget, share: float, question: Callable[[Limit], Repetend]) -> Repetend:
+    """The answer to a question that may take a share of what is left; none where its model alone would take long."""
+    shares = [sum(device in block.devices for block in graph.blocks) for device in range(graph.devices)]
+    pairs = sum(count * (count - 1) // 2 for count in shares)
+    if budget.over or pairs > _PAIRS_PER_SECOND * budget.options.time_limit:
         return Repetend(Status.UNKNOWN, None, None, 0.0)
     found = question(budget.limit(share))
     budget.spend(found.work)

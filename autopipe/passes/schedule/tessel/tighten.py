@@ -15,19 +15,17 @@ def tighten(graph: BlockGraph, order: Cyclic, low: int) -> Cyclic:
     """The blocks in the order of `order`, at the least period of `low` or more that this order allows.
 
     Each block starts as early as it can, so that no other starts in this order and period make a unit's way shorter.
-    Memory in use is that of `order`, whose times may be those of another graph.
+    Memory in use is that of `order`, whose times may be those of another graph. The period is raised to what the
+    slowest circle of waits needs until there is none left that takes longer than its periods.
     """
-    waits = _waits(graph, order)
-    high = max(low, order.period)
-    while _earliest(len(graph.blocks), waits, high) is None:
-        high *= 2
-    while low < high:
-        middle = (low + high) // 2
-        if _earliest(len(graph.blocks), waits, middle) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return Cyclic(high, _earliest(len(graph.blocks), waits, high) or order.starts)
+    waits, period = _waits(graph, order), low
+    while True:
+        starts, circle = _earliest(len(graph.blocks), waits, period)
+        if circle is None:
+            return Cyclic(period, starts)
+        time = sum(wait[2] for wait in circle)
+        periods = sum(wait[3] for wait in circle)
+        period = -(-time // periods)
 
 
 def _waits(graph: BlockGraph, order: Cyclic) -> list[_Wait]:
@@ -45,15 +43,39 @@ def _waits(graph: BlockGraph, order: Cyclic) -> list[_Wait]:
     return list(dict.fromkeys(waits))
 
 
-def _earliest(count: int, waits: Sequence[_Wait], period: int) -> tuple[int, ...] | None:
-    """Least starts of 0 or more that keep all waits; None where a circle of them takes longer than its periods."""
+def _earliest(count: int, waits: Sequence[_Wait], period: int) -> tuple[tuple[int, ...], list[_Wait] | None]:
+    """Least starts of 0 or more that keep all waits, or a circle of waits that takes longer than its periods."""
     starts = [0] * count
-    for _ in range(count + 1):
+    last: list[_Wait | None] = [None] * count
+    while True:
         changed = False
-        for before, after, time, periods in waits:
+        for wait in waits:
+            before, after, time, periods = wait
             start = starts[before] + time - periods * period
             if start > starts[after]:
-                starts[after], changed = start, True
+                starts[after], last[after], changed = start, wait, True
         if not changed:
-            return tuple(starts)
+            return tuple(starts), None
+        circle = _circle(last)
+        if circle is not None:
+            return (), circle
+
+
+def _circle(last: Sequence[_Wait | None]) -> list[_Wait] | None:
+    """A circle among the waits that each block was last put off by."""
+    seen = [-1] * len(last)
+    for begin in range(len(last)):
+        at = begin
+        while seen[at] < 0 and (wait := last[at]) is not None:
+            seen[at] = begin
+            at = wait[0]
+        if seen[at] == begin and last[at] is not None:
+            circle, stop = [], at
+            while True:
+                wait = last[at]
+                assert wait is not None, "a circle has no end"
+                circle.append(wait)
+                at = wait[0]
+                if at == stop:
+                    return circle
     return None
