@@ -16,8 +16,8 @@ from autopipe.ir.blocks import Block, BlockGraph, BlockSchedule
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.passes.schedule.shapes import shape
 from autopipe.passes.schedule.tessel.bounds import makespan_bound, period_bound
-from autopipe.passes.schedule.tessel.construct import construct
-from autopipe.passes.schedule.tessel.cyclic import is_valid
+from autopipe.passes.schedule.tessel.construct import construct, one_at_a_time
+from autopipe.passes.schedule.tessel.cyclic import Cyclic, is_valid
 from autopipe.passes.schedule.tessel.in_flight import search_in_flight
 from autopipe.passes.schedule.tessel.options import Budget, SearchOptions
 from autopipe.passes.schedule.tessel.search import search
@@ -143,3 +143,41 @@ def test_bad_input_is_refused() -> None:
             ask(graph, 0)
         with pytest.raises(ConfigurationError, match="circle"):
             ask(BlockGraph(1, (Block("a", (0,), 1, 0, (1,)), Block("b", (0,), 1, 0, (0,))), (None,)), 2)
+
+
+@settings(max_examples=40)
+@given(block_graphs(blocks=8, devices=3, times=(5, 50), rooms=False))
+def test_an_order_is_tightened_to_the_least_period_that_it_allows(graph: BlockGraph) -> None:
+    """One tick less, and blocks put off again and again never come to rest."""
+    order = one_at_a_time(graph, graph.order)
+    found = tighten(graph, order, 1)
+    assert max(graph.loads) <= found.period <= order.period
+    assert is_valid(graph, found)
+    assert settles(graph, order, found.period)
+    assert not settles(graph, order, found.period - 1)
+
+
+def settles(graph: BlockGraph, order: Cyclic, period: int) -> bool:
+    """Whether starts come to rest when each is put off until its waits and the block before it on each device allow.
+
+    The order holds each unit's blocks one after the other: the last of a device is before the first of the next unit.
+    """
+    waits = [
+        (other, index, graph.blocks[other].time + block.delay(position))
+        for index, block in enumerate(graph.blocks)
+        for position, other in enumerate(block.after)
+    ]
+    for device in range(graph.devices):
+        members = [index for index, block in enumerate(graph.blocks) if device in block.devices]
+        members.sort(key=lambda index: order.starts[index])
+        waits += [(before, after, graph.blocks[before].time) for before, after in pairwise(members)]
+        if members:
+            waits.append((members[-1], members[0], graph.blocks[members[-1]].time - period))
+    starts = [0] * len(graph.blocks)
+    for _ in range(len(graph.blocks) + 1):
+        before = list(starts)
+        for first, second, wait in waits:
+            starts[second] = max(starts[second], starts[first] + wait)
+        if starts == before:
+            return True
+    return False
