@@ -37,9 +37,9 @@ class SearchOptions:
     patience: float = 1.0
     """How many times its seconds a search may take where a busy machine needs them for the same work, and so for the
     same answer."""
-    must_repeat: bool = False
-    """Whether the steady state's order is kept from the first unit to the last, so that a program that follows it is a
-    few loops however many units there are."""
+    unrolled: int | None = None
+    """Most blocks of a device that a program should write out: schedules with more of them repeat from there on. None
+    for two units a device, or a schedule of 2000 blocks in all."""
 
 
 @dataclass(slots=True)

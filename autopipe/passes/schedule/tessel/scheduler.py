@@ -27,7 +27,6 @@ from autopipe.passes.schedule.tessel.search import SearchOptions, search
 from autopipe.passes.schedule.tessel.stage_blocks import (
     StageBlocks,
     busiest_seconds,
-    most_blocks,
     stage_blocks,
     stage_schedule,
     with_links,
@@ -41,8 +40,8 @@ _WORTH = 0.05
 """Share of the step that splitting backwards must save to be done: their programs are longer, and two halves take a
 little more than the whole (a tenth more where operators are tiny), which the cost model does not count."""
 
-_MOST_TASKS = 100
-"""Tasks of a device up to which its order need not repeat: a line each is still a program that can be read."""
+_MOST_TASKS = 60
+"""Tasks of a device before its order repeats: a line each is still a program that can be read."""
 
 _PATIENCE = 8.0
 """Times its seconds that a search may take on a busy machine, so that equal requests make equal plans there too."""
@@ -113,7 +112,7 @@ class Tessel:
         blocks = with_memory(blocks, prediction.stages, task.free, units)
         try:
             require_room(blocks.graph, units)
-            found = search(blocks.graph, units, self._options(problem, units * most_blocks(blocks) > _MOST_TASKS))
+            found = search(blocks.graph, units, self._options(problem))
         except InfeasibleError:
             return None
         schedule = stage_schedule(blocks, found, stages, problem.micro_batches)
@@ -123,12 +122,12 @@ class Tessel:
         schedule = replace(schedule, period=schedule.period if found.repetend else None, proof=proof)
         return task.answer(self.name, schedule, found.makespan * tick)
 
-    def _options(self, problem: Problem, must_repeat: bool) -> SearchOptions:
+    def _options(self, problem: Problem) -> SearchOptions:
         """A search's share of the time: each way to cut tasks is searched without links and perhaps with them."""
         searches, seed = 4 if problem.train else 2, problem.seed
         if problem.time_limit is None:
-            return SearchOptions(self.time_limit / searches, seed, patience=_PATIENCE, must_repeat=must_repeat)
-        return SearchOptions(min(self.time_limit, problem.time_limit) / searches, seed, must_repeat=must_repeat)
+            return SearchOptions(self.time_limit / searches, seed, patience=_PATIENCE, unrolled=_MOST_TASKS)
+        return SearchOptions(min(self.time_limit, problem.time_limit) / searches, seed, unrolled=_MOST_TASKS)
 
 
 def _proof(name: str, blocks: StageBlocks, found: BlockSchedule, all_orders: bool) -> Proof:

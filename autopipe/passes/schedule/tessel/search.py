@@ -6,6 +6,7 @@ each assignment of micro-batches.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from autopipe.ir.block_check import check_blocks
@@ -30,7 +31,7 @@ _MOST_BLOCKS = 400
 _MOST_UNROLLED = 2000
 """Most blocks of a schedule that need not repeat: programs write them out."""
 _SETTLED_AFTER = 2
-"""Units a device after which others must, a few units together."""
+"""Units a device after which others do, a few units together."""
 _MOST_TOGETHER = 4
 
 __all__ = ["SearchOptions", "search"]
@@ -54,40 +55,49 @@ def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) 
         starts = unroll(graph, cyclic, units)
     proven = cyclic.period == steady.bound
     schedule = BlockSchedule(graph, starts, cyclic.period, steady.bound, proven, _repetend(cyclic))
-    if not budget.options.must_repeat:
-        schedule = _shortened(schedule, cyclic, budget)
+    schedule = _shortened(schedule, cyclic, budget)
     check_blocks(schedule)
     return replace(schedule, search_time_s=budget.used)
 
 
 def _shortened(schedule: BlockSchedule, cyclic: Cyclic, budget: Budget) -> BlockSchedule:
-    """A shorter schedule that repeats less or not at all, where there is one and units are few enough for that."""
+    """A shorter schedule that repeats later or not at all, where there is one and few enough units do not repeat."""
     graph, units = schedule.graph, schedule.units
     bound, few = makespan_bound(graph, units), _few(graph, cyclic, units)
-    if schedule.makespan > bound and not budget.over:
-        schedule = _list_schedule(schedule, few or units * len(graph.blocks) <= _MOST_UNROLLED) or schedule
+    early, all_early = _written_out(graph, units, budget.options.unrolled)
+    if schedule.makespan > bound and not budget.over and early:
+        schedule = _list_schedule(schedule, few or all_early, early) or schedule
     if schedule.makespan > bound and not budget.over and few:
         schedule = _all_at_once(schedule, budget)
     return schedule
 
 
-def _list_schedule(known: BlockSchedule, few: bool) -> BlockSchedule | None:
+def _written_out(graph: BlockGraph, units: int, unrolled: int | None) -> tuple[int, bool]:
+    """Units that programs may write out before a steady state, and whether they may write out all that there are."""
+    early = _SETTLED_AFTER * graph.devices
+    if unrolled is None:
+        return early, units * len(graph.blocks) <= _MOST_UNROLLED
+    counts = Counter(device for block in graph.blocks for device in block.devices)
+    most = unrolled // max(counts.values())
+    return min(early, most), units <= most
+
+
+def _list_schedule(known: BlockSchedule, few: bool, early: int) -> BlockSchedule | None:
     """The list schedule of the same units, where it is shorter and comes to the same period, or need not repeat."""
     graph, bound = known.graph, makespan_bound(known.graph, known.units)
     starts = shortest_greedy(graph, known.units)
     if starts is None or makespan(graph, starts) >= known.makespan:
         return None
     seen = observed_state(graph, starts)
-    if not few and not (seen.period == known.period and _settles(starts, graph.devices)):
+    if not few and not (seen.period == known.period and _settles(starts, early)):
         return None
     if seen.repetend is not None and seen.period == known.period:
         return replace(known, starts=starts, repetend=seen.repetend)
     return BlockSchedule(graph, starts, seen.period, bound, seen.makespan == bound)
 
 
-def _settles(starts: Starts, devices: int) -> bool:
-    """Whether the steady state begins after few units: what comes before it is written out in programs."""
-    early = _SETTLED_AFTER * devices
+def _settles(starts: Starts, early: int) -> bool:
+    """Whether the steady state, of a few units together, begins after `early` units."""
     for group in range(1, _MOST_TOGETHER + 1):
         if early + group < len(starts):
             rows = zip(starts[early], starts[early + group], strict=True)

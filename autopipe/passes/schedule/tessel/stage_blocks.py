@@ -106,15 +106,6 @@ def busiest_seconds(stages: StageGraph, prediction: Prediction) -> float:
     return max(loads)
 
 
-def most_blocks(blocks: StageBlocks) -> int:
-    """Most blocks of one unit on a device."""
-    counts = [0] * blocks.graph.devices
-    for block in blocks.graph.blocks[: len(blocks.kinds)]:
-        for device in block.devices:
-            counts[device] += 1
-    return max(counts)
-
-
 def with_memory(blocks: StageBlocks, costs: Sequence[StagePrediction], free: Sequence[int], units: int) -> StageBlocks:
     """The same blocks with what they keep, and `free` bytes on each device for that and for what comes and goes.
 

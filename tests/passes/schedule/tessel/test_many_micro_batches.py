@@ -42,7 +42,7 @@ def searched(kind: str, devices: int, micro_batches: int, split: bool):
     )
     prediction = Prediction((StagePrediction(1.0, 2.0, 1.0, 1.0),) * len(graph.stage_devices), free)
     blocks = stage_blocks(graph, prediction, True, busiest_seconds(graph, prediction) / 12, split=split)
-    options = SearchOptions(2.0, patience=20.0, must_repeat=micro_batches > 32)  # as the scheduler does
+    options = SearchOptions(2.0, patience=20.0, unrolled=60)  # as the scheduler does
     found = search(blocks.graph, -(-micro_batches // graph.pipeline_count), options)
     assert found.optimal
     return graph, prediction, stage_schedule(blocks, found, graph, micro_batches)
