@@ -10,7 +10,10 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "codegen": ("autopipe.cli.codegen:codegen", "Write one PyTorch program a device for a plan."),
     "launch": ("autopipe.cli.launch:launch", "Run a program's ranks on the devices at hand."),
     "verify": ("autopipe.cli.verify:verify", "Check that the ranks compute what one device computes."),
-    "show": ("autopipe.cli.show:show", "Show a plan's or a schedule's timeline and memory, in the terminal or as a page."),
+    "show": (
+        "autopipe.cli.show:show",
+        "Show a plan's or a schedule's timeline and memory, in the terminal or as a page.",
+    ),
     "compare": ("autopipe.cli.compare:compare", "Show plans side by side."),
     "schedule": ("autopipe.cli.schedule:schedule", "Search the best schedule of blocks given by hand."),
     "zoo": ("autopipe.cli.zoo:zoo", "Build models of the papers as ONNX files."),

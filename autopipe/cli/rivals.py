@@ -21,6 +21,7 @@ from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.schedule.tessel.options import SearchOptions
 from autopipe.passes.schedule.tessel.search import search
 
+
 def plan_rivals(plan: Plan, timeline: Timeline, planned: Planned, output: Output) -> list[Rival]:
     """The plan's placement under each registered scheduler with its default options, by the plan's own predictions."""
     chosen = plan.summary.schedule
