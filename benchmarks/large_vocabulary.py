@@ -3,7 +3,7 @@
 1F1B runs the best chain of stages that `pipedream` finds, one device a stage. The M-shape splits embedding, head and
 loss by vocabulary over all devices. Steps are interleaved; the figure is the ratio of the medians on rank 0.
 
-    python benchmarks/large_vocabulary.py --vocabulary 32000 --rounds 15
+    python benchmarks/large_vocabulary.py --rounds 15
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
     """Build both programs, run them in turns, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (
-        ("layers", 4), ("hidden", 256), ("heads", 8), ("vocabulary", 32000), ("sequence", 64),
+        ("layers", 4), ("hidden", 256), ("heads", 8), ("vocabulary", 64000), ("sequence", 128),
         ("micro-batches", 8), ("rounds", 15),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -138,7 +138,11 @@ class BlockSchedule:
     period: int | None = None
     """Time between units in the steady state; None where there is none."""
     lower_bound: int = 0
-    """No schedule can have a shorter period (the makespan's where `repetend` is None)."""
+    """No schedule that repeats with every unit has a shorter period; where `repetend` is None, none a shorter makespan.
+
+    Where memory is short and the period above the largest load, schedules that repeat with several units together may
+    still take less time a unit.
+    """
     optimal: bool = False
     """Whether the period (the makespan's where `repetend` is None) is proven to be the least."""
     repetend: BlockRepetend | None = None

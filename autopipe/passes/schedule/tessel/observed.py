@@ -9,25 +9,30 @@ from autopipe.passes.schedule.tessel.unroll import Starts
 def observed_state(graph: BlockGraph, starts: Starts) -> BlockSchedule:
     """The schedule with the steady state that is found in its middle, if any.
 
-    A steady state is there where so many units are followed by as many that do the same, all later by one
+    A steady state is there where, over the middle third, the same so many units further everything is later by one
     distance. The period is its share a unit; a repetend is given where it holds one unit.
     """
-    busiest = max(graph.loads)
-    for group in range(1, len(starts) // 2 + 1):
-        middle = (len(starts) - 2 * group + 1) // 2
-        distance = starts[middle + group][0] - starts[middle][0]
-        repeats = all(
-            later - start == distance
-            for unit in range(middle, middle + group)
-            for start, later in zip(starts[unit], starts[unit + group], strict=True)
-        )
-        if not repeats or distance % group:
+    busiest, count = max(graph.loads), len(starts)
+    first, last = count // 3, count - count // 3
+    for group in range(1, (last - first) // 2 + 1):
+        distance = turn_of(starts, group, first, last)
+        if distance is None or distance % group:
             continue
         period = distance // group
         if group > 1:
-            return BlockSchedule(graph, starts, period, busiest * len(starts))
-        return BlockSchedule(graph, starts, period, busiest, period == busiest, _repetend(starts[middle], period))
-    return BlockSchedule(graph, starts, None, busiest * len(starts))
+            return BlockSchedule(graph, starts, period, busiest * count)
+        return BlockSchedule(graph, starts, period, busiest, period == busiest, _repetend(starts[first], period))
+    return BlockSchedule(graph, starts, None, busiest * count)
+
+
+def turn_of(starts: Starts, group: int, first: int, last: int) -> int | None:
+    """By how much later each unit from `first` on, up to `last`, is than the one `group` before; None if it varies."""
+    distances = {
+        later - start
+        for unit in range(first, last - group)
+        for start, later in zip(starts[unit], starts[unit + group], strict=True)
+    }
+    return distances.pop() if len(distances) == 1 else None
 
 
 def _repetend(starts: tuple[int, ...], period: int) -> BlockRepetend:

@@ -17,7 +17,7 @@ from autopipe.passes.schedule.tessel.construct import one_at_a_time
 from autopipe.passes.schedule.tessel.cyclic import Cyclic
 from autopipe.passes.schedule.tessel.ends import complete
 from autopipe.passes.schedule.tessel.greedy import shortest_greedy
-from autopipe.passes.schedule.tessel.observed import observed_state
+from autopipe.passes.schedule.tessel.observed import observed_state, turn_of
 from autopipe.passes.schedule.tessel.options import Budget, SearchOptions
 from autopipe.passes.schedule.tessel.serial import serial_order
 from autopipe.passes.schedule.tessel.steady import steady_state
@@ -33,6 +33,8 @@ _MOST_UNROLLED = 2000
 _SETTLED_AFTER = 2
 """Units a device after which others do, a few units together."""
 _MOST_TOGETHER = 4
+_WORTH = 0.02
+"""Share of the makespan that a schedule without a repetend of one unit must save."""
 
 __all__ = ["SearchOptions", "search"]
 
@@ -65,7 +67,8 @@ def _shortened(schedule: BlockSchedule, cyclic: Cyclic, budget: Budget) -> Block
     graph, units = schedule.graph, schedule.units
     bound, few = makespan_bound(graph, units), _few(graph, cyclic, units)
     early, all_early = _written_out(graph, units, budget.options.unrolled)
-    if schedule.makespan > bound and not budget.over and early:
+    single = all(len(block.devices) == 1 for block in graph.blocks)  # Lists leave the devices of wide blocks waiting.
+    if schedule.makespan > bound and not budget.over and early and single:
         schedule = _list_schedule(schedule, few or all_early, early) or schedule
     if schedule.makespan > bound and not budget.over and few:
         schedule = _all_at_once(schedule, budget)
@@ -89,21 +92,19 @@ def _list_schedule(known: BlockSchedule, few: bool, early: int) -> BlockSchedule
     if starts is None or makespan(graph, starts) >= known.makespan:
         return None
     seen = observed_state(graph, starts)
-    if not few and not (seen.period == known.period and _settles(starts, early)):
-        return None
-    if seen.repetend is not None and seen.period == known.period:
+    if seen.repetend is not None and seen.period == known.period and (few or _settles(starts, early, 1)):
         return replace(known, starts=starts, repetend=seen.repetend)
+    together = range(2, _MOST_TOGETHER + 1)
+    repeats = seen.period == known.period and any(_settles(starts, early, group) for group in together)
+    if not (few or repeats) or seen.makespan > (1 - _WORTH) * known.makespan:
+        return None
     return BlockSchedule(graph, starts, seen.period, bound, seen.makespan == bound)
 
 
-def _settles(starts: Starts, early: int) -> bool:
-    """Whether the steady state, of a few units together, begins after `early` units."""
-    for group in range(1, _MOST_TOGETHER + 1):
-        if early + group < len(starts):
-            rows = zip(starts[early], starts[early + group], strict=True)
-            if len({later - start for start, later in rows}) == 1:
-                return True
-    return False
+def _settles(starts: Starts, early: int, group: int) -> bool:
+    """Whether a steady state of so many units together begins after `early` units."""
+    middle = len(starts) // 2
+    return early + group < middle and turn_of(starts, group, early, middle) is not None
 
 
 def _few(graph: BlockGraph, cyclic: Cyclic, units: int) -> bool:

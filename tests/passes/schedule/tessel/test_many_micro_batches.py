@@ -63,7 +63,8 @@ def lines_of(schedule) -> list[int]:
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("kind", ["v", "vv", "x", "m"])
 def test_lines_do_not_grow_with_micro_batches(kind, split):
-    few, many = (lines_of(searched(kind, 4, count, split)[2]) for count in (32, 512))
+    # From 64 on: 16 units of an X with split backwards are shorter as one list, in fewer lines still.
+    few, many = (lines_of(searched(kind, 4, count, split)[2]) for count in (64, 512))
     assert sum(many) <= sum(few)
     assert max(many) < 80, "a few repetitions' worth at either end, whatever the number"
 
