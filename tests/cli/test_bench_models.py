@@ -1,0 +1,64 @@
+"""The baselines that models are compared with: placements that hold every node, and memory counted by layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopipe.cli.bench.tessel.chain import device_seconds, equal_groups, tables_apart
+from autopipe.cli.bench.tessel.layer_memory import predict_by_layer, with_layers_recomputed
+from autopipe.cli.bench.tessel.step import step_seconds
+from autopipe.cli.bench.tessel.v100 import problem_on_v100
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.problem import Problem
+from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
+from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
+from autopipe.passes.schedule.predict import predict
+from autopipe.passes.schedule.tessel.scheduler import Tessel
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    """A GPT with as many numbers in its table as in its layers, on four devices."""
+    sizes = {"layers": 8, "hidden": 64, "heads": 4, "vocabulary": 8192, "sequence": 64, "loss": True}
+    return problem_on_v100("gpt", sizes, 4, batch_size=8, micro_batch_size=1)
+
+
+def test_chains_hold_every_node_and_share_tables_at_both_ends(problem: Problem) -> None:
+    found = list(tables_apart(problem))
+    assert {len(placement.stages[0].devices) for placement in found} == {1, 2}
+    for placement in found:
+        placement.verify(problem.graph)
+        first, last = placement.stages[0], placement.stages[-1]
+        assert first.devices == last.devices, "the head is the table"
+        assert all(len(stage.devices) == 1 for stage in placement.stages[1:-1])
+
+
+def test_equal_groups_are_equal_and_cover_all_devices(problem: Problem) -> None:
+    for placement in equal_groups(problem):
+        placement.verify(problem.graph)
+        assert len({len(stage.devices) for stage in placement.stages}) == 1
+        assert sorted(device for stage in placement.stages for device in stage.devices) == [0, 1, 2, 3]
+        assert min(device_seconds(problem, placement)) > 0
+
+
+def test_layers_recomputed_one_by_one_need_less_at_once_and_keep_more(problem: Problem) -> None:
+    placement = with_layers_recomputed(TesselShapes("m").run(problem))
+    whole, layers = predict(problem, placement), predict_by_layer(problem, placement)
+    chain = [index for index, stage in enumerate(placement.stages) if len(stage.devices) == 1]
+    assert len(chain) == 4
+    for index in chain:
+        assert layers.stages[index].transient_bytes < whole.stages[index].transient_bytes
+        assert layers.stages[index].kept_bytes > whole.stages[index].kept_bytes
+        assert layers.stages[index].forward_s == whole.stages[index].forward_s
+
+
+def test_the_search_is_no_slower_than_1f1b_and_memory_is_asked(problem: Problem) -> None:
+    placement = with_layers_recomputed(TesselShapes("m").run(problem))
+    ours, theirs = (step_seconds(problem, placement, each) for each in (Tessel(), OneForwardOneBackward()))
+    assert ours <= theirs
+    small = replace(problem.cluster.devices[0], memory_bytes=2**20)
+    cluster = replace(problem.cluster, devices=(small,) * 4)
+    with pytest.raises(InfeasibleError, match="out of memory"):
+        step_seconds(replace(problem, cluster=cluster), placement, OneForwardOneBackward())
