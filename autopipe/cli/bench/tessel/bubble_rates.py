@@ -10,6 +10,7 @@ from autopipe.cli.bench.tessel.published import BUBBLE_RATES
 from autopipe.ir.blocks import BlockSchedule
 from autopipe.passes.schedule.named.blocks import schedule_blocks
 from autopipe.passes.schedule.shapes import shape
+from autopipe.passes.schedule.tessel.observed import turn_of
 from autopipe.passes.schedule.tessel.search import search
 
 _DEVICES = 4
@@ -40,18 +41,10 @@ def _of_shape(name: str) -> Iterator[Row]:
 
 
 def _steady(schedule: BlockSchedule) -> tuple[int, int]:
-    """The length of what repeats in the middle of a schedule, and the units in it.
-
-    The fewest units after which every block of the middle third comes again at the same distance.
-    """
-    starts = schedule.starts
-    first, last = len(starts) // 3, 2 * len(starts) // 3
+    """The length of what repeats over the middle third of a schedule, and the units in it."""
+    first, last = schedule.units // 3, 2 * schedule.units // 3
     for units in range(1, last - first):
-        distances = {
-            later - earlier
-            for unit in range(first, last)
-            for earlier, later in zip(starts[unit], starts[unit + units], strict=True)
-        }
-        if len(distances) == 1:
-            return distances.pop(), units
+        distance = turn_of(schedule.starts, units, first, last)
+        if distance is not None:
+            return distance, units
     raise AssertionError("a named schedule repeats")
