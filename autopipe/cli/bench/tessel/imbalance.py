@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from autopipe.cli.bench.row import Case, Row
 from autopipe.cli.bench.tessel.chain import device_seconds, with_tables_apart
@@ -20,11 +19,11 @@ _PUBLISHED_AT = 40
 
 def imbalance() -> list[Case]:
     """One case: a GPT of more and more layers."""
-    return [Case(f"gpt-tessel-figure-2/p={_DEVICES}", "Figure 2", partial(_rows, _LAYERS))]
+    return [Case(f"gpt-tessel-figure-2/p={_DEVICES}", "Figure 2", _rows)]
 
 
-def _rows(sizes: tuple[int, ...]) -> Iterator[Row]:
-    for layers in sizes:
+def _rows() -> Iterator[Row]:
+    for layers in _LAYERS:
         settings: dict[str, Setting] = {"size": "tessel-figure-2", "layers": layers, "loss": True}
         problem = problem_on_v100("gpt", settings, _DEVICES, batch_size=128, micro_batch_size=1)
         placement = with_tables_apart(costed_model(problem), _TABLE_DEVICES, shares=0)

@@ -12,8 +12,12 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.layout import is_block
 from autopipe.ir.problem import Problem
 from autopipe.ir.space import AxisKind
+from autopipe.passes.cost.chain import Chain, make_chain
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.uses import Use, uses_of
+
+_MOST_BLOCKS = 768
+"""Places to cut that are considered: time grows with their square."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,10 @@ class CostedModel:
         """The parameters that a node reads, itself or through nodes that read nothing else."""
         names = (name for name in self.graph.nodes[node].inputs if name)
         return frozenset().union(*(self.weights.get(name, frozenset()) for name in names))
+
+    def line(self, together: Iterable[Iterable[int]] = ()) -> Chain:
+        """The nodes as a line of blocks, each of the sets of `together` in one."""
+        return make_chain(self.graph, self.seconds, _MOST_BLOCKS, tuple(map(tuple, together)))
 
     def feeders(self, node: int) -> set[int]:
         """The nodes that compute a node's weights from parameters and constants."""

@@ -13,7 +13,7 @@ from typing import ClassVar
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.chain import Chain, make_chain
+from autopipe.passes.cost.chain import Chain
 from autopipe.passes.cost.fit import fitted
 from autopipe.passes.placement.tessel_shapes.branches import find_meeting
 from autopipe.passes.placement.tessel_shapes.cuts import even_stages
@@ -23,9 +23,6 @@ from autopipe.passes.placement.tessel_shapes.model import CostedModel, costed_mo
 from autopipe.passes.placement.tessel_shapes.parts import hoisted, line_of_parts
 from autopipe.passes.placement.tessel_shapes.stages import stage_of, stage_of_several
 from autopipe.passes.placement.tessel_shapes.tables import Wide, large_tables, wide_nodes
-
-_MOST_BLOCKS = 768
-"""Places to cut that are considered: time grows with their square."""
 
 _SHAPES = ("auto", "v", "x", "m", "nn", "k")
 
@@ -86,7 +83,7 @@ class TesselShapes:
             return Placement(tuple(self._around_tables(model, shape, only_large)))
         if shape == "x" and model.devices < 2:
             raise InfeasibleError("shape x runs in two directions over devices, and there is one", hint="take shape v")
-        chain = make_chain(model.graph, model.seconds, _MOST_BLOCKS)
+        chain = model.line()
         devices = tuple(range(model.devices))
         down = self._chain(model, chain, chain.order, devices)
         if shape == "v":
@@ -103,7 +100,7 @@ class TesselShapes:
                 f"shape {shape} shares lookups in large tables among all devices, and the model has none",
                 hint="take shape v",
             )
-        line = make_chain(model.graph, model.seconds, _MOST_BLOCKS, tuple(tuple(each.nodes) for each in wide))
+        line = model.line(each.nodes for each in wide)
         parts = line_of_parts(model, line, wide)
         if shape == "m":
             parts = hoisted(model, parts, wide)
@@ -119,7 +116,7 @@ class TesselShapes:
 
     def _branches(self, model: CostedModel, only_shared: bool) -> Iterator[Stage]:
         """K: branches on devices of their own, then the rest over all (refused at will where they cannot share it)."""
-        chain = make_chain(model.graph, model.seconds, _MOST_BLOCKS)
+        chain = model.line()
         meeting = find_meeting(model, chain.order)
         if meeting is None or len(meeting.branches) > model.devices:
             found = "none" if meeting is None else f"{len(meeting.branches)} for {model.devices} devices"
