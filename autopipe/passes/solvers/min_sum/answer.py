@@ -1,0 +1,32 @@
+"""What a solver found, and what it proved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopipe.passes.solvers.min_sum.model import Number
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A choice for every node, and how far from the best it can be."""
+
+    choice: tuple[int, ...]
+    """The configuration of every node."""
+    cost: Number
+    """An int, exactly, where all costs are integers."""
+    bound: Number
+    """No choice (within the memory limit, if there is one) costs less."""
+    proven: bool
+    """Nothing is better: no choice that fits costs less; where `fits` is false, no choice needs less memory."""
+    memory: Number = 0
+    """Bytes of the choice."""
+    fits: bool = True
+    """Whether the memory is within the limit. If not, the choice is the one of least memory that was found."""
+
+    @property
+    def gap(self) -> float:
+        """By how much the cost may exceed the best, as a share of the cost; 0 where it is proven to be the best."""
+        if self.proven or self.cost == self.bound:
+            return 0.0
+        return float(self.cost - self.bound) / abs(self.cost) if self.cost else float("inf")

@@ -1,0 +1,167 @@
+"""Exact variable elimination: FindBestStrategy (PaSE, section III-B), a whole table at a time.
+
+Eliminating a node adds up all factors that know it and takes the least over its configurations; what is left is a
+factor over its dependent set. Backwards, each node's best configuration follows from those of its dependent set.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopipe.ir.errors import AutopipeError, InfeasibleError
+from autopipe.passes.solvers.min_sum.answer import Answer
+from autopipe.passes.solvers.min_sum.model import Array, MinSum, merged
+from autopipe.passes.solvers.min_sum.ordering import neighbours, sequence
+
+MAX_BYTES = 2 << 30
+"""Of all tables together."""
+BLOCK = 1 << 15
+"""Entries that are worked on at once: what a core's cache holds."""
+
+
+class TableTooLargeError(AutopipeError):
+    """The tables of an elimination would need more memory than they may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What an elimination takes."""
+
+    entries: int
+    """Of all tables: 8 bytes each, held until the end."""
+    work: int
+    """Sums that are compared."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Factor:
+    """A table over some nodes."""
+
+    scope: tuple[int, ...]
+    """In the order in which they are eliminated."""
+    table: Array
+
+
+def size(model: MinSum, order: tuple[int, ...]) -> Size:
+    """What it takes to eliminate the nodes in this order."""
+    rest = neighbours(model)
+    entries = work = 0
+    for node in order:
+        joined = rest[node]
+        table = math.prod(model.configurations(other) for other in joined)
+        entries += table
+        work += table * model.configurations(node)
+        for other in joined:
+            rest[other] |= joined
+            rest[other] -= {node, other}
+    return Size(entries, work)
+
+
+def eliminate(model: MinSum, ordering: str = "generate_seq", max_bytes: int = MAX_BYTES) -> Answer:
+    """The best choice, by eliminating nodes in an ordering of `ordering.ORDERINGS`. Memory is not limited.
+
+    Raises TableTooLargeError before anything is computed where all tables need more than `max_bytes`; InfeasibleError
+    where every choice is forbidden; ConfigurationError for an unknown ordering.
+    """
+    model = merged(model)
+    return eliminate_in(model, sequence(model, ordering), max_bytes)
+
+
+def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYTES) -> Answer:
+    """The best choice of a merged model, by eliminating its nodes in this order; raises as `eliminate` does."""
+    needed = 8 * size(model, order).entries
+    if needed > max_bytes:
+        raise TableTooLargeError(
+            f"elimination needs {needed / 2**30:.3g} GiB of tables, more than the {max_bytes / 2**30:.3g} GiB allowed; "
+            "another ordering or the default solver may need less"
+        )
+    position = {node: index for index, node in enumerate(order)}
+    buckets: dict[int, list[Factor]] = {node: [Factor((node,), model.costs[node])] for node in order}
+    for edge in model.edges:
+        if position[edge.source] < position[edge.target]:
+            buckets[edge.source].append(Factor((edge.source, edge.target), edge.costs))
+        else:
+            buckets[edge.target].append(Factor((edge.target, edge.source), edge.costs.T))
+    known: dict[tuple[object, ...], Array] = {}
+    for node in order:
+        scope = tuple(sorted({n for f in buckets[node] for n in f.scope if n != node}, key=position.__getitem__))
+        if scope:
+            buckets[scope[0]].append(Factor(scope, _least(buckets[node], node, scope, known)))
+    choice = _choose(buckets, order)
+    cost = model.cost_of(choice)
+    if math.isinf(cost):
+        raise InfeasibleError("every choice of configurations has a forbidden one, or a forbidden pair")
+    return Answer(choice, cost, cost, proven=True, memory=model.memory_of(choice))
+
+
+def _choose(buckets: dict[int, list[Factor]], order: tuple[int, ...]) -> tuple[int, ...]:
+    """Every node's best configuration, those of its dependent set being chosen before it."""
+    chosen: dict[int, int] = {}
+    for node in reversed(order):
+        sums = np.sum([_given(factor, chosen) for factor in buckets[node]], axis=0)
+        chosen[node] = int(np.argmin(sums))
+    return tuple(chosen[node] for node in range(len(order)))
+
+
+def _given(factor: Factor, chosen: dict[int, int]) -> Array:
+    """The factor over its first node alone, the others being chosen."""
+    table = factor.table
+    for other in reversed(factor.scope[1:]):
+        table = table[..., chosen[other]]
+    return table
+
+
+def _least(factors: list[Factor], node: int, scope: tuple[int, ...], known: dict[tuple[object, ...], Array]) -> Array:
+    """The least sum of the factors over the node's configurations, a table over `scope`; equal sums are formed once.
+
+    `known` tells tables apart by where they lie: all of them are held until the end.
+    """
+    axes = {other: axis for axis, other in enumerate((node, *scope))}
+    tables = [_spread(factor, axes) for factor in factors]
+    key = tuple(sorted((table.ctypes.data, table.shape, table.strides, table.dtype.char) for table in tables))
+    if key not in known:
+        known[key] = _summed_least(tables)
+    return known[key]
+
+
+def _spread(factor: Factor, axes: dict[int, int]) -> Array:
+    """The factor's table with an axis for each of `axes`, of length 1 where it does not know the node."""
+    shape = [1] * len(axes)
+    for other, length in zip(factor.scope, factor.table.shape, strict=True):
+        shape[axes[other]] = length
+    return factor.table.reshape(shape)
+
+
+def _summed_least(tables: list[Array]) -> Array:
+    """The least over the first axis of the sum of tables that are broadcast against each other."""
+    shape = np.broadcast_shapes(*(table.shape for table in tables))
+    tables = sorted(tables, key=lambda table: table.size)
+    least = np.empty(shape[1:], np.result_type(*tables))
+    inner = math.prod(shape[2:])
+    for block in _blocks(shape[1], inner):
+        best = least[block]
+        for rows in _blocks(shape[0], inner * (block.stop - block.start)):
+            total = _part(tables[0], rows, block)
+            for table in tables[1:]:
+                total = total + _part(table, rows, block)
+            if rows.start == 0:
+                np.min(total, axis=0, out=best)
+            else:
+                np.minimum(best, total.min(axis=0) if len(total) > 1 else total[0], out=best)
+    return least
+
+
+def _blocks(length: int, width: int) -> Iterator[slice]:
+    """Ranges of indices that together are all, of as many as have BLOCK entries when each has `width` of them."""
+    step = max(1, BLOCK // max(1, width))
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
+
+
+def _part(table: Array, rows: slice, block: slice) -> Array:
+    """Some indices of the first two axes, where the table has them."""
+    return table[rows if table.shape[0] > 1 else slice(None), block if table.shape[1] > 1 else slice(None)]

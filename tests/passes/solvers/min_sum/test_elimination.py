@@ -1,0 +1,66 @@
+"""Elimination in every ordering finds what trying all choices finds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from random_models import all_choices, models
+
+from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError
+from autopipe.passes.solvers.min_sum import Edge, MinSum, TableTooLargeError, eliminate
+from autopipe.passes.solvers.min_sum.ordering import ORDERINGS
+
+
+@given(models(), st.sampled_from(sorted(ORDERINGS)))
+def test_it_finds_the_least_of_all_choices(model: MinSum, ordering: str) -> None:
+    choices = all_choices(model)
+    if not choices:
+        with pytest.raises(InfeasibleError):
+            eliminate(model, ordering)
+        return
+    answer = eliminate(model, ordering)
+    assert answer.cost == pytest.approx(min(choices)[0], rel=1e-12, abs=1e-12)
+    assert answer.cost == model.cost_of(answer.choice)
+    assert answer.proven and answer.gap == 0 and answer.bound == answer.cost
+
+
+def test_whole_costs_are_exact_to_the_last_digit() -> None:
+    large = 2**60
+    model = MinSum(
+        (np.array([large + 1, large + 2]), np.array([5, 3])),
+        (Edge(1, 0, np.array([[0, 0], [2, 2]])),),
+    )
+    answer = eliminate(model)
+    assert (answer.choice, answer.cost) == ((0, 0), large + 6)
+    assert isinstance(answer.cost, int)
+
+
+def test_tables_that_are_too_large_are_refused_with_their_size() -> None:
+    vector, matrix = np.zeros(100), np.zeros((100, 100))
+    everyone = tuple(Edge(u, v, matrix) for u in range(6) for v in range(u))
+    with pytest.raises(TableTooLargeError, match=r"needs 75\.3 GiB of tables, more than the 2 GiB"):
+        eliminate(MinSum((vector,) * 6, everyone))
+
+
+def test_equal_layers_are_eliminated_once() -> None:
+    """A star of a thousand equal leaves has one table."""
+    leaf, hub, matrix = np.arange(50.0), np.arange(60.0), np.ones((50, 60))
+    edges = tuple(Edge(u, 1000, matrix) for u in range(1000))
+    assert eliminate(MinSum((leaf,) * 1000 + (hub,), edges)).cost == 1000.0
+
+
+def test_shapes_that_do_not_belong_together_are_refused() -> None:
+    two, three = np.zeros(2), np.zeros(3)
+    with pytest.raises(AutopipeError, match=r"edge 0-1 needs a matrix of shape \(2, 3\), not \(3, 2\)"):
+        MinSum((two, three), (Edge(0, 1, np.zeros((3, 2))),))
+    with pytest.raises(AutopipeError, match="memory needs one vector for every node"):
+        MinSum((two, three), memory=(two, two))
+    with pytest.raises(AutopipeError, match="node 1 needs a vector of costs"):
+        MinSum((two, np.zeros(0)))
+
+
+def test_an_unknown_ordering_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match="'random'; there are generate_seq, breadth_first, min_fill"):
+        eliminate(MinSum((np.zeros(2),)), "random")
