@@ -61,7 +61,7 @@ def _check_optimizer(optimizer: Optimizer, document: Entry) -> None:
 def _check_constraint(constraint: Constraint, gpus: int | None, index: int, where: str) -> None:
     path = f"constraints[{index}]"
     _check_pattern(constraint.match, f"{path}.match", where)
-    if constraint.stage is None and constraint.devices is None and not constraint.split:
+    if constraint.stage is None and constraint.devices is None and constraint.split is None:
         raise ConfigurationError(f"{path} decides nothing", hint="give it stage, devices or split", where=where)
     if not isinstance(constraint.devices, tuple):
         return

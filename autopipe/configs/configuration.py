@@ -114,8 +114,9 @@ class Constraint:
     devices: Literal["all"] | tuple[Annotated[int, AtLeast(0)], ...] | None = None
     """The devices the nodes run on."""
 
-    split: tuple[tuple[str, Count], ...] = ()
-    """Degrees by axis of the iteration space, such as `{n: 2}`."""
+    split: tuple[tuple[str, Count], ...] | None = None
+    """Degrees by axis of the iteration space, outer to inner over the stage's devices, such as `{b: 2, n: 4}`; devices
+    that the degrees leave over compute the same. `{}` splits nothing."""
 
     pipeline: Annotated[int, AtLeast(0)] = 0
     """Which of several pipelines this is for. Each holds the whole model in stages of its own, numbered from 0, and

@@ -58,15 +58,19 @@ class Optimizer:
 class Constraint:
     """A user's wish for the nodes whose name matches: obeyed, or refused with the reason.
 
-    `match` is a glob, or a regular expression after `re:`. `devices` is None where the user leaves it open, () for all.
-    `pipeline` says which of several pipelines the wish is for: see `Placement`.
+    `match` is a glob, or a regular expression after `re:`. Stage, devices and split are None where the user leaves
+    them open; devices () are all of them. `split` is degrees by axis of the iteration space, outer to inner over the
+    stage's devices; under () every device computes the nodes whole. `pipeline` says which of several pipelines the
+    wish is for: see `Placement`. Where `nodes` is given, the wish is for the nodes of these names and no others, and
+    `match` says in words where it comes from.
     """
 
     match: str
     stage: int | None = None
     devices: tuple[int, ...] | None = None
-    split: tuple[tuple[str, int], ...] = ()
+    split: tuple[tuple[str, int], ...] | None = None
     pipeline: int = 0
+    nodes: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

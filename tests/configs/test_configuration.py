@@ -241,7 +241,7 @@ CONSTRAINTS = st.builds(
     match=TEXT.filter(lambda text: not text.startswith("re:")),
     stage=st.integers(0, 99),
     devices=st.none() | st.just("all") | st.lists(st.integers(0, 9), min_size=1, unique=True).map(tuple),
-    split=pairs(COUNTS),
+    split=st.none() | pairs(COUNTS),
 )
 # Their product is a batch size, of which 2^40 is the largest.
 MICRO_BATCHES, SIZES = st.integers(1, 2**16), st.integers(1, 2**24)

@@ -25,6 +25,8 @@ class Wish:
     devices: tuple[int, ...] | None
 
     def __str__(self) -> str:
+        if self.constraint.nodes is not None:
+            return self.constraint.match
         return f"the constraint on {self.constraint.match!r}"
 
 
@@ -34,7 +36,8 @@ def wishes_of(problem: Problem, pipelines: int = 1) -> tuple[Wish, ...]:
     Raises ConfigurationError for one that matches no node, with the nearest name, for devices or pipelines that do not
     exist, and for two that ask different things of one node.
     """
-    wishes = tuple(_wish(problem, constraint) for constraint in problem.constraints)
+    positions = {node.name: index for index, node in enumerate(problem.graph.nodes)}
+    wishes = tuple(_wish(problem, constraint, positions) for constraint in problem.constraints)
     for pipeline in range(pipelines):
         _check_agreement(problem, [wish for wish in wishes if wish.constraint.pipeline == pipeline])
     foreign = next((wish for wish in wishes if not 0 <= wish.constraint.pipeline < pipelines), None)
@@ -69,8 +72,11 @@ _ASKED: dict[str, Callable[[Wish], object]] = {
 }
 
 
-def _wish(problem: Problem, constraint: Constraint) -> Wish:
-    nodes = _matching(problem.graph, constraint.match)
+def _wish(problem: Problem, constraint: Constraint, positions: dict[str, int]) -> Wish:
+    if constraint.nodes is not None:
+        nodes = tuple(sorted(positions[name] for name in constraint.nodes))
+    else:
+        nodes = _matching(problem.graph, constraint.match)
     if not nodes:
         names = [node.name for node in problem.graph.nodes]
         near = difflib.get_close_matches(constraint.match.removeprefix("re:"), names, n=1, cutoff=0.0)

@@ -51,10 +51,19 @@ class DataParallel:
             reason = f"asks for stage {wish.constraint.stage}, and data_parallel has stage 0 alone"
         elif wish.devices is not None and set(wish.devices) != set(devices):
             reason = "asks for some of the devices, and data_parallel uses all for every node"
-        elif any(
-            degree != len(devices) or not (axis == BATCH_AXIS or all(samples.axes[node] == axis for node in wish.nodes))
-            for axis, degree in wish.constraint.split
-        ):
+        elif not self._is_by_samples(wish, samples, len(devices)):
             reason = f"asks for another split than of the samples by {len(devices)}"
         if reason:
             raise ConfigurationError(f"{wish} {reason}", hint="strategy manual follows any constraint")
+
+    def _is_by_samples(self, wish: Wish, samples: SampleAxes, size: int) -> bool:
+        """Whether a wish for a split, if it is one, is for that of the samples by all devices."""
+        split = wish.constraint.split
+        if split is None or size == 1:
+            return all(degree == 1 for _, degree in split or ())
+        if not split:
+            return all(samples.axes[node] is None for node in wish.nodes)
+        return all(
+            degree == size and (axis == BATCH_AXIS or all(samples.axes[node] == axis for node in wish.nodes))
+            for axis, degree in split
+        )

@@ -152,6 +152,7 @@ def _wished_splits(
     found: dict[int, tuple[Split, ...]] = {}
     for wish in wishes:
         if not wish.constraint.split:
+            found.update(dict.fromkeys(wish.nodes, ()) if wish.constraint.split is not None else {})
             continue
         if len(wish.constraint.split) > 1:
             raise ConfigurationError(f"{wish} splits two axes at once", hint="one axis of a node can be split")

@@ -48,6 +48,7 @@ def test_memory_that_does_not_do_is_refused() -> None:
         (Constraint("*", devices=(0,)), "uses all for every node"),
         (Constraint("matmul*", split=(("n", 2),)), "another split"),
         (Constraint("matmul*", split=(("b", 1),)), "another split"),
+        (Constraint("matmul*", split=()), "another split"),
         (Constraint("*", pipeline=1), "for pipeline 1, but this strategy makes 1"),
     ],
 )
@@ -59,3 +60,11 @@ def test_constraints_it_cannot_follow_are_refused(constraint: Constraint, reason
 def test_constraints_it_follows_anyway_are_fine() -> None:
     wishes = (Constraint("*", stage=0), Constraint("re:mat.*", devices=()), Constraint("matmul0", split=(("b", 2),)))
     assert len(DataParallel().run(problem(perceptron([16, 16]), cluster(2), constraints=wishes)).stages) == 1
+    whole = (Constraint("*", split=()),)
+    assert len(DataParallel().run(problem(perceptron([16, 16]), cluster(1), constraints=whole)).stages) == 1
+
+
+def test_a_constraint_may_name_its_nodes() -> None:
+    wish = Constraint("an annotation", stage=1, nodes=("relu1",))
+    with pytest.raises(ConfigurationError, match=r"^an annotation asks for stage 1, and data_parallel"):
+        DataParallel().run(problem(perceptron([16, 16]), cluster(2), constraints=(wish,)))

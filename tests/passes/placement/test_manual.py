@@ -56,6 +56,7 @@ def test_b_is_the_axis_of_samples_whatever_its_name() -> None:
     assert {splits for _, splits in stage.splits} == {(Split("m", 2),), (Split("x0", 2),)}
     (whole,) = place(Constraint("*", stage=0, devices=(), split=(("b", 1),))).stages
     assert whole.splits == ()
+    assert place(Constraint("*", stage=0, devices=(), split=())).stages == (whole,)
 
 
 def test_one_device_may_host_several_stages() -> None:

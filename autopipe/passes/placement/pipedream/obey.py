@@ -91,8 +91,11 @@ def _neighbours(wish: Wish) -> range:
 
 
 def _degrees(wish: Wish, chain: Chain, samples: SampleAxes) -> Iterator[Rule]:
-    for axis, degree in wish.constraint.split:
-        nodes = [node for node in wish.nodes if samples.axes[node] is not None]
+    nodes = [node for node in wish.nodes if samples.axes[node] is not None]
+    if wish.constraint.split == ():
+        for block in sorted({int(chain.block_of[node]) for node in nodes}):
+            yield Rule(block, block, degree=1)
+    for axis, degree in wish.constraint.split or ():
         if not nodes or any(axis not in (BATCH_AXIS, samples.axes[node]) for node in nodes):
             raise ConfigurationError(
                 f"{wish} splits axis {axis!r}, and pipedream splits by samples alone",
