@@ -1,0 +1,1 @@
+"""PaSE: the best split of every operator (Elango, IPDPS 2021)."""

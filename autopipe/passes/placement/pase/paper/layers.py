@@ -1,0 +1,89 @@
+"""The paper's graph: layers with an iteration space each, and the tensors that flow between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopipe.passes.placement.pase.paper.configurations import Degrees, configurations, contiguous
+from autopipe.passes.placement.pase.paper.costs import Cost, Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of a layer's iteration space; `whole` where the paper does not cut it."""
+
+    name: str
+    extent: int
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """What a layer reads or writes: each dimension's extent, and the layer's axes that cut it together."""
+
+    extents: tuple[int, ...]
+    axes: tuple[tuple[int, ...], ...]
+
+    def degrees(self, layer: Degrees) -> Degrees:
+        """Parts of each dimension, [configurations, dimensions], given the parts of the layer's axes."""
+        columns = [layer[:, list(axes)].prod(axis=1, dtype=np.int64) for axes in self.axes]
+        return np.stack(columns, axis=1) if columns else np.ones((len(layer), 0), dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What a layer computes, whatever it is called: equal layers have equal costs.
+
+    `contiguous` keeps configurations that cut the axes, taken row-major, into contiguous pieces (flattening).
+    """
+
+    axes: tuple[Axis, ...]
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    cost: Cost
+    contiguous: bool = False
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """Extent of each axis."""
+        return tuple(axis.extent for axis in self.axes)
+
+    def configurations(self, devices: int, cutoff: int) -> Degrees:
+        """All configurations on at most `devices` devices; [configurations, axes]."""
+        degrees = configurations([1 if axis.whole else axis.extent for axis in self.axes], devices, cutoff)
+        return degrees[contiguous(degrees, self.extents)] if self.contiguous else degrees
+
+    def costs(self, degrees: Degrees, rate: float) -> Floats:
+        """Operations for each configuration; [configurations]."""
+        return self.cost.of(self.extents, degrees, rate)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedLayer:
+    """A layer at its place in the model: its name, and the nodes of the ONNX graph that it stands for."""
+
+    name: str
+    layer: Layer
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEdge:
+    """Result `result` of layer `source` is operand `operand` of layer `target`."""
+
+    source: int
+    target: int
+    result: int
+    operand: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGraph:
+    """The paper's computation graph: at most one edge between two layers, ordered as the layers are."""
+
+    layers: tuple[PlacedLayer, ...]
+    edges: tuple[LayerEdge, ...]
+    cutoff: int
+    """The least extent of a part: 4 for networks with convolutions, 1 for others, as the prototype has it."""
