@@ -123,10 +123,8 @@ class _Network:
             double, double_channels = self._chain("double", data, (448, (1, 1)), (384, (3, 3)))
             return self._joined(
                 self._chain("one", data, (320, (1, 1))),
-                self._unit("three.row", three, three_channels, 384, kernel=(1, 3), padding=(0, 1)),
-                self._unit("three.column", three, three_channels, 384, kernel=(3, 1), padding=(1, 0)),
-                self._unit("double.row", double, double_channels, 384, kernel=(1, 3), padding=(0, 1)),
-                self._unit("double.column", double, double_channels, 384, kernel=(3, 1), padding=(1, 0)),
+                self._fan("three", three, three_channels),
+                self._fan("double", double, double_channels),
                 self._chain("pool", self._averaged(data), (192, (1, 1))),
             )
 
@@ -141,6 +139,12 @@ class _Network:
     def _reduced(self, name: str, branch: tuple[ir.Value, int], full: int) -> tuple[ir.Value, int]:
         """A 3x3 convolution of stride 2 at the end of a branch."""
         return self._unit(f"{name}.reduce", *branch, full, stride=2)
+
+    def _fan(self, name: str, data: ir.Value, channels: int) -> tuple[ir.Value, int]:
+        """1x3 and 3x1 side by side."""
+        row, row_channels = self._unit(f"{name}.row", data, channels, 384, kernel=(1, 3), padding=(0, 1))
+        column, column_channels = self._unit(f"{name}.column", data, channels, 384, kernel=(3, 1), padding=(1, 0))
+        return self._put_together((row, row_channels), (column, column_channels))
 
     def _unit(
         self,
@@ -177,6 +181,10 @@ class _Network:
         )
 
     def _joined(self, *branches: tuple[ir.Value, int]) -> ir.Value:
+        """The end of a module: its branches' channels one after the other."""
+        data, self.channels = self._put_together(*branches)
+        return data
+
+    def _put_together(self, *branches: tuple[ir.Value, int]) -> tuple[ir.Value, int]:
         """The branches' channels one after the other."""
-        self.channels = sum(channels for _, channels in branches)
-        return self.graph.op("Concat", *(data for data, _ in branches), axis=1)
+        return self.graph.op("Concat", *(data for data, _ in branches), axis=1), sum(count for _, count in branches)
