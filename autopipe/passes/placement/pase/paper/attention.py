@@ -27,7 +27,7 @@ class Projections:
 
 
 def projections(graph: Graph) -> dict[int, Projections]:
-    """For each attention whose operands are three equal projections, by weights, of values of one shape: what they are."""
+    """What each attention reads, where that is three equal projections, by weights, of values of one shape."""
     readers = graph.consumers()
     found = {}
     for index, node in enumerate(graph.nodes):
