@@ -133,7 +133,11 @@ def result_layout(
     """The layout in which a node leaves a result: like an operand's, and partial over split axes that it reduces."""
     held = operand_layout(space, dimensions, shape, splits)
     present = {name for dimension in dimensions for name in dimension}
-    over = tuple(position for position, split in enumerate(splits) if split.axis not in present)
+    over = tuple(
+        position
+        for position, split in enumerate(splits)
+        if split.axis not in present and space.axis(split.axis).kind is not AxisKind.AGREED
+    )
     if not over:
         return held
     kinds = {space.axis(splits[position].axis).kind for position in over}

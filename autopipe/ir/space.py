@@ -19,6 +19,7 @@ Grammar::
     ~   partial results over a split average, with equal shares    (ReduceMean)
     &   devices with a part each compute together: the operator knows its part, and exchanges statistics over the group
         where it needs any; results without the axis add up       (Softmax's classes, the rows of a table looked up in)
+    =   the same, but results without the axis are known to every device as they are   (a normalisation's statistics)
 
 An axis absent from a result and without a mark is treated as whole.
 """
@@ -49,6 +50,13 @@ class AxisKind(enum.Enum):
     """Reduced: shards hold means of equal shares."""
     JOINT = "joint"
     """Computed together: shards of results that it indexes, partial sums of those that it does not."""
+    AGREED = "agreed"
+    """Computed together: shards of results that it indexes, copies of those that it does not."""
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the operator itself knows its part and exchanges what it needs of the others."""
+        return self in (AxisKind.JOINT, AxisKind.AGREED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +112,8 @@ class NotationError(AutopipeError):
     """A line of notation that does not fit the tensors it is meant for: a mistake in an operator's row."""
 
 
-_MARKS = {"!": AxisKind.WHOLE, "+": AxisKind.SUM, "~": AxisKind.MEAN, "&": AxisKind.JOINT}
-_TOKEN = re.compile(r"\(|\)|\?|1(?![\w])|[A-Za-z_]\w*[!+~&]?")
+_MARKS = {"!": AxisKind.WHOLE, "+": AxisKind.SUM, "~": AxisKind.MEAN, "&": AxisKind.JOINT, "=": AxisKind.AGREED}
+_TOKEN = re.compile(r"\(|\)|\?|1(?![\w])|[A-Za-z_]\w*[!+~&=]?")
 
 
 def parse(
@@ -162,7 +170,7 @@ def _tensor(text: str, marks: dict[str, str]) -> tuple[Dimension, ...] | None:
             if group is None:
                 dimensions.append(())
         else:
-            name = token.rstrip("!+~&")
+            name = token.rstrip("!+~&=")
             mark = token[len(name) :]
             marks[name] = marks.get(name) or mark
             if group is None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from autopipe.ir.ops.lines import aligned, marked, names, positive, spell, unindexed
 from autopipe.ir.ops.row import Line, Operator, Signature, per_result
+from autopipe.ir.ops.statistics import Statistic, joint_splits, reduced, rows
+from autopipe.ir.space import Space
 
 _TRAINING_MODE_STATED = 14
 """From this opset BatchNormalization states its mode; before, several results meant training."""
@@ -83,6 +87,12 @@ def _softmax(signature: Signature) -> Line:
     return _whole_along(signature, axes, "&" if len(axes) == 1 else "!")
 
 
+def _softmax_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
+    """The largest and the sum of a row; in backward a sum."""
+    width = signature.operand(0).dtype.itemsize
+    return reduced(joint_splits(space, degrees), rows(space, degrees), (width, width), (width,))
+
+
 def _variance(signature: Signature) -> Line:
     return _whole_along(signature, variance_axes(signature))
 
@@ -111,6 +121,6 @@ NORMALIZATION = (
     ),
     Operator("LpNormalization", _norm, "normalization", per_result(4.0), 2.0, ("0",)),
     Operator("LRN", _response, "normalization", per_result(12.0), 2.0, ("0",)),
-    Operator("Softmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",), joint=(2, 1)),
-    Operator("LogSoftmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",), joint=(2, 1)),
+    Operator("Softmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",), statistics=_softmax_statistics),
+    Operator("LogSoftmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",), statistics=_softmax_statistics),
 )

@@ -6,7 +6,7 @@ A row is data and small pure functions. How an operator is spelled in PyTorch is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Graph, Node, Value
+from autopipe.ir.ops.statistics import Statistic
 from autopipe.ir.space import Space, parse
 
 
@@ -77,6 +78,11 @@ def no_flops(signature: Signature, space: Space) -> float:
     return 0.0
 
 
+def no_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
+    """For operators that tell other devices nothing."""
+    return ()
+
+
 def separates_samples(signature: Signature) -> bool:
     """For operators that never mix samples."""
     return False
@@ -107,9 +113,9 @@ class Operator:
     mixes_samples: Callable[[Signature], bool] = separates_samples
     """Whether one use's result of a sample depends on other samples of the batch in a way that a micro-batch changes
     (BatchNormalization in training mode, a mean loss that ignores some labels); the frontend warns."""
-    joint: tuple[int, int] = (0, 0)
-    """Sums over the group, in forward and in backward, of fp32 statistics that the operator itself exchanges when it is
-    split along a joint axis: one number for each element of the first operand without that axis."""
+    statistics: Callable[[Signature, Space, Mapping[str, int]], tuple[Statistic, ...]] = no_statistics
+    """What the operator itself exchanges when it is split along joint axes, in the order in which it does: from the
+    whole tensors' signature, its space, and all degrees by axis."""
     types: frozenset[DType] = field(default_factory=lambda: frozenset(DType))
     """Element types the operator can take on all backends."""
     weights: tuple[int, ...] = ()

@@ -7,19 +7,16 @@ all-reduce, reduce-scatter for all-gather and the reverse, nothing for a cut; an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph
+from autopipe.ir.ops import signature_of
 from autopipe.ir.placement import Split
-from autopipe.ir.space import AxisKind
 from autopipe.passes.cost.assignment import Assigned, StageWork
 from autopipe.passes.cost.communication import Cost, all_gather, all_reduce, reduce_scatter
 from autopipe.passes.lower.exchanges import Exchange, laid, taken_layouts, with_exchanges
-
-_STATISTIC_BYTES = 4
-"""Statistics are exchanged in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ def exchange_seconds(graph: Graph, cluster: Cluster, work: StageWork, gradient: 
             seconds = prices[step.kind].seconds(graph.type_of(step.value).bytes)
             total += Exchanged(seconds, seconds * (step.value in gradient))
     for each in work.nodes:
-        total += _statistics(graph, each, prices["all_reduce"])
+        total += _statistics(graph, each, prices)
     return total
 
 
@@ -63,13 +60,13 @@ def _exchanges(graph: Graph, work: StageWork) -> Iterable[Exchange]:
     return (step for step in steps if isinstance(step, Exchange))
 
 
-def _statistics(graph: Graph, each: Assigned, reduce: Cost) -> Exchanged:
-    """What a node split along a joint axis tells the group: numbers for each element without that axis."""
-    row, space = each.use.row, each.use.space
-    joint = [axis for axis in each.sharing.degrees if space.axis(axis).kind is AxisKind.JOINT]
-    if not joint or not any(row.joint):
-        return Exchanged()
-    elements = graph.type_of(each.node.inputs[0]).elements // space.axis(joint[0]).extent
-    seconds = reduce.seconds(elements * _STATISTIC_BYTES)
-    forward, backward = row.joint
-    return Exchanged(forward * seconds, backward * seconds)
+def _statistics(graph: Graph, each: Assigned, prices: Mapping[str, Cost]) -> Exchanged:
+    """What a node split along a joint axis tells the group."""
+    total = Exchanged()
+    space, degrees = each.use.space, each.sharing.degrees
+    if not any(space.axis(axis).kind.is_joint for axis in degrees):
+        return total
+    for told in each.use.row.statistics(signature_of(graph, each.node), space, degrees):
+        seconds = told.times * prices[told.kind].seconds(told.bytes)
+        total += Exchanged(0.0, seconds) if told.backward else Exchanged(seconds, 0.0)
+    return total

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from autopipe.backends.torch.emission.stage import emit_forward
-from autopipe.ir.graph import Constant, Graph, Node, Value
-from autopipe.ir.ops import signature_of, space_of
+from autopipe.ir.graph import Constant, Graph, Node
+from autopipe.ir.ops import OPERATORS, qualified_name, signature_of, space_of
 from autopipe.ir.ops.row import Signature
 from autopipe.ir.placement import Split
 from autopipe.ir.program import Compute, StageCode
-from autopipe.ir.space import Axis, AxisKind, Dimension, Space
+from autopipe.ir.space import Axis, AxisKind, Space
 from tests.conformance.adapter import forward_of, to_tensor
-from tests.ir.ops.meeting import Member, together
+from tests.ir.ops.cutting import Cut
+from tests.ir.ops.meeting import Member, Told, together
 
 Tensors = tuple[torch.Tensor, ...]
-Words = tuple[Dimension, ...] | None
+
+_FIXED = {"SoftmaxCrossEntropyLoss": (2,), "NegativeLogLikelihoodLoss": (2,), "BatchNormalization": (3, 4)}
+"""Floating operands through which torch lets no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,99 +87,84 @@ def computed(
 
 def check(use: Use, rtol: float = 1e-5, atol: float = 1e-6) -> int:
     """Assert that every split that the notation allows is true; returns the number of axes checked."""
-    signature = signature_of(use.graph, use.node)
-    space = use.space
-    tensors = {name: to_tensor(array) for name, array in use.arrays.items()}
-    whole = computed(signature, tensors)
-    axes = list(divisible_axes(space))
+    axes = list(divisible_axes(use.space))
     for axis in axes:
-        found = _in_parts(signature, space, axis, tensors)
-        for left, right in zip(found, whole, strict=True):
-            where = f"split along {axis.name} of {space}"
-            torch.testing.assert_close(left, right, rtol=rtol, atol=atol, equal_nan=True, msg=where)
+        check_splits(use, (Split(axis.name, smallest_factor(axis.extent)),), rtol, atol)
     return len(axes)
 
 
-def _in_parts(signature: Signature, space: Space, axis: Axis, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    degree = smallest_factor(axis.extent)
+def check_splits(use: Use, splits: tuple[Split, ...], rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Assert that parts make up the whole, their gradients too, and that they tell one another what the row says.
 
-    def computed_part(member: Member) -> Tensors:
-        local, shards = _Cut(space, axis, degree, member.position).signature(signature, tensors)
-        return computed(local, shards, (Split(axis.name, degree),), member)
+    The parts' gradients of an operand add up to the gradient of the whole, as those of ranks do.
+    """
+    signature, space, row = signature_of(use.graph, use.node), use.space, OPERATORS[qualified_name(use.node)]
+    tensors = {name: to_tensor(array) for name, array in use.arrays.items()}
+    whole = _run(signature, tensors, Cut(space, (), 0), None, row.differentiable)
+    cuts = [Cut(space, splits, position) for position in range(math.prod(split.degree for split in splits))]
+    parts = together(
+        [
+            lambda member, cut=cut: _run(signature, tensors, cut, member, row.differentiable)  # type: ignore[misc]
+            for cut in cuts
+        ]
+    )
+    where = f"split {' '.join(map(str, splits))} of {space}"
 
-    parts = together([computed_part] * degree)
-    words = [each for each, value in zip(space.results, signature.results, strict=True) if value is not None]
-    return [_joined([part[index] for part in parts], word, space, axis) for index, word in enumerate(words)]
+    def compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+        torch.testing.assert_close(
+            found, expected, rtol=rtol, atol=atol, equal_nan=True, msg=lambda text: f"{what}, {where}: {text}"
+        )
 
-
-def _joined(parts: Sequence[torch.Tensor], words: Words, space: Space, axis: Axis) -> torch.Tensor:
-    assert words is not None
-    place = next((index for index, dimension in enumerate(words) if axis.name in dimension), None)
-    if place is None:
-        reduced = axis.kind in (AxisKind.SUM, AxisKind.MEAN, AxisKind.JOINT)
-        assert reduced, f"{axis} indexes one result of {space} and not another"
-        total = torch.stack(list(parts)).sum(0)
-        return (total / len(parts) if axis.kind is AxisKind.MEAN else total).to(parts[0].dtype)
-    dimension = words[place]
-    outer, _ = _around(dimension, space, axis)
-    opened = [part.unflatten(place, (outer, -1)) for part in parts]
-    return torch.cat(opened, dim=place + 1).flatten(place, place + 1)
-
-
-def _around(dimension: Dimension, space: Space, axis: Axis) -> tuple[int, int]:
-    """Products of the extents outside and inside an axis of a merged dimension."""
-    extents, at = space.extents(), dimension.index(axis.name)
-    return math.prod(extents[name] for name in dimension[:at]), math.prod(extents[name] for name in dimension[at + 1 :])
+    words = [each for each in space.results if each is not None]
+    for index, word in enumerate(words):
+        joined = torch.zeros_like(whole.results[index])
+        for cut, part in zip(cuts, parts, strict=True):
+            cut.put(part.results[index].to(joined.dtype), word, joined)
+            shown = cut.shown(whole.results[index], word)
+            if shown is not None:
+                compare(part.results[index], shown, f"rank {cut.position}'s result {index}")
+        compare(joined, whole.results[index], f"result {index}")
+    for name, gradient in whole.gradients.items():
+        compare(torch.stack([part.gradients[name] for part in parts]).sum(0), gradient, f"gradient of {name}")
+    said = row.statistics(signature, space, {split.axis: split.degree for split in splits})
+    wanted = Counter(Told(each.kind, each.bytes, each.backward) for each in said for _ in range(each.times))
+    for part in parts:
+        assert part.told == wanted, where
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """One of `degree` equal parts of an axis."""
+class _Ran:
+    """A node's results, the gradients of its operands by name, and what it told its group."""
 
-    space: Space
-    axis: Axis
-    degree: int
-    part: int
+    results: Tensors
+    gradients: dict[str, torch.Tensor]
+    told: Counter[Told]
 
-    def signature(
-        self, signature: Signature, tensors: dict[str, torch.Tensor]
-    ) -> tuple[Signature, dict[str, torch.Tensor]]:
-        """Local types, and the operands' shards, named by position: one value may be cut in two ways."""
-        shards = {}
-        operands: list[Value | None] = []
-        constants: list[np.ndarray | None] = []
-        for index, (value, words) in enumerate(zip(signature.operands, self.space.operands, strict=True)):
-            array = signature.constants[index]
-            if value is None:
-                operands.append(None)
-                constants.append(None)
-                continue
-            shard = self.shard(to_tensor(array) if array is not None else tensors[value.name], words)
-            operands.append(Value(f"operand {index}", value.dtype, tuple(shard.shape)))
-            constants.append(None if array is None else shard.numpy())
-            shards[f"operand {index}"] = shard
-        results = tuple(
-            None if value is None else replace(value, shape=self.shape(value.shape, words))
-            for value, words in zip(signature.results, self.space.results, strict=True)
-        )
-        local = replace(signature, operands=tuple(operands), constants=tuple(constants), results=results)
-        return local, shards
 
-    def shard(self, tensor: torch.Tensor, words: Words) -> torch.Tensor:
-        """This part of an operand."""
-        assert words is not None
-        for place, dimension in enumerate(words):
-            if self.axis.name in dimension:
-                outer, inner = _around(dimension, self.space, self.axis)
-                size = self.axis.extent // self.degree
-                opened = tensor.unflatten(place, (outer, self.axis.extent, inner))
-                tensor = opened.narrow(place + 1, self.part * size, size).flatten(place, place + 2)
-        return tensor.contiguous()
-
-    def shape(self, shape: tuple[int, ...], words: Words) -> tuple[int, ...]:
-        """The shape of this part of a result."""
-        assert words is not None
-        return tuple(
-            extent // self.degree if self.axis.name in dimension else extent
-            for extent, dimension in zip(shape, words, strict=True)
-        )
+def _run(
+    signature: Signature, tensors: dict[str, torch.Tensor], cut: Cut, member: Member | None, differentiable: bool
+) -> _Ran:
+    """Run a part of the node, and take the derivative of a weighted sum of its results."""
+    fixed = {
+        signature.node.inputs[place] for place in _FIXED.get(signature.node.op, ()) if place < len(signature.operands)
+    }
+    leaves = {
+        name: tensor.clone().requires_grad_(differentiable and tensor.is_floating_point() and name not in fixed)
+        for name, tensor in tensors.items()
+    }
+    local, shards = cut.signature(signature, leaves)
+    results = computed(local, shards, cut.splits, member)
+    wholes = [value for value in signature.results if value is not None]
+    words = [each for each in cut.space.results if each is not None]
+    losses = []
+    for value, word, result in zip(wholes, words, results, strict=True):
+        weights = torch.linspace(0.5, 1.5, value.elements, dtype=torch.float64).reshape(value.shape)
+        if result.requires_grad:
+            losses.append((result * cut.shard(weights, word) * cut.weight(word)).sum())
+    wanted = [name for name, leaf in leaves.items() if leaf.requires_grad]
+    gradients: dict[str, torch.Tensor] = {}
+    if losses and wanted:
+        found = torch.autograd.grad(sum(losses), [leaves[name] for name in wanted], materialize_grads=True)  # type: ignore[arg-type]
+        gradients = dict(zip(wanted, found, strict=True))
+    told = Counter(() if member is None else member.log)
+    return _Ran(tuple(result.detach() for result in results), gradients, told)

@@ -21,8 +21,7 @@ class Call:
 
     An emitter returns one Python expression: a tensor where the operator has one result, else a tuple with one entry
     for each output the node lists. It may use `torch`, `F` (torch.nn.functional), `operators` (the runtime's library
-    for what torch lacks), `p.device`, `p.group` where the node is split along a joint axis, and nothing else; text from
-    the model only through `repr`.
+    for what torch lacks), `p.device`, `group` of this call, and nothing else; text from the model only through `repr`.
     """
 
     signature: Signature
@@ -73,6 +72,11 @@ class Call:
     def is_split(self, axis: str) -> bool:
         """Whether this rank has but a part of `axis`."""
         return any(split.axis == axis for split in self.splits)
+
+    def group(self, *axes: str) -> str:
+        """The code of the devices that share those of the joint `axes` which are split: at least one is."""
+        assert any(map(self.is_split, axes)), f"{self.node.op} is not split along {', '.join(axes)}"
+        return "p.group"
 
     def scalar(self, index: int) -> str | None:
         """A Python literal for operand `index` where it is a known tensor of one element, else None.

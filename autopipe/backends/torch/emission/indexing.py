@@ -12,7 +12,7 @@ def _gather(call: Call) -> str:
     data = call.operand(0)
     before = [":"] * axis
     if call.is_split(f"d{axis}"):
-        return f"operators.gather_part({call.arg(0)}, {axis}, {call.arg(1)}, p.group)"
+        return f"operators.gather_part({call.arg(0)}, {axis}, {call.arg(1)}, {call.group(f'd{axis}')})"
     fixed = _range(call, axis)
     if fixed:
         return f"{call.arg(0)}[{', '.join([*before, fixed])}]"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter
 from autopipe.ir.dtype import DType
-from autopipe.ir.ops.losses import reduction
+from autopipe.ir.ops.losses import label_axes, reduction, weighs_labels
 
 
 def _operands(call: Call) -> str:
@@ -21,19 +21,28 @@ def _operands(call: Call) -> str:
     return ", ".join(words)
 
 
+def _shared(call: Call, name: str) -> str:
+    """The loss of classes, of labels, or of both, of which this rank has a part; "" where it has all that matters."""
+    words = [_operands(call)]
+    classes = call.is_split("c")
+    if classes:
+        words.append(f"group={call.group('c')}")
+    labels = label_axes(call.signature)
+    if weighs_labels(call.signature) and any(map(call.is_split, labels)):
+        words.append(f"batch={call.group(*labels)}")
+    if len(words) == 1:
+        return ""
+    return f"operators.{name}_{'part' if classes else 'share'}({', '.join(words)})"
+
+
 def _cross_entropy(call: Call) -> str:
-    if call.is_split("c"):
-        both = "_and_logarithms" if len(call.node.outputs) > 1 else ""
-        return f"operators.cross_entropy{both}_part({_operands(call)}, group=p.group)"
-    if len(call.node.outputs) == 1:
-        return f"F.cross_entropy({_operands(call)})"
-    return f"operators.cross_entropy({_operands(call)})"
+    both = len(call.node.outputs) > 1
+    alone = f"operators.cross_entropy({_operands(call)})" if both else f"F.cross_entropy({_operands(call)})"
+    return _shared(call, "cross_entropy_and_logarithms" if both else "cross_entropy") or alone
 
 
 def _likelihood(call: Call) -> str:
-    if call.is_split("c"):
-        return f"operators.nll_part({_operands(call)}, group=p.group)"
-    return f"F.nll_loss({_operands(call)})"
+    return _shared(call, "nll") or f"F.nll_loss({_operands(call)})"
 
 
 LOSSES: dict[str, Emitter] = {

@@ -79,9 +79,10 @@ def _softmax(function: str) -> Emitter:
     def emit(call: Call) -> str:
         axes = softmax_axes(call.signature)
         shape = call.operand(0).shape
-        if any(call.is_split(f"d{axis}") for axis in axes):
+        names = [f"d{axis}" for axis in axes]
+        if any(map(call.is_split, names)):
             name = function.removeprefix("F.")
-            return f"operators.{name}_part({call.arg(0)}, {axes.start}, p.group)"
+            return f"operators.{name}_part({call.arg(0)}, {axes.start}, {call.group(*names)})"
         if all(extent == 1 for extent in shape[axes.start + 1 : axes.stop]):
             axis = -1 if axes.start == len(shape) - 1 else axes.start
             return f"{function}({call.arg(0)}, {axis})"

@@ -37,7 +37,7 @@ def seed_axis(model: CostedModel, node: int, degree: int, tables: Set[str]) -> s
     for axis in use.space.axes:
         if not model.splits_on(node, axis.name, degree):
             continue
-        if axis.kind is AxisKind.JOINT and not use.row.joint[0] and inputs[0] in tables:
+        if axis.kind is AxisKind.JOINT and use.row.kind == "memory" and inputs[0] in tables:
             return axis.name
         if use.row.kind in _PRODUCTS and axis.kind is AxisKind.PARALLEL and _is_column(model, node, axis.name):
             return axis.name

@@ -60,7 +60,7 @@ def _looked_up(model: CostedModel, node: int) -> frozenset[str]:
     """The table that a node looks rows up in."""
     use, inputs = model.uses[node], model.graph.nodes[node].inputs
     joint = any(axis.kind is AxisKind.JOINT for axis in use.space.axes)
-    if not joint or any(use.row.joint) or model.graph.parameter(inputs[0]) is None:
+    if not joint or use.row.kind != "memory" or model.graph.parameter(inputs[0]) is None:
         return frozenset()
     return frozenset([inputs[0]])
 

@@ -18,14 +18,16 @@ from autopipe.backends.torch.runtime.operators.indexing import (
     scatter_nd,
     tensor_scatter,
 )
-from autopipe.backends.torch.runtime.operators.joint import (
+from autopipe.backends.torch.runtime.operators.joint_indexing import gather_part
+from autopipe.backends.torch.runtime.operators.joint_losses import (
     cross_entropy_and_logarithms_part,
+    cross_entropy_and_logarithms_share,
     cross_entropy_part,
-    gather_part,
-    log_softmax_part,
+    cross_entropy_share,
     nll_part,
-    softmax_part,
+    nll_share,
 )
+from autopipe.backends.torch.runtime.operators.joint_softmax import log_softmax_part, softmax_part
 from autopipe.backends.torch.runtime.operators.losses import cross_entropy
 from autopipe.backends.torch.runtime.operators.movement import col2im, compress, pad, reverse_sequence
 from autopipe.backends.torch.runtime.operators.normalization import (
@@ -62,7 +64,9 @@ __all__ = [
     "conv_transpose",
     "cross_entropy",
     "cross_entropy_and_logarithms_part",
+    "cross_entropy_and_logarithms_share",
     "cross_entropy_part",
+    "cross_entropy_share",
     "cumprod",
     "cumsum",
     "deform_conv",
@@ -89,6 +93,7 @@ __all__ = [
     "mean_variance_norm",
     "mel_weights",
     "nll_part",
+    "nll_share",
     "one_hot",
     "pad",
     "quantize_linear",
