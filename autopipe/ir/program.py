@@ -7,21 +7,34 @@ The *when*: for each rank, a list of instructions, loops rolled up (`RankCode`).
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from autopipe.ir.graph import Constant, Parameter, Value
-from autopipe.ir.layout import Box
+from autopipe.ir.layout import Box, MeshAxes, merged
 from autopipe.ir.ops.row import Signature
 from autopipe.ir.placement import Split
+from autopipe.ir.relayout import Relayout
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """One operator on local shards: `signature` holds local shapes."""
+    """One operator on local shards: `signature` holds local shapes.
+
+    `mesh` has the axis of the group's mesh that each split lies along; `joint` names the split axes over which the
+    operator itself exchanges statistics.
+    """
 
     node: int
     signature: Signature
     splits: tuple[Split, ...] = ()
+    mesh: MeshAxes = ()
+    joint: tuple[str, ...] = ()
+
+    def mesh_of(self, axes: Iterable[str]) -> MeshAxes:
+        """The axes of the mesh over which the node is split along `axes`."""
+        wanted = frozenset(axes)
+        return merged(place for split, place in zip(self.splits, self.mesh, strict=True) if split.axis in wanted)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -36,20 +49,19 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """An exchange inside a stage's group that turns one layout of a value into another.
+    """A change of a value's layout inside a stage's group; its backward is the transpose.
 
-    `kind` is `all_reduce` (partial sums → whole), `reduce_scatter` (partial sums → shards along `dimension`),
-    `all_gather` (shards → whole) or `slice` (whole → this device's shard; no communication). Each one's backward is its
-    transpose.
+    `source` and `result` are one device's blocks before and after.
     """
 
-    kind: str
     source: Value
     result: Value
-    ranks: tuple[int, ...]
-    dimension: int = 0
-    average: bool = False
-    """Where partial results are reduced: they are means of equal shares."""
+    relayout: Relayout
+
+    @property
+    def kind(self) -> str:
+        """What the group does: see `Relayout`."""
+        return self.relayout.kind
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -220,15 +232,16 @@ class OutputShard:
 
 @dataclass(frozen=True, slots=True)
 class OutputPlace:
-    """The stage that gives an output, the blocks that make it up, and how the copies combine.
+    """The stage that gives an output, the blocks that make it up, and how they combine.
 
-    `combine` is `concat` where the blocks are parts (or copies) of the value, `sum` or `mean` where each rank's block
-    is a share of it.
+    `combine` is `concat` where the blocks are parts (or copies) of the value, and `sum` where the value is the sum of
+    all ranks' blocks, divided by `copies`. `copies` ranks have each part.
     """
 
     stage: int
     shards: tuple[OutputShard, ...]
     combine: str
+    copies: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
@@ -10,11 +11,11 @@ from hypothesis.vendor.pretty import RepresentationPrinter
 from autopipe.ir.batch import batch_axes_of
 from autopipe.ir.dtype import DType
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import is_block
+from autopipe.ir.layout import are_blocks, is_block
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.ir.space import AxisKind
+from autopipe.ir.space import AxisKind, Space
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.schedule.named.gpipe import order_gpipe
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
@@ -201,26 +202,34 @@ def _assignment(draw: st.DrawFn, graph: Graph) -> list[list[int]]:
     return [each for each in nodes if each]
 
 
-def _splits(draw: st.DrawFn, graph: Graph, nodes: list[int], degree: int) -> tuple[tuple[int, tuple[Split, ...]], ...]:
-    """Nothing, the batch, or any axis of each node."""
-    kind = draw(st.sampled_from(["whole", "batch", "any"]))
-    if degree == 1 or kind == "whole":
+def _splits(draw: st.DrawFn, graph: Graph, nodes: list[int], group: int) -> tuple[tuple[int, tuple[Split, ...]], ...]:
+    """Nothing, the batch, or any axes of each node."""
+    kind = draw(st.sampled_from(["whole", "batch", "any", "any"]))
+    if group == 1 or kind == "whole":
         return ()
     batch = batch_axes_of(graph)
     found = []
     for index in nodes:
         space = space_of(graph, graph.nodes[index])
-        axes = [
-            axis.name
-            for axis in space.axes
-            if axis.kind is not AxisKind.WHOLE and axis.extent > 1 and is_block(space, axis.name, degree)
-        ]
         own = batch.axis(index)
-        if kind == "batch" and own in axes:
-            found.append((index, (Split(own, degree),)))
-        elif kind == "any" and axes and draw(st.integers(0, 3)):
-            found.append((index, (Split(draw(st.sampled_from(axes)), degree),)))
+        if kind == "batch" and own is not None and is_block(space, own, group):
+            found.append((index, (Split(own, group),)))
+        elif kind == "any":
+            splits = _any_splits(draw, space, group)
+            found += [(index, splits)] if splits else []
     return tuple(found)
+
+
+def _any_splits(draw: st.DrawFn, space: Space, group: int) -> tuple[Split, ...]:
+    """Some of the axes in any order, together into at most `group` blocks."""
+    splits: tuple[Split, ...] = ()
+    axes = [axis.name for axis in space.axes if axis.kind is not AxisKind.WHOLE and axis.extent > 1]
+    for axis in draw(st.permutations(axes)):
+        left = group // math.prod(split.degree for split in splits)
+        degree = draw(st.sampled_from([each for each in (1, 2, 4) if each <= left]))
+        if degree > 1 and are_blocks(space, (*splits, Split(axis, degree))):
+            splits = (*splits, Split(axis, degree))
+    return splits
 
 
 @st.composite

@@ -9,7 +9,20 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from autopipe.ir.layout import Box, Layout, Partial, is_block, operand_layout, replicated, result_layout, whole
+from autopipe.ir.layout import (
+    Box,
+    Layout,
+    MeshAxis,
+    are_blocks,
+    degree_of,
+    is_block,
+    members,
+    mesh_of,
+    operand_layout,
+    replicated,
+    result_layout,
+    whole,
+)
 from autopipe.ir.placement import Split
 from autopipe.ir.space import parse
 
@@ -61,58 +74,91 @@ def test_the_whole_tensor(shape: tuple[int, ...]) -> None:
     layout = replicated(shape)
     assert layout.is_whole
     assert layout.local_shape() == shape
-    assert {layout.box(position, 6) for position in range(6)} == {whole(shape)}
+    assert {layout.box(position) for position in range(6)} == {whole(shape)}
+
+
+SPACE = parse("a b -> a b", ((36, 36),), ((36, 36),))
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
-    """A layout of a tensor and the size of its group: some dimensions cut, perhaps twice, perhaps with copies left."""
-    degrees = tuple(draw(st.lists(st.sampled_from([1, 2, 3]), max_size=3)))
-    shape = draw(SHAPES)
-    cuts: list[list[int]] = [[] for _ in shape]
-    for position in range(len(degrees)):
-        target = draw(st.integers(-1, len(shape) - 1))
-        if target >= 0:
-            cuts[target].append(position)
-    scaled = tuple(extent * math.prod(degrees[cut] for cut in each) for extent, each in zip(shape, cuts, strict=True))
-    return Layout(scaled, degrees, tuple(map(tuple, cuts))), math.prod(degrees) * draw(st.integers(1, 2))
+def configurations(draw: st.DrawFn) -> tuple[tuple[Split, ...], int]:
+    """Splits of SPACE in either order, and the size of a group that perhaps has copies left over."""
+    splits = tuple(Split(axis, draw(st.sampled_from([1, 2, 3, 4, 6]))) for axis in draw(st.permutations("ab")))
+    return splits, math.prod(split.degree for split in splits) * draw(st.integers(1, 3))
 
 
-@given(layouts())
-def test_the_boxes_of_a_group_cover_the_tensor_in_equal_numbers(case: tuple[Layout, int]) -> None:
-    layout, group = case
-    held = [layout.box(position, group) for position in range(group)]
+def layout_of(splits: tuple[Split, ...], group: int) -> Layout:
+    return operand_layout(SPACE.operands[0] or (), (36, 36), splits, group)
+
+
+@given(configurations())
+def test_the_boxes_of_a_group_cover_the_tensor_in_equal_numbers(case: tuple[tuple[Split, ...], int]) -> None:
+    splits, group = case
+    layout = layout_of(splits, group)
+    held = [layout.box(position) for position in range(group)]
     assert {box.shape for box in held} == {layout.local_shape()}
     times = np.zeros(layout.shape, int)
     for box in held:
-        for point in points(box):
-            times[point] += 1
-    assert (times == group // math.prod(layout.degrees[cut] for each in layout.cuts for cut in each)).all()
+        times[tuple(map(slice, box.starts, box.stops))] += 1
+    assert (times == group // layout.parts).all()
+    assert layout.parts == math.prod(split.degree for split in splits)
 
 
-@given(layouts())
-def test_places_along_the_splits_count_the_group_outer_to_inner(case: tuple[Layout, int]) -> None:
-    layout, group = case
-    copies = group // math.prod(layout.degrees)
-    expected = [place for place in itertools.product(*map(range, layout.degrees)) for _ in range(copies)]
-    assert [layout.coordinates(position, group) for position in range(group)] == expected
+@given(configurations())
+def test_places_along_the_splits_count_the_group_outer_to_inner(case: tuple[tuple[Split, ...], int]) -> None:
+    splits, group = case
+    degrees = [split.degree for split in splits]
+    expected = [p for p in itertools.product(*map(range, degrees)) for _ in range(group // math.prod(degrees))]
+    mesh = mesh_of(splits, group)
+    assert [tuple(axis.place(position) for axis in mesh) for position in range(group)] == expected
+
+
+@given(configurations(), configurations())
+def test_layouts_are_equal_where_they_mean_the_same(
+    first: tuple[tuple[Split, ...], int], second: tuple[tuple[Split, ...], int]
+) -> None:
+    group = math.lcm(first[1], second[1])
+    one, other = layout_of(first[0], group), layout_of(second[0], group)
+    assert (one == other) == all(one.box(position) == other.box(position) for position in range(group))
+
+
+@given(configurations(), st.integers(0, 100))
+def test_members_along_axes_are_in_their_order(case: tuple[tuple[Split, ...], int], start: int) -> None:
+    splits, group = case
+    mesh = mesh_of(splits, group)
+    position = start % group
+    for count in range(len(mesh) + 1):
+        along = members(mesh[:count], position)
+        places = [tuple(axis.place(each) for axis in mesh[:count]) for each in along]
+        assert places == list(itertools.product(*(range(axis.degree) for axis in mesh[:count])))
+        rest = degree_of(mesh[:count])
+        assert {each - sum(axis.place(each) * axis.stride for axis in mesh[:count]) for each in along} == {
+            position - sum(axis.place(position) * axis.stride for axis in mesh[:count])
+        }
+        assert len(set(along)) == rest
 
 
 def test_a_product_split_along_its_sum_leaves_partial_results() -> None:
     space = parse("m k+, k n -> m n", ((4, 6), (6, 8)), ((4, 8),))
-    splits = (Split("k", 2),)
-    assert result_layout(space, space.results[0] or (), (4, 8), splits).partial is Partial.SUM
-    left = operand_layout(space, space.operands[0] or (), (4, 6), splits)
-    assert [left.box(position, 2) for position in range(2)] == [Box((0, 0), (4, 3)), Box((0, 3), (4, 6))]
-    rows = result_layout(space, space.results[0] or (), (4, 8), (Split("m", 2),))
-    assert rows.partial is None
-    assert rows.box(1, 2) == Box((2, 0), (4, 8))
+    splits = (Split("m", 2), Split("k", 2))
+    found = result_layout(space, space.results[0] or (), (4, 8), splits, 4)
+    assert found.sums == (MeshAxis(2, 1),)
+    assert found.cuts == ((MeshAxis(2, 2),), ())
+    left = operand_layout(space.operands[0] or (), (4, 6), splits, 4)
+    assert [left.box(position) for position in (0, 1, 2)] == [
+        Box((0, 0), (2, 3)),
+        Box((0, 3), (2, 6)),
+        Box((2, 0), (4, 3)),
+    ]
+    assert not result_layout(space, space.results[0] or (), (4, 8), (Split("m", 2),), 2).is_partial
 
 
 def test_a_mean_split_leaves_means() -> None:
-    space = parse("a b~ -> a", ((4, 6),), ((4,),))
-    assert result_layout(space, space.results[0] or (), (4,), (Split("b", 3),)).partial is Partial.MEAN
-    assert result_layout(space, space.results[0] or (), (4,), (Split("a", 2),)).partial is None
+    space = parse("a b~ c& -> a", ((4, 6, 8),), ((4,),))
+    assert result_layout(space, space.results[0] or (), (4,), (Split("b", 3),), 3).means == (MeshAxis(3, 1),)
+    both = result_layout(space, space.results[0] or (), (4,), (Split("b", 3), Split("c", 2)), 6)
+    assert (both.means, both.sums) == ((MeshAxis(3, 2),), (MeshAxis(2, 1),))
+    assert both.partial_over == (MeshAxis(6, 1),)
 
 
 @st.composite
@@ -136,3 +182,11 @@ def test_a_share_of_an_axis_is_a_block_where_its_indices_are_neighbours(case: tu
     index = np.arange(size).reshape(extents)
     parts = [np.sort(part.ravel()) for part in np.split(index, degree, place)]
     assert found == all((np.diff(part) == 1).all() for part in parts)
+
+
+def test_an_inner_axis_may_be_cut_where_the_outer_one_is_down_to_one() -> None:
+    space = parse("(a b) -> (a b)", ((24,),), ((24,),), {"a": 4, "b": 6})
+    assert are_blocks(space, (Split("a", 4), Split("b", 3)))
+    assert not are_blocks(space, (Split("a", 2), Split("b", 3)))
+    layout = operand_layout(space.operands[0] or (), (24,), (Split("a", 4), Split("b", 3)), 12)
+    assert [layout.box(position).starts for position in range(12)] == [(2 * position,) for position in range(12)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from autopipe.ir.ops.lines import spell
 from autopipe.ir.ops.row import Line, Operator, Signature
-from autopipe.ir.ops.statistics import Statistic, joint_splits, points, reduced
+from autopipe.ir.ops.statistics import Statistic, joint_splits, points, reduced, single
 from autopipe.ir.space import Space
 
 
@@ -45,12 +45,12 @@ def label_axes(signature: Signature) -> tuple[str, ...]:
 def _weight_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
     """The weight of all labels."""
     axes = joint_splits(space, degrees, label_axes(signature))
-    return reduced(axes, 1, (signature.operand(0).dtype.itemsize,), ())
+    return reduced(axes, 1, (single(signature.operand(0).dtype),), ())
 
 
 def _class_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
     """Of each label the largest score and the sum, in backward a sum; and the weight of all labels."""
-    width = signature.operand(0).dtype.itemsize
+    width = single(signature.operand(0).dtype)
     labels = points(space, degrees, label_axes(signature))
     classes = reduced(joint_splits(space, degrees, "c"), labels, (width, width), (width,))
     return (*classes, *_weight_statistics(signature, space, degrees))

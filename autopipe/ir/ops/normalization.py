@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from autopipe.ir.ops.lines import aligned, marked, names, positive, spell, unindexed
 from autopipe.ir.ops.row import Line, Operator, Signature, per_result
-from autopipe.ir.ops.statistics import Statistic, joint_splits, reduced, rows
+from autopipe.ir.ops.statistics import Statistic, joint_splits, reduced, rows, single
 from autopipe.ir.space import Space
 
 _TRAINING_MODE_STATED = 14
@@ -89,7 +89,7 @@ def _softmax(signature: Signature) -> Line:
 
 def _softmax_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
     """The largest and the sum of a row; in backward a sum."""
-    width = signature.operand(0).dtype.itemsize
+    width = single(signature.operand(0).dtype)
     return reduced(joint_splits(space, degrees), rows(space, degrees), (width, width), (width,))
 
 

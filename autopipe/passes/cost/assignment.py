@@ -7,25 +7,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph, Node
+from autopipe.ir.layout import Layout, replicated
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
-from autopipe.ir.space import Dimension
 from autopipe.passes.cost.uses import Use, uses_of
+from autopipe.passes.lower.exchanges import Laid, laid, taken_layouts
 from autopipe.passes.lower.stages import assign_nodes
-
-Cuts = tuple[int, ...]
-"""How often each dimension of a tensor is cut; () where none is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How a stage's group shares one use: how often each axis is cut, and with it each operand and result."""
+    """How a stage's group shares one use: how often each axis is cut, and how it holds each operand and result."""
 
     degrees: dict[str, int]
     share: float
     """The part of the node that one device computes."""
-    operands: tuple[Cuts, ...]
-    results: tuple[Cuts, ...]
+    operands: tuple[Layout | None, ...]
+    results: tuple[Layout | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +41,8 @@ class StageWork:
     """A stage's nodes in topological order, recomputed ones included, and what its group holds of what they read.
 
     `given` are values it computes that others want, `received` those that other stages compute, `parameters` those it
-    reads, each with the number of parts in which the group holds it. Nodes that want one in different layouts, or
-    stages a parameter, make every device hold it whole.
+    reads, each with the number of parts in which the group holds it; `layouts` says how it holds parameters. Nodes that
+    want one in different layouts, or stages a parameter, make every device hold it whole.
     """
 
     stage: Stage
@@ -52,92 +50,83 @@ class StageWork:
     given: dict[str, int]
     received: dict[str, int]
     parameters: dict[str, int]
+    layouts: dict[str, Layout]
 
 
 def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
     """The work of each stage, in order: nodes that no wanted output depends on are left out."""
     graph = problem.graph
     uses = uses_of(graph)
-    sharing = _sharings()
+    sharing = _sharings(graph)
     wanted = (problem.loss,) if problem.train and problem.loss is not None else graph.outputs
     plans = assign_nodes(graph, placement, wanted)
     assigned = [
         tuple(
-            Assigned(index, graph.nodes[index], uses[index], sharing(uses[index], splits))
+            Assigned(index, graph.nodes[index], uses[index], sharing(index, uses[index], splits, len(stage.devices)))
             for index, splits in plan.nodes
         )
-        for plan in plans
+        for stage, plan in zip(placement.stages, plans, strict=True)
     ]
-    read = [_cuts_read(nodes) for nodes in assigned]
-    torn = _torn(graph, read)
+    taken = [taken_layouts(graph, list(map(laid_as, nodes))) for nodes in assigned]
+    torn = _torn(graph, taken)
     return tuple(
-        _stage_work(graph, stage, nodes, plan.outputs, cuts | dict.fromkeys(torn & cuts.keys(), ()))
-        for stage, plan, nodes, cuts in zip(placement.stages, plans, assigned, read, strict=True)
+        _stage_work(graph, stage, nodes, plan.outputs, _whole(graph, read, torn))
+        for stage, plan, nodes, read in zip(placement.stages, plans, assigned, taken, strict=True)
     )
 
 
+def laid_as(each: Assigned) -> Laid:
+    """The node with its layouts, as exchanges are found by."""
+    return Laid(each.index, each.node, each.sharing.operands, each.sharing.results)
+
+
+def _whole(graph: Graph, layouts: dict[str, Layout], names: frozenset[str]) -> dict[str, Layout]:
+    """The layouts with those of `names` whole."""
+    return layouts | {name: replicated(graph.type_of(name).shape) for name in names & layouts.keys()}
+
+
 def _stage_work(
-    graph: Graph, stage: Stage, nodes: tuple[Assigned, ...], outputs: tuple[str, ...], read: dict[str, Cuts]
+    graph: Graph, stage: Stage, nodes: tuple[Assigned, ...], outputs: tuple[str, ...], read: dict[str, Layout]
 ) -> StageWork:
     written = {
-        name: math.prod(cut)
+        name: layout.parts
         for each in nodes
-        for name, cut in zip(each.node.outputs, each.sharing.results, strict=True)
+        for name, layout in zip(each.node.outputs, each.sharing.results, strict=True)
+        if layout is not None
     }
-    parts = {name: math.prod(cut) for name, cut in read.items()}
+    layouts = {name: layout for name, layout in read.items() if graph.parameter(name) is not None}
     return StageWork(
         stage=stage,
         nodes=nodes,
         given={name: written[name] for name in outputs if name in written},
-        received={
-            name: count for name, count in parts.items() if graph.producer(name) is not None and name not in written
-        },
-        parameters={name: count for name, count in parts.items() if graph.parameter(name) is not None},
+        received={name: layout.parts for name, layout in read.items() if graph.producer(name) is not None},
+        parameters={name: layout.parts for name, layout in layouts.items()},
+        layouts=layouts,
     )
 
 
-def _cuts_read(nodes: tuple[Assigned, ...]) -> dict[str, Cuts]:
-    """How a group holds each value it reads: as all readers want it, else whole."""
-    cuts: dict[str, Cuts] = {}
-    for each in nodes:
-        for name, cut in zip(each.node.inputs, each.sharing.operands, strict=True):
-            if name and cuts.setdefault(name, cut) != cut:
-                cuts[name] = ()
-    return cuts
-
-
-def _torn(graph: Graph, read: list[dict[str, Cuts]]) -> frozenset[str]:
+def _torn(graph: Graph, read: list[dict[str, Layout]]) -> frozenset[str]:
     """Parameters that stages would cut differently: all of them hold these whole."""
-    wanted: dict[str, set[Cuts]] = {}
-    for cuts in read:
-        for name, cut in cuts.items():
+    wanted: dict[str, set[tuple[int, ...]]] = {}
+    for layouts in read:
+        for name, layout in layouts.items():
             if graph.parameter(name) is not None:
-                wanted.setdefault(name, set()).add(cut)
+                wanted.setdefault(name, set()).add(layout.local_shape())
     return frozenset(name for name, found in wanted.items() if len(found) > 1)
 
 
-def _sharings() -> Callable[[Use, tuple[Split, ...]], Sharing]:
-    """A function from a use and its splits to their sharing; equal ones are worked out once."""
-    known: dict[tuple[int, tuple[Split, ...]], Sharing] = {}
+def _sharings(graph: Graph) -> Callable[[int, Use, tuple[Split, ...], int], Sharing]:
+    """A function from a node, its use, its splits and its group's size to their sharing; equal ones are made once."""
+    known: dict[tuple[int, tuple[Split, ...], int], Sharing] = {}
 
-    def sharing(use: Use, splits: tuple[Split, ...]) -> Sharing:
-        key = (id(use), splits)
+    def sharing(index: int, use: Use, splits: tuple[Split, ...], group: int) -> Sharing:
+        key = (id(use), splits, group)
         found = known.get(key)
         if found is None:
             degrees = {split.axis: split.degree for split in splits}
-            found = known[key] = Sharing(
-                degrees,
-                1.0 / math.prod(degrees.values()),
-                tuple(_cuts(dimensions, degrees) for dimensions in use.space.operands),
-                tuple(_cuts(dimensions, degrees) for dimensions in use.space.results),
-            )
+            form = laid(graph, index, use.space, splits, group)
+            share = 1.0 / math.prod(degrees.values())
+            found = known[key] = Sharing(degrees, share, form.operands, form.results)
         return found
 
     return sharing
-
-
-def _cuts(dimensions: tuple[Dimension, ...] | None, degrees: dict[str, int]) -> Cuts:
-    if not degrees or dimensions is None:
-        return ()
-    found = tuple(math.prod(degrees.get(axis, 1) for axis in dimension) for dimension in dimensions)
-    return found if any(count > 1 for count in found) else ()

@@ -11,14 +11,15 @@ the cheapest algorithm known for it, each an affine function of its size as well
 
 A group that spans several nodes uses either the flat algorithm over its slowest link or one level after the other:
 inside the nodes, then between them. The link of an outer level joins two *groups* (nodes), so what the devices of one
-node send out together shares it.
+node send out together shares it: the columns of a mesh that exchange something at the same time, above all.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,8 +69,11 @@ def send(cluster: Cluster, source: int, target: int, size_bytes: float) -> float
     return cluster.link(source, target).seconds(size_bytes)
 
 
-def all_reduce(cluster: Cluster, group: Sequence[int]) -> Cost:
-    """Sum of one tensor of `bytes` a device, left whole on each device of `group`."""
+def all_reduce(cluster: Cluster, group: Sequence[int], beside: Sequence[int] = ()) -> Cost:
+    """Sum of one tensor of `bytes` a device, left whole on each device of `group`.
+
+    All of `beside`, where that is given, do the same at the same time, in groups like this one.
+    """
 
     def up_and_down(levels: list[tuple[int, Link]]) -> list[Affine]:
         (size, link), *outer = levels
@@ -78,11 +82,11 @@ def all_reduce(cluster: Cluster, group: Sequence[int]) -> Cost:
         halves = _gather(size, link)
         return [half + half + rest for half in halves for rest in up_and_down(outer)]
 
-    return _cost(cluster, group, _all_reduce, up_and_down)
+    return _cost(cluster, group, _all_reduce, up_and_down, beside)
 
 
-def all_gather(cluster: Cluster, group: Sequence[int]) -> Cost:
-    """The shards of a tensor of `bytes` in all, left whole on each device of `group`."""
+def all_gather(cluster: Cluster, group: Sequence[int], beside: Sequence[int] = ()) -> Cost:
+    """The shards of a tensor of `bytes` in all, left whole on each device of `group`; `beside` as in `all_reduce`."""
 
     def outwards(levels: list[tuple[int, Link]]) -> list[Affine]:
         (size, link), *outer = levels
@@ -90,12 +94,12 @@ def all_gather(cluster: Cluster, group: Sequence[int]) -> Cost:
             return _gather(size, link)
         return [inner + rest for inner in _gather(size, link) for rest in outwards(outer)]
 
-    return _cost(cluster, group, _gather, outwards)
+    return _cost(cluster, group, _gather, outwards, beside)
 
 
-def reduce_scatter(cluster: Cluster, group: Sequence[int]) -> Cost:
+def reduce_scatter(cluster: Cluster, group: Sequence[int], beside: Sequence[int] = ()) -> Cost:
     """Sum of one tensor of `bytes` a device, left in shards: an all-gather run backwards."""
-    return all_gather(cluster, group)
+    return all_gather(cluster, group, beside)
 
 
 def broadcast(cluster: Cluster, group: Sequence[int]) -> Cost:
@@ -127,30 +131,57 @@ def all_to_all(cluster: Cluster, group: Sequence[int]) -> Cost:
 
 
 def _cost(
-    cluster: Cluster, group: Sequence[int], flat: _Flat, by_level: Callable[[list[tuple[int, Link]]], list[Affine]]
+    cluster: Cluster,
+    group: Sequence[int],
+    flat: _Flat,
+    by_level: Callable[[list[tuple[int, Link]]], list[Affine]],
+    beside: Sequence[int] = (),
 ) -> Cost:
     members = tuple(sorted(set(group)))
     if len(members) < 2:
         return FREE
-    ways = flat(len(members), cluster.slowest_link(members))
-    levels = _levels(cluster, members)
+    links = tuple(_links(cluster, members, beside))
+    crossed = {_level(cluster, first, second) for first, second in itertools.pairwise(members)}
+    slowest = min((links[level] for level in crossed), key=lambda link: (_rate(link), -link.latency_s))
+    ways = flat(len(members), slowest)
+    levels = _levels(cluster, members, links)
     if len(levels) > 1:
         ways = ways + by_level(levels)
     return Cost(tuple(ways))
 
 
-def _levels(cluster: Cluster, members: tuple[int, ...]) -> list[tuple[int, Link]]:
+def _links(cluster: Cluster, members: tuple[int, ...], beside: Sequence[int]) -> Iterator[Link]:
+    """The link of each level as one of several groups gets it that share it."""
+    all_devices = set(beside)
+    span = 1
+    for level in cluster.levels:
+        here = members[0] // span
+        sharing = sum(device // span == here for device in all_devices) / sum(each // span == here for each in members)
+        yield replace(level.link, bandwidth_bytes_per_s=level.link.bandwidth_bytes_per_s / max(1.0, sharing))
+        span *= level.size
+
+
+def _level(cluster: Cluster, first: int, second: int) -> int:
+    """The level of the smallest group that holds both devices."""
+    for index, level in enumerate(cluster.levels[:-1]):
+        first, second = first // level.size, second // level.size
+        if first == second:
+            return index
+    return len(cluster.levels) - 1
+
+
+def _levels(cluster: Cluster, members: tuple[int, ...], links: tuple[Link, ...]) -> list[tuple[int, Link]]:
     """How many members join at each level, innermost first; empty where groups of one level differ in number."""
     found = []
     groups = members
-    for level in cluster.levels:
+    for level, link in zip(cluster.levels, links, strict=True):
         parents = [member // level.size for member in groups]
         counts = {parents.count(parent) for parent in set(parents)}
         if len(counts) != 1:
             return []
         count = counts.pop()
         if count > 1:
-            found.append((count, level.link))
+            found.append((count, link))
         groups = tuple(sorted(set(parents)))
     return found
 

@@ -7,16 +7,17 @@ all-reduce, reduce-scatter for all-gather and the reverse, nothing for a cut; an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph
+from autopipe.ir.layout import merged, mesh_of
 from autopipe.ir.ops import signature_of
 from autopipe.ir.placement import Split
-from autopipe.passes.cost.assignment import Assigned, StageWork
-from autopipe.passes.cost.communication import Cost, all_gather, all_reduce, reduce_scatter
-from autopipe.passes.lower.exchanges import Exchange, laid, taken_layouts, with_exchanges
+from autopipe.passes.cost.assignment import Assigned, StageWork, laid_as
+from autopipe.passes.cost.relayout import reduction_cost, relayout_seconds
+from autopipe.passes.lower.exchanges import Exchange, taken_layouts, with_exchanges
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,38 +36,34 @@ def exchange_seconds(graph: Graph, cluster: Cluster, work: StageWork, gradient: 
     devices = work.stage.devices
     if len(devices) < 2 or not work.stage.splits:
         return Exchanged()
-    prices = {
-        "all_reduce": all_reduce(cluster, devices),
-        "reduce_scatter": reduce_scatter(cluster, devices),
-        "all_gather": all_gather(cluster, devices),
-    }
     total = Exchanged()
-    for step in _exchanges(graph, work):
-        if step.kind in prices:
-            seconds = prices[step.kind].seconds(graph.type_of(step.value).bytes)
-            total += Exchanged(seconds, seconds * (step.value in gradient))
+    for exchange in exchanges_of(graph, work):
+        width = graph.type_of(exchange.value).dtype.itemsize
+        seconds = relayout_seconds(cluster, devices, exchange.step, width)
+        total += Exchanged(seconds, seconds * (exchange.value in gradient))
     for each in work.nodes:
-        total += _statistics(graph, each, prices)
+        total += _statistics(graph, cluster, devices, each)
     return total
 
 
-def _exchanges(graph: Graph, work: StageWork) -> Iterable[Exchange]:
-    nodes = tuple(
-        laid(graph, each.index, each.use.space, tuple(Split(*item) for item in each.sharing.degrees.items()))
-        for each in work.nodes
-    )
+def exchanges_of(graph: Graph, work: StageWork) -> Iterable[Exchange]:
+    """The changes of layout that lowering makes between a stage's nodes."""
+    nodes = list(map(laid_as, work.nodes))
     shares = work.given.keys() - graph.consumers().keys()
-    steps = with_exchanges(nodes, taken_layouts(graph, nodes), work.given.keys(), shares)
+    steps = with_exchanges(nodes, taken_layouts(graph, nodes), work.given.keys(), shares, len(work.stage.devices))
     return (step for step in steps if isinstance(step, Exchange))
 
 
-def _statistics(graph: Graph, each: Assigned, prices: Mapping[str, Cost]) -> Exchanged:
+def _statistics(graph: Graph, cluster: Cluster, devices: tuple[int, ...], each: Assigned) -> Exchanged:
     """What a node split along a joint axis tells the group."""
     total = Exchanged()
     space, degrees = each.use.space, each.sharing.degrees
-    if not any(space.axis(axis).kind.is_joint for axis in degrees):
+    joint = [axis for axis in degrees if space.axis(axis).kind.is_joint]
+    if not joint:
         return total
+    mesh = mesh_of([Split(*item) for item in degrees.items()], len(devices))
+    over = merged(place for axis, place in zip(degrees, mesh, strict=True) if axis in joint)
     for told in each.use.row.statistics(signature_of(graph, each.node), space, degrees):
-        seconds = told.times * prices[told.kind].seconds(told.bytes)
+        seconds = told.times * reduction_cost(cluster, devices, told.kind, over).seconds(told.bytes)
         total += Exchanged(0.0, seconds) if told.backward else Exchanged(seconds, 0.0)
     return total

@@ -6,8 +6,6 @@ what flows, half that of the weight.
 
 from __future__ import annotations
 
-import math
-
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.assignment import Assigned, StageWork
@@ -60,5 +58,6 @@ def weight_kept_bytes(graph: Graph, work: StageWork, kept: tuple[tuple[Kept, ...
             local = value.local_bytes(each.sharing.degrees)
             operands[value.key] = max(local, operands.get(value.key, 0))
         result = each.node.outputs[0]
-        gradients += graph.type_of(result).elements * widths[result] // math.prod(each.sharing.results[0])
+        layout = each.sharing.results[0]
+        gradients += graph.type_of(result).elements * widths[result] // (layout.parts if layout is not None else 1)
     return sum(operands.values()) + gradients

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph
+from autopipe.ir.layout import Layout
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.assignment import Cuts, StageWork, stage_work
+from autopipe.passes.cost.assignment import StageWork, stage_work
 from autopipe.passes.cost.kept import Kept
 
 OPTIMIZER_STATE_BYTES = 4
@@ -116,11 +116,11 @@ def live_bytes(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:
 
 
 def _local_sizes(
-    graph: Graph, names: tuple[str, ...], cuts: tuple[Cuts, ...], widths: dict[str, int]
+    graph: Graph, names: tuple[str, ...], layouts: tuple[Layout | None, ...], widths: dict[str, int]
 ) -> dict[str, int]:
     """Bytes on one device of the tensors that a node reads or writes."""
     return {
-        name: graph.type_of(name).elements * widths[name] // math.prod(cut)
-        for name, cut in zip(names, cuts, strict=True)
-        if name
+        name: graph.type_of(name).elements * widths[name] // layout.parts
+        for name, layout in zip(names, layouts, strict=True)
+        if layout is not None
     }

@@ -181,9 +181,9 @@ def _gradient_groups(
     """
     holders: dict[str, set[int]] = {}
     for work in works:
-        for name, count in work.parameters.items():
-            # Splits are outer to replicas: the devices with one part stand together.
-            same = work.stage.devices[: max(1, len(work.stage.devices) // count)]
+        for name, layout in work.layouts.items():
+            first = layout.box(0)
+            same = (device for place, device in enumerate(work.stage.devices) if layout.box(place) == first)
             holders.setdefault(name, set()).update(same)
     found = []
     for held in owned:

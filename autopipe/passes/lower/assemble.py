@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import Layout, Partial
+from autopipe.ir.layout import degree_of
 from autopipe.ir.placement import Placement
 from autopipe.ir.program import (
     DataInput,
@@ -135,9 +135,8 @@ def _wired(
         sends[piece.source_stage, piece.source_rank].append(piece)
     found: list[list[StageOnRank]] = [[] for _ in range(devices)]
     for number, stage in enumerate(stages):
-        group = len(stage.code.devices)
         for position, rank in enumerate(stage.code.devices):
-            data = (DataInput(name, need.box(position, group)) for name, need in stage.inputs.items() if name in given)
+            data = (DataInput(name, need.box(position)) for name, need in stage.inputs.items() if name in given)
             wires = tuple(receives[number, rank]), tuple(sends[number, rank])
             found[rank].append(StageOnRank(number, tuple(data), *wires))
     return found
@@ -169,14 +168,9 @@ def _output(graph: Graph, name: str, stages: tuple[ShardedStage, ...], batch: Ba
 
 def _place(stage: ShardedStage, name: str) -> OutputPlace:
     layout, devices = stage.outputs[name], stage.code.devices
-    boxes = tuple(OutputShard(rank, layout.box(position, len(devices))) for position, rank in enumerate(devices))
-    return OutputPlace(stage.code.stage, boxes, _combine(layout))
-
-
-def _combine(layout: Layout) -> str:
-    if layout.partial is None:
-        return "concat"
-    return "mean" if layout.partial is Partial.MEAN else "sum"
+    boxes = tuple(OutputShard(rank, layout.box(position)) for position, rank in enumerate(devices))
+    different = layout.parts * degree_of(layout.sums)
+    return OutputPlace(stage.code.stage, boxes, "sum" if layout.is_partial else "concat", len(devices) // different)
 
 
 def _batch_axis(graph: Graph, name: str, batch: BatchAxes) -> int | None:

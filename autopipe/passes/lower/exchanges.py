@@ -1,18 +1,22 @@
 """Which exchanges a stage's group makes between its nodes: one answer, for what is run and for what it costs.
 
-A value changes its layout where the next node wants it in another. Partial sums that all readers want cut in one way
-are reduced and scattered, else reduced to the whole; cut values are gathered; whole ones are cut for free.
+A value changes its layout where the next node wants it in another. Partial sums are added up at once: scattered where
+all readers want the same blocks, else to copies. After that the steps of `relayout.py` bring a value to each layout
+that is asked for, from the form of it that lacks least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.layout import Layout, operand_layout, plain, replicated, result_layout
+from autopipe.ir.layout import Layout, operand_layout, replicated, result_layout
 from autopipe.ir.placement import Split
+from autopipe.ir.relayout import Relayout
 from autopipe.ir.space import Space
+from autopipe.ir.volume import lacking
+from autopipe.passes.lower.relayout import reductions, steps_between
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +29,15 @@ class Laid:
     results: tuple[Layout | None, ...]
 
 
-def laid(graph: Graph, index: int, space: Space, splits: tuple[Split, ...]) -> Laid:
-    """The graph's node at `index`, of iteration space `space`, under its splits."""
+def laid(graph: Graph, index: int, space: Space, splits: tuple[Split, ...], group: int) -> Laid:
+    """The graph's node at `index`, of iteration space `space`, under its splits over `group` devices."""
     node = graph.nodes[index]
     operands = (
-        plain(operand_layout(space, words or (), graph.type_of(name).shape, splits)) if name else None
+        operand_layout(words or (), graph.type_of(name).shape, splits, group) if name else None
         for name, words in zip(node.inputs, space.operands, strict=True)
     )
     results = (
-        result_layout(space, words or (), graph.type_of(name).shape, splits) if name else None
+        result_layout(space, words or (), graph.type_of(name).shape, splits, group) if name else None
         for name, words in zip(node.outputs, space.results, strict=True)
     )
     return Laid(index, node, tuple(operands), tuple(results))
@@ -55,26 +59,14 @@ def taken_layouts(graph: Graph, nodes: Sequence[Laid], whole: Set[str] = frozens
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A change of one value's layout.
+    """One step of a change of one value's layout."""
 
-    `kind` is `all_reduce` (partial sums → whole), `reduce_scatter` (partial sums → shards), `all_gather` (shards →
-    whole) or `slice` (whole → this device's shard; no communication).
-    """
-
-    kind: str
     value: str
-    source: Layout
-    result: Layout
-
-    @property
-    def dimension(self) -> int:
-        """The dimension that is cut on one side; 0 where none is."""
-        cut = self.source if any(self.source.cuts) else self.result
-        return next((index for index, cuts in enumerate(cut.cuts) if cuts), 0)
+    step: Relayout
 
 
 def with_exchanges(
-    nodes: Sequence[Laid], taken: dict[str, Layout], given: Set[str], shares: Set[str]
+    nodes: Sequence[Laid], taken: dict[str, Layout], given: Set[str], shares: Set[str], group: int
 ) -> Iterator[Laid | Exchange]:
     """The nodes of a stage in order, with the exchanges between them.
 
@@ -82,25 +74,23 @@ def with_exchanges(
     of one's own choice, and `shares` the scalars that may stay partial.
     """
     wanted = _wanted(nodes)
-    state = _Held(dict(taken))
+    state = _Held(group, {name: [layout] for name, layout in taken.items()})
     for each in nodes:
         for name, need in zip(each.node.inputs, each.operands, strict=True):
             if need is not None:
-                yield from state.converted(name, need)
+                yield from state.brought(name, need)
         yield each
         for name, layout in zip(each.node.outputs, each.results, strict=True):
             if layout is None:
                 continue
-            if layout.partial is None or (name in shares and not layout.shape):
-                state.layouts[name] = layout if layout.partial else plain(layout)
-                continue
-            needs = wanted.get(name, set())
-            target = next(iter(needs)) if len(needs) == 1 and name not in given else None
-            if target is None or target.is_whole:
-                target = plain(replace(layout, partial=None, partial_over=()))
-            kind = "reduce_scatter" if any(target.cuts) else "all_reduce"
-            yield Exchange(kind, name, layout, target)
-            state.layouts[name] = target
+            held = layout
+            if layout.is_partial and not (name in shares and not layout.shape):
+                needs = wanted.get(name, set())
+                alone = len(needs) == 1 and name not in given
+                for step in reductions(layout, next(iter(needs)) if alone else layout.reduced()):
+                    yield Exchange(name, step)
+                    held = step.result
+            state.forms[name] = [held]
 
 
 def _wanted(nodes: Sequence[Laid]) -> dict[str, set[Layout]]:
@@ -115,20 +105,18 @@ def _wanted(nodes: Sequence[Laid]) -> dict[str, set[Layout]]:
 
 @dataclass(slots=True)
 class _Held:
-    """How the group holds each value so far, and the other layouts it was brought into."""
+    """The forms in which the group has each value so far, the one it is known by first."""
 
-    layouts: dict[str, Layout]
-    others: set[tuple[str, Layout]] = field(default_factory=set)
+    group: int
+    forms: dict[str, list[Layout]] = field(default_factory=dict)
 
-    def converted(self, name: str, need: Layout) -> Iterator[Exchange]:
+    def brought(self, name: str, need: Layout) -> Iterator[Exchange]:
         """The exchanges that bring a value into the layout a node needs, where it is not there yet."""
-        have = self.layouts[name]
-        if have == need or (name, need) in self.others:
+        forms = self.forms[name]
+        if need in forms:
             return
-        whole = replicated(have.shape)
-        if not have.is_whole and (name, whole) not in self.others:
-            self.others.add((name, whole))
-            yield Exchange("all_gather", name, have, whole)
-        if not need.is_whole:
-            self.others.add((name, need))
-            yield Exchange("slice", name, whole, need)
+        nearest = min(forms, key=lambda have: int(lacking(have, need, self.group).max()))
+        for step in steps_between(nearest, need):
+            if step.result not in forms:
+                yield Exchange(name, step)
+                forms.append(step.result)

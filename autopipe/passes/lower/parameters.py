@@ -53,4 +53,4 @@ def _blocks(stages: tuple[ShardedStage, ...]) -> Iterator[tuple[str, int, Box, i
         devices = stage.code.devices
         for name, layout in stage.parameters.items():
             for position, rank in enumerate(devices):
-                yield name, rank, layout.box(position, len(devices)), stage.code.stage
+                yield name, rank, layout.box(position), stage.code.stage

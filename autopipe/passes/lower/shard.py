@@ -8,11 +8,12 @@ is the sum over the ranks that hold it, whatever is split.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Constant, Graph, Node, Value
-from autopipe.ir.layout import Layout, Partial, even_degree_hint, is_block, plain, replicated
+from autopipe.ir.layout import Layout, are_blocks, even_degree_hint, mesh_of, replicated
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
 from autopipe.ir.ops.row import Signature
 from autopipe.ir.placement import Split, Stage
@@ -62,7 +63,7 @@ def shard_stage(graph: Graph, number: int, stage: Stage, nodes: StageNodes, dema
     """
     group = len(stage.devices)
     uses = tuple(_use(graph, index, splits, group) for index, splits in nodes.nodes)
-    forms = tuple(laid(graph, use.index, use.space, use.splits) for use in uses)
+    forms = tuple(laid(graph, use.index, use.space, use.splits, group) for use in uses)
     worker = _Sharding(graph, stage, taken_layouts(graph, forms, demands.whole), nodes.outputs, demands.shares)
     worker.place(uses, forms)
     return worker.finish(number)
@@ -73,20 +74,27 @@ def _use(graph: Graph, index: int, splits: tuple[Split, ...], group: int) -> _Us
     signature = signature_of(graph, node)
     space = OPERATORS[qualified_name(node)].space(signature)
     splits = tuple(split for split in splits if split.degree > 1)
-    if splits and (len(splits) > 1 or splits[0].degree != group):
-        wanted = " ".join(map(str, splits))
+    _check_splits(node, space, splits, group)
+    return _Use(index, node, signature, space, splits)
+
+
+def _check_splits(node: Node, space: Space, splits: tuple[Split, ...], group: int) -> None:
+    """Raise CodegenError unless the splits leave every device of the group an equal block of the node's work."""
+    wanted = " ".join(map(str, splits))
+    if group % math.prod(split.degree for split in splits) or len({split.axis for split in splits}) < len(splits):
         raise CodegenError(
             f"a node split as {wanted} over {group} devices cannot be executed",
-            hint="one axis, split over all devices of the stage, can",
+            hint="each axis can be split once, and the product of all degrees must divide the number of devices",
             where=repr(node.name),
         )
     for split in splits:
         _check_split(node, space, split)
-    return _Use(index, node, signature, space, splits)
+    if not are_blocks(space, splits):
+        raise CodegenError(f"a share of {wanted} of {node.op} is not one block of its tensors", where=repr(node.name))
 
 
 def _check_split(node: Node, space: Space, split: Split) -> None:
-    """Raise CodegenError unless the split leaves every device an equal block of the node's work."""
+    """Raise CodegenError unless the axis is there and can be cut into equal parts."""
     axis = next((axis for axis in space.axes if axis.name == split.axis), None)
     if axis is None:
         names = " ".join(axis.name for axis in space.axes) or "none"
@@ -98,10 +106,6 @@ def _check_split(node: Node, space: Space, split: Split) -> None:
             f"axis {axis.name!r} of {node.op} has extent {axis.extent}: {split.degree} devices cannot share it equally",
             hint=even_degree_hint(axis.extent, split.degree),
             where=repr(node.name),
-        )
-    if not is_block(space, axis.name, split.degree):
-        raise CodegenError(
-            f"a share of axis {axis.name!r} of {node.op} is not one block of its tensors", where=repr(node.name)
         )
 
 
@@ -120,6 +124,7 @@ class _Sharding:
     operations: list[Operation] = field(default_factory=list)
     layouts: dict[str, Layout] = field(default_factory=dict)
     values: dict[tuple[str, Layout], Value] = field(default_factory=dict)
+    spelled: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for name in self.outputs:
@@ -140,8 +145,9 @@ class _Sharding:
     def place(self, uses: tuple[_Use, ...], forms: tuple[Laid, ...]) -> None:
         """Add the operations of all nodes and the exchanges between them."""
         by_index = {use.index: use for use in uses}
-        steps = tuple(with_exchanges(forms, self.taken, frozenset(self.outputs), self.shares))
-        reduced = {step.value for step in steps if isinstance(step, Exchange) and step.source.partial is not None}
+        group = len(self.stage.devices)
+        steps = tuple(with_exchanges(forms, self.taken, frozenset(self.outputs), self.shares, group))
+        reduced = {step.value for step in steps if isinstance(step, Exchange) and step.step.source.is_partial}
         for step in steps:
             if isinstance(step, Laid):
                 self._compute(by_index[step.index], step, reduced)
@@ -158,11 +164,12 @@ class _Sharding:
             for name, layout in zip(use.node.outputs, form.results, strict=True)
         )
         signature = replace(use.signature, operands=operands, results=results, constants=self._constants(use, operands))
-        self.operations.append(Compute(use.index, signature, use.splits))
+        joint = tuple(each.axis for each in use.splits if use.space.axis(each.axis).kind.is_joint)
+        mesh = mesh_of(use.splits, len(self.stage.devices))
+        self.operations.append(Compute(use.index, signature, use.splits, mesh, joint))
 
     def _computed(self, name: str, layout: Layout, reduced: set[str]) -> Value:
-        spelled = self._derived(name, "partial") if name in reduced else name
-        return self._hold(name, layout if layout.partial else plain(layout), spelled)
+        return self._hold(name, layout, self._derived(name, "partial") if name in reduced else name)
 
     def _constants(self, use: _Use, operands: tuple[Value | None, ...]) -> tuple:  # type: ignore[type-arg]
         """Numbers stay known only where the operand is the whole constant."""
@@ -171,21 +178,19 @@ class _Sharding:
             for value, array in zip(operands, use.signature.constants, strict=True)
         )
 
-    def _exchange(self, step: Exchange) -> None:
-        source = self.values[step.value, step.source]
-        if step.source.partial is not None:
-            spelled = step.value
-        else:
-            spelled = self._derived(step.value, "whole" if step.result.is_whole else str(step.dimension))
-        average = step.source.partial is Partial.MEAN
-        result = self._hold(step.value, step.result, spelled)
-        self.operations.append(Collective(step.kind, source, result, self.stage.devices, step.dimension, average))
+    def _exchange(self, exchange: Exchange) -> None:
+        step = exchange.step
+        source = self.values[exchange.value, step.source]
+        is_first = step.source.is_partial and not step.result.is_partial
+        spelled = exchange.value if is_first else self._derived(exchange.value, step.kind)
+        self.operations.append(Collective(source, self._hold(exchange.value, step.result, spelled), step))
 
     def _derived(self, name: str, what: str) -> str:
         """A name for another form of a value that no value of the model has."""
         found = f"{name}\0{what}"
-        while self.graph.has(found):
+        while self.graph.has(found) or found in self.spelled:
             found += "\0"
+        self.spelled.add(found)
         return found
 
     def finish(self, number: int) -> ShardedStage:

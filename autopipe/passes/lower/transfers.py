@@ -30,12 +30,12 @@ def _value_pieces(
 ) -> list[Piece]:
     senders, receivers = stages[source].code.devices, stages[target].code.devices
     hold = stages[source].outputs[name]
-    if hold.partial is not None:
+    if hold.is_partial:
         raise CodegenError(f"{name!r} leaves stage {source} as partial sums")
-    held = [hold.box(position, len(senders)) for position in range(len(senders))]
+    held = [hold.box(position) for position in range(len(senders))]
     pieces = []
     for position, receiver in enumerate(receivers):
-        wanted = need.box(position, len(receivers))
+        wanted = need.box(position)
         # Copies are asked of the holders in turn, so that no one sender serves all receivers.
         for box in dict.fromkeys(held):
             common = box.intersect(wanted)

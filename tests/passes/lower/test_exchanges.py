@@ -12,8 +12,8 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.program import Collective, Compute, StageCode
 from autopipe.passes.cost.assignment import stage_work
-from autopipe.passes.cost.communication import all_gather, all_reduce, reduce_scatter
 from autopipe.passes.cost.exchange import exchange_seconds
+from autopipe.passes.cost.relayout import reduction_cost, relayout_seconds
 from autopipe.passes.cost.work import annotate
 from autopipe.passes.lower import lower
 from autopipe.passes.lower.gradients import differentiable_values
@@ -33,7 +33,7 @@ def code_of(graph: Graph, *splits: tuple[int, str], loss: str | None = None) -> 
 
 
 def exchanges(code: StageCode) -> list[tuple[str, int]]:
-    return [(each.kind, each.dimension) for each in code.operations if isinstance(each, Collective)]
+    return [(each.kind, each.relayout.dimension) for each in code.operations if isinstance(each, Collective)]
 
 
 def two_products() -> tuple[Builder, str]:
@@ -68,8 +68,7 @@ def test_readers_that_differ_get_the_sum_whole() -> None:
         ("all_reduce", 0),
         ("slice", 0),
         ("slice", 1),
-        ("all_gather", 0),
-        ("slice", 1),
+        ("all_to_all", 1),
     ]
 
 
@@ -106,15 +105,14 @@ _TOGETHER = ("Softmax", "SoftmaxCrossEntropyLoss")
 
 def _seconds(code: StageCode, links: Cluster) -> float:
     """Of the forward of a lowered stage: its collectives, and the statistics of softmaxes and losses in parts."""
-    prices = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
     total = 0.0
     for each in code.operations:
-        if isinstance(each, Collective) and each.kind in prices:
-            size = max(each.source.bytes, each.result.bytes)
-            total += prices[each.kind](links, code.devices).seconds(size)
+        if isinstance(each, Collective):
+            total += relayout_seconds(links, code.devices, each.relayout, each.source.dtype.itemsize)
         elif isinstance(each, Compute) and each.splits and each.signature.node.op in _TOGETHER:
-            (split,) = each.splits
             scores = each.signature.operand(0)
-            if split.axis in ("c", f"d{len(scores.shape) - 1}"):
-                total += 2 * all_reduce(links, code.devices).seconds(4 * scores.elements // scores.shape[-1])
+            over = each.mesh_of(("c", f"d{len(scores.shape) - 1}"))
+            if over:
+                price = reduction_cost(links, code.devices, "all_reduce", over)
+                total += 2 * price.seconds(4 * scores.elements // scores.shape[-1])
     return total

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopipe.backends.torch.emission.groups import group_code
 from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Node, Value
+from autopipe.ir.layout import MeshAxes, merged
 from autopipe.ir.ops.row import Signature
 from autopipe.ir.placement import Split
 
@@ -27,6 +29,10 @@ class Call:
     signature: Signature
     codes: tuple[str | None, ...]
     splits: tuple[Split, ...] = ()
+    mesh: MeshAxes = ()
+    """The axis of the group's mesh that each split lies along."""
+    devices: int = 1
+    """Number of devices of the group."""
 
     @property
     def node(self) -> Node:
@@ -76,7 +82,8 @@ class Call:
     def group(self, *axes: str) -> str:
         """The code of the devices that share those of the joint `axes` which are split: at least one is."""
         assert any(map(self.is_split, axes)), f"{self.node.op} is not split along {', '.join(axes)}"
-        return "p.group"
+        pairs = zip(self.splits, self.mesh, strict=True)
+        return group_code(merged(place for split, place in pairs if split.axis in axes), self.devices)
 
     def scalar(self, index: int) -> str | None:
         """A Python literal for operand `index` where it is a known tensor of one element, else None.

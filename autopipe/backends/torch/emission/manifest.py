@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from autopipe.backends.torch.emission.groups import meshes_of
 from autopipe.ir.graph import FileSlice, Fill, Parameter, Storage
 from autopipe.ir.problem import Optimizer
-from autopipe.ir.program import Output, OutputPlace, Program, RankCode
+from autopipe.ir.program import Output, OutputPlace, Program, RankCode, StageCode
 
 FORMAT = "autopipe.program/1"
 
@@ -63,7 +64,7 @@ def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
         ],
         "outputs": [_output(each, program) for each in program.outputs],
         "parameters": [_parameter(each) for each in program.parameters],
-        "stages": [{"ranks": list(stage.devices), "pipeline": stage.pipeline} for stage in program.stages],
+        "stages": [_stage(each) for each in program.stages],
         "channels": [
             {
                 "number": each.number,
@@ -75,6 +76,15 @@ def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
             for each in program.channels
         ],
         "ranks": [_rank(each) for each in program.ranks],
+    }
+
+
+def _stage(stage: StageCode) -> dict[str, Any]:
+    """With the sub-meshes of its group along which its ranks exchange anything."""
+    return {
+        "ranks": list(stage.devices),
+        "pipeline": stage.pipeline,
+        "meshes": [[[axis.degree, axis.stride] for axis in axes] for axes in meshes_of(stage)],
     }
 
 
@@ -93,6 +103,7 @@ def _place(output: Output, place: OutputPlace, program: Program) -> dict[str, An
         "stage": place.stage,
         "position": [value.name for value in program.stages[place.stage].outputs].index(output.value.name),
         "combine": place.combine,
+        "copies": place.copies,
         "shards": [
             {"rank": shard.rank, "starts": list(shard.box.starts), "stops": list(shard.box.stops)}
             for shard in place.shards

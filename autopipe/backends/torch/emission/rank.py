@@ -92,8 +92,7 @@ def _loss_share(program: Program, stage: int) -> float:
     """This rank's share in the step's loss for each micro-batch: shares of all ranks and micro-batches add up to it."""
     output = next(each for each in program.outputs if each.value.name == program.loss)
     place = next(each for each in output.places if each.stage == stage)
-    copies = 1 if place.combine == "sum" else len(place.shards)
-    return 1.0 / (program.micro_batches * copies)
+    return 1.0 / (program.micro_batches * place.copies)
 
 
 def _step(rank: RankCode) -> str:

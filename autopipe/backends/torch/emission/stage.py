@@ -6,11 +6,13 @@ import re
 from dataclasses import dataclass, field
 
 from autopipe.backends.torch.emission.call import Call
+from autopipe.backends.torch.emission.groups import group_code
 from autopipe.backends.torch.emission.later import deferred
 from autopipe.backends.torch.emission.peephole import merge_neighbours
 from autopipe.backends.torch.emission.table import EMITTERS
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Value
+from autopipe.ir.layout import Layout, degree_of
 from autopipe.ir.ops import qualified_name
 from autopipe.ir.program import Collective, Compute, Operation, StageCode
 
@@ -56,7 +58,7 @@ def _forward(stage: StageCode) -> _Forward:
     last_use = _last_uses(stage)
     lines = [f"def forward({', '.join(['p', *arguments])}):"]
     for position, operation in enumerate(stage.operations):
-        lines.extend(_statement(operation, names, last_use.get(position, ()), stage.deferred))
+        lines.extend(_statement(operation, names, last_use.get(position, ()), stage))
     results = tuple(names.codes[value.name] for value in stage.outputs)
     lines.append(f"    return ({', '.join(results)}{',' if len(results) == 1 else ''})")
     return _Forward("\n".join(lines) + "\n", arguments, results)
@@ -77,12 +79,13 @@ def _last_uses(stage: StageCode) -> dict[int, tuple[str, ...]]:
     return {position: tuple(names) for position, names in dead.items()}
 
 
-def _statement(operation: Operation, names: _Names, dead: tuple[str, ...], later: tuple[int, ...]) -> list[str]:
+def _statement(operation: Operation, names: _Names, dead: tuple[str, ...], stage: StageCode) -> list[str]:
+    group = len(stage.devices)
     if isinstance(operation, Collective):
-        code, comment = _collective(operation, names), _collective_comment(operation)
+        code, comment = _collective(operation, names, group), _collective_comment(operation, group)
         target = names.fresh(operation.result)
     else:
-        code, comment = _expression(operation, names, operation.node in later), _comment(operation)
+        code, comment = _expression(operation, names, operation.node in stage.deferred, group), _comment(operation)
         results = operation.signature.results
         target = ", ".join("_" if value is None or value.name in dead else names.fresh(value) for value in results)
         if target == "_":
@@ -97,14 +100,14 @@ def _statement(operation: Operation, names: _Names, dead: tuple[str, ...], later
     return [f"    # {comment}", statement]
 
 
-def _expression(operation: Compute, names: _Names, later: bool) -> str:
+def _expression(operation: Compute, names: _Names, later: bool, group: int) -> str:
     signature = operation.signature
     name = qualified_name(signature.node)
     emitter = EMITTERS.get(name)
     if emitter is None:
         raise CodegenError(f"operator {name} cannot be written as PyTorch", where=repr(signature.node.name))
     codes = tuple(None if value is None else names.codes[value.name] for value in signature.operands)
-    call = Call(signature, codes, operation.splits)
+    call = Call(signature, codes, operation.splits, operation.mesh, group)
     return deferred(emitter, call) if later else emitter(call)
 
 
@@ -124,17 +127,29 @@ def _quoted(name: str) -> str:
     return shown if len(shown) <= 60 else f"{shown[:28]}…{shown[-28:]}"
 
 
-def _collective(operation: Collective, names: _Names) -> str:
+def _collective(operation: Collective, names: _Names, group: int) -> str:
+    step = operation.relayout
     source = names.codes[operation.source.name]
-    average = ", average=True" if operation.average else ""
-    if operation.kind == "all_reduce":
-        return f"p.group.all_reduce({source}{average})"
-    return f"p.group.{operation.kind}({source}, {operation.dimension}{average})"
+    if step.kind == "redistribute":
+        return f"p.group.redistribute({source}, {_cuts(step.source)}, {_cuts(step.result)})"
+    arguments = [source]
+    if step.kind == "all_to_all":
+        arguments += [str(step.origin), str(step.dimension)]
+    elif step.kind != "all_reduce":
+        arguments.append(str(step.dimension))
+    if step.divisor > 1:
+        arguments.append(f"divisor={step.divisor}")
+    return f"{group_code(step.over, group)}.{step.kind}({', '.join(arguments)})"
 
 
-def _collective_comment(operation: Collective) -> str:
+def _cuts(layout: Layout) -> str:
+    return repr(tuple(tuple((axis.degree, axis.stride) for axis in axes) for axes in layout.cuts))
+
+
+def _collective_comment(operation: Collective, group: int) -> str:
     size = max(operation.source.bytes, operation.result.bytes)
-    return f"{operation.kind} over {len(operation.ranks)} ranks, {size / 2**20:.3g} MiB"
+    ranks = degree_of(operation.relayout.over) if operation.relayout.over else group
+    return f"{operation.kind} over {ranks} ranks, {size / 2**20:.3g} MiB"
 
 
 _CONSTANT = re.compile(r"\bp\.(c\d+)\b")

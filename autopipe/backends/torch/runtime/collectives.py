@@ -6,36 +6,72 @@ the shares of all copies add up to the gradient. See `autopipe.passes.lower.shar
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from autopipe.ir.layout import Box, Layout, MeshAxes, MeshAxis, degree_of, members
+from autopipe.ir.redistribution import moves_between
+
+Cuts = tuple[tuple[tuple[int, int], ...], ...]
+"""For each dimension of a tensor the axes of a mesh that cut it, outer to inner, as degree and stride."""
+
+FindGroup = Callable[[tuple[int, ...]], "dist.ProcessGroup | None"]
+"""The process group of ranks, ascending."""
+
 
 class Group:
-    """A stage's group as seen from one of its ranks."""
+    """Ranks that exchange something, as seen from one of them: a stage's group, or those along axes of its mesh."""
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(self, ranks: tuple[int, ...], rank: int, find: FindGroup) -> None:
+        self.ranks = ranks
         self.size = len(ranks)
         self.position = ranks.index(rank)
         self.order = tuple(sorted(ranks).index(each) for each in ranks)
         """Where each position's part is in what the process group gathers, which is by rank."""
-        self.process_group = process_group
+        self.process_group = find(tuple(sorted(ranks)))
+        self._find = find
+        self._along: dict[MeshAxes, Group] = {}
 
-    def all_reduce(self, tensor: torch.Tensor, average: bool = False) -> torch.Tensor:
-        """The sum, or with `average` the mean, of all ranks' tensors."""
+    def along(self, *axes: tuple[int, int]) -> Group:
+        """The ranks that differ from this one along `axes` alone, each given as degree and stride, outer to inner."""
+        wanted = tuple(MeshAxis(*axis) for axis in axes)
+        if wanted not in self._along:
+            ranks = tuple(self.ranks[position] for position in members(wanted, self.position))
+            self._along[wanted] = Group(ranks, self.ranks[self.position], self._find)
+        return self._along[wanted]
+
+    def all_reduce(self, tensor: torch.Tensor, divisor: int = 1) -> torch.Tensor:
+        """The sum of all ranks' tensors, divided by `divisor`."""
         total: torch.Tensor = _AllReduce.apply(tensor, self)  # type: ignore[no-untyped-call]
-        return total / self.size if average else total
+        return total / divisor if divisor > 1 else total
 
     def all_gather(self, tensor: torch.Tensor, dimension: int) -> torch.Tensor:
         """The ranks' shards joined along `dimension`."""
         gathered: torch.Tensor = _AllGather.apply(tensor, self, dimension)  # type: ignore[no-untyped-call]
         return gathered
 
-    def reduce_scatter(self, tensor: torch.Tensor, dimension: int, average: bool = False) -> torch.Tensor:
-        """This rank's shard along `dimension` of the sum, or with `average` the mean, of all ranks' tensors."""
+    def reduce_scatter(self, tensor: torch.Tensor, dimension: int, divisor: int = 1) -> torch.Tensor:
+        """This rank's shard along `dimension` of the sum of all ranks' tensors, divided by `divisor`."""
         total: torch.Tensor = _ReduceScatter.apply(tensor, self, dimension)  # type: ignore[no-untyped-call]
-        return total / self.size if average else total
+        return total / divisor if divisor > 1 else total
+
+    def all_to_all(self, tensor: torch.Tensor, origin: int, dimension: int) -> torch.Tensor:
+        """Of shards along `origin` this rank's shard along `dimension`."""
+        exchanged: torch.Tensor = _AllToAll.apply(tensor, self, origin, dimension)  # type: ignore[no-untyped-call]
+        return exchanged
+
+    def redistribute(self, tensor: torch.Tensor, source: Cuts, target: Cuts) -> torch.Tensor:
+        """This rank's block under `target` of a tensor held as `source` says, both as axes by dimension.
+
+        Axes are given as degree and stride. Ranks send one another what they lack.
+        """
+        moved: torch.Tensor = _Redistribute.apply(tensor, self, source, target)  # type: ignore[no-untyped-call]
+        return moved
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' tensors, as a number without a gradient of its own."""
@@ -82,6 +118,111 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _gathered(gradients[0], context.group, context.dimension), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, group: Group, origin: int, dimension: int) -> torch.Tensor:
+        context.group, context.origin, context.dimension = group, origin, dimension
+        return _exchanged(tensor, group, origin, dimension)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchanged(gradients[0], context.group, context.dimension, context.origin), None, None, None
+
+
+class _Redistribute(torch.autograd.Function):
+    """Backward sends every block's gradient to where it came from, which adds up what comes back."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, group: Group, source: Cuts, target: Cuts) -> torch.Tensor:
+        moves = _moves(tuple(tensor.shape), group.size, group.position, source, target)
+        context.group, context.moves, context.shape = group, moves, tensor.shape
+        result = tensor.new_empty(moves.shape)
+        arrived = _swapped([[tensor[box] for box in boxes] for boxes in moves.sent], moves.received, result, group)
+        for boxes, blocks in zip(moves.received, arrived, strict=True):
+            for box, block in zip(boxes, blocks, strict=True):
+                result[box] = block
+        return result
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        moves, group = context.moves, context.group
+        (gradient,) = gradients
+        result = gradient.new_zeros(context.shape)
+        arrived = _swapped([[gradient[box] for box in boxes] for boxes in moves.received], moves.sent, result, group)
+        for boxes, blocks in zip(moves.sent, arrived, strict=True):
+            for box, block in zip(boxes, blocks, strict=True):
+                result[box] += block
+        return result, None, None, None
+
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """What a rank sends to and receives from each position, as blocks of its own tensors before and after."""
+
+    shape: tuple[int, ...]
+    sent: tuple[tuple[Slices, ...], ...]
+    received: tuple[tuple[Slices, ...], ...]
+
+
+@lru_cache(maxsize=4096)
+def _moves(shape: tuple[int, ...], size: int, position: int, source: Cuts, target: Cuts) -> _Moves:
+    """For the rank at `position` of `size`, whose block before has `shape`."""
+    before, after = (tuple(tuple(MeshAxis(*axis) for axis in axes) for axes in cuts) for cuts in (source, target))
+    whole = tuple(extent * degree_of(axes) for extent, axes in zip(shape, before, strict=True))
+    have, need = Layout(whole, before), Layout(whole, after)
+    sent: list[list[Slices]] = [[] for _ in range(size)]
+    received: list[list[Slices]] = [[] for _ in range(size)]
+    for move in moves_between(have, need, size):
+        if move.source == position:
+            sent[move.target].append(_slices(move.box.within(have.box(position))))
+        if move.target == position:
+            received[move.source].append(_slices(move.box.within(need.box(position))))
+    return _Moves(need.local_shape(), tuple(map(tuple, sent)), tuple(map(tuple, received)))
+
+
+def _slices(box: Box) -> Slices:
+    return tuple(map(slice, box.starts, box.stops))
+
+
+def _swapped(
+    blocks: list[list[torch.Tensor]], expected: tuple[tuple[Slices, ...], ...], like: torch.Tensor, group: Group
+) -> list[list[torch.Tensor]]:
+    """Send `blocks[i]` to position i and receive from it what fills the `expected` parts of `like`; by position."""
+    parts = [torch.cat([block.reshape(-1) for block in each]) if each else like.new_empty(0) for each in blocks]
+    shapes = [[like[box].shape for box in boxes] for boxes in expected]
+    sizes = [sum(shape.numel() for shape in each) for each in shapes]
+    arrived = _all_to_all(parts, sizes, group)
+    return [
+        [part.reshape(shape) for part, shape in zip(whole.split([s.numel() for s in each]), each, strict=True)]
+        for whole, each in zip(arrived, shapes, strict=True)
+    ]
+
+
+def _all_to_all(parts: list[torch.Tensor], sizes: list[int], group: Group) -> list[torch.Tensor]:
+    """Flat parts to each position for flat parts of `sizes` elements from each position."""
+    places = sorted(range(group.size), key=group.order.__getitem__)
+    sent = torch.cat([parts[place] for place in places])
+    received = sent.new_empty(sum(sizes))
+    outgoing, incoming = [len(parts[place]) for place in places], [sizes[place] for place in places]
+    if sent.is_cuda and dist.get_backend(group.process_group) == "gloo":  # It exchanges tensors of the host alone.
+        host = received.cpu()
+        dist.all_to_all_single(host, sent.cpu(), incoming, outgoing, group=group.process_group)
+        received.copy_(host)
+    else:
+        dist.all_to_all_single(received, sent, incoming, outgoing, group=group.process_group)
+    by_rank = received.split(incoming)
+    return [by_rank[place] for place in group.order]
+
+
+def _exchanged(tensor: torch.Tensor, group: Group, origin: int, dimension: int) -> torch.Tensor:
+    parts = [part.contiguous() for part in tensor.chunk(group.size, dimension)]
+    arrived = _all_to_all([part.reshape(-1) for part in parts], [parts[0].numel()] * group.size, group)
+    return torch.cat([part.reshape(parts[0].shape) for part in arrived], origin)
 
 
 def _sum(tensor: torch.Tensor, group: Group) -> torch.Tensor:

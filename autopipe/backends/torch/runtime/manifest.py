@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.layout import MeshAxis, members
 
 FORMAT = "autopipe.program/1"
 
@@ -80,6 +81,7 @@ class OutputPlace:
     stage: int
     position: int
     combine: str
+    copies: int
     shards: tuple[OutputShard, ...]
 
 
@@ -95,12 +97,26 @@ class OutputEntry:
     """One a pipeline."""
 
 
+Axes = tuple[tuple[int, int], ...]
+"""Axes of a group's mesh, outer to inner, each as degree and stride: see `autopipe.ir.layout.MeshAxis`."""
+
+
 @dataclass(frozen=True, slots=True)
 class StageEntry:
-    """A stage's group, and its pipeline."""
+    """A stage's group, its pipeline, and the sub-meshes along which the group's ranks exchange anything."""
 
     ranks: tuple[int, ...]
     pipeline: int
+    meshes: tuple[Axes, ...]
+
+    def groups(self) -> set[tuple[int, ...]]:
+        """All sets of ranks, ascending, that exchange anything."""
+        found = {tuple(sorted(self.ranks))}
+        for axes in self.meshes:
+            along = tuple(MeshAxis(*axis) for axis in axes)
+            for position in range(len(self.ranks)):
+                found.add(tuple(sorted(self.ranks[place] for place in members(along, position))))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +228,14 @@ def _manifest(folder: Path, raw: dict[str, Any]) -> Manifest:
             )
             for rank in raw["ranks"]
         ),
-        stages=tuple(StageEntry(tuple(each["ranks"]), int(each["pipeline"])) for each in raw["stages"]),
+        stages=tuple(
+            StageEntry(
+                tuple(each["ranks"]),
+                int(each["pipeline"]),
+                tuple(tuple((degree, stride) for degree, stride in axes) for axes in each["meshes"]),
+            )
+            for each in raw["stages"]
+        ),
         channels=tuple(ChannelEntry(**each) for each in raw["channels"]),
     )
 
@@ -238,5 +261,6 @@ def _place(raw: dict[str, Any]) -> OutputPlace:
         stage=raw["stage"],
         position=raw["position"],
         combine=raw["combine"],
+        copies=raw["copies"],
         shards=tuple(OutputShard(each["rank"], tuple(each["starts"]), tuple(each["stops"])) for each in raw["shards"]),
     )

@@ -97,12 +97,12 @@ class OutputCollector:
             if place.combine == "concat":
                 block.copy_(found)
             else:
-                block.add_(found / (len(place.shards) if place.combine == "mean" else 1))
+                block.add_(found / place.copies)
         return whole.flatten(0, 1)
 
 
 def _needed(place: OutputPlace) -> tuple[OutputShard, ...]:
-    """One holder for each block; all of them where each holds a share of a sum or mean."""
+    """One holder for each block; all of them where each holds a share of a sum."""
     if place.combine != "concat":
         return place.shards
     return tuple({(shard.starts, shard.stops): shard for shard in reversed(place.shards)}.values())

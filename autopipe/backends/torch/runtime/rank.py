@@ -96,7 +96,7 @@ class Rank:
         manifest, transport = self.manifest, self.transport
         transport.start()
         gradient_groups = {shard.ranks for shards in manifest.shards for shard in shards}
-        transport.make_groups({*gradient_groups, *(entry.ranks for entry in manifest.stages)})
+        transport.make_groups({*gradient_groups, *(ranks for entry in manifest.stages for ranks in entry.groups())})
         transport.make_channels(manifest.channels)
         if self.options.checkpoint is not None or self.options.blocking:
             transport.make_patient_group()
@@ -107,8 +107,7 @@ class Rank:
         for number, (module, arguments) in self._modules.items():
             for name in (*module.PARAMETERS, *module.CONSTANTS):
                 setattr(arguments, name, named[name])
-            ranks = manifest.stages[number].ranks
-            arguments.group = Group(ranks, self.number, transport.group(ranks))
+            arguments.group = Group(manifest.stages[number].ranks, self.number, transport.group)
             arguments.later = Later(named[name] for name in module.PARAMETERS)
         self.reduction = GradientReduction(transport, self.parameters, manifest.shards[self.number])
         trained = [tensor for tensor in self.parameters.values() if tensor.requires_grad]

@@ -1,0 +1,172 @@
+"""From one layout of a value to another: the fewest collectives that do it, or blocks sent from device to device.
+
+No step brings a device more than it lacks, so what a change of layout moves is told by the two layouts alone
+(`ir/volume.py`), whichever steps it takes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from autopipe.ir.layout import Layout, MeshAxes, MeshAxis, merged
+from autopipe.ir.relayout import Relayout
+
+
+@lru_cache(maxsize=1 << 16)
+def steps_between(source: Layout, target: Layout) -> tuple[Relayout, ...]:
+    """What brings a value from `source`, which holds no shares of sums, to `target`."""
+    assert not source.is_partial, source
+    if source == target:
+        return ()
+    atoms = _atoms(source, target)
+    if atoms is None:
+        return (Relayout("redistribute", source, target),)
+    return tuple(_Change(source, target, *atoms).steps())
+
+
+@lru_cache(maxsize=1 << 16)
+def reductions(source: Layout, target: Layout) -> tuple[Relayout, ...]:
+    """What adds up the shares that `source` holds, on the way to `target`: scattered where that cuts further.
+
+    The last step's result has no shares left; the axes that cut one dimension of `target` inside of those that cut it
+    now are scattered along it, all others reduced to copies.
+    """
+    cuts = list(source.cuts)
+    left = list(source.partial_over)
+    found = []
+    held = source
+    for dimension, (now, wanted) in enumerate(zip(source.cuts, target.cuts, strict=True)):
+        inside = _inside(now, wanted, left)
+        if not inside:
+            continue
+        left = _without(left, inside)
+        cuts[dimension] = merged(now + inside)
+        result = _shares(source, tuple(cuts), left)
+        found.append(Relayout("reduce_scatter", held, result, inside, dimension))
+        held = result
+    if left:
+        result = Layout(source.shape, tuple(cuts))
+        found.append(Relayout("all_reduce", held, result, merged(left)))
+    return tuple(found)
+
+
+def _inside(now: MeshAxes, wanted: MeshAxes, shares: list[MeshAxis]) -> MeshAxes:
+    """The axes that cut a dimension in `wanted` inside of `now`, if the value is shared out over exactly these."""
+    atoms = _chain([*now, *wanted, *shares])
+    if atoms is None:
+        return ()
+    have, want = _split(now, atoms), _split(wanted, atoms)
+    if len(want) <= len(have) or want[: len(have)] != have:
+        return ()
+    free = set(_split(tuple(shares), atoms))
+    inside = list(itertools.takewhile(free.__contains__, want[len(have) :]))
+    return merged(inside)
+
+
+def _without(axes: list[MeshAxis], taken: MeshAxes) -> list[MeshAxis]:
+    """`axes` but for those in `taken`."""
+    atoms = _chain([*axes, *taken])
+    assert atoms is not None, (axes, taken)
+    gone = set(_split(taken, atoms))
+    return [axis for axis in _split(tuple(axes), atoms) if axis not in gone]
+
+
+def _shares(source: Layout, cuts: tuple[MeshAxes, ...], left: list[MeshAxis]) -> Layout:
+    """The layout when shares are left over the axes `left` of those that `source` has."""
+    atoms = _chain([*source.sums, *source.means, *left])
+    assert atoms is not None, (source, left)
+    rest = set(_split(tuple(left), atoms))
+    sums, means = (merged(axis for axis in _split(axes, atoms) if axis in rest) for axes in (source.sums, source.means))
+    return Layout(source.shape, cuts, sums, means)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change of layout whose axes are spelled in common atoms: `have` and `want` list them by dimension."""
+
+    source: Layout
+    target: Layout
+    have: tuple[MeshAxes, ...]
+    want: tuple[MeshAxes, ...]
+
+    def steps(self) -> Iterator[Relayout]:
+        common = [_common(have, want) for have, want in zip(self.have, self.want, strict=True)]
+        leaving = {place: have[count:] for place, (have, count) in _rests(self.have, common) if have[count:]}
+        coming = {place: want[count:] for place, (want, count) in _rests(self.want, common) if want[count:]}
+        wanted = {axis for axes in self.want for axis in axes}
+        if all(place not in coming and wanted.isdisjoint(axes) for place, axes in leaving.items()):
+            yield from self._sliced_and_gathered(coming, leaving)
+        elif self._is_exchange(coming, leaving):
+            yield from self._exchanged(coming, leaving)
+        else:
+            yield Relayout("redistribute", self.source, self.target)
+
+    def _sliced_and_gathered(self, coming: dict[int, MeshAxes], leaving: dict[int, MeshAxes]) -> Iterator[Relayout]:
+        """Cut first, so that less is gathered."""
+        held = self.source
+        for place, axes in coming.items():
+            result = _with_cut(held, place, self.want[place])
+            yield Relayout("slice", held, result, merged(axes), place)
+            held = result
+        for place, axes in leaving.items():
+            result = _with_cut(held, place, self.want[place])
+            yield Relayout("all_gather", held, result, merged(axes), place)
+            held = result
+
+    def _is_exchange(self, coming: dict[int, MeshAxes], leaving: dict[int, MeshAxes]) -> bool:
+        """Whether the axes of one dimension go to another one as they are, and none else leave."""
+        if len(leaving) != 1:
+            return False
+        ((origin, axes),) = leaving.items()
+        return origin not in coming and any(own == axes for own in coming.values())
+
+    def _exchanged(self, coming: dict[int, MeshAxes], leaving: dict[int, MeshAxes]) -> Iterator[Relayout]:
+        ((origin, axes),) = leaving.items()
+        place = next(place for place, own in coming.items() if own == axes)
+        others = {key: own for key, own in coming.items() if key != place}
+        held = self.source
+        for step in self._sliced_and_gathered(others, {}):
+            yield step
+            held = step.result
+        result = _with_cut(_with_cut(held, origin, self.want[origin]), place, self.want[place])
+        yield Relayout("all_to_all", held, result, merged(axes), place, origin)
+
+
+def _rests(spelled: tuple[MeshAxes, ...], common: list[int]) -> Iterator[tuple[int, tuple[MeshAxes, int]]]:
+    return enumerate(zip(spelled, common, strict=True))
+
+
+def _with_cut(layout: Layout, dimension: int, axes: MeshAxes) -> Layout:
+    cuts = (*layout.cuts[:dimension], merged(axes), *layout.cuts[dimension + 1 :])
+    return replace(layout, cuts=cuts)
+
+
+def _common(left: MeshAxes, right: MeshAxes) -> int:
+    """How many axes two lists begin with in common."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+
+
+def _atoms(source: Layout, target: Layout) -> tuple[tuple[MeshAxes, ...], tuple[MeshAxes, ...]] | None:
+    """Both layouts' cuts in axes that either has whole or not at all; None where their axes do not nest."""
+    bounds = _chain(axis for layout in (source, target) for axes in layout.cuts for axis in axes)
+    if bounds is None:
+        return None
+    return tuple(_split(axes, bounds) for axes in source.cuts), tuple(_split(axes, bounds) for axes in target.cuts)
+
+
+def _chain(axes: Iterable[MeshAxis]) -> list[int] | None:
+    """The strides at which axes begin and end, ascending; None where one does not divide the next."""
+    found = sorted({bound for axis in axes for bound in (axis.stride, axis.stride * axis.degree)})
+    return found if all(large % small == 0 for small, large in itertools.pairwise(found)) else None
+
+
+def _split(axes: MeshAxes, bounds: list[int]) -> MeshAxes:
+    """`axes` cut at `bounds`, outer to inner."""
+    found = []
+    for axis in axes:
+        inner = [bound for bound in bounds if axis.stride <= bound <= axis.stride * axis.degree]
+        found += [MeshAxis(large // small, small) for small, large in itertools.pairwise(inner)][::-1]
+    return tuple(found)
