@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph
 from autopipe.passes.placement.pase.paper.costs import Movement, Softmax
-from autopipe.passes.placement.pase.paper.drafting import Draft, Pattern, Place, Words
+from autopipe.passes.placement.pase.paper.drafting import Draft, Pattern, Words
 from autopipe.passes.placement.pase.paper.generic import by_space
+from autopipe.passes.placement.pase.paper.layers import Place
 from autopipe.passes.placement.pase.paper.products import product_of
 
 HEADS: Words = (("b",), ("h",), ("l",), ("k",))
@@ -133,11 +134,26 @@ def _project(draft: Draft, name: str, projected: Projections, shape: tuple[int, 
             (*axes, ("e", inner)),
             ((heads_of_three, stacked_shape),),
             lambda found: product_of(read, weight, heads_of_three, found),
+            aliases=(("e", "k"),),
         ),
     )
+    draft.places.update(_inside(draft.graph, projected, product))
     return draft.lay(
         f"{name}/unstack",
         (),
         ((product, heads_of_three),),
         Pattern(axes, ((HEADS, shape),) * 3, lambda _: Movement(), whole=frozenset({"s"})),
     )
+
+
+def _inside(graph: Graph, projected: Projections, product: Place) -> dict[str, Place]:
+    """Where the values between a projection and its heads lie in the stacked product, [3, b, h, l, k]."""
+    merged, apart = ((1,), (3,), (2, 4)), ((1,), (3,), (2,), (4,))
+    found = {}
+    for index in projected.nodes:
+        node = graph.nodes[index]
+        groups = merged if len(graph.type_of(node.outputs[0]).shape) == 3 else apart
+        if node.op == "Transpose":
+            groups = ((1,), (2,), (3,), (4,))
+        found[node.outputs[0]] = Place(product.layer, product.result, groups)
+    return found

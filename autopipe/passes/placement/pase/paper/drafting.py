@@ -13,22 +13,13 @@ from dataclasses import dataclass, replace
 
 from autopipe.ir.graph import Graph
 from autopipe.passes.placement.pase.paper.costs import Cost, Elementwise, Product
-from autopipe.passes.placement.pase.paper.layers import Axis, Layer, LayerEdge, LayerGraph, PlacedLayer, Tensor
+from autopipe.passes.placement.pase.paper.layers import Axis, Layer, LayerEdge, LayerGraph, Place, PlacedLayer, Tensor
 
 Words = tuple[tuple[str, ...], ...]
 """For each dimension of a tensor, the names of the axes that index it, outer to inner; () where none may cut it."""
 
 Indices = Mapping[str, tuple[int, ...]]
 """For each named axis, the layer's axes that it became: several where what is read has it in several dimensions."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a value lies: a layer's result, and the result's dimensions that make up each of the value's own."""
-
-    layer: int
-    result: int
-    groups: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +35,8 @@ class Pattern:
     cost: Callable[[Indices], Cost]
     whole: frozenset[str] = frozenset()
     divided: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
+    """What the nodes call an axis that neither they nor the layer show in a tensor that has a place."""
 
 
 class Draft:
@@ -76,7 +69,7 @@ class Draft:
             tuple(_result(words, shape, indices, extents) for words, shape in pattern.results),
             pattern.cost(indices),
         )
-        index = self.append(PlacedLayer(name, layer, tuple(nodes)), [place for place, _ in placed])
+        index = self.append(PlacedLayer(name, layer, tuple(nodes), pattern.aliases), [place for place, _ in placed])
         return tuple(Place(index, result, _groups(words, indices)) for result, (words, _) in enumerate(pattern.results))
 
     def append(self, layer: PlacedLayer, operands: Sequence[Place]) -> int:
@@ -113,7 +106,8 @@ class Draft:
 
     def finished(self, cutoff: int) -> LayerGraph:
         """The graph."""
-        return LayerGraph(tuple(self.layers), tuple(self._edges[pair] for pair in sorted(self._edges)), cutoff)
+        edges = tuple(self._edges[pair] for pair in sorted(self._edges))
+        return LayerGraph(tuple(self.layers), edges, dict(self.places), cutoff)
 
     def _factors(self, operands: Sequence[tuple[Place | None, Words]], pattern: Pattern) -> dict[str, tuple[int, ...]]:
         """How each axis is taken apart: as finely as some operand or the pattern has it."""

@@ -6,7 +6,8 @@ from autopipe.ir.graph import Node
 from autopipe.ir.ops import operator_of, space_of
 from autopipe.ir.space import AxisKind
 from autopipe.passes.placement.pase.paper.costs import Cost, Elementwise, Movement, Reduction
-from autopipe.passes.placement.pase.paper.drafting import Draft, Indices, Pattern, Place
+from autopipe.passes.placement.pase.paper.drafting import Draft, Indices, Pattern
+from autopipe.passes.placement.pase.paper.layers import Place
 
 RENAMINGS = frozenset({"Identity", "Cast", "CastLike", "BitCast"})
 """Operators that leave every element where it is and cost the paper nothing."""

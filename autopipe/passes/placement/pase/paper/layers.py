@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,11 +63,15 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class PlacedLayer:
-    """A layer at its place in the model: its name, and the nodes of the ONNX graph that it stands for."""
+    """A layer at its place in the model: its name, and the nodes of the ONNX graph that it stands for.
+
+    `aliases` are pairs of a layer's axis and the name that its nodes have for it, where no tensor tells.
+    """
 
     name: str
     layer: Layer
     nodes: tuple[int, ...]
+    aliases: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +85,22 @@ class LayerEdge:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value of the ONNX graph lies: a layer's result, and for each dimension of the value those of the result
+    that make it up, outer to inner."""
+
+    layer: int
+    result: int
+    groups: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerGraph:
     """The paper's computation graph: at most one edge between two layers, ordered as the layers are."""
 
     layers: tuple[PlacedLayer, ...]
     edges: tuple[LayerEdge, ...]
+    places: Mapping[str, Place]
+    """Of values of the ONNX graph; inputs, parameters and what costs nothing to compute have none."""
     cutoff: int
     """The least extent of a part: 4 for networks with convolutions, 1 for others, as the prototype has it."""

@@ -96,5 +96,6 @@ def embed(draft: Draft, index: int) -> None:
         axes,
         ((result, (*indices, table[1])),),
         lambda found: product_of(one_hot, (("v",), ("e",)), result, found),
+        aliases=(("v", "d0"),),
     )
     (draft.places[node.outputs[0]],) = draft.lay(node.name, (index,), (), pattern)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopipe.passes.placement.pase.paper.costs import Recurrent
-from autopipe.passes.placement.pase.paper.drafting import Draft, Pattern, Place, Words
+from autopipe.passes.placement.pase.paper.drafting import Draft, Pattern, Words
 from autopipe.passes.placement.pase.paper.generic import by_space
+from autopipe.passes.placement.pase.paper.layers import Place
 
 OUT: Words = (("s",), (), ("b",), ("n",))
 """What indexes an LSTM's first result: step, direction, batch, unit."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from autopipe.passes.placement.pase.paper.costs import Movement, Product
-from autopipe.passes.placement.pase.paper.drafting import Draft, Place, regrouped
-from autopipe.passes.placement.pase.paper.layers import Axis, Layer, PlacedLayer, Tensor
+from autopipe.passes.placement.pase.paper.drafting import Draft, regrouped
+from autopipe.passes.placement.pase.paper.layers import Axis, Layer, Place, PlacedLayer, Tensor
 
 
 def reshape(draft: Draft, index: int) -> None:

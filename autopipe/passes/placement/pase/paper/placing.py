@@ -1,0 +1,101 @@
+"""A strategy of the paper as a placement: splits of the ONNX nodes, as far as an axis of the paper is one of theirs.
+
+What is not keeps the paper's name (the layers of stacked LSTMs, the stack of three projections), which no node has:
+generating code refuses it by that name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopipe.ir.graph import Graph
+from autopipe.ir.ops import operator_of, space_of
+from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.ir.problem import Problem
+from autopipe.ir.space import Dimension, Space
+from autopipe.passes.placement.pase.paper.layers import Layer, LayerGraph, PlacedLayer
+from autopipe.passes.placement.pase.paper.strategy import PaperStrategy
+
+Meaning = dict[str, tuple[int, ...]]
+"""For an axis of a node, the axes of its layer that make it up, outer to inner."""
+
+
+def placement_of(problem: Problem, strategy: PaperStrategy) -> Placement:
+    """One stage on all devices, each node split as its layer is."""
+    splits: dict[int, tuple[Split, ...]] = {}
+    for index, degrees in enumerate(strategy.degrees):
+        splits.update(_splits_of(problem.graph, strategy.graph, index, degrees))
+    nodes = tuple(range(len(problem.graph.nodes)))
+    devices = tuple(range(problem.cluster.size))
+    cut = tuple(sorted((node, found) for node, found in splits.items() if found))
+    return Placement((Stage(nodes, devices, problem.micro_batch_size, cut),))
+
+
+def _splits_of(graph: Graph, layers: LayerGraph, index: int, degrees: Sequence[int]) -> dict[int, tuple[Split, ...]]:
+    """The splits of a layer's nodes; those that none of them can have go to the first."""
+    placed = layers.layers[index]
+    unknown = {axis for axis, degree in enumerate(degrees) if degree > 1}
+    found = {}
+    for node in placed.nodes:
+        meaning = _meaning(graph, layers, index, node)
+        named = {name: axes for name, axes in meaning.items() if _is_one_cut(placed.layer, axes, degrees)}
+        unknown -= {axis for axes in named.values() for axis in axes}
+        order = sorted(named.items(), key=lambda each: each[1])
+        cuts = (Split(name, math.prod(degrees[axis] for axis in axes)) for name, axes in order)
+        found[node] = tuple(split for split in cuts if split.degree > 1)
+    if placed.nodes and unknown:
+        first = placed.nodes[0]
+        found[first] += tuple(Split(placed.layer.axes[axis].name, degrees[axis]) for axis in sorted(unknown))
+    return found
+
+
+def _is_one_cut(layer: Layer, axes: tuple[int, ...], degrees: Sequence[int]) -> bool:
+    """Whether cutting all of `axes` cuts the dimension that they make up into contiguous pieces."""
+    last = max((place for place, axis in enumerate(axes) if degrees[axis] > 1), default=0)
+    return all(degrees[axis] == layer.axes[axis].extent for axis in axes[:last])
+
+
+def _meaning(graph: Graph, layers: LayerGraph, index: int, node: int) -> Meaning:
+    """What the axes of a node are in its layer, found by the dimensions of tensors that both know."""
+    placed, space = layers.layers[index], space_of(graph, graph.nodes[node])
+    meaning: Meaning = {}
+    for name, tensor in zip(graph.nodes[node].outputs, space.results, strict=True):
+        place = layers.places.get(name)
+        if tensor is not None and place is not None and place.layer == index:
+            axes = placed.layer.results[place.result].axes
+            _match(space, tensor, place.groups, axes, meaning)
+    reading = {(edge.source, edge.result): edge.operand for edge in layers.edges if edge.target == index}
+    for name, tensor in zip(graph.nodes[node].inputs, space.operands, strict=True):
+        place = layers.places.get(name)
+        operand = None if place is None else reading.get((place.layer, place.result))
+        if tensor is not None and place is not None and operand is not None:
+            _match(space, tensor, place.groups, placed.layer.operands[operand].axes, meaning)
+    row = operator_of(graph.nodes[node])
+    if row is not None and row.kind != "view":
+        _add_aliases(placed, space, meaning)
+    return meaning
+
+
+def _match(
+    space: Space,
+    tensor: tuple[Dimension, ...],
+    groups: tuple[tuple[int, ...], ...],
+    axes: tuple[tuple[int, ...], ...],
+    meaning: Meaning,
+) -> None:
+    """Add what a tensor's dimensions tell; of merged axes only one may be longer than one."""
+    extents = space.extents()
+    for dimension, group in zip(tensor, groups, strict=True):
+        long = [name for name in dimension if extents[name] > 1]
+        cuts = tuple(axis for each in group for axis in axes[each])
+        if len(long) == 1 and cuts:
+            meaning.setdefault(long[0], cuts)
+
+
+def _add_aliases(placed: PlacedLayer, space: Space, meaning: Meaning) -> None:
+    position = {axis.name: place for place, axis in enumerate(placed.layer.axes)}
+    extents = space.extents()
+    for name, own in placed.aliases:
+        if own in extents and extents[own] == placed.layer.axes[position[name]].extent:
+            meaning.setdefault(own, (position[name],))
