@@ -21,15 +21,15 @@ from autopipe.ir.relayout import Relayout
 class Compute:
     """One operator on local shards: `signature` holds local shapes.
 
-    `mesh` has the axis of the group's mesh that each split lies along; `joint` names the split axes over which the
-    operator itself exchanges statistics.
+    `mesh` has the axis of the group's mesh that each split lies along; `joint` has the sets of split axes over
+    which the operator itself asks for a group: see `Call.group`.
     """
 
     node: int
     signature: Signature
     splits: tuple[Split, ...] = ()
     mesh: MeshAxes = ()
-    joint: tuple[str, ...] = ()
+    joint: tuple[tuple[str, ...], ...] = ()
 
     def mesh_of(self, axes: Iterable[str]) -> MeshAxes:
         """The axes of the mesh over which the node is split along `axes`."""

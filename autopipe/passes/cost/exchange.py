@@ -14,6 +14,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import merged, mesh_of
 from autopipe.ir.ops import signature_of
+from autopipe.ir.ops.statistics import joint_splits
 from autopipe.ir.placement import Split
 from autopipe.passes.cost.assignment import Assigned, StageWork, laid_as
 from autopipe.passes.cost.relayout import reduction_cost, relayout_seconds
@@ -58,12 +59,11 @@ def _statistics(graph: Graph, cluster: Cluster, devices: tuple[int, ...], each: 
     """What a node split along a joint axis tells the group."""
     total = Exchanged()
     space, degrees = each.use.space, each.sharing.degrees
-    joint = [axis for axis in degrees if space.axis(axis).kind.is_joint]
-    if not joint:
+    if not joint_splits(space, degrees):
         return total
     mesh = mesh_of([Split(*item) for item in degrees.items()], len(devices))
-    over = merged(place for axis, place in zip(degrees, mesh, strict=True) if axis in joint)
     for told in each.use.row.statistics(signature_of(graph, each.node), space, degrees):
+        over = merged(place for axis, place in zip(degrees, mesh, strict=True) if axis in told.axes)
         seconds = told.times * reduction_cost(cluster, devices, told.kind, over).seconds(told.bytes)
         total += Exchanged(0.0, seconds) if told.backward else Exchanged(seconds, 0.0)
     return total

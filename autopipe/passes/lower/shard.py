@@ -16,6 +16,7 @@ from autopipe.ir.graph import Constant, Graph, Node, Value
 from autopipe.ir.layout import Layout, are_blocks, even_degree_hint, mesh_of, replicated
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
 from autopipe.ir.ops.row import Signature
+from autopipe.ir.ops.statistics import joint_splits
 from autopipe.ir.placement import Split, Stage
 from autopipe.ir.program import Collective, Compute, Operation, StageCode
 from autopipe.ir.space import AxisKind, Space
@@ -109,6 +110,14 @@ def _check_split(node: Node, space: Space, split: Split) -> None:
         )
 
 
+def _joint(use: _Use) -> tuple[tuple[str, ...], ...]:
+    """The sets of split axes that the node's operator asks a group for: each joint one, and those it tells over."""
+    degrees = {split.axis: split.degree for split in use.splits}
+    alone = [(axis,) for axis in joint_splits(use.space, degrees)]
+    told = OPERATORS[qualified_name(use.node)].statistics(use.signature, use.space, degrees) if alone else ()
+    return tuple(dict.fromkeys((*alone, *(each.axes for each in told))))
+
+
 @dataclass(slots=True)
 class _Sharding:
     """The operations of a stage as they are put together.
@@ -164,9 +173,8 @@ class _Sharding:
             for name, layout in zip(use.node.outputs, form.results, strict=True)
         )
         signature = replace(use.signature, operands=operands, results=results, constants=self._constants(use, operands))
-        joint = tuple(each.axis for each in use.splits if use.space.axis(each.axis).kind.is_joint)
         mesh = mesh_of(use.splits, len(self.stage.devices))
-        self.operations.append(Compute(use.index, signature, use.splits, mesh, joint))
+        self.operations.append(Compute(use.index, signature, use.splits, mesh, _joint(use)))
 
     def _computed(self, name: str, layout: Layout, reduced: set[str]) -> Value:
         return self._hold(name, layout, self._derived(name, "partial") if name in reduced else name)

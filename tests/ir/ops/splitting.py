@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 
 from autopipe.backends.torch.emission.stage import emit_forward
 from autopipe.ir.graph import Constant, Graph, Node
+from autopipe.ir.layout import mesh_of
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of, space_of
 from autopipe.ir.ops.row import Signature
 from autopipe.ir.placement import Split
@@ -68,14 +70,15 @@ def computed(
     known = {each.value.name for each in constants}
     inputs = {value.name: value for value in signature.operands if value is not None and value.name not in known}
     outputs = tuple(value for value in signature.results if value is not None)
+    group = math.prod(split.degree for split in splits)
     stage = StageCode(
         stage=0,
-        devices=(0,),
+        devices=tuple(range(group)),
         inputs=tuple(inputs.values()),
         outputs=outputs,
         parameters=(),
         constants=tuple(enumerate(constants)),
-        operations=(Compute(0, signature, splits),),
+        operations=(Compute(0, signature, splits, mesh_of(splits, group)),),
     )
     held = {f"c{index}": to_tensor(each.array) for index, each in enumerate(constants)}
     place = SimpleNamespace(device=torch.device("cpu"), group=member, **held)
@@ -91,6 +94,14 @@ def check(use: Use, rtol: float = 1e-5, atol: float = 1e-6) -> int:
     for axis in axes:
         check_splits(use, (Split(axis.name, smallest_factor(axis.extent)),), rtol, atol)
     return len(axes)
+
+
+def check_pairs(use: Use, rtol: float = 1e-5, atol: float = 1e-6) -> int:
+    """Assert that splits along any two axes at once are true; returns the number of pairs checked."""
+    pairs = list(itertools.permutations(divisible_axes(use.space), 2))
+    for axes in pairs:
+        check_splits(use, tuple(Split(axis.name, smallest_factor(axis.extent)) for axis in axes), rtol, atol)
+    return len(pairs)
 
 
 def check_splits(use: Use, splits: tuple[Split, ...], rtol: float = 1e-5, atol: float = 1e-6) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.ops import OPERATORS, signature_of
-from tests.ir.ops.splitting import check, divisible_axes
+from tests.ir.ops.splitting import check, check_pairs, divisible_axes
 from tests.ir.ops.uses import use_of
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -102,6 +102,7 @@ def test_groups_are_normalised_apart(batch: int, groups: int, channels: int, see
 def test_losses_add_up_or_average_over_labels_and_are_shared_out_by_class(op: str, reduction: str) -> None:
     use = use_of(op, [normal(0, 4, 5, 6), labels(1, 5, 4, 6)], reduction=reduction)
     assert check(use) == 3
+    assert check_pairs(use) == 6
     assert not OPERATORS[op].mixes_samples(signature_of(use.graph, use.node))
 
 
@@ -110,6 +111,7 @@ def test_a_mean_that_ignores_labels_adds_up_their_weights_and_mixes_samples() ->
         use = use_of("SoftmaxCrossEntropyLoss", [normal(0, 4, 5), labels(1, 5, 4), *extra], **attributes)
         assert str(use.space).startswith("n& c&, n&")
         assert check(use) == 2
+        assert check_pairs(use) == 2
         assert OPERATORS["SoftmaxCrossEntropyLoss"].mixes_samples(signature_of(use.graph, use.node))
 
 

@@ -24,7 +24,6 @@ def meshes_of(stage: StageCode) -> tuple[MeshAxes, ...]:
 def _exchanged(stage: StageCode) -> Iterator[MeshAxes]:
     for operation in stage.operations:
         if isinstance(operation, Compute):
-            yield operation.mesh_of(operation.joint)
-            yield from (operation.mesh_of((axis,)) for axis in operation.joint)
+            yield from map(operation.mesh_of, operation.joint)
         elif operation.kind != "slice":
             yield operation.relayout.over
