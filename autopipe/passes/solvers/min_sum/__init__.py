@@ -21,6 +21,6 @@
 from autopipe.passes.solvers.min_sum.answer import Answer
 from autopipe.passes.solvers.min_sum.elimination import TableTooLargeError, eliminate
 from autopipe.passes.solvers.min_sum.model import Edge, MinSum
-from autopipe.passes.solvers.min_sum.search import solve
+from autopipe.passes.solvers.min_sum.solve import solve
 
 __all__ = ["Answer", "Edge", "MinSum", "TableTooLargeError", "eliminate", "solve"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from autopipe.passes.solvers.min_sum.model import Number
+from autopipe.passes.solvers.min_sum.model import MinSum, Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +30,10 @@ class Answer:
         if self.proven or self.cost == self.bound:
             return 0.0
         return float(self.cost - self.bound) / abs(self.cost) if self.cost else float("inf")
+
+
+def counted(answer: Answer, model: MinSum) -> Answer:
+    """The answer with cost and memory of its choice in the model as it was given, which may round them otherwise."""
+    cost = model.cost_of(answer.choice)
+    bound = cost if answer.proven and answer.fits else answer.bound
+    return replace(answer, cost=cost, bound=bound, memory=model.memory_of(answer.choice))

@@ -7,20 +7,19 @@ factor over its dependent set. Backwards, each node's best configuration follows
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopipe.ir.errors import AutopipeError, InfeasibleError
-from autopipe.passes.solvers.min_sum.answer import Answer
+from autopipe.passes.solvers.min_sum.answer import Answer, counted
+from autopipe.passes.solvers.min_sum.blocks import blocks
 from autopipe.passes.solvers.min_sum.model import Array, MinSum, merged
-from autopipe.passes.solvers.min_sum.ordering import neighbours, sequence
+from autopipe.passes.solvers.min_sum.ordering import Neighbours, neighbours, sequence
 
 MAX_BYTES = 2 << 30
 """Of all tables together."""
-BLOCK = 1 << 15
-"""Entries that are worked on at once: what a core's cache holds."""
 
 
 class TableTooLargeError(AutopipeError):
@@ -46,15 +45,15 @@ class Factor:
     table: Array
 
 
-def size(model: MinSum, order: tuple[int, ...]) -> Size:
-    """What it takes to eliminate the nodes in this order."""
-    rest = neighbours(model)
+def size(around: Neighbours, configurations: Sequence[int], order: Sequence[int]) -> Size:
+    """What it takes to eliminate nodes of so many configurations in this order."""
+    rest = [set(near) for near in around]
     entries = work = 0
     for node in order:
         joined = rest[node]
-        table = math.prod(model.configurations(other) for other in joined)
+        table = math.prod(configurations[other] for other in joined)
         entries += table
-        work += table * model.configurations(node)
+        work += table * configurations[node]
         for other in joined:
             rest[other] |= joined
             rest[other] -= {node, other}
@@ -67,13 +66,13 @@ def eliminate(model: MinSum, ordering: str = "generate_seq", max_bytes: int = MA
     Raises TableTooLargeError before anything is computed where all tables need more than `max_bytes`; InfeasibleError
     where every choice is forbidden; ConfigurationError for an unknown ordering.
     """
-    model = merged(model)
-    return eliminate_in(model, sequence(model, ordering), max_bytes)
+    simple = merged(model)
+    return counted(eliminate_in(simple, sequence(simple, ordering), max_bytes), model)
 
 
 def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYTES) -> Answer:
     """The best choice of a merged model, by eliminating its nodes in this order; raises as `eliminate` does."""
-    needed = 8 * size(model, order).entries
+    needed = 8 * size(neighbours(model), [len(costs) for costs in model.costs], order).entries
     if needed > max_bytes:
         raise TableTooLargeError(
             f"elimination needs {needed / 2**30:.3g} GiB of tables, more than the {max_bytes / 2**30:.3g} GiB allowed; "
@@ -142,9 +141,9 @@ def _summed_least(tables: list[Array]) -> Array:
     tables = sorted(tables, key=lambda table: table.size)
     least = np.empty(shape[1:], np.result_type(*tables))
     inner = math.prod(shape[2:])
-    for block in _blocks(shape[1], inner):
+    for block in blocks(shape[1], inner):
         best = least[block]
-        for rows in _blocks(shape[0], inner * (block.stop - block.start)):
+        for rows in blocks(shape[0], inner * (block.stop - block.start)):
             total = _part(tables[0], rows, block)
             for table in tables[1:]:
                 total = total + _part(table, rows, block)
@@ -153,13 +152,6 @@ def _summed_least(tables: list[Array]) -> Array:
             else:
                 np.minimum(best, total.min(axis=0) if len(total) > 1 else total[0], out=best)
     return least
-
-
-def _blocks(length: int, width: int) -> Iterator[slice]:
-    """Ranges of indices that together are all, of as many as have BLOCK entries when each has `width` of them."""
-    step = max(1, BLOCK // max(1, width))
-    for start in range(0, length, step):
-        yield slice(start, min(start + step, length))
 
 
 def _part(table: Array, rows: slice, block: slice) -> Array:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import combinations
 from typing import TypeAlias
@@ -56,9 +57,15 @@ def min_fill(around: Neighbours) -> tuple[int, ...]:
     return _greedy(around, fill, lambda rest, joined: joined.union(*(rest[node] for node in joined)))
 
 
+def smallest_table(around: Neighbours, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Always the node whose elimination leaves the smallest table, nodes having so many configurations."""
+    bits = [math.log2(size) for size in sizes]
+    return _greedy(around, lambda rest, node: sum(bits[other] for other in rest[node]), lambda rest, joined: joined)
+
+
 def _greedy(
     around: Neighbours,
-    score: Callable[[Neighbours, int], int],
+    score: Callable[[Neighbours, int], float],
     touched: Callable[[Neighbours, set[int]], Iterable[int]],
 ) -> tuple[int, ...]:
     """Take the node of least score, join its neighbours with one another, and look again at those `touched` by that."""

@@ -1,0 +1,145 @@
+"""A lower bound by reparametrisation: sequential message passing (TRW-S: Kolmogorov 2006; SRMP: Kolmogorov 2015).
+
+What an edge costs can be moved to its ends without changing any sum. A sweep visits nodes in order: each collects from
+the edges behind it all that they surely cost, sets its own least aside as part of the bound, and hands the rest on in
+equal shares to the edges ahead of it. On a chain one sweep forth and one back give the least cost of any choice with a
+configuration exactly.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopipe.passes.solvers.min_sum.blocks import blocks
+from autopipe.passes.solvers.min_sum.budget import CALLS
+from autopipe.passes.solvers.min_sum.model import Array, MinSum
+
+ROUNDING = 1e-11
+"""Of all that is added up; each sum of two loses at most 1e-16."""
+
+
+class Dual:
+    """A model in float64 whose costs are moved about. Every configuration and edge left must be part of some choice
+    without forbidden pairs of neighbours (`restriction.Support`)."""
+
+    bound: float
+    """No choice costs less, but for rounding."""
+    reach: list[Array]
+    """Of every node: no choice with this configuration costs less, but for rounding."""
+    rounding: float
+    """What rounding may have added to `bound` and `reach`."""
+
+    def __init__(self, model: MinSum) -> None:
+        """Takes a merged model."""
+        floats: dict[int, Array] = {}
+        self._costs = [costs.astype(np.float64) for costs in model.costs]
+        self._matrices = [floats.setdefault(id(edge.costs), np.asarray(edge.costs, np.float64)) for edge in model.edges]
+        self._ends = [(edge.source, edge.target) for edge in model.edges]
+        self._out: list[list[int]] = [[] for _ in model.costs]
+        self._into: list[list[int]] = [[] for _ in model.costs]
+        for index, edge in enumerate(model.edges):
+            self._out[edge.source].append(index)
+            self._into[edge.target].append(index)
+        least: dict[int, Array] = {}
+        for matrix in self._matrices:
+            if id(matrix) not in least:
+                least[id(matrix)] = matrix.min(axis=1)
+        self._to_source = [least[id(matrix)].copy() for matrix in self._matrices]
+        self._to_target = [np.zeros(matrix.shape[1]) for matrix in self._matrices]
+        parts = [costs.min() for costs in self._costs] + [costs.min() for costs in self._to_source]
+        self.rounding = ROUNDING * float(np.abs(parts).sum())
+        self.bound = 0.0
+        self.reach = [np.full(len(costs), -np.inf) for costs in self._costs]
+        for node in range(len(self._costs)):
+            self._set_aside(node)
+
+    @property
+    def work(self) -> int:
+        """Sums that a sweep compares, or could compare in its time."""
+        return self.cells([len(costs) for costs in self._costs]) + CALLS * len(self._ends)
+
+    def cells(self, sizes: Sequence[int]) -> int:
+        """Sums that a sweep compares when the nodes have so many configurations."""
+        return sum(sizes[source] * sizes[target] for source, target in self._ends)
+
+    def sweep(self, forward: bool) -> tuple[int, ...]:
+        """Visit all nodes in order or backwards; the choice that every node made seeing the choices behind it."""
+        chosen = [0] * len(self._costs)
+        for node in range(len(self._costs)) if forward else reversed(range(len(self._costs))):
+            behind, ahead = self._into[node], self._out[node]
+            if not forward:
+                behind, ahead = ahead, behind
+            seen = self._costs[node] + sum(self._message(edge, not forward) for edge in ahead)
+            for edge in behind:
+                source, target = self._ends[edge]
+                matrix = self._matrices[edge]
+                if forward:
+                    seen = seen + matrix[chosen[source]]
+                    self._to_target[edge] = least_difference(matrix, self._to_source[edge], 0)
+                else:
+                    seen = seen + matrix[:, chosen[target]]
+                    self._to_source[edge] = least_difference(matrix, self._to_target[edge], 1)
+            chosen[node] = int(np.argmin(seen))
+            rest = self._set_aside(node)
+            if ahead:
+                share = rest / max(len(ahead), len(behind))
+                for edge in ahead:
+                    message = self._message(edge, not forward)
+                    message -= share
+        return tuple(chosen)
+
+    def copy(self) -> Dual:
+        """Another dual that begins where this one is."""
+        other = copy.copy(self)
+        other._matrices = list(self._matrices)
+        other._costs, other.reach, other._to_source, other._to_target = (
+            [vector.copy() for vector in vectors]
+            for vectors in (self._costs, self.reach, self._to_source, self._to_target)
+        )
+        return other
+
+    def restrict(self, kept: Sequence[Array]) -> None:
+        """Keep these configurations of every node, ascending indices."""
+        changed = [len(keep) < len(costs) for keep, costs in zip(kept, self._costs, strict=True)]
+        for node, keep in enumerate(kept):
+            if changed[node]:
+                self._costs[node] = self._costs[node][keep]
+                self.reach[node] = self.reach[node][keep]
+        for edge, (source, target) in enumerate(self._ends):
+            if changed[source] or changed[target]:
+                self._matrices[edge] = self._matrices[edge].take(kept[source], 0).take(kept[target], 1)
+                self._to_source[edge] = self._to_source[edge][kept[source]]
+                self._to_target[edge] = self._to_target[edge][kept[target]]
+
+    def _message(self, edge: int, to_target: bool) -> Array:
+        return (self._to_target if to_target else self._to_source)[edge]
+
+    def _set_aside(self, node: int) -> Array:
+        """Move the least of all that is at the node to the bound; what remains of it, with its messages."""
+        total = self._costs[node].copy()
+        for edge in self._out[node]:
+            total += self._to_source[edge]
+        for edge in self._into[node]:
+            total += self._to_target[edge]
+        least = total.min()
+        total -= least
+        self._costs[node] -= least
+        self.bound += float(least)
+        np.maximum(self.reach[node], total + self.bound, out=self.reach[node])
+        return total
+
+
+def least_difference(matrix: Array, vector: Array, axis: int) -> Array:
+    """The least along `axis` of the matrix less the vector, which lies along it."""
+    if axis == 1:
+        least = np.empty(matrix.shape[0])
+        for rows in blocks(matrix.shape[0], matrix.shape[1]):
+            (matrix[rows] - vector).min(axis=1, out=least[rows])
+        return least
+    least = np.full(matrix.shape[1], np.inf)
+    for rows in blocks(matrix.shape[0], matrix.shape[1]):
+        np.minimum(least, (matrix[rows] - vector[rows, None]).min(axis=0), out=least)
+    return least

@@ -1,0 +1,102 @@
+"""A part of the search: for each node, the configurations that may still be in a better choice than the best known."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.passes.solvers.min_sum.dual import Dual
+from autopipe.passes.solvers.min_sum.model import Array, MinSum, Number
+from autopipe.passes.solvers.min_sum.ordering import neighbours
+from autopipe.passes.solvers.min_sum.restriction import Kept, Support, everything, restricted
+
+
+class Best:
+    """The best choice known of a model."""
+
+    def __init__(self, model: MinSum) -> None:
+        self._model = model
+        self.choice: tuple[int, ...] = ()
+        self.cost: Number = float("inf")
+
+    def offer(self, choice: Sequence[int]) -> None:
+        """Take the choice if it costs less."""
+        cost = self._model.cost_of(choice)
+        if not self.choice or cost < self.cost:
+            self.choice, self.cost = tuple(choice), cost
+
+
+class Part:
+    """Configurations of a merged model, and a dual that knows no others."""
+
+    def __init__(self, model: MinSum) -> None:
+        """All configurations. Raises InfeasibleError where every choice is forbidden, as far as neighbours show it."""
+        self._model = model
+        self._support = Support(model)
+        self._kept = self._support.of(everything(model))
+        self.around = neighbours(model)
+        self.dual = Dual(restricted(model, self._kept))
+
+    @property
+    def bound(self) -> float:
+        """No choice in the part costs less."""
+        return max(self.dual.bound, *(float(reach.min()) for reach in self.dual.reach)) - self.dual.rounding
+
+    def sweep(self, forward: bool) -> tuple[int, ...]:
+        """One sweep of the dual; the choice it came upon."""
+        return self.choice(self.dual.sweep(forward))
+
+    def choice(self, positions: Sequence[int]) -> tuple[int, ...]:
+        """The choice of the configurations at these positions among those of the part."""
+        return tuple(int(keep[x]) for keep, x in zip(self._kept, positions, strict=True))
+
+    def within(self, threshold: float) -> list[Array]:
+        """Positions of the configurations that may be in a choice which costs no more than this."""
+        return [np.flatnonzero(reach <= threshold + self.dual.rounding) for reach in self.dual.reach]
+
+    def model(self, positions: Kept) -> MinSum:
+        """The model of the configurations at these positions."""
+        return restricted(self._model, self._at(positions))
+
+    def narrow(self, threshold: float) -> None:
+        """Drop configurations that are in no choice which costs as little, once that halves the work of a sweep.
+
+        Raises InfeasibleError where there is no such choice, as far as bounds and neighbours show it.
+        """
+        positions = self.within(threshold)
+        sizes = [len(places) for places in positions]
+        if not all(sizes):
+            raise InfeasibleError("no choice costs as little")
+        if 2 * self.dual.cells(sizes) < self.dual.cells([len(keep) for keep in self._kept]):
+            self._keep(positions)
+
+    def _keep(self, positions: Kept) -> None:
+        """Drop all others, and those that have no neighbour left. Raises InfeasibleError where a node has none left."""
+        kept = self._support.of(self._at(positions))
+        self.dual.restrict([np.searchsorted(old, new) for old, new in zip(self._kept, kept, strict=True)])
+        self._kept = kept
+
+    def halves(self) -> list[Part]:
+        """The part cut in two at the node that most others depend on, cheaper configurations and dearer ones."""
+        open_nodes = {node for node, keep in enumerate(self._kept) if len(keep) > 1}
+        node = max(open_nodes, key=lambda n: len(self._kept[n]) ** 0.5 * (1 + len(self.around[n] & open_nodes)))
+        cheapest = np.argsort(self.dual.reach[node], kind="stable")
+        middle = len(cheapest) // 2
+        parts = []
+        for places in (cheapest[:middle], cheapest[middle:]):
+            positions = [np.arange(len(keep)) for keep in self._kept]
+            positions[node] = np.sort(places)
+            part = copy.copy(self)
+            part.dual = self.dual.copy()
+            try:
+                part._keep(positions)
+            except InfeasibleError:
+                continue
+            parts.append(part)
+        return parts
+
+    def _at(self, positions: Kept) -> list[Array]:
+        return [keep[places] for keep, places in zip(self._kept, positions, strict=True)]

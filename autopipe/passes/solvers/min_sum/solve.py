@@ -1,0 +1,20 @@
+"""The default solver."""
+
+from __future__ import annotations
+
+from autopipe.passes.solvers.min_sum.answer import Answer, counted
+from autopipe.passes.solvers.min_sum.budget import Budget
+from autopipe.passes.solvers.min_sum.model import MinSum, Number, merged
+from autopipe.passes.solvers.min_sum.search import search
+
+
+def solve(model: MinSum, memory_limit: Number | None = None, time_limit: float | None = None) -> Answer:
+    """The best choice whose memory is within the limit (bytes), in at most so many seconds.
+
+    Raises InfeasibleError where every choice is forbidden.
+    """
+    budget = Budget(time_limit)
+    answer = search(merged(model), budget)
+    if memory_limit is not None and answer.memory > memory_limit:
+        raise NotImplementedError
+    return counted(answer, model)
