@@ -32,7 +32,7 @@ def projections(graph: Graph) -> dict[int, Projections]:
     readers = graph.consumers()
     found = {}
     for index, node in enumerate(graph.nodes):
-        if node.op != "Attention" or len(graph.type_of(node.inputs[0]).shape) != 4:
+        if node.op != "Attention" or len(graph.type_of(node.inputs[0]).shape) != 4 or any(node.outputs[1:]):
             continue
         traced = [_traced(graph, name, readers) for name in node.inputs[:3]]
         shapes = {graph.type_of(name).shape for name in node.inputs[:3]}

@@ -16,9 +16,12 @@ OUT: Words = (("s",), (), ("b",), ("n",))
 def recur(draft: Draft, index: int) -> None:
     """LSTM over (l, s, b, n, k), steps whole; one that reads another of its own shape joins it as one more layer."""
     node, graph = draft.graph.nodes[index], draft.graph
-    steps, directions, batch, units = graph.type_of(node.outputs[0]).shape if node.outputs[0] else (0, 0, 0, 0)
+    if not node.outputs[0] or any(node.outputs[1:]) or node.integer("layout") != 0:
+        by_space(draft, index)
+        return
+    steps, directions, batch, units = graph.type_of(node.outputs[0]).shape
     inputs = graph.type_of(node.inputs[0]).shape[-1]
-    if directions != 1 or node.integer("layout") != 0 or any(node.outputs[1:]):
+    if directions != 1:
         by_space(draft, index)
         return
     place = draft.places.get(node.inputs[0])
