@@ -8,7 +8,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.layout import even_degree_hint
 from autopipe.ir.space import AxisKind
 from autopipe.passes.placement.tessel_shapes.model import CostedModel
-from autopipe.passes.placement.tessel_shapes.regions import grow, seed_axis
+from autopipe.passes.spmd.regions import grow, seed_axis
 
 
 @dataclass(frozen=True, slots=True)

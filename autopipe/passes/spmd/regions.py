@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from autopipe.ir.placement import Split
 from autopipe.ir.space import AxisKind, Space
-from autopipe.passes.placement.tessel_shapes.model import CostedModel
+from autopipe.passes.spmd.network import Network
 
 _PRODUCTS = ("matmul", "convolution")
 
@@ -31,34 +31,34 @@ class Region:
     leaves: set[str] = field(default_factory=set)
 
 
-def seed_axis(model: CostedModel, node: int, degree: int, tables: Set[str]) -> str | None:
+def seed_axis(network: Network, node: int, degree: int, tables: Set[str]) -> str | None:
     """The axis to begin a region with: rows of a lookup's table that is in `tables`, columns of a product's weight."""
-    use, inputs = model.uses[node], model.graph.nodes[node].inputs
+    use, inputs = network.uses[node], network.graph.nodes[node].inputs
     for axis in use.space.axes:
-        if not model.splits_on(node, axis.name, degree):
+        if not network.splits_on(node, axis.name, degree):
             continue
         if axis.kind is AxisKind.JOINT and use.row.kind == "memory" and inputs[0] in tables:
             return axis.name
-        if use.row.kind in _PRODUCTS and axis.kind is AxisKind.PARALLEL and _is_column(model, node, axis.name):
+        if use.row.kind in _PRODUCTS and axis.kind is AxisKind.PARALLEL and _is_column(network, node, axis.name):
             return axis.name
     return None
 
 
-def _is_column(model: CostedModel, node: int, axis: str) -> bool:
+def _is_column(network: Network, node: int, axis: str) -> bool:
     """Whether an axis indexes a product's weight and none of the values it is applied to."""
-    use, inputs = model.uses[node], model.graph.nodes[node].inputs
+    use, inputs = network.uses[node], network.graph.nodes[node].inputs
     indexed = [
         name for name, words in zip(inputs, use.space.operands, strict=True) if name and _place(words, axis) >= 0
     ]
-    return any(model.weights.get(name) for name in indexed) and all(name in model.weights for name in indexed)
+    return any(network.weights.get(name) for name in indexed) and all(name in network.weights for name in indexed)
 
 
-def grow(model: CostedModel, seed: int, axis: str, degree: int, members: Set[int], fixed: dict[int, str]) -> Region:
+def grow(network: Network, seed: int, axis: str, degree: int, members: Set[int], fixed: dict[int, str]) -> Region:
     """The region that begins with a node cut along an axis, among `members`.
 
     Nodes of `fixed` are cut already: a region may end there, where it fits.
     """
-    growing = _Growing(model, degree, members, fixed, Region({seed: axis}), [seed])
+    growing = _Growing(network, degree, members, fixed, Region({seed: axis}), [seed])
     while growing.waiting:
         growing.follow(heapq.heappop(growing.waiting))
     return growing.region
@@ -68,7 +68,7 @@ def grow(model: CostedModel, seed: int, axis: str, degree: int, members: Set[int
 class _Growing:
     """A region, its nodes whose results are still to be followed, and the dimension in which each value is cut."""
 
-    model: CostedModel
+    network: Network
     degree: int
     members: Set[int]
     fixed: dict[int, str]
@@ -78,9 +78,9 @@ class _Growing:
 
     def follow(self, node: int) -> None:
         """Cut what reads the node's results."""
-        model, axis = self.model, self.region.axes[node]
-        space = model.uses[node].space
-        for name, words in zip(model.graph.nodes[node].outputs, space.results, strict=True):
+        network, axis = self.network, self.region.axes[node]
+        space = network.uses[node].space
+        for name, words in zip(network.graph.nodes[node].outputs, space.results, strict=True):
             if not name:
                 continue
             place = _place(words, axis)
@@ -88,8 +88,8 @@ class _Growing:
                 self.region.ends.add(space.axis(axis).kind)
                 continue
             self.cut[name] = place
-            readers = model.readers.get(name, ())
-            if name in model.graph.outputs or not self.members >= set(readers):
+            readers = network.readers.get(name, ())
+            if name in network.graph.outputs or not self.members >= set(readers):
                 self.region.leaves.add(name)
             for reader in readers:
                 if reader in self.members:
@@ -99,7 +99,7 @@ class _Growing:
         """Cut a reader of cut values along the axis that they have in common, where there is one."""
         region, fixed = self.region, self.fixed
         axis = self._common_axis(reader)
-        if axis is None or not self.model.splits_on(reader, axis, self.degree):
+        if axis is None or not self.network.splits_on(reader, axis, self.degree):
             region.open = True
         elif reader in fixed:
             region.open |= fixed[reader] != axis
@@ -110,7 +110,7 @@ class _Growing:
             region.open = True
 
     def _common_axis(self, reader: int) -> str | None:
-        space, inputs = self.model.uses[reader].space, self.model.graph.nodes[reader].inputs
+        space, inputs = self.network.uses[reader].space, self.network.graph.nodes[reader].inputs
         pairs = zip(inputs, space.operands, strict=True)
         axes = {_outer(space, words, self.cut[name]) for name, words in pairs if name in self.cut}
         return axes.pop() if len(axes) == 1 else None
@@ -128,7 +128,7 @@ def _place(words: tuple[tuple[str, ...], ...] | None, axis: str) -> int:
 
 
 def tensor_splits(
-    model: CostedModel,
+    network: Network,
     nodes: Iterable[int],
     degree: int,
     tables: Set[str],
@@ -142,32 +142,32 @@ def tensor_splits(
     members = frozenset(nodes)
     axes: dict[int, str] = {}
     for node in sorted(members):
-        axis = None if node in axes or model.is_weight(node) else seed_axis(model, node, degree, tables)
+        axis = None if node in axes or network.is_weight(node) else seed_axis(network, node, degree, tables)
         if axis is None:
             continue
-        region = grow(model, node, axis, degree, members, axes)
+        region = grow(network, node, axis, degree, members, axes)
         if not region.open:
             axes |= region.axes
         elif pays(node):
             axes[node] = axis
     for node in sorted(axes, reverse=True):
-        _cut_weights(model, node, degree, members, axes)
+        _cut_weights(network, node, degree, members, axes)
     return tuple((node, (Split(axes[node], degree),)) for node in sorted(axes))
 
 
-def _cut_weights(model: CostedModel, node: int, degree: int, members: Set[int], axes: dict[int, str]) -> None:
+def _cut_weights(network: Network, node: int, degree: int, members: Set[int], axes: dict[int, str]) -> None:
     """Cut the nodes that compute a cut node's weights, so that each device computes its part from its part."""
     waiting = [node]
     while waiting:
         reader = waiting.pop()
-        for name, words in zip(model.graph.nodes[reader].inputs, model.uses[reader].space.operands, strict=True):
-            producer = model.graph.producer(name) if name in model.weights else None
+        for name, words in zip(network.graph.nodes[reader].inputs, network.uses[reader].space.operands, strict=True):
+            producer = network.graph.producer(name) if name in network.weights else None
             place = _place(words, axes[reader])
             if producer is None or producer not in members or producer in axes or place < 0:
                 continue
-            space = model.uses[producer].space
-            result = space.results[model.graph.nodes[producer].outputs.index(name)]
+            space = network.uses[producer].space
+            result = space.results[network.graph.nodes[producer].outputs.index(name)]
             axis = _outer(space, result, place)
-            if axis is not None and model.splits_on(producer, axis, degree):
+            if axis is not None and network.splits_on(producer, axis, degree):
                 axes[producer] = axis
                 waiting.append(producer)

@@ -1,0 +1,1 @@
+"""How the devices of one group may share a model's nodes: what several strategies ask of a graph."""
