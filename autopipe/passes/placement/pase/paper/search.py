@@ -14,7 +14,7 @@ from autopipe.passes.solvers.min_sum import Answer, MinSum, solve
 
 
 def tables_of(problem: Problem, rate: float = WORD_OPERATIONS) -> PaperTables:
-    """The paper's costs of a problem's graph on all devices of its cluster; `rate` is r, operations a word of 8 bytes."""
+    """The paper's costs of a problem's graph on all devices of its cluster; `rate` is r, operations a word."""
     return build_tables(layer_graph(problem.graph), problem.cluster.size, rate)
 
 

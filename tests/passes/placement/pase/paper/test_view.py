@@ -1,0 +1,114 @@
+"""From ONNX graphs to the paper's layers: what fuses, what drops out, what is taken together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autopipe.configs.zoo import MODELS
+from autopipe.ir.graph import Graph
+from autopipe.passes.placement.pase.paper.costs import Movement, Product, Recurrent
+from autopipe.passes.placement.pase.paper.drafting import regrouped
+from autopipe.passes.placement.pase.paper.layers import LayerGraph, PlacedLayer
+from autopipe.passes.placement.pase.paper.strategy import cost_of, find_strategy
+from autopipe.passes.placement.pase.paper.tables import build_tables
+from autopipe.passes.placement.pase.paper.view import layer_graph
+from tests.passes.cost.graphs import Builder
+from tests.passes.placement.pase.paper.models import model_graph, paper_graph
+
+
+def layer(graph: LayerGraph, ending: str) -> PlacedLayer:
+    (found,) = [each for each in graph.layers if each.name.endswith(ending)]
+    return found
+
+
+def axes(placed: PlacedLayer) -> dict[str, int]:
+    return {axis.name: axis.extent for axis in placed.layer.axes}
+
+
+def pointwise(placed: PlacedLayer) -> Any:
+    return placed.layer.cost.pointwise if isinstance(placed.layer.cost, Product) else None
+
+
+def test_pointwise_operations_belong_to_what_they_follow() -> None:
+    builder = Builder(8, 4)
+    hidden = builder.linear("x", 6)
+    biased = builder.add(hidden, builder.parameter("bias", (6,)))
+    raised = builder.relu(biased)
+    result = builder.add(builder.linear(raised, 6), builder.parameter("other", (6,)))
+    graph = layer_graph(builder.finish(builder.add(result, raised)))
+    first, second, joined = graph.layers
+    assert (first.nodes, pointwise(first)) == ((0, 1, 2), 2)
+    assert (second.nodes, pointwise(second)) == ((3, 4), 0)
+    assert joined.nodes == (5,)
+    assert [(edge.source, edge.target) for edge in graph.edges] == [(0, 1), (0, 2), (1, 2)]
+
+
+def test_projections_of_one_value_are_one_product_and_of_two_are_stacked() -> None:
+    graph = layer_graph(paper_graph("transformer"))
+    own, cross = (layer(graph, f"/decoder.3/{name}/MatMul_1/projections") for name in ("attention", "cross_attention"))
+    extents = {"s": 3, "b": 64, "h": 8, "l": 256, "k": 64, "e": 512}
+    assert axes(own) == axes(cross) == extents
+    assert own.layer.cost == Product(batch=(), rows=(1, 3), columns=(0, 2, 4), summed=(5,))
+    assert cross.layer.cost == Product(batch=(0,), rows=(1, 3), columns=(2, 4), summed=(5,))
+    assert [each.name for each in graph.layers if each.name.endswith("/stack")] == [
+        f"/decoder.{index}/cross_attention/MatMul_1/stack" for index in range(6)
+    ]
+
+
+def test_merged_heads_stay_apart() -> None:
+    output = layer(layer_graph(paper_graph("transformer")), "/encoder.0/attention/output/MatMul")
+    assert axes(output) == {"b0": 64, "m": 256, "n": 512, "k0": 8, "k1": 64}
+
+
+def test_stacked_lstms_are_one_layer() -> None:
+    lstm = layer_graph(paper_graph("rnnlm")).layers[1]
+    assert lstm.layer.cost == Recurrent()
+    assert axes(lstm) == {"l": 2, "s": 256, "b": 64, "n": 2048, "k": 2048}
+
+
+def test_an_image_is_flattened_and_a_vector_of_channels_is_not() -> None:
+    flattened = [each.name for each in layer_graph(paper_graph("alexnet")).layers if each.layer.cost == Movement()]
+    assert flattened == ["/Flatten/ravel", "/Flatten"]
+    assert not any(each.layer.contiguous for each in layer_graph(paper_graph("inceptionv3")).layers)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_any_model_of_the_zoo(name: str) -> None:
+    """Every node belongs to one layer or depends on no more than inputs or weights; what is found costs what it says."""
+    graph = model_graph(name, 8)
+    layers = layer_graph(graph)
+    covered = [node for placed in layers.layers for node in placed.nodes]
+    assert len(covered) == len(set(covered))
+    assert all(_light(graph, node) for node in set(range(len(graph.nodes))) - set(covered))
+    strategy = find_strategy(build_tables(layers, 6))
+    assert strategy.cost == pytest.approx(cost_of(layers, strategy.degrees))
+
+
+def _light(graph: Graph, node: int) -> bool:
+    """Whether a node reads weights alone, or no weights at all."""
+    origins, pending = set(), list(graph.nodes[node].inputs)
+    while pending:
+        name = pending.pop()
+        producer = graph.producer(name) if name else None
+        if producer is not None:
+            pending += graph.nodes[producer].inputs
+        elif name and graph.constant(name) is None:
+            origins.add(graph.parameter(name) is not None)
+    return len(origins) <= 1
+
+
+@pytest.mark.parametrize(
+    ("extents", "shape", "groups"),
+    [
+        ((2, 3, 4), (6, 4), ((0, 1), (2,))),
+        ((2, 1, 4), (2, 4), ((0,), (2,))),
+        ((2, 4), (2, 1, 4, 1), ((0,), (), (1,), ())),
+        ((2, 6), (2, 2, 3), None),
+        ((4, 6), (6, 4), None),
+        ((), (1,), ((),)),
+    ],
+)
+def test_regrouping(extents: tuple[int, ...], shape: tuple[int, ...], groups: object) -> None:
+    assert regrouped(extents, shape) == groups
