@@ -52,9 +52,8 @@ class Dual:
         parts = [costs.min() for costs in self._costs] + [costs.min() for costs in self._to_source]
         self.rounding = ROUNDING * float(np.abs(parts).sum())
         self.bound = 0.0
-        self.reach = [np.full(len(costs), -np.inf) for costs in self._costs]
-        for node in range(len(self._costs)):
-            self._set_aside(node)
+        rests = [self._set_aside(node) for node in range(len(self._costs))]
+        self.reach = [rest + self.bound for rest in rests]
 
     @property
     def work(self) -> int:
@@ -84,6 +83,7 @@ class Dual:
                     self._to_source[edge] = least_difference(matrix, self._to_target[edge], 1)
             chosen[node] = int(np.argmin(seen))
             rest = self._set_aside(node)
+            np.maximum(self.reach[node], rest + self.bound, out=self.reach[node])
             if ahead:
                 share = rest / max(len(ahead), len(behind))
                 for edge in ahead:
@@ -128,7 +128,6 @@ class Dual:
         total -= least
         self._costs[node] -= least
         self.bound += float(least)
-        np.maximum(self.reach[node], total + self.bound, out=self.reach[node])
         return total
 
 

@@ -80,8 +80,13 @@ class Part:
         self._kept = kept
 
     def halves(self) -> list[Part]:
-        """The part cut in two at the node that most others depend on, cheaper configurations and dearer ones."""
+        """The part cut in two at the node that most others depend on, cheaper configurations and dearer ones.
+
+        None where only one choice was left, which a sweep has come upon.
+        """
         open_nodes = {node for node, keep in enumerate(self._kept) if len(keep) > 1}
+        if not open_nodes:
+            return []
         node = max(open_nodes, key=lambda n: len(self._kept[n]) ** 0.5 * (1 + len(self.around[n] & open_nodes)))
         cheapest = np.argsort(self.dual.reach[node], kind="stable")
         middle = len(cheapest) // 2
