@@ -53,7 +53,7 @@ def _check_agreement(problem: Problem, wishes: list[Wish]) -> None:
     for what, asked in _ASKED.items():
         by_node: dict[int, Wish] = {}
         for wish in wishes:
-            if not asked(wish):
+            if asked(wish) is None:
                 continue
             for node in wish.nodes:
                 other = by_node.setdefault(node, wish)
@@ -66,7 +66,7 @@ def _check_agreement(problem: Problem, wishes: list[Wish]) -> None:
 
 
 _ASKED: dict[str, Callable[[Wish], object]] = {
-    "stages": lambda wish: None if wish.constraint.stage is None else (wish.constraint.stage,),
+    "stages": lambda wish: wish.constraint.stage,
     "devices": lambda wish: wish.devices,
     "splits": lambda wish: wish.constraint.split,
 }

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import is_block
 from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
 from autopipe.ir.problem import Problem
-from autopipe.ir.space import AxisKind
-from autopipe.passes.cost.constraints import BATCH_AXIS, Wish, wishes_of
+from autopipe.passes.cost.constraints import Wish, wishes_of
 from autopipe.passes.cost.fit import fitted
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
+from autopipe.passes.cost.wished import wished_splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,8 @@ class Manual:
     A node that no constraint gives a stage follows the last of the stages it reads from; one that reads the model's
     inputs starts in stage 0, and one that reads parameters alone joins the first stage that reads it. Where no stage
     is given devices, stages share the devices equally, in order. A stage on several devices shares out its samples,
-    where they divide, unless a constraint splits a node otherwise.
+    where they divide, unless a constraint splits a node otherwise: along several axes, if it names several, outer to
+    inner over the stage's devices, and alike on the devices that the degrees leave over.
 
     Constraints may be for several pipelines, which take micro-batches in turn: each is placed as if it were alone.
     """
@@ -35,7 +36,7 @@ class Manual:
         """Raise ConfigurationError where there is no constraint to follow."""
         if not problem.constraints:
             raise ConfigurationError(
-                "strategy manual follows constraints, and the configuration has none",
+                "strategy manual follows constraints, and neither the configuration nor the model has any",
                 hint="give at least {match: '*', stage: 0}",
             )
 
@@ -70,7 +71,8 @@ def _pipeline(problem: Problem, wishes: tuple[Wish, ...]) -> Iterator[Stage]:
         raise ConfigurationError(f"the constraints leave stage {empty} of {count} without nodes")
     devices = _devices(problem, wishes, stage_of, count)
     samples = sample_axes(problem.graph)
-    splits = _wished_splits(wishes, samples, stage_of, devices)
+    splits = wished_splits(wishes, samples)
+    _check_degrees(problem.graph, splits, stage_of, devices)
     for nodes, group in zip(members, devices, strict=True):
         yield Stage(
             nodes=nodes,
@@ -145,50 +147,19 @@ def _devices(problem: Problem, wishes: tuple[Wish, ...], stage_of: list[int], co
     return [asked[stage].devices or () for stage in range(count)]
 
 
-def _wished_splits(
-    wishes: tuple[Wish, ...], samples: SampleAxes, stage_of: list[int], devices: list[tuple[int, ...]]
-) -> dict[int, tuple[Split, ...]]:
-    """The splits that constraints ask for, by node."""
-    found: dict[int, tuple[Split, ...]] = {}
-    for wish in wishes:
-        if not wish.constraint.split:
-            found.update(dict.fromkeys(wish.nodes, ()) if wish.constraint.split is not None else {})
-            continue
-        if len(wish.constraint.split) > 1:
-            raise ConfigurationError(f"{wish} splits two axes at once", hint="one axis of a node can be split")
-        ((axis, degree),) = wish.constraint.split
-        split = {node: _split(wish, samples, node, axis, degree) for node in wish.nodes}
-        named = {node: each for node, each in split.items() if each is not None}
-        if not named:
-            axes = ", ".join(axis.name for axis in samples.uses[wish.nodes[0]].space.axes)
+def _check_degrees(
+    graph: Graph, splits: dict[int, tuple[Split, ...]], stage_of: list[int], devices: list[tuple[int, ...]]
+) -> None:
+    """Raise ConfigurationError for a node that cannot be split so over the devices of its stage."""
+    for node, each in splits.items():
+        group, parts = len(devices[stage_of[node]]), math.prod(split.degree for split in each)
+        if group % parts:
             raise ConfigurationError(
-                f"{wish} splits axis {axis!r}, which none of its nodes has",
-                hint=f"{samples.graph.nodes[wish.nodes[0]].name!r} has {axes or 'none'}",
+                f"constraints split this node into {parts} parts ({', '.join(map(str, each))}), but its stage"
+                f" {stage_of[node]} has {group} device{'s' if group > 1 else ''}",
+                hint="the product of the degrees must divide the number of devices",
+                where=repr(graph.nodes[node].name),
             )
-        for node, each in named.items():
-            group = len(devices[stage_of[node]])
-            if each.degree not in (1, group):
-                raise ConfigurationError(
-                    f"{wish} splits into {degree} parts, but stage {stage_of[node]} has {group} devices",
-                    hint="a node is split over all devices of its stage",
-                )
-            found[node] = (each,) if each.degree > 1 else ()
-    return found
-
-
-def _split(wish: Wish, samples: SampleAxes, node: int, axis: str, degree: int) -> Split | None:
-    """The split of one node; None where it does not have the axis."""
-    space = samples.uses[node].space
-    name = samples.axes[node] if axis == BATCH_AXIS else axis
-    if name is None or all(each.name != name for each in space.axes):
-        return None
-    if degree < 1 or space.axis(name).kind is AxisKind.WHOLE or not is_block(space, name, degree):
-        raise ConfigurationError(
-            f"{wish} splits axis {axis!r} into {degree} parts, which this node cannot do",
-            hint=f"its iteration space is {space}, extent {space.axis(name).extent}",
-            where=repr(samples.graph.nodes[node].name),
-        )
-    return Split(name, degree)
 
 
 def _splits(

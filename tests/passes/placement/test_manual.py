@@ -59,6 +59,24 @@ def test_b_is_the_axis_of_samples_whatever_its_name() -> None:
     assert place(Constraint("*", stage=0, devices=(), split=())).stages == (whole,)
 
 
+def test_several_axes_are_split_in_the_order_given() -> None:
+    wish, other = Constraint("*", devices=(), split=(("b", 2), ("n", 2))), Constraint("a", split=(), nodes=("relu7",))
+    (stage,) = place(wish, devices=8).stages
+    splits = dict(stage.splits)
+    assert splits[0] == (Split("m", 2), Split("n", 2)), "two devices are left over"
+    assert splits[1] == (Split("x0", 2),), "it has no axis n"
+    with pytest.raises(ConfigurationError, match=r"'relu7': the constraint on '\*' and a ask for different splits"):
+        place(wish, other, devices=8)
+
+
+def test_an_axis_that_must_stay_whole_is_refused_by_name() -> None:
+    builder = Builder(8, 16)
+    query, key, value = (builder.parameter(name, (2, 4, 8, 16)) for name in "qkv")
+    graph = builder.finish(builder.relu("x"), builder.node("Attention", (query, key, value), (2, 4, 8, 16)))
+    with pytest.raises(ConfigurationError, match=r"'attention1': .* axis 'd' into 2 parts, along which .* cannot be"):
+        place(Constraint("*", devices=(), split=(("d", 2),)), graph=graph)
+
+
 def test_one_device_may_host_several_stages() -> None:
     answer = place(
         Constraint("re:.*[01]", stage=0, devices=(0,)),
@@ -91,7 +109,7 @@ def test_pipelines_hold_the_whole_model_each() -> None:
             (Constraint("*", stage=0, pipeline=2), Constraint("*", stage=0)),
             "for pipeline 2, but none is for pipeline 1",
         ),
-        ((), "the configuration has none"),
+        ((), "neither the configuration nor the model has any"),
         ((Constraint("matmul9", stage=0),), r"no node's name matches 'matmul9' \(the nearest name is 'matmul"),
         ((Constraint("re:(", stage=0),), "no regular expression"),
         ((Constraint("matmul0", stage=0), Constraint("mat*", stage=1)), "'matmul0' and the constraint on 'mat\\*' ask"),
@@ -105,9 +123,19 @@ def test_pipelines_hold_the_whole_model_each() -> None:
             "'matmul0' and the constraint on 'relu1' ask for different devices for stage 0",
         ),
         ((Constraint("*", devices=(), split=(("q", 2),)),), "none of its nodes has"),
-        ((Constraint("*", devices=(), split=(("b", 3),)),), "into 3 parts, which this node cannot do"),
-        ((Constraint("*", devices=(), split=(("b", 4),)),), "into 4 parts, but stage 0 has 2 devices"),
-        ((Constraint("*", devices=(), split=(("b", 2), ("n", 2))),), "two axes at once"),
+        (
+            (Constraint("*", devices=(), split=(("b", 3),)),),
+            r"'matmul0': .* 'm' into 3 parts, which do not divide its extent 8 \(pad it to 9",
+        ),
+        ((Constraint("*", devices=(), split=(("b", 4),)),), r"4 parts \(m:4\), but its stage 0 has 2 devices"),
+        ((Constraint("*", devices=(), split=(("b", 2), ("n", 2))),), r"4 parts \(m:2, n:2\), but its stage 0 has 2"),
+        ((Constraint("*", devices=(), split=(("b", 2), ("m", 2))),), "splits axis 'm' twice"),
+        ((Constraint("*", devices=(0, 1, 2)),), "there is no device 2, asked for '\\*'"),
+        (
+            (Constraint("matmul0", split=(("n", 2),)), Constraint("mat*", split=(("k", 2),))),
+            "'matmul0': the constraint on 'matmul0' and the constraint on 'mat\\*' ask for different splits",
+        ),
+        ((Constraint("matmul0", split=(("n", 2),)), Constraint("mat*", split=())), "ask for different splits"),
         ((Constraint("matmul2", stage=1), Constraint("matmul4", stage=2)), "2 devices cannot be shared equally by 3"),
     ],
 )
