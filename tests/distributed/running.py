@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -121,10 +122,14 @@ def drawn_parameters(graph: Graph, folder: Path) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a training step computed: its loss, and the gradient of each parameter, whole, by index."""
+    """What a training step computed: its loss, and the gradient of each parameter, whole, by index.
+
+    `moved` are the bytes that its exchanges moved, by kind, where it ran on ranks.
+    """
 
     loss: float
     gradients: dict[int, np.ndarray]
+    moved: dict[str, int] | None = None
 
 
 def expected_step(graph: Graph, loss: str, folder: Path, batch: Mapping[str, np.ndarray], count: int) -> Step:
@@ -171,7 +176,8 @@ def run_step(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray], *optio
                 known = ~np.isnan(whole[region])
                 np.testing.assert_allclose(whole[region][known], block[known], rtol=1e-12)
                 whole[region] = block
-    return Step(read_losses(report)[0], gradients)
+    (line,) = report_lines(report)
+    return Step(read_losses(report)[0], gradients, cast(dict[str, int], line["communication_bytes"]))
 
 
 def assert_equal_steps(found: Step, expected: Step, tolerance: float) -> None:
@@ -186,7 +192,7 @@ def assert_equal_steps(found: Step, expected: Step, tolerance: float) -> None:
         assert far <= tolerance, f"gradient of parameter {index} is off by {far:.2e}"
 
 
-def run_forward(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray], *options: str) -> dict[str, np.ndarray]:
+def run_forward(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray], *options: object) -> dict[str, np.ndarray]:
     """The outputs of one step of inference on the pool."""
     data, outputs = folder.with_name("batch.npz"), folder.with_name("outputs.npz")
     np.savez(data, **{f"{name}": array for name, array in batch.items()})

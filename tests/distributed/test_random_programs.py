@@ -1,4 +1,5 @@
-"""Random graphs on random stages, groups, splits and schedules compute what torch computes."""
+"""Random graphs on random stages, groups, splits and schedules compute what torch computes, and exchange the bytes
+that are predicted."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from autopipe.passes.lower.traffic import communication_bytes
 from tests.distributed.builder import evaluate
 from tests.distributed.drawing import ROWS, Case, cases
 from tests.distributed.pool import Pools
@@ -20,6 +22,7 @@ from tests.distributed.running import (
     drawn_parameters,
     expected_step,
     micro_batches_of,
+    report_lines,
     run_forward,
     run_step,
     write,
@@ -46,7 +49,9 @@ def test_training_computes_loss_and_gradients(pools: Pools, case: Case, options:
         count = case.schedule.micro_batches
         batch = batch_of(case.graph, count, below=ROWS)
         expected = expected_step(case.graph, case.loss, program, batch, count)
-        assert_equal_steps(run_step(pools, program, batch, *options), expected, 1e-9)
+        found = run_step(pools, program, batch, *options)
+        assert_equal_steps(found, expected, 1e-9)
+        assert found.moved == predicted_bytes(case)
 
 
 @RANDOM
@@ -56,15 +61,23 @@ def test_inference_gives_every_output(pools: Pools, case: Case, options: tuple[s
         program = Path(folder) / "program"
         write(case.graph, case.placement, case.schedule, None, program)
         batch = batch_of(case.graph, case.schedule.micro_batches, below=ROWS)
-        found = run_forward(pools, program, batch, *options)
+        report = Path(folder) / "report.jsonl"
+        found = run_forward(pools, program, batch, "--report", report, *options)
         parameters = drawn_parameters(case.graph, program)
         parts = [
             evaluate(case.graph, parameters | inputs)
             for inputs in micro_batches_of(case.graph, batch, case.schedule.micro_batches)
         ]
         assert set(found) == set(case.graph.outputs)
+        assert report_lines(report)[0]["communication_bytes"] == predicted_bytes(case)
         for name in case.graph.outputs:
             values = [part[name] for part in parts]
             # A parameter has no samples to join: it is given once a micro-batch.
             expected = (torch.stack(values) if name in parameters else torch.cat(values)).numpy()
             np.testing.assert_allclose(found[name], expected, rtol=1e-9, atol=1e-12)
+
+
+def predicted_bytes(case: Case) -> dict[str, int]:
+    """By kind, for one step of a case."""
+    schedule = case.schedule
+    return communication_bytes(case.graph, case.placement, schedule.micro_batches, schedule.devices, case.loss)

@@ -26,16 +26,13 @@ from autopipe.ir.program import (
 from autopipe.ir.schedule import Schedule, Task
 from autopipe.passes.lower.channels import Held, channels_of, held_messages
 from autopipe.passes.lower.executable import check_tasks
-from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.lower.halves import split_backwards
 from autopipe.passes.lower.inputs import input_ranges
 from autopipe.passes.lower.order import instructions, sections
-from autopipe.passes.lower.parameters import parameter_shards, torn_parameters
+from autopipe.passes.lower.parts import parts_of, wanted_values
 from autopipe.passes.lower.posting import Talking, sending_orders
 from autopipe.passes.lower.proof import prove
-from autopipe.passes.lower.shard import Demands, ShardedStage, shard_stage
-from autopipe.passes.lower.stages import assign_nodes
-from autopipe.passes.lower.transfers import transfer_pieces
+from autopipe.passes.lower.shard import ShardedStage
 
 
 def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | None) -> Program:
@@ -45,12 +42,10 @@ def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | No
     """
     _check_loss(graph, loss)
     check_tasks(placement, schedule)
-    wanted = (loss,) if loss is not None else tuple(dict.fromkeys(graph.outputs))
-    stages = _sharded(graph, placement, wanted)
-    pieces = transfer_pieces(graph, stages, differentiable_values(graph) if loss is not None else frozenset())
-    shards = parameter_shards(graph, schedule.devices, stages)
+    parts = parts_of(graph, placement, schedule.devices, loss)
+    stages, codes = parts.stages, tuple(stage.code for stage in parts.stages)
     batch = batch_axes_of(graph)
-    wired = _wired(graph, stages, pieces, schedule.devices)
+    wired = _wired(graph, stages, parts.pieces, schedule.devices)
     steps = _steps(wired, schedule)
     program = Program(
         world_size=schedule.devices,
@@ -60,12 +55,12 @@ def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | No
         loss=loss,
         parameters=graph.parameters,
         inputs=input_ranges(graph),
-        outputs=tuple(_output(graph, name, stages, batch) for name in wanted),
-        stages=split_backwards(graph, tuple(stage.code for stage in stages), schedule),
+        outputs=tuple(_output(graph, name, stages, batch) for name in wanted_values(graph, loss)),
+        stages=split_backwards(graph, codes, schedule),
         ranks=tuple(
-            RankCode(rank, tuple(wired[rank]), shards[rank], *step.sections) for rank, step in enumerate(steps)
+            RankCode(rank, tuple(wired[rank]), parts.shards[rank], *step.sections) for rank, step in enumerate(steps)
         ),
-        channels=channels_of(pieces, tuple(stage.code for stage in stages), [step.held for step in steps]),
+        channels=channels_of(parts.pieces, codes, [step.held for step in steps]),
     )
     prove(program)
     return program
@@ -80,25 +75,6 @@ def _check_loss(graph: Graph, loss: str | None) -> None:
         )
     if graph.producer(loss) is None:
         raise CodegenError(f"the loss {loss!r} is not computed by the model", hint="name a value that a node writes")
-
-
-def _sharded(graph: Graph, placement: Placement, wanted: tuple[str, ...]) -> tuple[ShardedStage, ...]:
-    """The stages' local forwards.
-
-    A parameter that stages would cut differently is held whole by all of them: its gradient is a sum over equal blocks.
-    """
-    assigned = assign_nodes(graph, placement, wanted)
-    shares = frozenset(wanted) - graph.consumers().keys()
-
-    def shard(whole: frozenset[str]) -> tuple[ShardedStage, ...]:
-        return tuple(
-            shard_stage(graph, number, stage, nodes, Demands(whole, shares))
-            for number, (stage, nodes) in enumerate(zip(placement.stages, assigned, strict=True))
-        )
-
-    stages = shard(frozenset())
-    torn = torn_parameters(stages)
-    return shard(torn) if torn else stages
 
 
 @dataclass(frozen=True, slots=True)

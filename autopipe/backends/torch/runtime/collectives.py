@@ -6,6 +6,7 @@ the shares of all copies add up to the gradient. See `autopipe.passes.lower.shar
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,7 +28,8 @@ FindGroup = Callable[[tuple[int, ...]], "dist.ProcessGroup | None"]
 class Group:
     """Ranks that exchange something, as seen from one of them: a stage's group, or those along axes of its mesh."""
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, find: FindGroup) -> None:
+    def __init__(self, ranks: tuple[int, ...], rank: int, find: FindGroup, traffic: Counter[str]) -> None:
+        """As `rank` of `ranks` sees it; what it exchanges is counted in `traffic`, bytes by kind (`ir/traffic.py`)."""
         self.ranks = ranks
         self.size = len(ranks)
         self.position = ranks.index(rank)
@@ -35,6 +37,7 @@ class Group:
         """Where each position's part is in what the process group gathers, which is by rank."""
         self.process_group = find(tuple(sorted(ranks)))
         self._find = find
+        self.traffic = traffic
         self._along: dict[MeshAxes, Group] = {}
 
     def along(self, *axes: tuple[int, int]) -> Group:
@@ -42,7 +45,7 @@ class Group:
         wanted = tuple(MeshAxis(*axis) for axis in axes)
         if wanted not in self._along:
             ranks = tuple(self.ranks[position] for position in members(wanted, self.position))
-            self._along[wanted] = Group(ranks, self.ranks[self.position], self._find)
+            self._along[wanted] = Group(ranks, self.ranks[self.position], self._find, self.traffic)
         return self._along[wanted]
 
     def all_reduce(self, tensor: torch.Tensor, divisor: int = 1) -> torch.Tensor:
@@ -197,6 +200,8 @@ def _swapped(
     shapes = [[like[box].shape for box in boxes] for boxes in expected]
     sizes = [sum(shape.numel() for shape in each) for each in shapes]
     arrived = _all_to_all(parts, sizes, group)
+    own = sizes[group.position]
+    group.traffic["redistribute"] += (sum(sizes) - own) * like.element_size()
     return [
         [part.reshape(shape) for part, shape in zip(whole.split([s.numel() for s in each]), each, strict=True)]
         for whole, each in zip(arrived, shapes, strict=True)
@@ -221,6 +226,7 @@ def _all_to_all(parts: list[torch.Tensor], sizes: list[int], group: Group) -> li
 
 def _exchanged(tensor: torch.Tensor, group: Group, origin: int, dimension: int) -> torch.Tensor:
     parts = [part.contiguous() for part in tensor.chunk(group.size, dimension)]
+    group.traffic["all_to_all"] += tensor.nbytes
     arrived = _all_to_all([part.reshape(-1) for part in parts], [parts[0].numel()] * group.size, group)
     return torch.cat([part.reshape(parts[0].shape) for part in arrived], origin)
 
@@ -230,20 +236,27 @@ def _sum(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _reduced(tensor: torch.Tensor, group: Group, how: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    group.traffic["all_reduce"] += tensor.nbytes
+    return _combined(tensor, group, how)
+
+
+def _combined(tensor: torch.Tensor, group: Group, how: dist.ReduceOp.RedOpType) -> torch.Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, how, group=group.process_group)
     return total
 
 
 def _gathered(tensor: torch.Tensor, group: Group, dimension: int) -> torch.Tensor:
+    group.traffic["all_gather"] += tensor.nbytes * group.size
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size)]
     dist.all_gather(parts, tensor.contiguous(), group=group.process_group)
     return torch.cat([parts[place] for place in group.order], dimension)
 
 
 def _scattered(tensor: torch.Tensor, group: Group, dimension: int) -> torch.Tensor:
+    group.traffic["reduce_scatter"] += tensor.nbytes
     if tensor.is_cuda and dist.get_backend(group.process_group) == "gloo":  # It scatters tensors of the host alone.
-        return group.slice(_sum(tensor, group), dimension).contiguous()
+        return group.slice(_combined(tensor, group, dist.ReduceOp.SUM), dimension).contiguous()
     parts = tensor.chunk(group.size, dimension)
     by_rank = [parts[group.order.index(place)].contiguous() for place in range(group.size)]
     shard = torch.empty_like(by_rank[0])

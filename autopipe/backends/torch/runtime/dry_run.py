@@ -13,6 +13,7 @@ import torch.distributed as dist
 from autopipe.backends.torch.runtime.pending import Arrival, Departure
 from autopipe.backends.torch.runtime.report import Reporter, peak_memory
 from autopipe.backends.torch.runtime.transport import Transport
+from autopipe.ir.traffic import in_order
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank
@@ -29,8 +30,8 @@ class DryReport:
     sent_bytes: dict[int, int]
     """By the rank they go to, activations and their gradients."""
     received_bytes: dict[int, int]
-    reduced_bytes: int
-    """Gradients that are added up with other ranks."""
+    communication_bytes: dict[str, int]
+    """What the rank's exchanges would move, by kind (`ir/traffic.py`)."""
     parameters: int
     parameter_bytes: int
     peak_memory_bytes: int
@@ -44,7 +45,6 @@ class DryTransport(Transport):
         self.nccl = self.staged = False
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
-        self.reduced = 0
 
     def start(self) -> None:
         """Join a world in which every exchange returns at once."""
@@ -65,11 +65,6 @@ class DryTransport(Transport):
         self.received[rank] += arrival.buffer.nbytes
         return arrival
 
-    def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> dist.Work:
-        """Count what would be added up."""
-        self.reduced += tensor.nbytes
-        return super().start_all_reduce(tensor, ranks)
-
 
 class DryReporter(Reporter):
     """Says what the rank did instead of gathering figures of all ranks."""
@@ -88,7 +83,7 @@ class DryReporter(Reporter):
             tasks=tuple(span.task for span in rank.clock.spans()),
             sent_bytes=dict(sorted(ends.sent.items())),
             received_bytes=dict(sorted(ends.received.items())),
-            reduced_bytes=ends.reduced,
+            communication_bytes=in_order(ends.traffic),
             parameters=sum(tensor.numel() for tensor in rank.parameters.values()),
             parameter_bytes=sum(tensor.nbytes for tensor in rank.parameters.values()),
             peak_memory_bytes=peak_memory(rank.device),

@@ -107,7 +107,7 @@ class Rank:
         for number, (module, arguments) in self._modules.items():
             for name in (*module.PARAMETERS, *module.CONSTANTS):
                 setattr(arguments, name, named[name])
-            arguments.group = Group(manifest.stages[number].ranks, self.number, transport.group)
+            arguments.group = Group(manifest.stages[number].ranks, self.number, transport.group, transport.traffic)
             arguments.later = Later(named[name] for name in module.PARAMETERS)
         self.reduction = GradientReduction(transport, self.parameters, manifest.shards[self.number])
         trained = [tensor for tensor in self.parameters.values() if tensor.requires_grad]
@@ -154,6 +154,7 @@ class Rank:
             self._update()
         self.transport.finish()
         self.reporter.end_step(time.perf_counter() - started)
+        self.transport.traffic.clear()
         for stage in self.stages.values():
             stage.end_step()
         self.steps_done += 1

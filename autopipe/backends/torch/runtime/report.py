@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autopipe.ir.errors import LaunchError
+from autopipe.ir.traffic import KINDS, in_order
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank
@@ -27,6 +28,8 @@ class StepReport:
     bubble_rate: float
     predicted_bubble_rate: float
     peak_memory_bytes: tuple[int, ...]
+    communication_bytes: dict[str, int]
+    """What all ranks' exchanges moved, by kind (`ir/traffic.py`)."""
 
     def line(self) -> str:
         """The report as a person reads it."""
@@ -54,7 +57,8 @@ class Reporter:
         busy = sum(span.end - span.start for span in spans)
         loss, bad_stage, bad_micro_batch = self._loss()
         numbers = [loss, float(bad_stage), float(bad_micro_batch), seconds, busy, float(peak_memory(rank.device))]
-        gathered = rank.transport.gather_numbers(numbers)
+        moved = [float(rank.transport.traffic[kind]) for kind in KINDS]
+        gathered = rank.transport.gather_numbers(numbers + moved)
         for number, (_, stage, micro_batch, *_) in enumerate(gathered):
             if stage != _FINE:
                 raise LaunchError(
@@ -94,6 +98,7 @@ class Reporter:
             bubble_rate=1.0 - sum(numbers[4] for numbers in gathered) / (len(gathered) * seconds),
             predicted_bubble_rate=rank.manifest.predicted_bubble,
             peak_memory_bytes=tuple(int(numbers[5]) for numbers in gathered),
+            communication_bytes=_added_up([numbers[6:] for numbers in gathered]),
         )
         print(report.line(), flush=True)
         if rank.options.report is not None:
@@ -108,6 +113,11 @@ class Reporter:
         with (folder / f"rank_{self._rank.number:03d}.jsonl").open("a", encoding="utf-8") as file:
             form = {"step": self._rank.steps_done, "began": self._rank.clock.began, "spans": spans}
             file.write(json.dumps(form) + "\n")
+
+
+def _added_up(moved: list[list[float]]) -> dict[str, int]:
+    """The sums over ranks, by kind."""
+    return in_order(dict(zip(KINDS, (int(sum(each)) for each in zip(*moved, strict=True)), strict=True)))
 
 
 def _resident_peak() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -42,6 +42,8 @@ class Transport:
         self._channels: dict[tuple[int, bool], dist.ProcessGroup] = {}
         self._rings: dict[tuple[int, bool], Ring] = {}
         self._departures: deque[Departure] = deque()
+        self.traffic: Counter[str] = Counter()
+        """What this step's exchanges have moved so far, in bytes by kind (`ir/traffic.py`)."""
         self._joined = False
 
     def start(self) -> None:
@@ -82,6 +84,7 @@ class Transport:
 
     def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> Departure:
         """Send without waiting."""
+        self.traffic["send"] += tensor.nbytes
         tensor = tensor.detach().contiguous()
         if self.staged:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -107,7 +110,8 @@ class Transport:
         return Arrival(work, buffer, self.device)
 
     def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> dist.Work:
-        """Start adding up `tensor` over the ranks, in place."""
+        """Start adding up a gradient over the ranks, in place."""
+        self.traffic["gradient"] += tensor.nbytes
         work: dist.Work | None = dist.all_reduce(tensor, group=self.group(ranks), async_op=True)
         if work is None:
             raise LaunchError(f"rank {self.rank} is not among ranks {ranks}")

@@ -1,0 +1,62 @@
+"""What the stages of a placement become: their local forwards, the pieces between them, and the ranks' parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopipe.ir.graph import Graph
+from autopipe.ir.placement import Placement
+from autopipe.ir.program import Piece, Shard
+from autopipe.passes.lower.gradients import differentiable_values
+from autopipe.passes.lower.parameters import parameter_shards, torn_parameters
+from autopipe.passes.lower.shard import Demands, ShardedStage, shard_stage
+from autopipe.passes.lower.stages import assign_nodes
+from autopipe.passes.lower.transfers import transfer_pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """All of a program that does not depend on its schedule; `shards` are by rank."""
+
+    stages: tuple[ShardedStage, ...]
+    pieces: tuple[Piece, ...]
+    shards: tuple[tuple[Shard, ...], ...]
+    differentiable: frozenset[str]
+    """The values that gradients flow through: none without training."""
+
+
+def parts_of(graph: Graph, placement: Placement, devices: int, loss: str | None) -> Parts:
+    """The parts of the program that trains with `loss`, or gives all of the graph's outputs.
+
+    Raises CodegenError for splits that cannot be executed.
+    """
+    wanted = wanted_values(graph, loss)
+    stages = _sharded(graph, placement, wanted)
+    differentiable = differentiable_values(graph) if loss is not None else frozenset()
+    pieces = transfer_pieces(graph, stages, differentiable)
+    return Parts(stages, pieces, parameter_shards(graph, devices, stages), differentiable)
+
+
+def wanted_values(graph: Graph, loss: str | None) -> tuple[str, ...]:
+    """What a program gives: its loss, or all of the graph's outputs."""
+    return (loss,) if loss is not None else tuple(dict.fromkeys(graph.outputs))
+
+
+def _sharded(graph: Graph, placement: Placement, wanted: Sequence[str]) -> tuple[ShardedStage, ...]:
+    """The stages' local forwards.
+
+    A parameter that stages would cut differently is held whole by all of them: its gradient is a sum over equal blocks.
+    """
+    assigned = assign_nodes(graph, placement, tuple(wanted))
+    shares = frozenset(wanted) - graph.consumers().keys()
+
+    def shard(whole: frozenset[str]) -> tuple[ShardedStage, ...]:
+        return tuple(
+            shard_stage(graph, number, stage, nodes, Demands(whole, shares))
+            for number, (stage, nodes) in enumerate(zip(placement.stages, assigned, strict=True))
+        )
+
+    stages = shard(frozenset())
+    torn = torn_parameters(stages)
+    return shard(torn) if torn else stages

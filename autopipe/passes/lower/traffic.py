@@ -1,0 +1,138 @@
+"""The bytes that a step's exchanges will move, by kind (`ir/traffic.py`), from the parts its program is made of."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from autopipe.ir.graph import Graph
+from autopipe.ir.ops import OPERATORS, operator_of, qualified_name, signature_of
+from autopipe.ir.placement import Placement
+from autopipe.ir.program import Collective, Compute, StageCode
+from autopipe.ir.traffic import in_order, transposed
+from autopipe.ir.volume import lacking
+from autopipe.passes.lower.parts import Parts, parts_of
+
+
+def communication_bytes(
+    graph: Graph,
+    placement: Placement,
+    micro_batches: int,
+    devices: int,
+    loss: str | None,
+    widths: Mapping[str, int] | None = None,
+) -> dict[str, int]:
+    """Bytes by kind of one step of training with `loss`, or of inference, over all of `devices`.
+
+    `widths` are bytes an element by value, where a program's precision makes them other than the values' types. Raises
+    CodegenError for splits that cannot be executed.
+    """
+    parts = parts_of(graph, placement, devices, loss)
+    total: Counter[str] = Counter()
+    for stage in parts.stages:
+        forward, backward = _stage_bytes(graph, stage.code, parts.differentiable, widths or {})
+        times = len(range(stage.code.pipeline, micro_batches, placement.pipelines))
+        again = stage.code.recompute and loss is not None
+        for kind in forward | backward:
+            total[kind] += times * ((1 + again) * forward[kind] + backward[kind])
+    total["send"] = _sent_bytes(graph, parts, placement, micro_batches)
+    total["gradient"] = _gradient_bytes(graph, parts) if loss is not None else 0
+    return in_order(total)
+
+
+def _stage_bytes(
+    graph: Graph, code: StageCode, differentiable: frozenset[str], widths: Mapping[str, int]
+) -> tuple[Counter[str], Counter[str]]:
+    """One micro-batch's forward and backward inside a stage's group."""
+    forward: Counter[str] = Counter()
+    backward: Counter[str] = Counter()
+    group = len(code.devices)
+    if group == 1:
+        return forward, backward
+    flowing = _flowing(code, differentiable)
+    for operation in code.operations:
+        if isinstance(operation, Collective):
+            size = _elements(operation, group) * _width(operation, widths)
+            forward[operation.kind] += size
+            if operation.result.name in flowing:
+                backward[transposed(operation.kind)] += size
+        elif operation.joint:
+            signature = signature_of(graph, graph.nodes[operation.node])
+            row = OPERATORS[qualified_name(signature.node)]
+            degrees = {split.axis: split.degree for split in operation.splits}
+            flows = not flowing.isdisjoint(operation.writes)
+            for told in row.statistics(signature, row.space(signature), degrees):
+                if flows or not told.backward:
+                    (backward if told.backward else forward)[told.kind] += group * told.times * told.bytes
+    return forward, backward
+
+
+def _width(operation: Collective, widths: Mapping[str, int]) -> int:
+    """Bytes of an element of the value that is exchanged, whichever form of it."""
+    return widths.get(operation.source.name.partition("\0")[0], operation.source.dtype.itemsize)
+
+
+def _elements(operation: Collective, group: int) -> int:
+    """Elements that all devices of the group count for a collective."""
+    step = operation.relayout
+    if step.kind == "slice":
+        return 0
+    if step.kind == "redistribute":
+        return int(lacking(step.source, step.result, group).sum())
+    counted = operation.result if step.kind == "all_gather" else operation.source
+    return group * math.prod(counted.shape)
+
+
+def _flowing(code: StageCode, differentiable: frozenset[str]) -> set[str]:
+    """The stage's values, by their local names, that a gradient comes back to: autograd runs no other backward.
+
+    They depend on something that wants a gradient, and something that the stage gives depends on them.
+    """
+    read = (*code.inputs, *(value for _, value in code.parameters))
+    wanting = {value.name for value in read if value.name in differentiable}
+    for operation in code.operations:
+        if _passes_gradients(operation) and not wanting.isdisjoint(operation.reads):
+            wanting.update(_floating(operation))
+    flowing = wanting & {value.name for value in code.outputs}
+    for operation in reversed(code.operations):
+        if _passes_gradients(operation) and not flowing.isdisjoint(operation.writes):
+            flowing.update(wanting.intersection(operation.reads))
+    return flowing
+
+
+def _passes_gradients(operation: Compute | Collective) -> bool:
+    if isinstance(operation, Collective):
+        return True
+    row = operator_of(operation.signature.node)
+    return row is not None and row.differentiable
+
+
+def _floating(operation: Compute | Collective) -> Iterable[str]:
+    """The results that can have a gradient."""
+    results = (operation.result,) if isinstance(operation, Collective) else operation.signature.results
+    return (value.name for value in results if value is not None and value.dtype.is_floating)
+
+
+def _sent_bytes(graph: Graph, parts: Parts, placement: Placement, micro_batches: int) -> int:
+    """Messages of a step between the devices of different stages, and their gradients."""
+    total = 0
+    for piece in parts.pieces:
+        if piece.source_rank != piece.target_rank:
+            pipeline = placement.stages[piece.source_stage].pipeline
+            times = len(range(pipeline, micro_batches, placement.pipelines))
+            size = piece.sent.elements * graph.type_of(piece.tensor).dtype.itemsize
+            total += times * (1 + piece.needs_gradient) * size
+    return total
+
+
+def _gradient_bytes(graph: Graph, parts: Parts) -> int:
+    """Gradients of parameters that ranks add up."""
+    return sum(
+        shard.box.elements * graph.parameters[shard.parameter].value.dtype.itemsize
+        for shards in parts.shards
+        for shard in shards
+        if len(shard.gradient_ranks) > 1
+        and graph.parameters[shard.parameter].trainable
+        and graph.parameters[shard.parameter].value.dtype.is_floating
+    )
