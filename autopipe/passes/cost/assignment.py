@@ -124,7 +124,10 @@ def _sharings(graph: Graph) -> Callable[[int, Use, tuple[Split, ...], int], Shar
         found = known.get(key)
         if found is None:
             degrees = {split.axis: split.degree for split in splits}
-            form = laid(graph, index, use.space, splits, group)
+            names = use.space.extents()
+            # An axis that the node lacks only shares its work: code generation refuses it, by name.
+            own = tuple(split for split in splits if split.axis in names)
+            form = laid(graph, index, use.space, own, group)
             share = 1.0 / math.prod(degrees.values())
             found = known[key] = Sharing(degrees, share, form.operands, form.results)
         return found

@@ -85,13 +85,14 @@ def attend(draft: Draft, index: int, projected: Projections | None) -> None:
             (*axes, ("m", keys[2]), ("k", width)),
             ((SCORES, score_shape),),
             lambda found: product_of(HEADS, KEYS, SCORES, found),
+            inside=index,
         ),
     )
     (weights,) = draft.lay(
         f"{node.name}/softmax",
         (),
         ((scores, SCORES),),
-        Pattern((*axes, ("m", keys[2])), ((SCORES, score_shape),), lambda found: Softmax(found["m"][0])),
+        Pattern((*axes, ("m", keys[2])), ((SCORES, score_shape),), lambda found: Softmax(found["m"][0]), inside=index),
     )
     (draft.places[node.outputs[0]],) = draft.lay(
         node.name,

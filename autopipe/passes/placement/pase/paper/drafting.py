@@ -37,6 +37,8 @@ class Pattern:
     divided: tuple[tuple[str, tuple[int, ...]], ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     """What the nodes call an axis that neither they nor the layer show in a tensor that has a place."""
+    inside: int | None = None
+    """The node that computes this on its way to what another layer stands for."""
 
 
 class Draft:
@@ -69,7 +71,9 @@ class Draft:
             tuple(_result(words, shape, indices, extents) for words, shape in pattern.results),
             pattern.cost(indices),
         )
-        index = self.append(PlacedLayer(name, layer, tuple(nodes), pattern.aliases), [place for place, _ in placed])
+        index = self.append(
+            PlacedLayer(name, layer, tuple(nodes), pattern.aliases, pattern.inside), [place for place, _ in placed]
+        )
         return tuple(Place(index, result, _groups(words, indices)) for result, (words, _) in enumerate(pattern.results))
 
     def append(self, layer: PlacedLayer, operands: Sequence[Place]) -> int:

@@ -65,13 +65,15 @@ class Layer:
 class PlacedLayer:
     """A layer at its place in the model: its name, and the nodes of the ONNX graph that it stands for.
 
-    `aliases` are pairs of a layer's axis and the name that its nodes have for it, where no tensor tells.
+    `aliases` are pairs of a layer's axis and the name that its nodes have for it, where no tensor tells. `inside` is
+    the node that computes the layer on its way to a result which is another layer's.
     """
 
     name: str
     layer: Layer
     nodes: tuple[int, ...]
     aliases: tuple[tuple[str, str], ...] = ()
+    inside: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ generating code refuses it by that name.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.ops import operator_of, space_of
 from autopipe.ir.placement import Placement, Split, Stage
@@ -22,14 +23,31 @@ Meaning = dict[str, tuple[int, ...]]
 
 
 def placement_of(problem: Problem, strategy: PaperStrategy) -> Placement:
-    """One stage on all devices, each node split as its layer is."""
+    """One stage on all devices, each node split as its layer is.
+
+    Raises InfeasibleError, naming the layer, where its parts do not share out the devices: the paper's costs allow 20
+    parts on 24 devices, a placement does not.
+    """
     splits: dict[int, tuple[Split, ...]] = {}
     for index, degrees in enumerate(strategy.degrees):
+        _check_parts(strategy.graph.layers[index], degrees, problem.cluster.size)
         splits.update(_splits_of(problem.graph, strategy.graph, index, degrees))
+    for node, other in _inner_splits(strategy):
+        splits[node] = (*splits[node], other)
     nodes = tuple(range(len(problem.graph.nodes)))
     devices = tuple(range(problem.cluster.size))
     cut = tuple(sorted((node, found) for node, found in splits.items() if found))
     return Placement((Stage(nodes, devices, problem.micro_batch_size, cut),))
+
+
+def _check_parts(placed: PlacedLayer, degrees: Sequence[int], devices: int) -> None:
+    parts = math.prod(degrees)
+    if devices % parts:
+        raise InfeasibleError(
+            f"the best strategy of the paper's model cuts {placed.name} into {parts} parts, which do not share out "
+            f"{devices} devices",
+            hint="choose a power of two of devices, or search_space: executable",
+        )
 
 
 def _splits_of(graph: Graph, layers: LayerGraph, index: int, degrees: Sequence[int]) -> dict[int, tuple[Split, ...]]:
@@ -50,6 +68,19 @@ def _splits_of(graph: Graph, layers: LayerGraph, index: int, degrees: Sequence[i
     return found
 
 
+def _inner_splits(strategy: PaperStrategy) -> Iterator[tuple[int, Split]]:
+    """What cuts a layer inside of a node in another way than the layer that gives the node's result."""
+    named = list(strategy.splits().values())
+    outer = {node: index for index, placed in enumerate(strategy.graph.layers) for node in placed.nodes}
+    for index, placed in enumerate(strategy.graph.layers):
+        if placed.inside is None:
+            continue
+        given, part = named[outer[placed.inside]], placed.name.rpartition("/")[2]
+        for axis, degree in named[index].items():
+            if degree > 1 and given.get(axis) != degree:
+                yield placed.inside, Split(f"{part}.{axis}", degree)
+
+
 def _is_one_cut(layer: Layer, axes: tuple[int, ...], degrees: Sequence[int]) -> bool:
     """Whether cutting all of `axes` cuts the dimension that they make up into contiguous pieces."""
     last = max((place for place, axis in enumerate(axes) if degrees[axis] > 1), default=0)
@@ -68,9 +99,13 @@ def _meaning(graph: Graph, layers: LayerGraph, index: int, node: int) -> Meaning
     reading = {(edge.source, edge.result): edge.operand for edge in layers.edges if edge.target == index}
     for name, tensor in zip(graph.nodes[node].inputs, space.operands, strict=True):
         place = layers.places.get(name)
-        operand = None if place is None else reading.get((place.layer, place.result))
-        if tensor is not None and place is not None and operand is not None:
-            _match(space, tensor, place.groups, placed.layer.operands[operand].axes, meaning)
+        if tensor is None or place is None:
+            continue
+        if place.layer == index:
+            _match(space, tensor, place.groups, placed.layer.results[place.result].axes, meaning)
+        elif (place.layer, place.result) in reading:
+            axes = placed.layer.operands[reading[place.layer, place.result]].axes
+            _match(space, tensor, place.groups, axes, meaning)
     row = operator_of(graph.nodes[node])
     if row is not None and row.kind != "view":
         _add_aliases(placed, space, meaning)

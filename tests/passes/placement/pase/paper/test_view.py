@@ -76,7 +76,7 @@ def test_an_image_is_flattened_and_a_vector_of_channels_is_not() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_any_model_of_the_zoo(name: str) -> None:
-    """Every node belongs to one layer or depends on no more than inputs or weights; what is found costs what it says."""
+    """Every node belongs to one layer or reads weights alone, or none; what is found costs what it says."""
     graph = model_graph(name, 8)
     layers = layer_graph(graph)
     covered = [node for placed in layers.layers for node in placed.nodes]

@@ -1,0 +1,125 @@
+"""Strategies of the paper as placements, and data parallelism in its space."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from autopipe.ir.errors import CodegenError, InfeasibleError
+from autopipe.ir.graph import Graph
+from autopipe.ir.ops import operator_of
+from autopipe.ir.placement import Placement, Split
+from autopipe.ir.problem import Problem
+from autopipe.passes.cost.stages import stage_costs
+from autopipe.passes.lower import lower
+from autopipe.passes.placement.data_parallel import DataParallel
+from autopipe.passes.placement.pase.paper.layers import LayerGraph
+from autopipe.passes.placement.pase.paper.placing import placement_of
+from autopipe.passes.placement.pase.paper.samples import data_parallel
+from autopipe.passes.placement.pase.paper.search import data_parallel_cost, search
+from autopipe.passes.placement.pase.paper.strategy import PaperStrategy, cost_of
+from autopipe.passes.placement.pase.paper.view import layer_graph
+from autopipe.passes.schedule.named.gpipe import GPipe
+from tests.passes.placement.pase.paper.models import PAPER, model_graph, paper_graph, problem_of
+
+
+def chosen(layers: LayerGraph, devices: int, **degrees: tuple[int, ...]) -> PaperStrategy:
+    """The layers whose names end in a key cut by its degrees (a dot stands for a slash), all others whole."""
+    found = [
+        next((cut for key, cut in degrees.items() if each.name.endswith(key)), (1,) * len(each.layer.axes))
+        for each in layers.layers
+    ]
+    return PaperStrategy(layers, devices, tuple(found), 0.0, 0.0, False)
+
+
+def splits(problem: Problem, placement: Placement, op: str) -> list[str]:
+    """The splits of the nodes of one operator."""
+    found = dict(placement.stages[0].splits)
+    nodes = [index for index, node in enumerate(problem.graph.nodes) if node.op == op]
+    return [" ".join(map(str, found.get(node, ()))) for node in nodes]
+
+
+def refusal(problem: Problem, placement: Placement) -> str:
+    schedule = GPipe().run(problem, placement)
+    with pytest.raises(CodegenError) as caught:
+        lower(problem.graph, placement, schedule, "loss")
+    return str(caught.value)
+
+
+def test_splits_of_table_ii_are_the_nodes_own() -> None:
+    problem = problem_of(paper_graph("alexnet"), 32)
+    placement = placement_of(problem, search(problem))
+    assert splits(problem, placement, "Gemm") == ["n:4 k:8", "n:8 k:4", "n:4 k:8"]
+    assert splits(problem, placement, "Conv")[:4] == ["n:32", "n:32", "n:32", "n:16 c:2"]
+    assert splits(problem, placement, "Relu")[-2:] == ["x1:4", "x1:8"]
+
+
+def test_the_axis_of_stacked_layers_is_refused_by_name() -> None:
+    problem = problem_of(model_graph("rnnlm", 8), 4)
+    placement = placement_of(problem, chosen(layer_graph(problem.graph), 4, LSTM=(2, 1, 2, 1, 1)))
+    assert splits(problem, placement, "LSTM") == ["b:2 l:2", "b:2"]
+    assert all(cost.forward_s > 0 for cost in stage_costs(problem, placement))
+    assert "LSTM has no axis 'l'" in refusal(problem, placement)
+
+
+def test_the_stack_of_projections_is_refused_by_name() -> None:
+    problem = problem_of(model_graph("transformer", 8), 3)
+    placement = placement_of(problem, chosen(layer_graph(problem.graph), 3, projections=(3, 1, 1, 1, 1, 1)))
+    assert splits(problem, placement, "MatMul")[0] == "s:3"
+    assert "MatMul has no axis 's'" in refusal(problem, placement)
+
+
+def test_what_is_split_only_inside_a_node_is_refused_by_name() -> None:
+    problem = problem_of(model_graph("transformer", 8), 4)
+    placement = placement_of(problem, chosen(layer_graph(problem.graph), 4, scores=(1, 1, 1, 2, 1)))
+    assert set(splits(problem, placement, "Attention")) == {"scores.m:2"}
+    assert "scores.m" in refusal(problem, placement)
+
+
+def test_heads_are_columns_and_rows_of_their_projections() -> None:
+    problem = problem_of(model_graph("transformer", 8), 4)
+    layers = layer_graph(problem.graph)
+    heads = {"projections": (1, 2, 2, 1, 1, 1), "encoder.0/attention/MatMul_1": (2, 2, 1, 1, 1)}
+    output = {"encoder.0/attention/output/MatMul": (2, 1, 1, 2, 1)}
+    placement = placement_of(problem, chosen(layers, 4, **heads, **output))
+    assert splits(problem, placement, "MatMul")[:4] == ["b0:2 n:2"] * 3 + ["b0:2 k:2"]
+    assert splits(problem, placement, "Attention")[0] == "b:2 h:2"
+
+
+def test_parts_must_share_out_the_devices() -> None:
+    problem = problem_of(model_graph("rnnlm", 8), 3)
+    strategy = chosen(layer_graph(problem.graph), 3, LSTM=(2, 1, 1, 1, 1))
+    with pytest.raises(InfeasibleError, match="LSTM into 2 parts, which do not share out 3 devices"):
+        placement_of(problem, strategy)
+
+
+@pytest.mark.parametrize(
+    "name", ["alexnet", "inceptionv3", "rnnlm", "transformer", "gpt", "llama", "mt5", "wide-resnet"]
+)
+def test_data_parallelism_is_that_of_the_strategy(name: str) -> None:
+    """Every node that reads weights or activations is cut as the strategy of that name cuts it."""
+    graph = model_graph(name, 8)
+    problem, layers = problem_of(graph, 4), layer_graph(graph)
+    strategy = PaperStrategy(layers, 4, data_parallel(graph, layers, 4), 0.0, 0.0, False)
+    ours = dict(placement_of(problem, strategy).stages[0].splits)
+    theirs = dict(DataParallel().run(problem).stages[0].splits)
+    assert set(ours) <= set(theirs)
+    assert all(ours[node] == theirs[node] == (Split(theirs[node][0].axis, 4),) for node in ours)
+    assert {_kind(graph, node) for node in set(theirs) - set(ours)} <= {"view"}
+
+
+def _kind(graph: Graph, node: int) -> str:
+    row = operator_of(graph.nodes[node])
+    assert row is not None
+    return row.kind
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_searched_strategies_beat_data_parallelism(name: str) -> None:
+    problem = problem_of(paper_graph(name), 8)
+    strategy = search(problem)
+    assert all(math.prod(each) <= 8 for each in strategy.degrees)
+    assert strategy.cost < data_parallel_cost(problem)
+    layers = layer_graph(problem.graph)
+    assert data_parallel_cost(problem) == cost_of(layers, data_parallel(problem.graph, layers, 8))
