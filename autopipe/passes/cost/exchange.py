@@ -43,7 +43,7 @@ def exchange_seconds(graph: Graph, cluster: Cluster, work: StageWork, gradient: 
         seconds = relayout_seconds(cluster, devices, exchange.step, width)
         total += Exchanged(seconds, seconds * (exchange.value in gradient))
     for each in work.nodes:
-        total += _statistics(graph, cluster, devices, each)
+        total += statistics_seconds(graph, cluster, devices, each)
     return total
 
 
@@ -55,7 +55,7 @@ def exchanges_of(graph: Graph, work: StageWork) -> Iterable[Exchange]:
     return (step for step in steps if isinstance(step, Exchange))
 
 
-def _statistics(graph: Graph, cluster: Cluster, devices: tuple[int, ...], each: Assigned) -> Exchanged:
+def statistics_seconds(graph: Graph, cluster: Cluster, devices: tuple[int, ...], each: Assigned) -> Exchanged:
     """What a node split along a joint axis tells the group."""
     total = Exchanged()
     space, degrees = each.use.space, each.sharing.degrees
