@@ -15,7 +15,9 @@ from autopipe.ir.errors import ConfigurationError
 
 STRATEGIES = {
     "data_parallel": "autopipe.passes.placement.data_parallel:DataParallel",
+    "expert": "autopipe.passes.placement.expert.strategy:Expert",
     "manual": "autopipe.passes.placement.manual:Manual",
+    "one_weird_trick": "autopipe.passes.placement.expert.one_weird_trick:OneWeirdTrick",
     "pipedream": "autopipe.passes.placement.pipedream.strategy:PipeDream",
     "tessel_shapes": "autopipe.passes.placement.tessel_shapes.strategy:TesselShapes",
 }

@@ -1,0 +1,1 @@
+"""Strategies that experts designed by hand, each for one kind of network."""

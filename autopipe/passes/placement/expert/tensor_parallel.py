@@ -1,0 +1,60 @@
+"""Heads, feed-forward columns and rows, and the vocabulary within groups of devices; samples among the groups."""
+
+from __future__ import annotations
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.graph import Graph
+from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.ir.problem import Problem
+from autopipe.passes.cost.splits import SampleAxes, sample_axes
+from autopipe.passes.spmd.regions import tensor_splits
+from autopipe.passes.spmd.replicas import check_samples, replicated_network, with_samples_split
+
+
+def tensor_parallel(problem: Problem, degree: int) -> Placement:
+    """One stage on all devices, in groups of `degree` neighbours that share layers; 0 takes the largest that does.
+
+    Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019),
+    section 3. The largest degree is that of a whole node, or less where more nodes of the graph can be shared so.
+    Raises InfeasibleError where `degree` does not divide the devices, or groups cannot share the samples.
+    """
+    graph, devices = problem.graph, problem.cluster.size
+    samples = sample_axes(graph)
+    if degree == 0:
+        degree, found = _largest(problem, samples)
+    elif devices % degree:
+        raise InfeasibleError(f"{devices} devices cannot be parted into groups of {degree}", where="strategy.tensor")
+    else:
+        found = _shared(graph, samples, devices, degree)
+    check_samples(problem, devices // degree, "expert")
+    nodes = tuple(range(len(graph.nodes)))
+    splits = with_samples_split(samples, nodes, devices // degree, found)
+    recompute = problem.train and problem.recompute == "full"
+    return Placement((Stage(nodes, tuple(range(devices)), problem.micro_batch_size, splits, recompute),))
+
+
+def _largest(problem: Problem, samples: SampleAxes) -> tuple[int, dict[int, tuple[Split, ...]]]:
+    """The degree within a node that shares most nodes of the graph, the largest of equals, with their splits."""
+    devices = problem.cluster.size
+    within = [each for each in range(1, problem.cluster.devices_per_node + 1) if devices % each == 0]
+    degrees = [each for each in within if problem.micro_batch_size % (devices // each) == 0]
+    if not degrees:
+        check_samples(problem, devices // within[-1], "expert")
+    found = {degree: _shared(problem.graph, samples, devices, degree) for degree in degrees}
+    best = max(degrees, key=lambda degree: (len(found[degree]), degree))
+    return best, found[best]
+
+
+def _shared(graph: Graph, samples: SampleAxes, devices: int, degree: int) -> dict[int, tuple[Split, ...]]:
+    """The splits of the nodes that a group's `degree` devices share."""
+    if degree == 1:
+        return {}
+    network = replicated_network(graph, devices // degree, samples)
+    nodes = range(len(graph.nodes))
+    tables = frozenset(
+        graph.nodes[node].inputs[0]
+        for node in nodes
+        if samples.uses[node].row.kind == "memory" and samples.axes[node] is not None
+    )
+    cut = tensor_splits(network, nodes, degree, tables & network.weights.keys(), lambda node: False)
+    return {node: network.splits(node, split.axis, degree) for node, (split,) in cut}
