@@ -32,6 +32,7 @@ def plan_screen(planned: Planned, request: Request, folder: Path) -> Iterator[Re
     )
     yield stage_table(plan)
     yield f"{prediction_line(summary)} of {bytes_text(problem.memory_of(0))}"
+    yield traffic_line(summary)
     yield schedule_line(plan)
     yield f"plan in {folder}"
     yield f"next: autopipe show {folder}    autopipe codegen {folder}"
@@ -44,6 +45,14 @@ def prediction_line(summary: Summary) -> str:
         f" {seconds_text(summary.lower_bound_s)}), bubble {summary.bubble_rate:.1%}, peak memory"
         f" {bytes_text(max(summary.peak_memory_bytes))}"
     )
+
+
+def traffic_line(summary: Summary) -> str:
+    """What the devices tell one another in a step."""
+    if summary.communication_bytes is None:
+        return "exchanged in a step: unknown, as some of the splits cannot be executed"
+    parts = (f"{kind.replace('_', '-')} {bytes_text(size)}" for kind, size in summary.communication_bytes if size)
+    return f"exchanged in a step: {', '.join(parts) or 'nothing'}"
 
 
 def schedule_line(plan: Plan) -> str:

@@ -14,7 +14,7 @@ from autopipe.cli.drawing.sparkline import draw_memory
 from autopipe.cli.drawing.terminal import draw_timeline
 from autopipe.cli.output import Output
 from autopipe.cli.plan_folder import open_plan, open_prediction
-from autopipe.cli.plan_screen import prediction_line, schedule_line, stage_table
+from autopipe.cli.plan_screen import prediction_line, schedule_line, stage_table, traffic_line
 from autopipe.ir.blocks import BlockSchedule
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.plan import Plan
@@ -98,6 +98,7 @@ class ShownPlan:
             f"{summary.micro_batches} micro-batches of {summary.micro_batch_size}"
         )
         yield prediction_line(summary)
+        yield traffic_line(summary)
         yield schedule_line(plan)
         yield ""
         yield from draw_timeline(picture, output.width, output.coloured)

@@ -34,6 +34,9 @@ class Summary:
     (but for the rounding it states), in its step otherwise."""
     gap: float | None
     """Share of the period, or the step, that lies above what is proven; 0 where it is optimal."""
+    communication_bytes: tuple[tuple[str, int], ...] | None
+    """What a step's exchanges move over all devices, by kind (`ir/traffic.py`); None where the placement cannot be
+    executed."""
 
 
 @dataclass(frozen=True, slots=True)

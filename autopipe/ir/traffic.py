@@ -30,6 +30,6 @@ def transposed(kind: str) -> str:
     return _TRANSPOSED.get(kind, kind)
 
 
-def in_order(counted: Mapping[str, int]) -> dict[str, int]:
-    """The kinds that something was counted of, in the order of `KINDS`."""
-    return {kind: counted[kind] for kind in KINDS if counted.get(kind)}
+def by_kind(counted: Mapping[str, int]) -> dict[str, int]:
+    """All kinds in the order of `KINDS`, 0 where nothing was counted."""
+    return {kind: counted.get(kind, 0) for kind in KINDS}

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
+from autopipe.ir.errors import AutopipeError, CodegenError, ConfigurationError, InfeasibleError, ModelError
 from autopipe.ir.placement import Placement
 from autopipe.ir.plan import Plan, Summary
 from autopipe.ir.prediction import Prediction
@@ -19,8 +19,11 @@ from autopipe.ir.stage_graph import StageGraph
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.base import Scheduler, Strategy
 from autopipe.passes.batching import Batching, batchings
+from autopipe.passes.cost.precision import element_bytes
+from autopipe.passes.cost.uses import uses_of
 from autopipe.passes.cost.work import annotate
 from autopipe.passes.frontend import CrossEntropy, Model, read_model
+from autopipe.passes.lower.traffic import communication_bytes
 from autopipe.passes.runner import Observer, Runner, Silent
 from autopipe.passes.schedule.limits import check_memory, lower_bound, quality
 from autopipe.passes.schedule.predict import predict
@@ -257,4 +260,16 @@ def _summary(
         lower_bound_s=bound,
         optimal=optimal,
         gap=gap,
+        communication_bytes=_communication_bytes(problem, placement),
     )
+
+
+def _communication_bytes(problem: Problem, placement: Placement) -> tuple[tuple[str, int], ...] | None:
+    """What a step's exchanges move, by kind; None where the placement cannot be executed."""
+    widths = element_bytes(problem.graph, uses_of(problem.graph), problem.precision)
+    loss = problem.loss if problem.train else None
+    try:
+        found = communication_bytes(problem.graph, placement, problem.micro_batches, problem.cluster.size, loss, widths)
+    except CodegenError:
+        return None
+    return tuple(found.items())

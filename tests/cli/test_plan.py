@@ -16,6 +16,7 @@ SETTINGS = {"layers": "2", "hidden": "32", "heads": "2", "sequence": "16", "voca
 SUMMARY_KEYS = {
     "strategy", "schedule", "devices", "stages", "micro_batches", "micro_batch_size", "depth", "step_time_s",
     "samples_per_s", "bubble_rate", "peak_memory_bytes", "search_time_s", "lower_bound_s", "optimal", "gap",
+    "communication_bytes",
 }  # fmt: skip
 
 
@@ -37,6 +38,7 @@ def test_a_plan_folder_and_one_screen(gpt, capsys):
     assert sorted(os.listdir(f"{gpt}.plan")) == ["config.yaml", "plan.json", "schedule.json"]
     for word in ("pipedream with tessel", "train (the model has a loss)", "a100-80gb", "bubble", "next:"):
         assert word in out
+    assert "exchanged in a step: " in out
     assert "schedule: a step that is proven the shortest" in out
     assert len(out.splitlines()) < 25
 

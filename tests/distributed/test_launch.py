@@ -126,7 +126,8 @@ def test_a_dry_run_counts_what_a_rank_exchanges(tmp_path: Path) -> None:
     half = BATCH // 2 * 4 * 8 * MICRO_BATCHES
     assert report["sent_bytes"] == {"2": half} and report["received_bytes"] == {"2": half}
     assert sorted(report["tasks"]) == sorted(f"0{phase}{index}" for phase in "FB" for index in range(MICRO_BATCHES))
-    assert report["communication_bytes"] == {"gradient": report["parameter_bytes"], "send": half}
+    moved = {kind: size for kind, size in report["communication_bytes"].items() if size}
+    assert moved == {"gradient": report["parameter_bytes"], "send": half}
     assert report["parameter_bytes"] == report["parameters"] * 8
 
 

@@ -19,6 +19,7 @@ from autopipe.ir.serial.placement_form import placement_form, placement_of
 from autopipe.ir.serial.plan_file import plan_digest, read_plan, write_plan
 from autopipe.ir.serial.record import Record
 from autopipe.ir.timeline import Span, Timeline
+from autopipe.ir.traffic import KINDS
 
 ORDERS = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "1F0 1B0 1F1 1B1")
 TASKS = tuple(tuple(map(Task.parse, order.split())) for order in ORDERS)
@@ -29,7 +30,7 @@ def a_plan(model):
     stages = (Stage((0, 1, 2, 5), (0,), 4), Stage((3, 4), (1, 2), 4, ((3, split), (4, split)), recompute=True))
     summary = Summary(
         "manual", "1f1b", 3, 2, 2, 4, 2, 0.5, 16.0, 0.25, (10, 20, 20), (("read", 0.1), ("manual", 0.2)), 0.4, False,
-        None,
+        None, tuple((kind, place) for place, kind in enumerate(KINDS)),
     )  # fmt: skip
     prediction = Prediction(
         tuple(

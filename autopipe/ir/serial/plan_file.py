@@ -20,6 +20,7 @@ from autopipe.ir.serial.record import Record, read_record, record_text
 from autopipe.ir.serial.schedule_file import read_schedule, schedule_form
 from autopipe.ir.stage_graph import StageGraph, pipelines_of
 from autopipe.ir.timeline import Timeline
+from autopipe.ir.traffic import KINDS
 
 FORMAT = "autopipe.plan/1"
 PLAN_FILE = "plan.json"
@@ -110,11 +111,17 @@ def plan_form(plan: Plan) -> dict[str, object]:
 def summary_form(summary: Summary) -> dict[str, object]:
     """A summary as a dict with its fields' names."""
     form = {field.name: getattr(summary, field.name) for field in dataclasses.fields(summary)}
-    return {**form, "peak_memory_bytes": list(summary.peak_memory_bytes), "search_time_s": dict(summary.search_time_s)}
+    moved = summary.communication_bytes
+    return {
+        **form,
+        "peak_memory_bytes": list(summary.peak_memory_bytes),
+        "search_time_s": dict(summary.search_time_s),
+        "communication_bytes": None if moved is None else dict(moved),
+    }
 
 
 def _summary_of(record: Record) -> Summary:
-    gap = record.at("gap")
+    gap, moved = record.at("gap"), record.at("communication_bytes")
     return Summary(
         strategy=record.at("strategy").text(),
         schedule=record.at("schedule").text(),
@@ -131,4 +138,7 @@ def _summary_of(record: Record) -> Summary:
         lower_bound_s=record.at("lower_bound_s").number(),
         optimal=record.at("optimal").boolean(),
         gap=None if gap.value is None else gap.number(),
+        communication_bytes=None
+        if moved.value is None
+        else tuple((kind, moved.at(kind).integer(0)) for kind in KINDS),
     )

@@ -10,7 +10,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.ops import OPERATORS, operator_of, qualified_name, signature_of
 from autopipe.ir.placement import Placement
 from autopipe.ir.program import Collective, Compute, StageCode
-from autopipe.ir.traffic import in_order, transposed
+from autopipe.ir.traffic import by_kind, transposed
 from autopipe.ir.volume import lacking
 from autopipe.passes.lower.parts import Parts, parts_of
 
@@ -38,7 +38,7 @@ def communication_bytes(
             total[kind] += times * ((1 + again) * forward[kind] + backward[kind])
     total["send"] = _sent_bytes(graph, parts, placement, micro_batches)
     total["gradient"] = _gradient_bytes(graph, parts) if loss is not None else 0
-    return in_order(total)
+    return by_kind(total)
 
 
 def _stage_bytes(

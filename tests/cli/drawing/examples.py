@@ -25,7 +25,7 @@ def chain_plan(stages=4, micro_batches=6, model="/models/gpt.onnx"):
     timeline = simulate(schedule, groups, prediction)
     summary = Summary(
         "manual", "1f1b", stages, stages, micro_batches, 2, stages, timeline.end, 1.0, timeline.bubble_rate,
-        timeline.peak_memory, (("read", 0.1),), 18.0, False, None,
+        timeline.peak_memory, (("read", 0.1),), 18.0, False, None, (("send", 12 * 2**10),),
     )  # fmt: skip
     placement = Placement(tuple(Stage((index,), group, 2) for index, group in enumerate(groups)))
     return Plan(model, "abc", "train", 2 * micro_batches, placement, schedule, summary, prediction), timeline

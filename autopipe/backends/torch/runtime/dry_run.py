@@ -13,7 +13,7 @@ import torch.distributed as dist
 from autopipe.backends.torch.runtime.pending import Arrival, Departure
 from autopipe.backends.torch.runtime.report import Reporter, peak_memory
 from autopipe.backends.torch.runtime.transport import Transport
-from autopipe.ir.traffic import in_order
+from autopipe.ir.traffic import by_kind
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank
@@ -83,7 +83,7 @@ class DryReporter(Reporter):
             tasks=tuple(span.task for span in rank.clock.spans()),
             sent_bytes=dict(sorted(ends.sent.items())),
             received_bytes=dict(sorted(ends.received.items())),
-            communication_bytes=in_order(ends.traffic),
+            communication_bytes=by_kind(ends.traffic),
             parameters=sum(tensor.numel() for tensor in rank.parameters.values()),
             parameter_bytes=sum(tensor.nbytes for tensor in rank.parameters.values()),
             peak_memory_bytes=peak_memory(rank.device),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autopipe.ir.errors import LaunchError
-from autopipe.ir.traffic import KINDS, in_order
+from autopipe.ir.traffic import KINDS, by_kind
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank
@@ -117,7 +117,7 @@ class Reporter:
 
 def _added_up(moved: list[list[float]]) -> dict[str, int]:
     """The sums over ranks, by kind."""
-    return in_order(dict(zip(KINDS, (int(sum(each)) for each in zip(*moved, strict=True)), strict=True)))
+    return by_kind(dict(zip(KINDS, (int(sum(each)) for each in zip(*moved, strict=True)), strict=True)))
 
 
 def _resident_peak() -> int:
