@@ -6,7 +6,7 @@ import math
 
 from autopipe.ir.ops.elementwise import broadcast
 from autopipe.ir.ops.lines import marked, names, spell
-from autopipe.ir.ops.normalization import layer_norm
+from autopipe.ir.ops.normalization import layer_norm, moment_statistics, norm_statistics
 from autopipe.ir.ops.products import batched
 from autopipe.ir.ops.row import Line, Operator, Signature, per_point, per_result
 
@@ -25,8 +25,8 @@ def _fused_matmul(signature: Signature) -> Line:
 
 
 def _skip_layer_norm(signature: Signature) -> Line:
-    """`*b x, *b x, x … -> *b x, *b 1, *b 1, *b x` with x whole."""
-    words = marked(names(len(signature.operand(0).shape)), [len(signature.operand(0).shape) - 1], "!")
+    """`*b x, *b x, x … -> *b x, *b 1, *b 1, *b x` with x=."""
+    words = marked(names(len(signature.operand(0).shape)), [len(signature.operand(0).shape) - 1], "=")
     skip = words[len(words) - len(signature.operand(1).shape) :]
     skip = [word if extent > 1 else "1" for word, extent in zip(skip, signature.operand(1).shape, strict=True)]
     vectors = [None if value is None else [words[-1]] for value in signature.operands[2:]]
@@ -57,7 +57,15 @@ CONTRIB = (
     Operator("com.microsoft.FastGelu", broadcast, "elementwise", per_result(9.0), 1.0, ("0",)),
     Operator("com.microsoft.BiasGelu", broadcast, "elementwise", per_result(9.0), 1.0, ("0",)),
     Operator("com.microsoft.FusedMatMul", _fused_matmul, "matmul", per_point(2.0), 2.0, ("0", "1"), weights=(0, 1)),
-    Operator("com.microsoft.SkipLayerNormalization", _skip_layer_norm, "normalization", per_result(9.0), 2.0, ("0",)),
+    Operator(
+        "com.microsoft.SkipLayerNormalization",
+        _skip_layer_norm,
+        "normalization",
+        per_result(9.0),
+        2.0,
+        ("0",),
+        statistics=moment_statistics,
+    ),
     Operator(
         "com.microsoft.SkipSimplifiedLayerNormalization",
         _skip_layer_norm,
@@ -65,7 +73,16 @@ CONTRIB = (
         per_result(6.0),
         2.0,
         ("0",),
+        statistics=norm_statistics,
     ),
     Operator("com.microsoft.RotaryEmbedding", _rotary_embedding, "elementwise", per_result(3.0), 1.0, ("1", "2", "3")),
-    Operator("SimplifiedLayerNormalization", layer_norm, "normalization", per_result(5.0), 2.0, ("0",)),
+    Operator(
+        "SimplifiedLayerNormalization",
+        layer_norm,
+        "normalization",
+        per_result(5.0),
+        2.0,
+        ("0",),
+        statistics=norm_statistics,
+    ),
 )

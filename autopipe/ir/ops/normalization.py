@@ -1,11 +1,11 @@
-"""Normalisations: statistics over some axes, which stay whole, then element by element."""
+"""Normalisations: statistics over some axes, which devices take together, then element by element."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from autopipe.ir.ops.lines import aligned, marked, names, positive, spell, unindexed
-from autopipe.ir.ops.row import Line, Operator, Signature, per_result
+from autopipe.ir.ops.row import Line, Operator, Signature, per_result, separates_samples
 from autopipe.ir.ops.statistics import Statistic, joint_splits, reduced, rows, single
 from autopipe.ir.space import Space
 
@@ -21,8 +21,8 @@ def trains(signature: Signature) -> bool:
 
 
 def batch_norm(signature: Signature) -> Line:
-    """`n c *i, c, c, c, c -> n c *i, c, c`; with the batch's own statistics everything but c stays whole."""
-    mark = "!" if trains(signature) else ""
+    """`n c *i, c, c, c, c -> n c *i, c, c`; with the batch's own statistics all devices' samples count."""
+    mark = "=" if trains(signature) else ""
     first = [f"n{mark}", "c", *(f"i{axis}{mark}" for axis in range(len(signature.operand(0).shape) - 2))]
     results = [None if value is None else ["c"] for value in signature.results[1:]]
     return spell([first, *[["c"]] * 4], [first, *results])
@@ -35,29 +35,29 @@ def normalized_axes(signature: Signature) -> range:
 
 
 def layer_norm(signature: Signature) -> Line:
-    """`*b *x, *x, *x -> *b *x, *b 1, *b 1` with *x whole."""
+    """`*b *x=, *x, *x -> *b *x, *b 1, *b 1`."""
     shape = signature.operand(0).shape
     axes = normalized_axes(signature)
     words = names(len(shape))
     scales = [None if value is None else aligned(value.shape, shape, words) for value in signature.operands[1:]]
     statistics = [*words[: axes.start], *["1"] * len(axes)]
     results = [None if value is None else statistics for value in signature.results[1:]]
-    return spell([marked(words, axes, "!"), *scales], [words, *results])
+    return spell([marked(words, axes, "="), *scales], [words, *results])
 
 
 def group_norm(signature: Signature) -> Line:
-    """`n (g c) *i, (g c), (g c) -> n (g c) *i` with c and *i whole; before opset 21 scale and bias are one a group."""
+    """`n (g c=) *i=, (g c), (g c) -> n (g c) *i`; before opset 21 scale and bias are one a group."""
     groups = signature.node.integer("num_groups")
-    spatial = [f"i{axis}!" for axis in range(len(signature.operand(0).shape) - 2)]
+    spatial = [f"i{axis}=" for axis in range(len(signature.operand(0).shape) - 2)]
     channels = signature.operand(0).shape[1]
     scale = "(g c)" if signature.operand(1).shape == (channels,) else "g"
-    line = spell([["n", "(g c!)", *spatial], [scale], [scale]], [["n", "(g c)", *spatial]])
+    line = spell([["n", "(g c=)", *spatial], [scale], [scale]], [["n", "(g c)", *spatial]])
     return Line(line.text, (("g", groups), ("c", channels // groups)))
 
 
 def instance_norm(signature: Signature) -> Line:
-    """`n c *i, c, c -> n c *i` with *i whole."""
-    first = ["n", "c", *(f"i{axis}!" for axis in range(len(signature.operand(0).shape) - 2))]
+    """`n c *i=, c, c -> n c *i`."""
+    first = ["n", "c", *(f"i{axis}=" for axis in range(len(signature.operand(0).shape) - 2))]
     return spell([first, ["c"], ["c"]], [first])
 
 
@@ -76,7 +76,7 @@ def softmax_axes(signature: Signature) -> range:
     return range(positive(signature.node.integer("axis", 1), rank), rank)
 
 
-def _whole_along(signature: Signature, axes: tuple[int, ...] | range, mark: str = "!") -> Line:
+def _marked_along(signature: Signature, axes: tuple[int, ...] | range, mark: str) -> Line:
     words = names(len(signature.operand(0).shape))
     scales = [unindexed(value.shape) for value in signature.operands[1:] if value is not None]
     return spell([marked(words, axes, mark), *scales], [words])
@@ -84,7 +84,7 @@ def _whole_along(signature: Signature, axes: tuple[int, ...] | range, mark: str 
 
 def _softmax(signature: Signature) -> Line:
     axes = softmax_axes(signature)
-    return _whole_along(signature, axes, "&" if len(axes) == 1 else "!")
+    return _marked_along(signature, axes, "&" if len(axes) == 1 else "!")
 
 
 def _softmax_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
@@ -94,32 +94,61 @@ def _softmax_statistics(signature: Signature, space: Space, degrees: Mapping[str
 
 
 def _variance(signature: Signature) -> Line:
-    return _whole_along(signature, variance_axes(signature))
+    return _marked_along(signature, variance_axes(signature), "=")
 
 
 def _response(signature: Signature) -> Line:
-    return _whole_along(signature, (1,))
+    return _marked_along(signature, (1,), "!")
 
 
 def _norm(signature: Signature) -> Line:
     rank = len(signature.operand(0).shape)
-    return _whole_along(signature, (positive(signature.node.integer("axis", -1), rank),))
+    return _marked_along(signature, (positive(signature.node.integer("axis", -1), rank),), "=")
 
 
 def _over_batch(signature: Signature) -> bool:
     return 0 in variance_axes(signature)
 
 
+def moment_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
+    """Of each row the mean and the second moment in double precision; in backward two sums."""
+    backward = 2 * single(signature.operand(0).dtype)
+    return reduced(joint_splits(space, degrees), rows(space, degrees), (16,), (backward,))
+
+
+def norm_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
+    """Of each row the sum of squares or sizes; in backward a sum."""
+    width = single(signature.operand(0).dtype)
+    return reduced(joint_splits(space, degrees), rows(space, degrees), (width,), (width,))
+
+
+def _normalization(
+    name: str,
+    notation: Callable[[Signature], Line],
+    flops: float,
+    mixes_samples: Callable[[Signature], bool] = separates_samples,
+    statistics: Callable[[Signature, Space, Mapping[str, int]], tuple[Statistic, ...]] = moment_statistics,
+) -> Operator:
+    return Operator(
+        name,
+        notation,
+        "normalization",
+        per_result(flops),
+        2.0,
+        ("0",),
+        mixes_samples=mixes_samples,
+        statistics=statistics,
+    )
+
+
 NORMALIZATION = (
-    Operator("BatchNormalization", batch_norm, "normalization", per_result(4.0), 2.0, ("0",), mixes_samples=trains),
-    Operator("LayerNormalization", layer_norm, "normalization", per_result(8.0), 2.0, ("0",)),
-    Operator("RMSNormalization", layer_norm, "normalization", per_result(5.0), 2.0, ("0",)),
-    Operator("GroupNormalization", group_norm, "normalization", per_result(8.0), 2.0, ("0",)),
-    Operator("InstanceNormalization", instance_norm, "normalization", per_result(8.0), 2.0, ("0",)),
-    Operator(
-        "MeanVarianceNormalization", _variance, "normalization", per_result(7.0), 2.0, ("0",), mixes_samples=_over_batch
-    ),
-    Operator("LpNormalization", _norm, "normalization", per_result(4.0), 2.0, ("0",)),
+    _normalization("BatchNormalization", batch_norm, 4.0, trains),
+    _normalization("LayerNormalization", layer_norm, 8.0),
+    _normalization("RMSNormalization", layer_norm, 5.0, statistics=norm_statistics),
+    _normalization("GroupNormalization", group_norm, 8.0),
+    _normalization("InstanceNormalization", instance_norm, 8.0),
+    _normalization("MeanVarianceNormalization", _variance, 7.0, _over_batch),
+    _normalization("LpNormalization", _norm, 4.0, statistics=norm_statistics),
     Operator("LRN", _response, "normalization", per_result(12.0), 2.0, ("0",)),
     Operator("Softmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",), statistics=_softmax_statistics),
     Operator("LogSoftmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",), statistics=_softmax_statistics),

