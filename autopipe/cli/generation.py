@@ -46,7 +46,7 @@ def _provenance(planned: Planned) -> Provenance:
     plan, problem = planned.plan, planned.problem
     return Provenance(
         model=str(Path(plan.model).absolute()),
-        model_digest=planned.model_digest,
+        model_digest=planned.model.digest,
         plan_digest=planned.digest,
         optimizer=problem.optimizer,
         precision=problem.precision,

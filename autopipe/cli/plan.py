@@ -15,11 +15,22 @@ from autopipe.configs.configuration import Configuration
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("-o", "--output", "folder", type=click.Path(path_type=Path), help="Folder to write; default MODEL.plan.")
+@click.option(
+    "--annotate",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Also write MODEL with the plan as ONNX multi-device annotations.",
+)
 @click.option("--dump-after", metavar="PASS", multiple=True, help="Print what PASS gave (repeatable).")
 @configuration_options
 @standard_options
 def plan(
-    output: Output, model: Path, folder: Path | None, dump_after: tuple[str, ...], configuration: Configuration
+    output: Output,
+    model: Path,
+    folder: Path | None,
+    annotate: Path | None,
+    dump_after: tuple[str, ...],
+    configuration: Configuration,
 ) -> None:
     """Plan the ONNX file MODEL for a cluster and write the plan's folder.
 
@@ -27,7 +38,10 @@ def plan(
     Example:
       autopipe plan gpt.onnx --gpus 4
       autopipe plan llama.onnx --gpus 64 --cluster a100-80gb --batch-size 256 --set recompute=full
+      autopipe plan gpt.onnx --gpus 4 --annotate gpt.annotated.onnx
     """
+    from autopipe.cli.annotation import annotate_model
+    from autopipe.cli.files import check_writable
     from autopipe.cli.plan_folder import check_target, write_plan_folder
     from autopipe.cli.plan_screen import plan_screen
     from autopipe.cli.progress import Watcher
@@ -37,18 +51,25 @@ def plan(
 
     target = folder or Path(f"{model}.plan")
     check_target(target)
+    if annotate is not None:
+        check_writable(annotate)
     request = request_of(configuration, model)
     with output.progress("planning", total=len(pass_names(request))) as bar:
         planned = make_plan(request, Watcher(output, bar, request, dump_after))
+    left_out = annotate_model(planned, annotate) if annotate is not None else ()
     write_plan_folder(target, planned, configuration)
-    for warning in planned.warnings:
+    for warning in planned.model.warnings:
         output.warn(warning)
+    if left_out:
+        output.warn(f"{len(left_out)} nodes that are not in the file are not annotated, among them {left_out[0]!r}")
     schedule = planned.plan.schedule
     data = {
         "plan": target,
+        "annotated": annotate,
         "mode": planned.plan.mode,
         "summary": summary_form(planned.plan.summary),
         "period_s": schedule.period,
         "proof": schedule.proof,
     }
-    output.result(data, *plan_screen(planned, request, target))
+    written = (f"annotated model in {annotate}",) if annotate is not None else ()
+    output.result(data, *plan_screen(planned, request, target), *written)

@@ -17,6 +17,7 @@ from autopipe.ir.schedule import Schedule
 from autopipe.ir.serial.plan_file import plan_digest
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.ir.timeline import Timeline
+from autopipe.passes.annotations.constraints import annotated_constraints
 from autopipe.passes.base import Scheduler, Strategy
 from autopipe.passes.batching import Batching, batchings
 from autopipe.passes.cost.precision import element_bytes
@@ -63,9 +64,8 @@ class Planned:
     plan: Plan
     problem: Problem
     timeline: Timeline
-    model_digest: str
-    """SHA-256 of the model's file without the numbers of its large tensors."""
-    warnings: tuple[str, ...] = ()
+    model: Model
+    """What the plan's graph was read from."""
 
     @property
     def digest(self) -> str:
@@ -113,7 +113,7 @@ def make_plan(request: Request, observer: Observer | None = None) -> Planned:
         prediction=prediction,
         memory_limits=tuple(problem.memory_of(device) for device in range(problem.cluster.size)),
     )
-    return Planned(plan, problem, timeline, model.digest, model.warnings)
+    return Planned(plan, problem, timeline, model)
 
 
 def reopen(request: Request, plan: Plan) -> Planned:
@@ -131,7 +131,7 @@ def reopen(request: Request, plan: Plan) -> Planned:
         )
     _check_decisions(problem, plan)
     stage_devices = tuple(stage.devices for stage in plan.placement.stages)
-    return Planned(plan, problem, simulate(plan.schedule, stage_devices, plan.prediction), model.digest, model.warnings)
+    return Planned(plan, problem, simulate(plan.schedule, stage_devices, plan.prediction), model)
 
 
 def _check_decisions(problem: Problem, plan: Plan) -> None:
@@ -225,7 +225,7 @@ def _costed(request: Request, model: Model, batching: Batching) -> Problem:
         precision=request.precision,
         recompute=request.recompute,
         memory_limit=request.memory_limit,
-        constraints=request.constraints,
+        constraints=(*request.constraints, *annotated_constraints(model, request.cluster.size)),
         time_limit=request.time_limit,
         seed=request.seed,
     )

@@ -65,8 +65,10 @@ class _Sweep:
         self.parameters[parameter.value.name] = parameter
 
 
-def interpret(source: Source, inputs: Inputs, weights: Weights) -> Graph:
+def interpret(source: Source, inputs: Inputs, weights: Weights) -> tuple[Graph, dict[str, str]]:
     """The graph of `source` with inputs of these shapes. What is read but never written is an absent weight.
+
+    With it the values of the file that are but other names of values, by name.
 
     Raises ModelError, naming the node, where shapes do not fit, where they depend on data, and for tensors, types and
     attributes that are not supported.
@@ -82,7 +84,7 @@ def interpret(source: Source, inputs: Inputs, weights: Weights) -> Graph:
     sweep.declared.update(_declared(source, inputs))
     for node in source.nodes:
         _visit(sweep, node)
-    return _graph(sweep, inputs)
+    return _graph(sweep, inputs), sweep.aliases
 
 
 def _parameter(sweep: _Sweep, parameter: Parameter) -> None:

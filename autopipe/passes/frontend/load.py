@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import FileSlice
-from autopipe.passes.frontend.wire import Stripped, strip_weights
+from autopipe.passes.annotations.read import configurations_of, texts_of
+from autopipe.passes.annotations.sharding import Configuration
+from autopipe.passes.frontend.wire import strip_weights
 
 if TYPE_CHECKING:
     import onnx
@@ -31,12 +33,16 @@ class Source:
     """SHA-256 of the file without the numbers of its large tensors."""
     graph: onnx.GraphProto
     nodes: tuple[onnx.NodeProto, ...]
+    positions: tuple[int, ...]
+    """Where each of `nodes` stands among the nodes of `graph`."""
     opsets: tuple[tuple[str, int], ...]
     """Version by domain; "" is ONNX's own."""
     slices: dict[str, FileSlice]
     """Where the numbers taken out lie in the file, by value."""
     metadata: dict[str, str]
     """Of the model and its graph."""
+    configurations: tuple[Configuration, ...]
+    """The file's multi-device annotations."""
     warnings: tuple[str, ...]
 
     @property
@@ -62,7 +68,7 @@ def _load(path: Path) -> Source:
     import google.protobuf.message  # type: ignore[import-untyped]
     import onnx
 
-    stripped = _strip(path)
+    stripped = strip_weights(opened(path))
     try:
         model = onnx.ModelProto.FromString(stripped.model)
     except google.protobuf.message.DecodeError as error:
@@ -72,20 +78,23 @@ def _load(path: Path) -> Source:
     if not all(isinstance(text, str) for text in _texts(model)):
         raise ModelError("not an ONNX file: a name in it is no text")
     warnings = []
-    if model.configuration or any(node.device_configurations for node in model.graph.node):
-        warnings.append("the file's multi-device annotations are ignored")
+    if _without_annotated_calls(model):
+        warnings.append("multi-device annotations of and inside the file's functions are ignored")
     if model.graph.sparse_initializer:
         raise ModelError(f"sparse weights are not supported: {model.graph.sparse_initializer[0].values.name!r}")
     opsets = _opsets(model)
-    model = _inlined(model)
+    model = inlined(model)
+    positions = ordered(model.graph)
     return Source(
         path=path,
         digest=hashlib.sha256(stripped.model).hexdigest(),
         graph=model.graph,
-        nodes=ordered(model.graph),
+        nodes=tuple(model.graph.node[position] for position in positions),
+        positions=positions,
         opsets=opsets,
         slices=stripped.slices,
         metadata={entry.key: entry.value for entry in (*model.graph.metadata_props, *model.metadata_props)},
+        configurations=configurations_of(model),
         warnings=tuple(warnings),
     )
 
@@ -109,9 +118,11 @@ def _texts(model: onnx.ModelProto) -> Iterator[object]:
     for node in itertools.chain(graph.node, *(function.node for function in model.functions)):
         yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
         yield from (attribute.name for attribute in node.attribute)
+    yield from texts_of(model)
 
 
-def _strip(path: Path) -> Stripped:
+def opened(path: Path) -> memoryview:
+    """The bytes of a file, read where they are looked at. Raises ModelError where it cannot be read."""
     if not path.exists():
         raise ModelError("no such file")
     if not path.is_file():
@@ -121,7 +132,7 @@ def _strip(path: Path) -> Stripped:
             if path.stat().st_size == 0:
                 raise ModelError("the file is empty")
             # Not closed by hand: views of it live on in the traceback of an error.
-            return strip_weights(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
         raise ModelError(f"cannot be read: {error.strerror}") from error
 
@@ -140,7 +151,19 @@ def _opsets(model: onnx.ModelProto) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(opsets.items()))
 
 
-def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
+def _without_annotated_calls(model: onnx.ModelProto) -> bool:
+    """Take out the annotations that inlining would leave without their tensors; whether there are any."""
+    functions = {(function.domain, function.name) for function in model.functions}
+    calls = [node for node in model.graph.node if functions and (node.domain, node.op_type) in functions]
+    inside = [node for function in model.functions for node in function.node]
+    annotated = [node for node in (*calls, *inside) if node.device_configurations]
+    for node in annotated:
+        node.ClearField("device_configurations")
+    return bool(annotated)
+
+
+def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model without functions of its own. Raises ModelError where that cannot be."""
     import onnx.checker
     import onnx.inliner
 
@@ -152,8 +175,11 @@ def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
         raise ModelError(f"its functions cannot be inlined: {str(error).splitlines()[0]}") from error
 
 
-def ordered(graph: onnx.GraphProto) -> tuple[onnx.NodeProto, ...]:
-    """The nodes in topological order, else as in the file. Raises ModelError on cycles and values written twice."""
+def ordered(graph: onnx.GraphProto) -> tuple[int, ...]:
+    """Where the nodes stand in the file, in topological order, else as there.
+
+    Raises ModelError on cycles and values written twice.
+    """
     writer: dict[str, int] = {}
     sources = {each.name for each in graph.input} | {each.name for each in graph.initializer}
     for index, node in enumerate(graph.node):
@@ -178,4 +204,4 @@ def ordered(graph: onnx.GraphProto) -> tuple[onnx.NodeProto, ...]:
     if len(order) < len(graph.node):
         stuck = graph.node[next(index for index, needed in enumerate(waits) if needed)]
         raise ModelError("the graph has a cycle", where=f"{stuck.op_type} {stuck.name!r}")
-    return tuple(graph.node[index] for index in order)
+    return tuple(order)

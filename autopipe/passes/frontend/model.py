@@ -7,6 +7,8 @@ from pathlib import Path
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Mode
+from autopipe.passes.annotations.sharding import Configuration
+from autopipe.passes.frontend.origins import Origins
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,5 +38,9 @@ class Model:
     mode: Mode
     nodes_before: int
     """Nodes in the file; `len(graph.nodes)` are left."""
+    origins: Origins
+    """What became of the file's nodes and values."""
+    configurations: tuple[Configuration, ...]
+    """The file's multi-device annotations."""
     unsupported: tuple[Unsupported, ...]
     warnings: tuple[str, ...]

@@ -17,6 +17,7 @@ from autopipe.passes.frontend.interpret import interpret
 from autopipe.passes.frontend.load import Source, load, located
 from autopipe.passes.frontend.losses import CrossEntropy, own_loss, require_loss, with_cross_entropy
 from autopipe.passes.frontend.model import Model
+from autopipe.passes.frontend.origins import origins_of
 from autopipe.passes.frontend.parameters import roles_of
 from autopipe.passes.frontend.support import refusal, require_readable, unsupported_operators
 from autopipe.passes.frontend.ties import retied
@@ -80,7 +81,8 @@ def _survey(
     data = tuple(info for info in source.graph.input if info.name not in initializers)
     inputs = bind_inputs(data, dims, batch, batch_axes)
     weights = Weights.of(source, roles_of(source.nodes, source.metadata, frozen))
-    read = retied(without_unread(interpret(source, inputs, weights)), source.path)
+    interpreted, aliases = interpret(source, inputs, weights)
+    read = retied(without_unread(interpreted), source.path)
     graph = fused(cleaned(read))
     require_same_parameters(read, graph)
     if isinstance(loss, CrossEntropy):
@@ -101,6 +103,8 @@ def _survey(
         loss=scalar,
         mode=mode,
         nodes_before=len(source.nodes),
+        origins=origins_of(source, aliases, graph),
+        configurations=source.configurations,
         unsupported=unsupported_operators(graph),
         warnings=(
             *source.warnings,

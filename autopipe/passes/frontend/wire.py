@@ -39,7 +39,9 @@ class Stripped:
 
 
 @dataclass(frozen=True, slots=True)
-class _Field:
+class Field:
+    """A field of a message, as places in the file."""
+
     number: int
     wire: int
     start: int
@@ -53,19 +55,19 @@ def strip_weights(data: memoryview) -> Stripped:
     """Take the numbers of large tensors out of a serialised ModelProto; ModelError where the framing is broken."""
     slices: dict[str, FileSlice] = {}
     pieces: list[bytes] = []
-    for field in _fields(data, 0, len(data)):
+    for field in fields_of(data, 0, len(data)):
         if field.number == MODEL_GRAPH and field.wire == LENGTH:
-            pieces.append(_framed(MODEL_GRAPH, _strip_graph(data, field, slices)))
+            pieces.append(framed(MODEL_GRAPH, _strip_graph(data, field, slices)))
         else:
             pieces.append(bytes(data[field.start : field.end]))
     return Stripped(b"".join(pieces), slices)
 
 
-def _strip_graph(data: memoryview, graph: _Field, slices: dict[str, FileSlice]) -> bytes:
+def _strip_graph(data: memoryview, graph: Field, slices: dict[str, FileSlice]) -> bytes:
     pieces: list[bytes | memoryview] = []
-    for field in _fields(data, graph.payload, graph.end):
+    for field in fields_of(data, graph.payload, graph.end):
         if field.wire == LENGTH and field.number == GRAPH_INITIALIZER:
-            pieces.append(_framed(GRAPH_INITIALIZER, _strip_tensor(data, field, "", slices)))
+            pieces.append(framed(GRAPH_INITIALIZER, _strip_tensor(data, field, "", slices)))
         elif field.wire == LENGTH and field.number == GRAPH_NODE and field.end - field.payload >= LARGE_FLOATS:
             pieces.append(_strip_node(data, field, slices))
         else:
@@ -73,8 +75,8 @@ def _strip_graph(data: memoryview, graph: _Field, slices: dict[str, FileSlice]) 
     return b"".join(pieces)
 
 
-def _strip_node(data: memoryview, node: _Field, slices: dict[str, FileSlice]) -> bytes | memoryview:
-    fields = list(_fields(data, node.payload, node.end))
+def _strip_node(data: memoryview, node: Field, slices: dict[str, FileSlice]) -> bytes | memoryview:
+    fields = list(fields_of(data, node.payload, node.end))
     operators = [bytes(data[each.payload : each.end]) for each in fields if each.number == NODE_OPERATOR]
     results = [bytes(data[each.payload : each.end]) for each in fields if each.number == NODE_OUTPUT]
     if operators != [b"Constant"] or len(results) != 1:
@@ -86,21 +88,21 @@ def _strip_node(data: memoryview, node: _Field, slices: dict[str, FileSlice]) ->
             pieces.append(data[field.start : field.end])
             continue
         parts: list[bytes | memoryview] = []
-        for part in _fields(data, field.payload, field.end):
+        for part in fields_of(data, field.payload, field.end):
             if part.number == ATTRIBUTE_TENSOR and part.wire == LENGTH:
-                parts.append(_framed(ATTRIBUTE_TENSOR, _strip_tensor(data, part, name, slices)))
+                parts.append(framed(ATTRIBUTE_TENSOR, _strip_tensor(data, part, name, slices)))
             else:
                 parts.append(data[part.start : part.end])
-        pieces.append(_framed(NODE_ATTRIBUTE, b"".join(parts)))
-    return _framed(GRAPH_NODE, b"".join(pieces))
+        pieces.append(framed(NODE_ATTRIBUTE, b"".join(parts)))
+    return framed(GRAPH_NODE, b"".join(pieces))
 
 
-def _strip_tensor(data: memoryview, tensor: _Field, name: str, slices: dict[str, FileSlice]) -> bytes:
-    fields = list(_fields(data, tensor.payload, tensor.end))
+def _strip_tensor(data: memoryview, tensor: Field, name: str, slices: dict[str, FileSlice]) -> bytes:
+    fields = list(fields_of(data, tensor.payload, tensor.end))
     kind = 0
     for field in fields:
         if field.number == TENSOR_TYPE and field.wire == VARINT:
-            kind, _ = _varint(data, field.payload, field.end)
+            kind, _ = varint(data, field.payload, field.end)
         elif field.number == TENSOR_NAME and not name:
             name = bytes(data[field.payload : field.end]).decode(errors="replace")
     numbers = [
@@ -121,16 +123,17 @@ def _strip_tensor(data: memoryview, tensor: _Field, name: str, slices: dict[str,
     return bytes(data[tensor.payload : found.start]) + bytes(data[found.end : tensor.end])
 
 
-def _fields(data: memoryview, position: int, end: int) -> Iterator[_Field]:
+def fields_of(data: memoryview, position: int, end: int) -> Iterator[Field]:
+    """The fields of the message from `position` to `end`. Raises ModelError where its framing is broken."""
     while position < end:
         start = position
-        tag, position = _varint(data, position, end)
+        tag, position = varint(data, position, end)
         number, wire = tag >> 3, tag & 7
         payload = position
         if wire == VARINT:
-            _, position = _varint(data, position, end)
+            _, position = varint(data, position, end)
         elif wire == LENGTH:
-            length, payload = _varint(data, position, end)
+            length, payload = varint(data, position, end)
             position = payload + length
         elif wire in (FIXED64, FIXED32):
             position += 8 if wire == FIXED64 else 4
@@ -138,10 +141,11 @@ def _fields(data: memoryview, position: int, end: int) -> Iterator[_Field]:
             raise ModelError(f"not an ONNX file: wire type {wire} at byte {start}")
         if position > end or number == 0:
             raise ModelError(f"not an ONNX file, or cut short: broken field at byte {start}")
-        yield _Field(number, wire, start, payload, position)
+        yield Field(number, wire, start, payload, position)
 
 
-def _varint(data: memoryview, position: int, end: int) -> tuple[int, int]:
+def varint(data: memoryview, position: int, end: int) -> tuple[int, int]:
+    """The number at `position`, and where the next field begins. Raises ModelError where it is broken."""
     value = shift = 0
     while position < end and shift < 70:
         byte = data[position]
@@ -153,11 +157,18 @@ def _varint(data: memoryview, position: int, end: int) -> tuple[int, int]:
     raise ModelError(f"not an ONNX file, or cut short: broken number at byte {position}")
 
 
-def _framed(number: int, payload: bytes) -> bytes:
-    return _encoded(number << 3 | LENGTH) + _encoded(len(payload)) + payload
+def framed(number: int, payload: bytes) -> bytes:
+    """A field that holds `payload`."""
+    return header(number, len(payload)) + payload
 
 
-def _encoded(value: int) -> bytes:
+def header(number: int, length: int) -> bytes:
+    """What stands before `length` bytes of a field."""
+    return encoded(number << 3 | LENGTH) + encoded(length)
+
+
+def encoded(value: int) -> bytes:
+    """A number from 0 as a varint."""
     found = bytearray()
     while value >= 0x80:
         found.append(value & 0x7F | 0x80)

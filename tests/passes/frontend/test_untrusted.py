@@ -205,11 +205,10 @@ def test_weights_that_are_no_numbers_survive(tmp_path: Path) -> None:
     assert np.isnan(run_read(read, random_feeds(read.graph))["y"]).all()
 
 
-def test_annotations_for_devices_are_ignored_with_a_warning(tmp_path: Path) -> None:
+def test_annotations_for_devices_are_checked(tmp_path: Path) -> None:
     proto = linear()
     proto.configuration.add(name="", num_devices=-3)
-    proto.graph.node[0].device_configurations.add(configuration_id="nowhere", pipeline_stage=-7)
-    assert any("multi-device" in warning for warning in read_model(saved(proto, tmp_path)).warnings)
+    refused(saved(proto, tmp_path), "a device configuration has no name")
 
 
 def test_shapes_that_depend_on_data(tmp_path: Path) -> None:

@@ -1,0 +1,22 @@
+"""A plan written back into a copy of its model, as ONNX's multi-device annotations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autopipe.passes.annotations.placed import annotated
+from autopipe.passes.annotations.write import write_annotated
+from autopipe.passes.pipeline import Planned
+
+
+def annotate_model(planned: Planned, target: Path) -> tuple[str, ...]:
+    """Write the model of `planned` to `target` with annotations that say where its nodes run.
+
+    Returns the names of the graph's nodes that the file has no node for, which the annotations leave out. Raises
+    ConfigurationError where annotations have no words for the placement or the file cannot be written.
+    """
+    devices = planned.problem.cluster.devices
+    names = tuple(f"{device.name}:{index}" for index, device in enumerate(devices))
+    found = annotated(planned.problem.graph, planned.plan.placement, planned.model.origins, names)
+    write_annotated(planned.model.path, target, found.configuration)
+    return found.left_out

@@ -1,0 +1,112 @@
+"""A placement as annotations of the nodes of the file that its graph was read from."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.graph import Graph
+from autopipe.ir.layout import Layout, MeshAxes, degree_of, operand_layout, result_layout
+from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.space import Space
+from autopipe.passes.annotations.sharding import Annotation, Configuration, Sharding
+from autopipe.passes.cost.uses import uses_of
+from autopipe.passes.frontend.origins import Origins
+
+
+@dataclass(frozen=True, slots=True)
+class Annotated:
+    """Annotations, and what of a graph they leave out."""
+
+    configuration: Configuration
+    left_out: tuple[str, ...]
+    """Names of the graph's nodes that no node of the file writes the results of, such as an added loss."""
+
+
+def annotated(graph: Graph, placement: Placement, origins: Origins, device_names: tuple[str, ...]) -> Annotated:
+    """The annotations that say for the file's nodes what `placement` says for the graph's.
+
+    A result of which devices hold shares of a sum is annotated as it is once they are added up. A node of the file
+    that reading took out has the stage in which its result is read. Raises ConfigurationError for a placement of
+    several pipelines, where each node is in several stages.
+    """
+    if placement.pipelines > 1:
+        raise ConfigurationError(
+            f"each node is in {placement.pipelines} pipelines, and ONNX's annotations have room for one stage a node",
+            hint="annotate a plan with one pipeline",
+        )
+    stage_of = placement.stage_of()
+    owners = origins.owners()
+    uses = uses_of(graph)
+    stages = _stages(origins, [None if owner is None else stage_of[owner] for owner in owners])
+    annotations = []
+    for origin, owner, stage in zip(origins.nodes, owners, stages, strict=True):
+        shardings: tuple[Sharding, ...] = ()
+        if owner is not None:
+            its = placement.stages[stage_of[owner]]
+            layouts = _layouts(graph, owner, uses[owner].space, its)
+            shardings = tuple(
+                sharding_of(name, layouts[own], its.devices) for name, own in origin.values if own in layouts
+            )
+        if stage is not None:
+            annotations.append(Annotation(origin.position, stage, shardings))
+    known = {origin.writes for origin in origins.nodes}
+    size = len(device_names)
+    return Annotated(
+        Configuration(f"autopipe-{size}", size, device_names, tuple(annotations)),
+        tuple(node.name for index, node in enumerate(graph.nodes) if index not in known),
+    )
+
+
+def _stages(origins: Origins, own: list[int | None]) -> list[int | None]:
+    """The stage of each origin: its own, else that of the first stage that reads it; None where none does."""
+    stages = list(own)
+    for index in range(len(stages) - 1, -1, -1):
+        if stages[index] is None:
+            found = [stage for reader in origins.nodes[index].readers if (stage := stages[reader]) is not None]
+            stages[index] = min(found, default=None)
+    return stages
+
+
+def _layouts(graph: Graph, node: int, space: Space, stage: Stage) -> dict[str, Layout]:
+    """How the stage's devices hold what a node reads and writes; without values that it reads in several layouts."""
+    own, splits, group = graph.nodes[node], stage.splits_of(node), len(stage.devices)
+    found: dict[str, set[Layout]] = {}
+    for name, dimensions in zip(own.inputs, space.operands, strict=True):
+        if name and dimensions is not None:
+            layout = operand_layout(dimensions, graph.type_of(name).shape, splits, group)
+            found.setdefault(name, set()).add(layout)
+    for name, dimensions in zip(own.outputs, space.results, strict=True):
+        if name and dimensions is not None:
+            layout = result_layout(space, dimensions, graph.type_of(name).shape, splits, group)
+            found.setdefault(name, set()).add(layout.reduced())
+    return {name: layouts.pop() for name, layouts in found.items() if len(layouts) == 1}
+
+
+def sharding_of(tensor: str, layout: Layout, devices: tuple[int, ...]) -> Sharding:
+    """How `devices` in this order hold a tensor in `layout`."""
+    return Sharding(tensor, *_blocks(layout.cuts, devices))
+
+
+@functools.lru_cache(maxsize=4096)
+def _blocks(
+    cuts: tuple[MeshAxes, ...], devices: tuple[int, ...]
+) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, ...], ...]]:
+    """`Sharding`'s cuts and devices, of which a model of equal layers has few."""
+    cut = [(dimension, axes) for dimension, axes in enumerate(cuts) if degree_of(axes) > 1]
+    blocks: dict[tuple[int, ...], list[int]] = {
+        block: [] for block in itertools.product(*(range(degree_of(axes)) for _, axes in cut))
+    }
+    for position, device in enumerate(devices):
+        blocks[tuple(_place(axes, position) for _, axes in cut)].append(device)
+    return tuple((dimension, degree_of(axes)) for dimension, axes in cut), tuple(map(tuple, blocks.values()))
+
+
+def _place(axes: MeshAxes, position: int) -> int:
+    """Which of a dimension's blocks the device at `position` holds."""
+    place = 0
+    for axis in axes:
+        place = place * axis.degree + axis.place(position)
+    return place

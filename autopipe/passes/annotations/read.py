@@ -1,0 +1,145 @@
+"""The annotations of a parsed file, checked as far as they can be without the shapes of its tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+from autopipe.ir.errors import ModelError
+from autopipe.passes.annotations.sharding import Annotation, Configuration, Sharding
+
+if TYPE_CHECKING:
+    import onnx
+
+T = TypeVar("T")
+
+MOST_DEVICES = 1 << 20
+"""No configuration has more; nothing is made in their number before it is known that they are listed."""
+
+
+def configurations_of(model: onnx.ModelProto) -> tuple[Configuration, ...]:
+    """The configurations of `model` with what its nodes say of each, in the order of the file.
+
+    Raises ModelError, naming the configuration or the node, where they contradict themselves or one another.
+    """
+    found: dict[str, list[Annotation]] = {}
+    for declared in model.configuration:
+        _check_declared(declared)
+        if declared.name in found:
+            raise ModelError(f"two device configurations are called {declared.name!r}")
+        found[declared.name] = []
+    devices = {declared.name: declared.num_devices for declared in model.configuration}
+    for position, node in enumerate(model.graph.node):
+        where = f"{node.op_type} {node.name!r}"
+        for stated in node.device_configurations:
+            name = stated.configuration_id
+            if name not in found:
+                known = ", ".join(map(repr, found)) or "none"
+                raise ModelError(
+                    f"its annotation is for {name!r}, which is no device configuration of the model",
+                    hint=f"there are: {known}",
+                    where=where,
+                )
+            if found[name] and found[name][-1].node == position:
+                raise ModelError(f"it is annotated twice for configuration {name!r}", where=where)
+            found[name].append(_annotation(position, node, stated, devices[name], where))
+    return tuple(
+        Configuration(each.name, each.num_devices, tuple(each.device), tuple(found[each.name]))
+        for each in model.configuration
+    )
+
+
+def texts_of(model: onnx.ModelProto) -> Iterator[object]:
+    """Every name in the annotations; protobuf gives bytes for what is not UTF-8."""
+    for declared in model.configuration:
+        yield from (declared.name, *declared.device)
+    for node in model.graph.node:
+        for stated in node.device_configurations:
+            yield stated.configuration_id
+            yield from (spec.tensor_name for spec in stated.sharding_spec)
+
+
+def _check_declared(declared: onnx.DeviceConfigurationProto) -> None:
+    if not declared.name:
+        raise ModelError("a device configuration has no name")
+    where = f"device configuration {declared.name!r}"
+    if not 1 <= declared.num_devices <= MOST_DEVICES:
+        raise ModelError(f"it has {declared.num_devices} devices", hint=f"1 to {MOST_DEVICES} are taken", where=where)
+    if declared.device and len(declared.device) != declared.num_devices:
+        raise ModelError(f"it names {len(declared.device)} of its {declared.num_devices} devices", where=where)
+
+
+def _annotation(
+    position: int, node: onnx.NodeProto, stated: onnx.NodeDeviceConfigurationProto, devices: int, where: str
+) -> Annotation:
+    stage = stated.pipeline_stage if stated.HasField("pipeline_stage") else None
+    if stage is not None and stage < 0:
+        raise ModelError(f"its pipeline stage is {stage}", hint="stages are counted from 0", where=where)
+    own = {name for name in (*node.input, *node.output) if name}
+    shardings = []
+    for spec in stated.sharding_spec:
+        if spec.tensor_name not in own:
+            raise ModelError(f"it annotates tensor {spec.tensor_name!r}, which it does not read or write", where=where)
+        shardings.append(_sharding(spec, devices, f"{where}: tensor {spec.tensor_name!r}"))
+    twice = _repeated(each.tensor for each in shardings)
+    if twice is not None:
+        raise ModelError(f"it annotates tensor {twice!r} twice", where=where)
+    return Annotation(position, stage, tuple(shardings))
+
+
+def _sharding(spec: onnx.ShardingSpecProto, devices: int, where: str) -> Sharding:
+    cuts = tuple(_cut(each, where) for each in spec.sharded_dim)
+    again = _repeated(dimension for dimension, _ in cuts)
+    if again is not None:
+        raise ModelError(f"its dimension {again} is sharded twice", where=where)
+    groups = _groups(spec, where)
+    blocks = math.prod(count for _, count in cuts)
+    if blocks != len(groups):
+        many = str(blocks) if blocks <= MOST_DEVICES else f"over {MOST_DEVICES}"
+        raise ModelError(f"it is cut into {many} blocks, but {len(groups)} devices or groups are listed", where=where)
+    listed = [device for group in groups for device in group]
+    foreign = next((device for device in listed if not 0 <= device < devices), None)
+    if foreign is not None:
+        raise ModelError(f"there is no device {foreign}", hint=f"devices are 0 to {devices - 1}", where=where)
+    twice = _repeated(listed)
+    if twice is not None:
+        raise ModelError(f"device {twice} is listed twice", hint="each device holds one block", where=where)
+    return Sharding(spec.tensor_name, tuple(cut for cut in cuts if cut[1] > 1), groups)
+
+
+def _repeated(items: Iterable[T]) -> T | None:
+    """The first item that has come before."""
+    seen: set[T] = set()
+    for item in items:
+        if item in seen:
+            return item
+        seen.add(item)
+    return None
+
+
+def _groups(spec: onnx.ShardingSpecProto, where: str) -> tuple[tuple[int, ...], ...]:
+    """The devices of each block: a number stands for the group that the map gives for it, else for a device."""
+    known = {entry.key: tuple(entry.value) for entry in spec.index_to_device_group_map}
+    if len(known) < len(spec.index_to_device_group_map):
+        raise ModelError("two device groups have one number", where=where)
+    empty = next((key for key, group in known.items() if not group), None)
+    if empty is not None:
+        raise ModelError(f"device group {empty} is empty", where=where)
+    return tuple(known.get(each, (each,)) for each in spec.device)
+
+
+def _cut(stated: onnx.ShardedDimProto, where: str) -> tuple[int, int]:
+    if not stated.HasField("axis"):
+        raise ModelError("a sharded dimension has no axis", where=where)
+    where = f"{where}, dimension {stated.axis}"
+    counts = [simple.num_shards for simple in stated.simple_sharding]
+    if not counts or min(counts) < 1:
+        raise ModelError("it does not say into how many shards it is cut", where=where)
+    # Axes fused into one dimension, outer to inner, are cut into blocks where the inner ones stay whole.
+    if any(count > 1 for count in counts[1:]):
+        raise ModelError("it is cut along an inner one of the axes fused into it", where=where)
+    for simple in stated.simple_sharding:
+        if simple.HasField("dim_value") and (simple.dim_value < 1 or simple.dim_value % simple.num_shards):
+            raise ModelError(f"extent {simple.dim_value} is not divisible by {simple.num_shards} shards", where=where)
+    return stated.axis, counts[0]

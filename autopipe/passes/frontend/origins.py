@@ -1,0 +1,88 @@
+"""What became of a file's nodes and values in the graph that was read from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autopipe.ir.graph import Graph
+
+if TYPE_CHECKING:
+    from autopipe.passes.frontend.load import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A node of the file.
+
+    `values` are those that it reads and writes, by the names that the graph has for them (those it has none for are
+    left out): pairs of a name in the file and a name in the graph, each once.
+    """
+
+    position: int
+    """Where it stands among the file's nodes."""
+    title: str
+    """Its operator and name, for messages."""
+    values: tuple[tuple[str, str], ...]
+    readers: tuple[int, ...]
+    """The origins that read what it writes."""
+    writes: int | None
+    """The graph's node that writes its results, if that is still the same one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """The nodes of a file, functions inlined, in topological order."""
+
+    nodes: tuple[Origin, ...]
+
+    def owners(self) -> tuple[int | None, ...]:
+        """For each origin the graph's node that it is part of.
+
+        That is the node that writes its results; where there is none, since the origin was taken out or put together
+        with others into one operator, the one node that all its readers are part of.
+        """
+        owners: list[int | None] = [each.writes for each in self.nodes]
+        for index in range(len(self.nodes) - 1, -1, -1):
+            if owners[index] is None:
+                found = {owners[reader] for reader in self.nodes[index].readers}
+                owners[index] = found.pop() if len(found) == 1 else None
+        return tuple(owners)
+
+
+def origins_of(source: Source, aliases: dict[str, str], graph: Graph) -> Origins:
+    """The origins of `graph`, read from `source`. `aliases` are values of the file that are other names of values."""
+    known = {value.name for value in (*graph.inputs, *graph.values)}
+    known |= {each.value.name for each in graph.parameters} | {each.value.name for each in graph.constants}
+    # A value that an Identity names as an output may have got the output's name.
+    renamed = {aliases[name]: name for name in graph.outputs if name in aliases}
+
+    def name_of(name: str) -> str | None:
+        if name in known:
+            return name
+        name = aliases.get(name, name)
+        return name if name in known else renamed.get(name)
+
+    readers: dict[str, list[int]] = {}
+    for index, node in enumerate(source.nodes):
+        for name in node.input:
+            readers.setdefault(name, []).append(index)
+    written: set[int] = set()
+    found = []
+    for node, position in zip(source.nodes, source.positions, strict=True):
+        results = [name for name in node.output if name]
+        producers = (graph.producer(own) for name in results if (own := name_of(name)) is not None)
+        writes = next((producer for producer in producers if producer is not None and producer not in written), None)
+        if writes is not None:
+            written.add(writes)
+        names = ((name, name_of(name)) for name in dict.fromkeys((*node.input, *results)) if name)
+        found.append(
+            Origin(
+                position=position,
+                title=f"{node.op_type} {node.name!r}",
+                values=tuple((name, own) for name, own in names if own is not None),
+                readers=tuple(dict.fromkeys(reader for name in results for reader in readers.get(name, ()))),
+                writes=writes,
+            )
+        )
+    return Origins(tuple(found))
