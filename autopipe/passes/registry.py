@@ -18,6 +18,7 @@ STRATEGIES = {
     "expert": "autopipe.passes.placement.expert.strategy:Expert",
     "manual": "autopipe.passes.placement.manual:Manual",
     "one_weird_trick": "autopipe.passes.placement.expert.one_weird_trick:OneWeirdTrick",
+    "pase": "autopipe.passes.placement.pase.strategy:Pase",
     "pipedream": "autopipe.passes.placement.pipedream.strategy:PipeDream",
     "tessel_shapes": "autopipe.passes.placement.tessel_shapes.strategy:TesselShapes",
 }

@@ -56,10 +56,10 @@ def _traced(graph: Graph, name: str, readers: dict[str, tuple[int, ...]]) -> tup
         nodes.append(producer)
         if node.op == "MatMul" and graph.parameter(node.inputs[1]) is not None:
             return nodes, node.inputs[0]
-        biased = node.op == "Add" and graph.parameter(node.inputs[1]) is not None
-        if not biased and node.op not in ("Transpose", "Reshape"):
+        data = [each for each in node.inputs if graph.parameter(each) is None]
+        if node.op not in ("Add", "Transpose", "Reshape") or (node.op == "Add" and len(data) != 1):
             return None
-        name = node.inputs[0]
+        name = data[0]
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopipe.ir.graph import Node
 from autopipe.passes.placement.pase.paper.costs import Recurrent
 from autopipe.passes.placement.pase.paper.drafting import Draft, Pattern, Words
 from autopipe.passes.placement.pase.paper.generic import by_space
@@ -16,7 +17,7 @@ OUT: Words = (("s",), (), ("b",), ("n",))
 def recur(draft: Draft, index: int) -> None:
     """LSTM over (l, s, b, n, k), steps whole; one that reads another of its own shape joins it as one more layer."""
     node, graph = draft.graph.nodes[index], draft.graph
-    if not node.outputs[0] or any(node.outputs[1:]) or node.integer("layout") != 0:
+    if not node.outputs[0] or node.integer("layout") != 0:
         by_space(draft, index)
         return
     steps, directions, batch, units = graph.type_of(node.outputs[0]).shape
@@ -29,7 +30,7 @@ def recur(draft: Draft, index: int) -> None:
         layer = draft.layers[place.layer].layer
         stacked = replace(layer.axes[0], extent=layer.axes[0].extent + 1)
         draft.replace(place.layer, replace(layer, axes=(stacked, *layer.axes[1:])), index)
-        draft.places[node.outputs[0]] = Place(place.layer, 0, ((0,), (1,), (2,), (3,)))
+        _stand(draft, node, Place(place.layer, 0, ((0,), (1,), (2,), (3,))))
         return
     pattern = Pattern(
         (("l", 1), ("s", steps), ("b", batch), ("n", units), ("k", inputs)),
@@ -38,7 +39,14 @@ def recur(draft: Draft, index: int) -> None:
         whole=frozenset({"s"}),
     )
     places = draft.lay(node.name, (index,), ((place, (("s",), ("b",), ("k",))),), pattern)
-    draft.places[node.outputs[0]] = places[0]
+    _stand(draft, node, places[0])
+
+
+def _stand(draft: Draft, node: Node, place: Place) -> None:
+    """Let `place` stand for an LSTM's results: its states are the last step of its first one."""
+    last = Place(place.layer, place.result, place.groups[1:])
+    draft.places.update((name, last) for name in node.outputs[1:] if name)
+    draft.places[node.outputs[0]] = place
 
 
 def _joins(draft: Draft, place: Place, inputs: int, units: int) -> bool:

@@ -1,0 +1,38 @@
+"""The configurations of a node: every executable way to share its iteration space among a group (PaSE, section II)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autopipe.ir.layout import are_blocks
+from autopipe.ir.placement import Split
+from autopipe.ir.space import Axis, AxisKind, Space
+
+Splits = tuple[Split, ...]
+"""One configuration of a node: splits outer to inner over the group's devices; () where all compute it whole."""
+
+
+def configurations(space: Space, group: int, outermost: str | None = None) -> tuple[Splits, ...]:
+    """All splits of `space` that `group` devices can execute, the first of them none.
+
+    Degrees divide extents, their product divides `group`, and no axis is split that must stay whole. The axis
+    `outermost`, where samples are counted, is split outside of all others, which keep the order of the space: so equal
+    degrees of neighbours fall on the same devices.
+    """
+    axes = sorted(space.axes, key=lambda axis: axis.name != outermost)
+    splittable = [axis for axis in axes if axis.kind is not AxisKind.WHOLE and axis.extent > 1]
+    found = (splits for splits in _shared_out(splittable, group) if are_blocks(space, splits))
+    return tuple(sorted(found, key=len))
+
+
+def _shared_out(axes: Sequence[Axis], group: int) -> Iterator[Splits]:
+    """Every way to split `axes`, in order, whose degrees' product divides `group`."""
+    if not axes:
+        yield ()
+        return
+    axis, *rest = axes
+    for degree in range(1, min(group, axis.extent) + 1):
+        if group % degree == 0 and axis.extent % degree == 0:
+            own = (Split(axis.name, degree),) if degree > 1 else ()
+            for others in _shared_out(rest, group // degree):
+                yield (*own, *others)

@@ -1,0 +1,111 @@
+"""What the tables of a stage are read from: its nodes, who reads what, which gradients flow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autopipe.ir.graph import Graph
+from autopipe.ir.problem import Problem
+from autopipe.ir.space import Dimension
+from autopipe.passes.cost.kept import Kept, kept_values
+from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.cost.uses import Use
+from autopipe.passes.lower.gradients import differentiable_values
+from autopipe.passes.placement.pase.configurations import Splits
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Under which terms a stage runs its nodes."""
+
+    allowed: dict[int, tuple[Splits, ...]] = field(default_factory=dict)
+    """The configurations of nodes that may not have all."""
+    given: frozenset[str] = frozenset()
+    """Values that others want of the stage."""
+    whole: frozenset[str] = frozenset()
+    """Parameters that every device has to hold whole."""
+    in_flight: int = 1
+    """Micro-batches between forward and backward."""
+    recompute: bool = False
+    """Whether forward is run again for backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A node that reads a value, and one of the operands' positions where it does."""
+
+    node: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ground:
+    """A stage's nodes on its devices, with all that their costs depend on; by node of the whole graph.
+
+    `readers` of a value are the stage's nodes that read it, each once for each way in which it wants it. `kept` is what
+    each node makes backward keep, values at the first node that does.
+    """
+
+    problem: Problem
+    nodes: tuple[int, ...]
+    devices: tuple[int, ...]
+    terms: Terms
+    uses: tuple[Use, ...]
+    sample_axes: tuple[str | None, ...]
+    gradient: frozenset[str]
+    readers: dict[str, tuple[Reader, ...]]
+    kept: dict[int, tuple[Kept, ...]]
+
+    @property
+    def graph(self) -> Graph:
+        """The problem's graph."""
+        return self.problem.graph
+
+    def own_parameters(self, node: int) -> dict[int, str]:
+        """The parameters, by operand's position, that no other node reads: their layout is the node's choice alone."""
+        found = {}
+        for position, name in enumerate(self.graph.nodes[node].inputs):
+            if name and self.graph.parameter(name) is not None and not self.is_shared_parameter(name):
+                found.setdefault(name, position)
+        return {position: name for name, position in found.items()}
+
+    def is_shared_parameter(self, name: str) -> bool:
+        """Whether the layout of a parameter is a variable of its own."""
+        return len(self.readers[name]) > 1 or name in self.terms.whole
+
+
+def ground_of(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], terms: Terms) -> Ground:
+    """The ground of `nodes`, ascending, on `devices`."""
+    samples = sample_axes(problem.graph)
+    kept = kept_values(problem.graph, samples.uses, problem.precision) if problem.train else None
+    return Ground(
+        problem=problem,
+        nodes=tuple(nodes),
+        devices=devices,
+        terms=terms,
+        uses=samples.uses,
+        sample_axes=samples.axes,
+        gradient=differentiable_values(problem.graph) if problem.train else frozenset(),
+        readers=_readers(problem.graph, samples.uses, nodes),
+        kept=_first_kept(kept, nodes) if kept else {},
+    )
+
+
+def _readers(graph: Graph, uses: tuple[Use, ...], nodes: Sequence[int]) -> dict[str, tuple[Reader, ...]]:
+    found: dict[str, dict[tuple[int, tuple[Dimension, ...]], Reader]] = {}
+    for node in nodes:
+        for position, (name, words) in enumerate(zip(graph.nodes[node].inputs, uses[node].space.operands, strict=True)):
+            if name:
+                found.setdefault(name, {}).setdefault((node, words or ()), Reader(node, position))
+    return {name: tuple(each.values()) for name, each in found.items()}
+
+
+def _first_kept(kept: tuple[tuple[Kept, ...], ...], nodes: Sequence[int]) -> dict[int, tuple[Kept, ...]]:
+    """What is kept by node, without what an earlier node keeps already."""
+    seen: set[tuple[str, int]] = set()
+    found = {}
+    for node in nodes:
+        found[node] = tuple(each for each in kept[node] if each.key not in seen)
+        seen.update(each.key for each in kept[node])
+    return found

@@ -1,0 +1,127 @@
+"""Nodes that cost the same: a model of equal layers has few kinds, and each is worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopipe.passes.placement.pase.configurations import Splits, configurations
+from autopipe.passes.placement.pase.forms import Form, operand_form, result_form
+from autopipe.passes.placement.pase.ground import Ground
+from autopipe.passes.placement.pase.moves import Floats
+from autopipe.passes.placement.pase.nodes import Computing, kept_bytes
+from autopipe.passes.placement.pase.parameters import holding
+from autopipe.passes.placement.pase.reducing import Changes
+
+
+@dataclass(eq=False, slots=True)
+class Kind:
+    """Nodes equal in all that their costs depend on; `node` is the first of them."""
+
+    ground: Ground
+    node: int
+    configurations: tuple[Splits, ...]
+    _forms: dict[tuple[str, int], Form] = field(default_factory=dict)
+
+    def reads(self, position: int) -> Form:
+        """How its configurations want an operand."""
+        return self._form("operand", position)
+
+    def leaves(self, position: int) -> Form:
+        """How its configurations leave a result."""
+        return self._form("result", position)
+
+    def _form(self, what: str, position: int) -> Form:
+        if (what, position) not in self._forms:
+            graph, space = self.ground.graph, self.ground.uses[self.node].space
+            make = operand_form if what == "operand" else result_form
+            node, group = graph.nodes[self.node], len(self.ground.devices)
+            self._forms[what, position] = make(graph, node, position, space, self.configurations, group)
+        return self._forms[what, position]
+
+
+def kinds_of(ground: Ground) -> tuple[Kind, ...]:
+    """The kind of each of the ground's nodes."""
+    known: dict[Hashable, Kind] = {}
+    spaces: dict[Hashable, tuple[Splits, ...]] = {}
+    found = []
+    for node in ground.nodes:
+        key = _key(ground, node)
+        if key not in known:
+            known[key] = Kind(ground, node, _configurations(ground, node, spaces))
+        found.append(known[key])
+    return tuple(found)
+
+
+def _configurations(ground: Ground, node: int, known: dict[Hashable, tuple[Splits, ...]]) -> tuple[Splits, ...]:
+    if node in ground.terms.allowed:
+        return ground.terms.allowed[node]
+    use, outermost = ground.uses[node], ground.sample_axes[node]
+    key = id(use), outermost
+    if key not in known:
+        known[key] = configurations(use.space, len(ground.devices), outermost)
+    return known[key]
+
+
+def _key(ground: Ground, node: int) -> Hashable:
+    """What the costs of a node depend on."""
+    graph = ground.graph
+    parameters = (
+        (position, found.trainable)
+        for position, name in ground.own_parameters(node).items()
+        if (found := graph.parameter(name)) is not None
+    )
+    return (
+        id(ground.uses[node]),
+        ground.problem.work[node],
+        ground.sample_axes[node],
+        ground.terms.allowed.get(node),
+        tuple(parameters),
+        tuple((each.bytes, each.dimensions) for each in ground.kept.get(node, ())),
+        tuple((_is_reduced_alone(ground, name), name in ground.gradient) for name in graph.nodes[node].outputs),
+    )
+
+
+def _is_reduced_alone(ground: Ground, name: str) -> bool:
+    """Whether shares of a value are added up though no node of the stage reads it."""
+    return (
+        bool(name)
+        and name not in ground.readers
+        and not (
+            name in ground.terms.given and name not in ground.graph.consumers() and not ground.graph.type_of(name).shape
+        )
+    )
+
+
+def kind_costs(kind: Kind, computing: Computing, changes: Changes) -> tuple[Floats, Floats, NDArray[np.int64]]:
+    """For each configuration seconds of a step, of these the exchange of gradients alone, and bytes on a device."""
+    ground, node = kind.ground, kind.node
+    terms, problem = ground.terms, ground.problem
+    forward, backward = computing.seconds(node, ground.uses[node], kind.configurations)
+    seconds = forward * (1 + terms.recompute) + backward if problem.train else forward
+    for position, name in enumerate(ground.graph.nodes[node].outputs):
+        if _is_reduced_alone(ground, name):
+            left = kind.leaves(position)
+            size = ground.graph.type_of(name).bytes
+            added = [changes.to_all([layout], [layout.reduced()], size)[0, 0] for layout in left.layouts]
+            seconds = seconds + np.array(added)[left.of] * times_run(ground, name)
+    seconds = seconds * problem.micro_batches
+    gradients = np.zeros_like(seconds)
+    memory = np.zeros(len(seconds), dtype=np.int64)
+    for position, name in ground.own_parameters(node).items():
+        form = kind.reads(position)
+        held = holding(problem, ground.devices, name, form.layouts)
+        gradients += held.gradient_s[form.of]
+        seconds = seconds + held.update_s[form.of]
+        memory += held.bytes[form.of]
+    if problem.train and not terms.recompute:
+        memory += terms.in_flight * kept_bytes(ground.kept[node], kind.configurations)
+    return seconds, gradients, memory
+
+
+def times_run(ground: Ground, value: str) -> int:
+    """How often a micro-batch makes a change of layout of a value: forward, again for backward, and its transpose."""
+    return 1 + ground.terms.recompute + (value in ground.gradient)

@@ -1,0 +1,144 @@
+"""The search as a min-sum model: what each configuration of each node costs a step, and each pair of neighbours.
+
+    tables = make_tables(problem, nodes, devices)
+    answer = solve(tables.model)
+    splits = tables.splits(answer.choice)
+
+Variables of the model are the nodes, in order, then one for each value that several nodes read (see `hubs.py`). Equal
+nodes and equal pairs share their arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopipe.ir.problem import Problem
+from autopipe.passes.placement.pase.configurations import Splits
+from autopipe.passes.placement.pase.ground import Ground, Terms, ground_of
+from autopipe.passes.placement.pase.hubs import Hub, parameter_hub, value_hub
+from autopipe.passes.placement.pase.kinds import Kind, kind_costs, kinds_of, times_run
+from autopipe.passes.placement.pase.moves import Floats, Moves
+from autopipe.passes.placement.pase.nodes import Computing
+from autopipe.passes.placement.pase.parameters import holding
+from autopipe.passes.placement.pase.reducing import Changes
+from autopipe.passes.solvers.min_sum import Edge, MinSum
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tables:
+    """The model of a stage's nodes on a group of devices; variable i of it is `nodes[i]`, further ones are hubs."""
+
+    nodes: tuple[int, ...]
+    configurations: tuple[tuple[Splits, ...], ...]
+    model: MinSum
+    """Seconds of a step, and bytes on a device."""
+    gradients: tuple[Floats, ...]
+    """Of the model's costs, seconds to exchange gradients once a step."""
+
+    def splits(self, choice: Sequence[int]) -> tuple[tuple[int, Splits], ...]:
+        """The nodes that a choice splits, with their splits, as `Stage.splits` has them."""
+        chosen = (each[number] for each, number in zip(self.configurations, choice, strict=False))
+        return tuple((node, splits) for node, splits in zip(self.nodes, chosen, strict=True) if splits)
+
+
+def make_tables(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], terms: Terms = Terms()) -> Tables:
+    """The model of `nodes` (ascending, all of them computed) on `devices`.
+
+    Raises ConfigurationError where a device states no figure for a class of operators.
+    """
+    ground = ground_of(problem, nodes, devices, terms)
+    kinds = kinds_of(ground)
+    builder = _Builder(ground, dict(zip(ground.nodes, kinds, strict=True)), Changes(Moves(problem.cluster, devices)))
+    builder.add_nodes()
+    for name in ground.readers:
+        if ground.graph.parameter(name) is not None:
+            builder.add_parameter(name)
+        elif ground.graph.producer(name) in builder.places:
+            builder.add_value(name)
+    return builder.tables()
+
+
+@dataclass(eq=False, slots=True)
+class _Builder:
+    """A model in the making; `shared` are arrays that equal nodes and edges have in common."""
+
+    ground: Ground
+    kinds: dict[int, Kind]
+    changes: Changes
+    places: dict[int, int] = field(default_factory=dict)
+    costs: list[tuple[Floats, Floats, NDArray[np.int64]]] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    shared: dict[Hashable, Any] = field(default_factory=dict)
+
+    def add_nodes(self) -> None:
+        """A variable for each node."""
+        computing = Computing(self.ground.problem, self.ground.devices)
+        for node, kind in self.kinds.items():
+            self.places[node] = len(self.costs)
+            self.costs.append(self._once(("node", id(kind)), lambda: kind_costs(kind, computing, self.changes)))
+
+    def add_parameter(self, name: str) -> None:
+        """A variable for a parameter whose layout is not one node's choice."""
+        ground = self.ground
+        if not ground.is_shared_parameter(name):
+            return
+        shape = ground.graph.type_of(name).shape
+        forms = [self.kinds[each.node].reads(each.position) for each in ground.readers[name]]
+        hub = parameter_hub(forms, shape, only_whole=name in ground.terms.whole)
+        held = holding(ground.problem, ground.devices, name, hub.layouts)
+        place = self._add_variable(held.update_s, held.gradient_s, held.bytes)
+        self._add_readers(place, name, hub)
+
+    def add_value(self, name: str) -> None:
+        """The edges of a computed value to its readers: one edge, or those of a variable between them."""
+        ground, readers = self.ground, self.ground.readers[name]
+        source = ground.graph.producer(name)
+        assert source is not None, name
+        position = ground.graph.nodes[source].outputs.index(name)
+        size, given = ground.graph.type_of(name).bytes, name in ground.terms.given
+        times = times_run(ground, name) * ground.problem.micro_batches
+        ends = tuple((id(self.kinds[each.node]), each.position) for each in readers)
+        key = ("value", id(self.kinds[source]), position, ends, size, given, times)
+        left = self.kinds[source].leaves(position)
+        wanted = [self.kinds[each.node].reads(each.position) for each in readers]
+        if len(readers) == 1:
+            change = self.changes.to_all if given else self.changes.to_reader
+            (only,) = wanted
+            matrix = self._once(key, lambda: change(left.layouts, only.layouts, size)[left.of][:, only.of] * times)
+            self._add_edge(self.places[source], self.places[readers[0].node], matrix)
+            return
+        hub = self._once(key, lambda: value_hub(left, wanted, size, self.changes, given).times(times))
+        nothing = self._once(("nothing", len(hub.layouts)), lambda: np.zeros(len(hub.layouts)))
+        place = self._add_variable(nothing, nothing, nothing)
+        self._add_edge(self.places[source], place, hub.from_source)
+        self._add_readers(place, name, hub)
+
+    def tables(self) -> Tables:
+        """What has been added."""
+        seconds = tuple(self._once(("sum", id(a), id(b)), lambda: a + b) for a, b, _ in self.costs)
+        model = MinSum(seconds, tuple(self.edges), tuple(memory for *_, memory in self.costs))
+        configurations = tuple(kind.configurations for kind in self.kinds.values())
+        return Tables(self.ground.nodes, configurations, model, tuple(gradients for _, gradients, _ in self.costs))
+
+    def _add_variable(self, seconds: Floats, gradients: Floats, memory: NDArray[np.int64]) -> int:
+        self.costs.append((seconds, gradients, memory))
+        return len(self.costs) - 1
+
+    def _add_readers(self, place: int, name: str, hub: Hub) -> None:
+        for reader, matrix in zip(self.ground.readers[name], hub.to_readers, strict=True):
+            self._add_edge(place, self.places[reader.node], matrix)
+
+    def _add_edge(self, source: int, target: int, matrix: Floats) -> None:
+        """An edge, if it costs anything."""
+        if matrix.any():
+            self.edges.append(Edge(source, target, matrix))
+
+    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if key not in self.shared:
+            self.shared[key] = make()
+        return self.shared[key]
