@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from autopipe.configs.zoo import MODELS
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import Graph, Value
 from autopipe.passes.placement.pase.paper.costs import Movement, Product, Recurrent
 from autopipe.passes.placement.pase.paper.drafting import regrouped
 from autopipe.passes.placement.pase.paper.layers import LayerGraph, PlacedLayer
 from autopipe.passes.placement.pase.paper.strategy import cost_of, find_strategy
 from autopipe.passes.placement.pase.paper.tables import build_tables
 from autopipe.passes.placement.pase.paper.view import layer_graph
-from tests.passes.cost.graphs import Builder
+from tests.passes.cost.graphs import F32, Builder
 from tests.passes.placement.pase.paper.models import model_graph, paper_graph
 
 
@@ -57,6 +58,30 @@ def test_projections_of_one_value_are_one_product_and_of_two_are_stacked() -> No
     ]
 
 
+@pytest.mark.parametrize("bias_first", [False, True])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_projections_that_are_not_equal_stay_apart(narrow: bool, bias_first: bool) -> None:
+    """Two heads of four; `narrow` values are not of the shape of queries and keys."""
+    builder = Builder(2, 8)
+    builder.inputs = (Value("x", F32, (2, 4, 8)),)
+    builder.shapes["x"] = (2, 4, 8)
+
+    def heads(width: int) -> str:
+        rows = builder.linear("x", 2 * width)
+        bias = builder.parameter(f"b{len(builder.parameters)}", (2 * width,))
+        rows = builder.node("Add", (bias, rows) if bias_first else (rows, bias), (2, 4, 2 * width))
+        parts = builder.node("Reshape", (rows,), (2, 4, 2, width))
+        return builder.node("Transpose", (parts,), (2, 2, 4, width), perm=(0, 2, 1, 3))
+
+    operands = (heads(4), heads(4), heads(2 if narrow else 4))
+    result = builder.node("Attention", operands, (2, 2, 4, 2 if narrow else 4))
+    names = [each.name.rpartition("/")[2] for each in layer_graph(builder.finish(result)).layers]
+    if narrow:
+        assert names == ["matmul0", "matmul4", "matmul8", "attention12"]
+    else:
+        assert names == ["projections", "unstack", "scores", "softmax", "attention12"]
+
+
 def test_merged_heads_stay_apart() -> None:
     output = layer(layer_graph(paper_graph("transformer")), "/encoder.0/attention/output/MatMul")
     assert axes(output) == {"b0": 64, "m": 256, "n": 512, "k0": 8, "k1": 64}
@@ -66,6 +91,17 @@ def test_stacked_lstms_are_one_layer() -> None:
     lstm = layer_graph(paper_graph("rnnlm")).layers[1]
     assert lstm.layer.cost == Recurrent()
     assert axes(lstm) == {"l": 2, "s": 256, "b": 64, "n": 2048, "k": 2048}
+
+
+def test_states_of_an_lstm_lie_in_its_result() -> None:
+    graph = model_graph("rnnlm", 8)
+    first = next(index for index, node in enumerate(graph.nodes) if node.op == "LSTM")
+    stated = replace(graph.nodes[first], outputs=(graph.nodes[first].outputs[0], "last"))
+    state = Value("last", F32, (1, 8, 32))
+    nodes = (*graph.nodes[:first], stated, *graph.nodes[first + 1 :])
+    layers = layer_graph(replace(graph, nodes=nodes, values=(*graph.values, state)))
+    assert [type(each.layer.cost) for each in layers.layers].count(Recurrent) == 1
+    assert layers.places["last"].groups == ((1,), (2,), (3,))
 
 
 def test_an_image_is_flattened_and_a_vector_of_channels_is_not() -> None:
