@@ -31,6 +31,10 @@ class Terms:
     """Whether forward is run again for backward."""
 
 
+NO_TERMS = Terms()
+"""None but those of the problem."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reader:
     """A node that reads a value, and one of the operands' positions where it does."""
@@ -64,7 +68,7 @@ class Ground:
 
     def own_parameters(self, node: int) -> dict[int, str]:
         """The parameters, by operand's position, that no other node reads: their layout is the node's choice alone."""
-        found = {}
+        found: dict[str, int] = {}
         for position, name in enumerate(self.graph.nodes[node].inputs):
             if name and self.graph.parameter(name) is not None and not self.is_shared_parameter(name):
                 found.setdefault(name, position)

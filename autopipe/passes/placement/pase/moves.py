@@ -83,7 +83,7 @@ class _Lack:
         grid = 1
         for held, wanted in _by_dimension(sources, targets):
             extent, wanted_extent, overlap = _overlaps(held.kinds, wanted.kinds, group)
-            short = (wanted_extent[None, :, None] > overlap).any(axis=2)
+            short: _Truths = np.any(wanted_extent[None, :, None] > overlap, axis=2)
             dimensions += short[held.of][:, wanted.of]
             common *= overlap[held.of][:, wanted.of]
             need *= wanted_extent[wanted.of]
@@ -146,7 +146,8 @@ def _gathers_apart(sources: Sequence[_Cuts], targets: Sequence[_Cuts], group: in
         apart &= (gathers | cuts)[held.of][:, wanted.of]
         leaving |= left[held.of][:, wanted.of]
         wanted_marks |= wants[wanted.of]
-    return apart & (leaving & wanted_marks == 0)
+    found: _Truths = np.logical_and(apart, leaving & wanted_marks == 0)
+    return found
 
 
 def _one_way(have: MeshAxes, want: MeshAxes, kind: str) -> bool:
@@ -157,7 +158,7 @@ def _one_way(have: MeshAxes, want: MeshAxes, kind: str) -> bool:
 
 
 def _marks(axes: Sequence[MeshAxis], divisors: Sequence[int]) -> int:
-    """A bit for each divisor d of the group with stride ≤ d < stride · degree: axes that nest share one iff they meet."""
+    """A bit for each divisor d of the group with stride ≤ d < stride · degree: axes that nest and meet share one."""
     return sum(
         1 << place
         for place, count in enumerate(divisors)
@@ -175,7 +176,8 @@ def _nested(sources: Sequence[_Cuts], targets: Sequence[_Cuts], divisors: Sequen
     together = bounds(sources)[:, None] | bounds(targets)[None]
     known, places = np.unique(together, return_inverse=True)
     nests = [_is_chain([count for place, count in enumerate(divisors) if mark >> place & 1]) for mark in known.tolist()]
-    return np.array(nests, dtype=bool)[places.reshape(together.shape)]
+    found: _Truths = np.array(nests, dtype=bool)[places.reshape(together.shape)]
+    return found
 
 
 def _ends(axis: MeshAxis) -> tuple[int, int]:

@@ -59,6 +59,6 @@ class Computing:
 
 
 def kept_bytes(kept: Sequence[Kept], configurations: Sequence[Splits]) -> NDArray[np.int64]:
-    """Bytes on one device that backward keeps of one micro-batch, for each configuration of the node that keeps them."""
+    """Bytes on one device that backward keeps of a micro-batch, for each configuration of the node that keeps them."""
     degrees: list[Mapping[str, int]] = [{split.axis: split.degree for split in splits} for splits in configurations]
     return np.array([sum(each.local_bytes(dict(own)) for each in kept) for own in degrees], dtype=np.int64)

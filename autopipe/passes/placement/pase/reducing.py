@@ -59,7 +59,7 @@ class Changes:
         return steps[-1].result, sum(seconds)
 
     def _scattered(self, source: Layout, target: Layout) -> tuple[MeshAxes, ...]:
-        """Along which axes each dimension is scattered, if it alone were: targets that agree in it are reached alike."""
+        """Along which axes each dimension is scattered, if it alone were: what tells targets apart for adding up."""
         return tuple(
             self._inside(source.partial_over, now, wanted) for now, wanted in zip(source.cuts, target.cuts, strict=True)
         )

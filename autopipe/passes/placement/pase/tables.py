@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from autopipe.ir.problem import Problem
 from autopipe.passes.placement.pase.configurations import Splits
-from autopipe.passes.placement.pase.ground import Ground, Terms, ground_of
+from autopipe.passes.placement.pase.ground import NO_TERMS, Ground, Terms, ground_of
 from autopipe.passes.placement.pase.hubs import Hub, parameter_hub, value_hub
 from autopipe.passes.placement.pase.kinds import Kind, kind_costs, kinds_of, times_run
 from autopipe.passes.placement.pase.moves import Floats, Moves
@@ -46,7 +47,7 @@ class Tables:
         return tuple((node, splits) for node, splits in zip(self.nodes, chosen, strict=True) if splits)
 
 
-def make_tables(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], terms: Terms = Terms()) -> Tables:
+def make_tables(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], terms: Terms = NO_TERMS) -> Tables:
     """The model of `nodes` (ascending, all of them computed) on `devices`.
 
     Raises ConfigurationError where a device states no figure for a class of operators.
@@ -80,7 +81,7 @@ class _Builder:
         computing = Computing(self.ground.problem, self.ground.devices)
         for node, kind in self.kinds.items():
             self.places[node] = len(self.costs)
-            self.costs.append(self._once(("node", id(kind)), lambda: kind_costs(kind, computing, self.changes)))
+            self.costs.append(self._once(("node", id(kind)), partial(kind_costs, kind, computing, self.changes)))
 
     def add_parameter(self, name: str) -> None:
         """A variable for a parameter whose layout is not one node's choice."""
@@ -120,7 +121,7 @@ class _Builder:
 
     def tables(self) -> Tables:
         """What has been added."""
-        seconds = tuple(self._once(("sum", id(a), id(b)), lambda: a + b) for a, b, _ in self.costs)
+        seconds = tuple(self._once(("sum", id(a), id(b)), partial(np.add, a, b)) for a, b, _ in self.costs)
         model = MinSum(seconds, tuple(self.edges), tuple(memory for *_, memory in self.costs))
         configurations = tuple(kind.configurations for kind in self.kinds.values())
         return Tables(self.ground.nodes, configurations, model, tuple(gradients for _, gradients, _ in self.costs))
