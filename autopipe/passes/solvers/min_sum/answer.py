@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from autopipe.passes.solvers.min_sum.model import MinSum, Number
@@ -30,6 +31,13 @@ class Answer:
         if self.proven or self.cost == self.bound:
             return 0.0
         return float(self.cost - self.bound) / abs(self.cost) if self.cost else float("inf")
+
+
+def bound_of(least: float, cost: Number, proven: bool) -> Number:
+    """What to say of a choice of that cost when nothing costs less than `least`, but for rounding."""
+    if proven:
+        return cost
+    return math.ceil(least) if isinstance(cost, int) and math.isfinite(least) else least
 
 
 def counted(answer: Answer, model: MinSum) -> Answer:

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 
 import numpy as np
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.solvers.min_sum.dual import Dual
-from autopipe.passes.solvers.min_sum.model import Array, MinSum, Number
+from autopipe.passes.solvers.min_sum.model import Array, MinSum
 from autopipe.passes.solvers.min_sum.ordering import neighbours
-from autopipe.passes.solvers.min_sum.restriction import Kept, Support, everything, restricted
-
-
-class Best:
-    """The best choice known of a model."""
-
-    def __init__(self, model: MinSum) -> None:
-        self._model = model
-        self.choice: tuple[int, ...] = ()
-        self.cost: Number = float("inf")
-
-    def offer(self, choice: Sequence[int]) -> None:
-        """Take the choice if it costs less."""
-        cost = self._model.cost_of(choice)
-        if not self.choice or cost < self.cost:
-            self.choice, self.cost = tuple(choice), cost
+from autopipe.passes.solvers.min_sum.restriction import Kept, Support, chosen, everything, restricted
 
 
 class Part:
@@ -34,7 +18,6 @@ class Part:
 
     def __init__(self, model: MinSum) -> None:
         """All configurations. Raises InfeasibleError where every choice is forbidden, as far as neighbours show it."""
-        self._model = model
         self._support = Support(model)
         self._kept = self._support.of(everything(model))
         self.around = neighbours(model)
@@ -47,19 +30,15 @@ class Part:
 
     def sweep(self, forward: bool) -> tuple[int, ...]:
         """One sweep of the dual; the choice it came upon."""
-        return self.choice(self.dual.sweep(forward))
-
-    def choice(self, positions: Sequence[int]) -> tuple[int, ...]:
-        """The choice of the configurations at these positions among those of the part."""
-        return tuple(int(keep[x]) for keep, x in zip(self._kept, positions, strict=True))
+        return chosen(self._kept, self.dual.sweep(forward))
 
     def within(self, threshold: float) -> list[Array]:
         """Positions of the configurations that may be in a choice which costs no more than this."""
         return [np.flatnonzero(reach <= threshold + self.dual.rounding) for reach in self.dual.reach]
 
-    def model(self, positions: Kept) -> MinSum:
-        """The model of the configurations at these positions."""
-        return restricted(self._model, self._at(positions))
+    def at(self, positions: Kept) -> list[Array]:
+        """The configurations at these positions."""
+        return [keep[places] for keep, places in zip(self._kept, positions, strict=True)]
 
     def narrow(self, threshold: float) -> None:
         """Drop configurations that are in no choice which costs as little, once that halves the work of a sweep.
@@ -75,7 +54,7 @@ class Part:
 
     def _keep(self, positions: Kept) -> None:
         """Drop all others, and those that have no neighbour left. Raises InfeasibleError where a node has none left."""
-        kept = self._support.of(self._at(positions))
+        kept = self._support.of(self.at(positions))
         self.dual.restrict([np.searchsorted(old, new) for old, new in zip(self._kept, kept, strict=True)])
         self._kept = kept
 
@@ -102,6 +81,3 @@ class Part:
                 continue
             parts.append(part)
         return parts
-
-    def _at(self, positions: Kept) -> list[Array]:
-        return [keep[places] for keep, places in zip(self._kept, positions, strict=True)]

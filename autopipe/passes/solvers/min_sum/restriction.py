@@ -19,6 +19,11 @@ def everything(model: MinSum) -> list[Array]:
     return [np.arange(len(costs)) for costs in model.costs]
 
 
+def chosen(kept: Kept, positions: Sequence[int]) -> tuple[int, ...]:
+    """The configurations at these positions among what is kept."""
+    return tuple(int(keep[x]) for keep, x in zip(kept, positions, strict=True))
+
+
 def restricted(model: MinSum, kept: Kept) -> MinSum:
     """The model of what is kept; arrays that were shared and are restricted equally are shared again."""
     known: dict[tuple[object, ...], Array] = {}

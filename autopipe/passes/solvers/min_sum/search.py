@@ -1,4 +1,4 @@
-"""The default solver without a memory limit: dual bound, pruning, elimination of what is left, and branching.
+"""The search of the default solver: dual bound, pruning, elimination of what is left, and branching.
 
 Sweeps of the dual raise what each configuration surely costs; those above the best choice known are dropped.
 Eliminating the configurations up to a threshold gives a choice, and a proof where it costs no more than the threshold:
@@ -11,12 +11,9 @@ import math
 from heapq import heappop, heappush
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.solvers.min_sum.answer import Answer
 from autopipe.passes.solvers.min_sum.budget import Budget
-from autopipe.passes.solvers.min_sum.elimination import MAX_BYTES, eliminate_in, size
-from autopipe.passes.solvers.min_sum.model import MinSum
-from autopipe.passes.solvers.min_sum.ordering import smallest_table
-from autopipe.passes.solvers.min_sum.part import Best, Part
+from autopipe.passes.solvers.min_sum.goal import Goal
+from autopipe.passes.solvers.min_sum.part import Part
 
 PROGRESS = 0.1
 """Sweeps go on while a pair of them closes this share of the gap."""
@@ -28,19 +25,17 @@ SHARES = (1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
 """Of the gap: configurations are eliminated up to the first of these thresholds whose work is allowed."""
 
 
-def search(model: MinSum, budget: Budget) -> Answer:
-    """The best choice of a merged model, whatever memory it needs; with bound and gap where the budget ends first.
+def search(root: Part, goal: Goal, budget: Budget) -> float:
+    """Find the goal's best choice in a part; what is proven: nothing better costs less, in the model that is searched.
 
-    Raises InfeasibleError where every choice is forbidden. Where none was found in time, the answer's cost is inf.
+    That is at least the goal's cutoff where its best choice is proven to be the best.
     """
-    best = Best(model)
-    root = Part(model)
-    parts = [(root.bound, 0, root)]
+    parts = [(max(goal.bound, root.bound), 0, root)]
     created = 0
-    while parts and parts[0][0] < best.cost:
-        _, number, part = heappop(parts)
-        bound = _refine(part, best, budget)
-        if bound >= best.cost:
+    while parts and parts[0][0] < goal.cutoff:
+        bound, number, part = heappop(parts)
+        bound = _refine(part, bound, goal, budget)
+        if bound >= goal.cutoff:
             continue
         if not budget.left:
             heappush(parts, (bound, number, part))
@@ -48,52 +43,38 @@ def search(model: MinSum, budget: Budget) -> Answer:
         for half in part.halves():
             created += 1
             heappush(parts, (max(bound, half.bound), created, half))
-    proven = not parts or parts[0][0] >= best.cost
-    if proven and math.isinf(best.cost):
-        raise InfeasibleError("every choice of configurations has a forbidden one, or a forbidden pair")
-    least = best.cost if proven else parts[0][0]
-    bound = math.ceil(least) if isinstance(best.cost, int) else least
-    return Answer(best.choice, best.cost, bound, proven, model.memory_of(best.choice))
+    return min(parts[0][0], goal.cutoff) if parts else goal.cutoff
 
 
-def _refine(part: Part, best: Best, budget: Budget) -> float:
-    """Improve the best choice and the part's bound, which is returned; the best cost if the part is exhausted."""
+def _refine(part: Part, bound: float, goal: Goal, budget: Budget) -> float:
+    """Improve the goal's choice and the part's bound, which is returned; the cutoff if the part is exhausted."""
     work = 0.0
     before = -math.inf
     while True:
         for forward in (True, False):
-            best.offer(part.sweep(forward))
+            goal.offer(part.sweep(forward))
             work += part.dual.work
             budget.spend(part.dual.work)
         try:
-            part.narrow(best.cost)
+            part.narrow(goal.cutoff)
         except InfeasibleError:
-            return float(best.cost)
-        bound = part.bound
-        stalled = bound - before < PROGRESS * (best.cost - before)
-        before = bound
-        if bound < best.cost:
-            bound = _eliminate(part, best, work * (PATIENCE if stalled else 1), budget)
-        if stalled or bound >= best.cost or not budget.left:
+            return goal.cutoff
+        stalled = part.bound - before < PROGRESS * (goal.cutoff - before)
+        before = part.bound
+        bound = max(bound, part.bound)
+        if bound < goal.cutoff:
+            bound = _eliminate(part, bound, goal, work * (PATIENCE if stalled else 1), budget)
+        if stalled or bound >= goal.cutoff or not budget.left:
             return bound
 
 
-def _eliminate(part: Part, best: Best, allowed: float, budget: Budget) -> float:
+def _eliminate(part: Part, low: float, goal: Goal, allowed: float, budget: Budget) -> float:
     """Eliminate as many of the cheapest configurations as the work allows; what that proves of the part."""
-    low = part.bound
-    top = min(float(best.cost), max(float(reach.max()) for reach in part.dual.reach))
+    top = min(goal.cutoff, max(float(reach.max()) for reach in part.dual.reach))
     for share in SHARES:
         threshold = low + share * (top - low)
-        positions = part.within(threshold)
-        order = smallest_table(part.around, [len(places) for places in positions])
-        takes = size(part.around, [len(places) for places in positions], order)
-        if takes.work > max(SMALL, min(allowed, budget.left)) or 8 * takes.entries > MAX_BYTES:
-            continue
-        budget.spend(takes.work)
-        try:
-            answer = eliminate_in(part.model(positions), order)
-        except InfeasibleError:
-            return float(best.cost) if share == 1.0 else threshold
-        best.offer(part.choice([int(places[x]) for places, x in zip(positions, answer.choice, strict=True)]))
-        return float(best.cost) if share == 1.0 or answer.cost <= threshold else threshold
+        work = goal.eliminate(part, part.within(threshold), threshold, max(SMALL, min(allowed, budget.left)))
+        if work is not None:
+            budget.spend(work)
+            return goal.cutoff if share == 1.0 else min(threshold, goal.cutoff)
     return low

@@ -1,11 +1,12 @@
-"""The default solver."""
+"""The default solver: the least cost, or the least within a memory limit."""
 
 from __future__ import annotations
 
 from autopipe.passes.solvers.min_sum.answer import Answer, counted
 from autopipe.passes.solvers.min_sum.budget import Budget
+from autopipe.passes.solvers.min_sum.limited import solve_within
 from autopipe.passes.solvers.min_sum.model import MinSum, Number, merged
-from autopipe.passes.solvers.min_sum.search import search
+from autopipe.passes.solvers.min_sum.unlimited import solve_unlimited
 
 
 def solve(model: MinSum, memory_limit: Number | None = None, time_limit: float | None = None) -> Answer:
@@ -14,7 +15,8 @@ def solve(model: MinSum, memory_limit: Number | None = None, time_limit: float |
     Raises InfeasibleError where every choice is forbidden.
     """
     budget = Budget(time_limit)
-    answer = search(merged(model), budget)
+    simple = merged(model)
+    answer = solve_unlimited(simple, budget)
     if memory_limit is not None and answer.memory > memory_limit:
-        raise NotImplementedError
+        answer = solve_within(simple, memory_limit, budget)
     return counted(answer, model)

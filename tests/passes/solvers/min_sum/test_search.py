@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from random_models import all_choices, models
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.solvers.min_sum import Answer, Edge, MinSum, eliminate, search, solve
+from autopipe.passes.solvers.min_sum import Answer, Edge, MinSum, eliminate, goal, search, solve
 
 
 def check(model: MinSum, solver: Callable[[MinSum], Answer]) -> None:
@@ -36,7 +36,7 @@ def test_cutting_in_two_finds_it_where_little_can_be_eliminated(model: MinSum, w
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "SMALL", work)
         patch.setattr(search, "PATIENCE", 0)
-        patch.setattr(search, "MAX_BYTES", 8 * work)
+        patch.setattr(goal, "MAX_BYTES", 8 * work)
         check(model, solve)
 
 
