@@ -18,7 +18,7 @@ def conv(signature: Signature) -> Line:
     weight = signature.operand(1).shape
     groups = signature.operand(0).shape[1] // weight[1]
     rank = len(weight) - 2
-    c = "c" if signature.present(2) else "c+"
+    c = "c&" if signature.present(2) else "c+"
     bias = ", (g m)" if signature.present(2) else ""
     return _grouped(
         f"n (g {c}) {spatial('i', rank)}, (g m) c {spatial('k', rank)}{bias} -> n (g m) {spatial('o', rank)}",
@@ -33,7 +33,7 @@ def conv_transpose(signature: Signature) -> Line:
     weight = signature.operand(1).shape
     groups = signature.node.integer("group", 1)
     rank = len(weight) - 2
-    c = "c" if signature.present(2) else "c+"
+    c = "c&" if signature.present(2) else "c+"
     bias = ", (g m)" if signature.present(2) else ""
     return _grouped(
         f"n (g {c}) {spatial('i', rank)}, (g c) m {spatial('k', rank)}{bias} -> n (g m) {spatial('o', rank)}",

@@ -34,10 +34,10 @@ def batched(left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ..
 
 
 def gemm(signature: Signature) -> Line:
-    """`m k, k n, *m *n -> m n`, either matrix possibly transposed; k adds up only where no C would be added twice."""
+    """`m k, k n, *m *n -> m n`, either matrix possibly transposed; of devices with parts of k the first adds C."""
     node = signature.node
     biased = has_bias(signature)
-    k = "k" if biased else "k+"
+    k = "k&" if biased else "k+"
     first = f"{k} m" if node.integer("transA") else f"m {k}"
     second = "n k" if node.integer("transB") else "k n"
     tensors = [first, second]

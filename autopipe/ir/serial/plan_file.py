@@ -138,7 +138,5 @@ def _summary_of(record: Record) -> Summary:
         lower_bound_s=record.at("lower_bound_s").number(),
         optimal=record.at("optimal").boolean(),
         gap=None if gap.value is None else gap.number(),
-        communication_bytes=None
-        if moved.value is None
-        else tuple((kind, moved.at(kind).integer(0)) for kind in KINDS),
+        communication_bytes=None if moved.value is None else tuple((kind, moved.at(kind).integer(0)) for kind in KINDS),
     )

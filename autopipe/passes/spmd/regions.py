@@ -85,7 +85,7 @@ class _Growing:
                 continue
             place = _place(words, axis)
             if place < 0:
-                self.region.ends.add(space.axis(axis).kind)
+                self.region.ends.add(self._end(node, axis))
                 continue
             self.cut[name] = place
             readers = network.readers.get(name, ())
@@ -99,7 +99,7 @@ class _Growing:
         """Cut a reader of cut values along the axis that they have in common, where there is one."""
         region, fixed = self.region, self.fixed
         axis = self._common_axis(reader)
-        if axis is None or not self.network.splits_on(reader, axis, self.degree):
+        if axis is None or self._is_agreed(reader, axis) or not self.network.splits_on(reader, axis, self.degree):
             region.open = True
         elif reader in fixed:
             region.open |= fixed[reader] != axis
@@ -108,6 +108,15 @@ class _Growing:
             heapq.heappush(self.waiting, reader)
         elif region.axes[reader] != axis:
             region.open = True
+
+    def _end(self, node: int, axis: str) -> AxisKind:
+        """How a node that its result does not show cut ends the region: products add up, with a bias or without."""
+        use = self.network.uses[node]
+        return AxisKind.SUM if use.row.kind in _PRODUCTS else use.space.axis(axis).kind
+
+    def _is_agreed(self, node: int, axis: str) -> bool:
+        """Whether a node would tell statistics of its part: normalisations are left whole."""
+        return self.network.uses[node].space.axis(axis).kind is AxisKind.AGREED
 
     def _common_axis(self, reader: int) -> str | None:
         space, inputs = self.network.uses[reader].space, self.network.graph.nodes[reader].inputs

@@ -85,6 +85,12 @@ class Call:
         pairs = zip(self.splits, self.mesh, strict=True)
         return group_code(merged(place for split, place in pairs if split.axis in axes), self.devices)
 
+    def bias(self, index: int, axis: str) -> str:
+        """The code of operand `index`, or "None", as what is added once to shares of a sum over `axis`."""
+        if not self.present(index) or not self.is_split(axis):
+            return self.optional(index)
+        return f"operators.once({self.arg(index)}, {self.group(axis)})"
+
     def scalar(self, index: int) -> str | None:
         """A Python literal for operand `index` where it is a known tensor of one element, else None.
 

@@ -39,7 +39,7 @@ def _conv(call: Call) -> str:
     source, padding = call.arg(0), window.begin
     if window.begin != window.end:
         source, padding = f"F.pad({source}, {pads(window.begin, window.end)})", (0,) * len(window.kernel)
-    bias = f", {call.arg(2)}" if call.present(2) else ""
+    bias = f", {call.bias(2, 'c')}" if call.present(2) else ""
     return f"F.conv{len(window.kernel)}d({source}, {call.arg(1)}{bias}{_settings(window, groups, padding)})"
 
 
@@ -57,13 +57,13 @@ def _conv_transpose(call: Call) -> str:
         0 <= more < max(stride, dilation)
         for more, stride, dilation in zip(extra, window.strides, window.dilations, strict=True)
     )
-    operands = ", ".join((call.arg(0), call.arg(1), *([call.arg(2)] if call.present(2) else [])))
+    operands = ", ".join((call.arg(0), call.arg(1), *([call.bias(2, "c")] if call.present(2) else [])))
     if fits and all(pad >= 0 for pad in begin):
         output = f", output_padding={each(extra)}" if any(extra) else ""
         return f"F.conv_transpose{len(kernel)}d({operands}{_settings(window, groups, begin)}{output})"
     end = tuple(extent - size + pad for extent, size, pad in zip(result, full, begin, strict=True))
     crop = pads(tuple(-pad for pad in begin), end)
-    operands = f"{call.arg(0)}, {call.arg(1)}, {call.optional(2)}"
+    operands = f"{call.arg(0)}, {call.arg(1)}, {call.bias(2, 'c')}"
     return f"operators.conv_transpose({operands}, {window.strides}, {window.dilations}, {groups}, {crop})"
 
 

@@ -22,7 +22,7 @@ def _gemm(call: Call) -> str:
             return f"F.linear({left}, {call.arg(1)})"
         product = f"torch.mm({left}, {right})"
         return product if alpha == 1.0 else f"{_factor(call, alpha)} * {product}"
-    bias = call.arg(2)
+    bias = call.bias(2, "k")
     if node.integer("transB") and alpha == beta == 1.0 and call.operand(2).shape == call.result().shape[1:]:
         return f"F.linear({left}, {call.arg(1)}, {bias})"
     factors = f", beta={_factor(call, beta)}" if beta != 1.0 else ""

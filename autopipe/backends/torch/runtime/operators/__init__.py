@@ -18,6 +18,7 @@ from autopipe.backends.torch.runtime.operators.indexing import (
     scatter_nd,
     tensor_scatter,
 )
+from autopipe.backends.torch.runtime.operators.joint import once
 from autopipe.backends.torch.runtime.operators.joint_indexing import gather_part
 from autopipe.backends.torch.runtime.operators.joint_losses import (
     cross_entropy_and_logarithms_part,
@@ -111,6 +112,7 @@ __all__ = [
     "nll_part",
     "nll_share",
     "normalize_part",
+    "once",
     "one_hot",
     "pad",
     "quantize_linear",

@@ -33,6 +33,12 @@ def summed(tensor: Tensor, group: Joint) -> Tensor:
     return total
 
 
+def once(tensor: Tensor, group: Joint) -> Tensor:
+    """`tensor` on the first rank of the group and zeros on the others: what is added once to shares of a sum."""
+    everywhere = torch.ones((), dtype=torch.bool, device=tensor.device)
+    return tensor if group.position == 0 else tensor.masked_fill(everywhere, 0)
+
+
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, tensor: Tensor, group: Joint) -> Tensor:
