@@ -12,8 +12,8 @@ from autopipe.passes.pipeline import Planned
 def annotate_model(planned: Planned, target: Path) -> tuple[str, ...]:
     """Write the model of `planned` to `target` with annotations that say where its nodes run.
 
-    Returns the names of the graph's nodes that the file has no node for, which the annotations leave out. Raises
-    ConfigurationError where annotations have no words for the placement or the file cannot be written.
+    Returns the names of the graph's nodes that the annotations do not tell all of. Raises ConfigurationError where
+    they have no words for the placement or the file cannot be written.
     """
     devices = planned.problem.cluster.devices
     names = tuple(f"{device.name}:{index}" for index, device in enumerate(devices))

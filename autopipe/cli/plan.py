@@ -61,7 +61,10 @@ def plan(
     for warning in planned.model.warnings:
         output.warn(warning)
     if left_out:
-        output.warn(f"{len(left_out)} nodes that are not in the file are not annotated, among them {left_out[0]!r}")
+        output.warn(
+            f"annotations do not tell all of {len(left_out)} nodes, among them {left_out[0]!r}: they are not in the"
+            " file, or split along an axis of no tensor in it"
+        )
     schedule = planned.plan.schedule
     data = {
         "plan": target,

@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import Graph, Node
 from autopipe.ir.layout import Layout, MeshAxes, degree_of, operand_layout, result_layout
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.space import Space
@@ -22,7 +22,8 @@ class Annotated:
 
     configuration: Configuration
     left_out: tuple[str, ...]
-    """Names of the graph's nodes that no node of the file writes the results of, such as an added loss."""
+    """Names of the graph's nodes that the annotations do not tell all of: no node of the file is theirs, as with an
+    added loss, or an axis that is split indexes but tensors that have no annotation."""
 
 
 def annotated(graph: Graph, placement: Placement, origins: Origins, device_names: tuple[str, ...]) -> Annotated:
@@ -42,6 +43,7 @@ def annotated(graph: Graph, placement: Placement, origins: Origins, device_names
     uses = uses_of(graph)
     stages = _stages(origins, [None if owner is None else stage_of[owner] for owner in owners])
     annotations = []
+    told: dict[int, set[str]] = {}
     for origin, owner, stage in zip(origins.nodes, owners, stages, strict=True):
         shardings: tuple[Sharding, ...] = ()
         if owner is not None:
@@ -50,14 +52,18 @@ def annotated(graph: Graph, placement: Placement, origins: Origins, device_names
             shardings = tuple(
                 sharding_of(name, layouts[own], its.devices) for name, own in origin.values if own in layouts
             )
+            told.setdefault(owner, set()).update(own for _, own in origin.values if own in layouts)
         if stage is not None:
             annotations.append(Annotation(origin.position, stage, shardings))
     known = {origin.writes for origin in origins.nodes}
-    size = len(device_names)
-    return Annotated(
-        Configuration(f"autopipe-{size}", size, device_names, tuple(annotations)),
-        tuple(node.name for index, node in enumerate(graph.nodes) if index not in known),
+    splits = (placement.stages[stage_of[node]].splits_of(node) for node in range(len(graph.nodes)))
+    left_out = (
+        node.name
+        for index, (node, own) in enumerate(zip(graph.nodes, splits, strict=True))
+        if index not in known or not {split.axis for split in own} <= _axes(node, uses[index].space, told[index])
     )
+    size = len(device_names)
+    return Annotated(Configuration(f"autopipe-{size}", size, device_names, tuple(annotations)), tuple(left_out))
 
 
 def _stages(origins: Origins, own: list[int | None]) -> list[int | None]:
@@ -83,6 +89,12 @@ def _layouts(graph: Graph, node: int, space: Space, stage: Stage) -> dict[str, L
             layout = result_layout(space, dimensions, graph.type_of(name).shape, splits, group)
             found.setdefault(name, set()).add(layout.reduced())
     return {name: layouts.pop() for name, layouts in found.items() if len(layouts) == 1}
+
+
+def _axes(node: Node, space: Space, tensors: set[str]) -> set[str]:
+    """The axes that index any of these tensors."""
+    dimensions = zip((*node.inputs, *node.outputs), (*space.operands, *space.results), strict=True)
+    return {axis for name, own in dimensions if name in tensors for dimension in own or () for axis in dimension}
 
 
 def sharding_of(tensor: str, layout: Layout, devices: tuple[int, ...]) -> Sharding:

@@ -27,7 +27,9 @@ class Origin:
     readers: tuple[int, ...]
     """The origins that read what it writes."""
     writes: int | None
-    """The graph's node that writes its results, if that is still the same one."""
+    """The graph's node that writes its results in its place."""
+    renames: int | None
+    """The graph's node whose result it only gives another name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Origins:
         That is the node that writes its results; where there is none, since the origin was taken out or put together
         with others into one operator, the one node that all its readers are part of.
         """
-        owners: list[int | None] = [each.writes for each in self.nodes]
+        owners = [each.renames if each.writes is None else each.writes for each in self.nodes]
         for index in range(len(self.nodes) - 1, -1, -1):
             if owners[index] is None:
                 found = {owners[reader] for reader in self.nodes[index].readers}
@@ -71,10 +73,10 @@ def origins_of(source: Source, aliases: dict[str, str], graph: Graph) -> Origins
     found = []
     for node, position in zip(source.nodes, source.positions, strict=True):
         results = [name for name in node.output if name]
-        producers = (graph.producer(own) for name in results if (own := name_of(name)) is not None)
-        writes = next((producer for producer in producers if producer is not None and producer not in written), None)
-        if writes is not None:
-            written.add(writes)
+        known_results = (own for name in results if (own := name_of(name)) is not None)
+        producers = [producer for own in known_results if (producer := graph.producer(own)) is not None]
+        writes = next((producer for producer in producers if producer not in written), None)
+        written.update(producers)
         names = ((name, name_of(name)) for name in dict.fromkeys((*node.input, *results)) if name)
         found.append(
             Origin(
@@ -83,6 +85,7 @@ def origins_of(source: Source, aliases: dict[str, str], graph: Graph) -> Origins
                 values=tuple((name, own) for name, own in names if own is not None),
                 readers=tuple(dict.fromkeys(reader for name in results for reader in readers.get(name, ()))),
                 writes=writes,
+                renames=producers[0] if producers and writes is None else None,
             )
         )
     return Origins(tuple(found))
