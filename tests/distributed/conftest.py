@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.distributed.pool import Pools
+from tests.distributed.zoo import SmallModels
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +16,9 @@ def pools() -> Iterator[Pools]:
     found = Pools()
     yield found
     found.stop()
+
+
+@pytest.fixture(scope="session")
+def small_models(pools: Pools) -> SmallModels:
+    """The models of the zoo in small, with the steps that one device computes."""
+    return SmallModels(pools)

@@ -152,16 +152,21 @@ def expected_step(graph: Graph, loss: str, folder: Path, batch: Mapping[str, np.
     return Step(total.item(), gradients)
 
 
-def run_step(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray], *options: str) -> Step:
-    """One training step on the pool; fails where ranks disagree on a block that several hold."""
+def run_step(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray] | None, *options: str) -> Step:
+    """One training step on the pool, of random data where `batch` is None.
+
+    Fails where ranks disagree on a block that several hold.
+    """
     manifest = read_manifest(folder)
     record = folder.with_name(folder.name + ".record")
-    data = folder.with_name("batch.npz")
-    np.savez(data, **{f"{name}": array for name, array in batch.items()})
     report = record / "report.jsonl"
     report.unlink(missing_ok=True)
     record.mkdir(exist_ok=True)
-    arguments = ("--device", "cpu", "--data", data, "--record", record, "--report", report, *options)
+    arguments: list[object] = ["--device", "cpu", "--record", record, "--report", report, *options]
+    if batch is not None:
+        data = folder.with_name("batch.npz")
+        np.savez(data, **{f"{name}": array for name, array in batch.items()})
+        arguments += ["--data", data]
     pools.of(manifest.world_size).run(folder, *arguments)
     gradients: dict[int, np.ndarray] = {}
     for rank, shards in enumerate(manifest.shards):
