@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.placement import Split
-from autopipe.ir.space import AxisKind, Dimension, Space
+from autopipe.ir.space import AxisKind, Dimension, Space, Windowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +108,43 @@ def members(axes: MeshAxes, position: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """What each block has of a dimension: block i the `length` elements from i · step + offset on.
+
+    Blocks may overlap, leave elements out, and stick out of the tensor at its ends.
+    """
+
+    step: int
+    offset: int
+    length: int
+
+    def joined(self, count: int) -> Window:
+        """The same for `count` neighbouring blocks taken as one."""
+        return Window(self.step * count, self.offset, (count - 1) * self.step + self.length)
+
+    def sticks_out(self, blocks: int, extent: int) -> bool:
+        """Whether one of `blocks` lies in part outside of a dimension of that extent."""
+        return self.offset < 0 or (blocks - 1) * self.step + self.offset + self.length > extent
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """How a stage's group holds one tensor.
 
     `cuts[i]` are the mesh axes that cut dimension i, outer to inner. Over `sums` the devices hold shares of a sum, over
     `means` equal shares of a mean: along all other axes they hold copies. Axes are merged, so that two layouts are
     equal where they mean the same.
+
+    Blocks are even, but for an operand that is read through windows: there `windows[i]` says what each block has of
+    dimension i (None where it is even, () where all are), with `fill` where blocks stick out. No result is left so.
     """
 
     shape: tuple[int, ...]
     cuts: tuple[MeshAxes, ...]
     sums: MeshAxes = ()
     means: MeshAxes = ()
+    windows: tuple[Window | None, ...] = ()
+    fill: float = 0.0
 
     @property
     def is_partial(self) -> bool:
@@ -145,20 +170,34 @@ class Layout:
         """The same blocks when shares have been added up."""
         return Layout(self.shape, self.cuts)
 
+    def even(self) -> Layout:
+        """Even blocks along the same axes; the dimensions read through windows whole where these do not divide them."""
+        if not self.windows:
+            return self
+        dimensions = zip(self.shape, self.cuts, self.windows, strict=True)
+        cuts = (() if window and extent % degree_of(axes) else axes for extent, axes, window in dimensions)
+        return Layout(self.shape, tuple(cuts))
+
+    def blocks(self) -> tuple[Window, ...]:
+        """For each dimension what each block along it has."""
+        even = [extent // degree_of(axes) for extent, axes in zip(self.shape, self.cuts, strict=True)]
+        windows = self.windows or (None,) * len(even)
+        return tuple(window or Window(extent, 0, extent) for window, extent in zip(windows, even, strict=True))
+
     def local_shape(self) -> tuple[int, ...]:
         """Shape of one device's block."""
-        return tuple(extent // degree_of(axes) for extent, axes in zip(self.shape, self.cuts, strict=True))
+        return tuple(block.length for block in self.blocks())
 
     def box(self, position: int) -> Box:
-        """The block that the device at `position` of the group holds."""
-        starts = []
-        extents = self.local_shape()
-        for extent, axes in zip(extents, self.cuts, strict=True):
+        """What the device at `position` of the group holds; blocks read through windows may stick out of the tensor."""
+        starts, stops = [], []
+        for block, axes in zip(self.blocks(), self.cuts, strict=True):
             index = 0
             for axis in axes:
                 index = index * axis.degree + axis.place(position)
-            starts.append(index * extent)
-        return Box(tuple(starts), tuple(start + extent for start, extent in zip(starts, extents, strict=True)))
+            starts.append(index * block.step + block.offset)
+            stops.append(starts[-1] + block.length)
+        return Box(tuple(starts), tuple(stops))
 
 
 def replicated(shape: tuple[int, ...]) -> Layout:
@@ -167,14 +206,31 @@ def replicated(shape: tuple[int, ...]) -> Layout:
 
 
 def operand_layout(
-    dimensions: tuple[Dimension, ...], shape: tuple[int, ...], splits: Sequence[Split], group: int
+    dimensions: tuple[Dimension, ...],
+    shape: tuple[int, ...],
+    splits: Sequence[Split],
+    group: int,
+    windows: Sequence[Windowed] = (),
 ) -> Layout:
     """What a device needs of an operand, or holds of a result, under `splits` of the node's iteration space.
 
-    A cut inside a merged dimension is a block only where `is_block` says so; callers keep to such splits.
+    `windows` are the operand's (`Space.windows_of`). A cut inside a merged dimension is a block only where `is_block`
+    says so; callers keep to such splits.
     """
     axes = {split.axis: axis for split, axis in zip(splits, mesh_of(splits, group), strict=True)}
-    return Layout(shape, tuple(merged(axes[name] for name in dimension if name in axes) for dimension in dimensions))
+    cuts = [merged(axes[name] for name in dimension if name in axes) for dimension in dimensions]
+    found: list[Window | None] = [None] * len(shape)
+    fill = 0.0
+    for each in windows:
+        if each.axis not in axes or axes[each.axis].degree == 1:
+            continue
+        degree, extent = axes[each.axis].degree, shape[each.dimension]
+        block = Window(each.stride, each.offset, each.reach).joined(each.count // degree)
+        cuts[each.dimension] = merged([axes[each.axis]])
+        is_even = block == Window(extent // degree, 0, extent // degree) and extent % degree == 0
+        found[each.dimension] = None if is_even else block
+        fill = each.fill if block.sticks_out(degree, extent) else fill
+    return Layout(shape, tuple(cuts), windows=tuple(found) if any(found) else (), fill=fill)
 
 
 def result_layout(

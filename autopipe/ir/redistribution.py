@@ -18,9 +18,10 @@ class Move:
 
 
 def moves_between(source: Layout, target: Layout, group: int) -> Iterator[Move]:
-    """The moves that make `target` of `source`, which holds no shares of sums, by target.
+    """The moves that make `target` of `source`, whose blocks are even and no shares of sums, by target.
 
-    A device keeps what it has. Of several holders the nearest one sends, which mostly is in the same node.
+    A device keeps what it has. Of several holders the nearest one sends, which mostly is in the same node. What of a
+    block sticks out of the tensor nobody sends.
     """
     holders: dict[Box, list[int]] = {}
     for position in range(group):

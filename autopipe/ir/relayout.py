@@ -14,7 +14,8 @@ class Relayout:
     `kind` is `all_reduce` (shares of a sum → the sum), `reduce_scatter` (shares → blocks of the sum along `dimension`),
     `all_gather` (blocks along `dimension` → all of it), `slice` (of a copy this device's block; nothing is sent),
     `all_to_all` (blocks along `origin` → blocks along `dimension`) or `redistribute` (any blocks → any blocks: what a
-    device lacks is sent by a device near by that has it).
+    device lacks is sent by a device near by that has it). `slice` and `redistribute` also lead to blocks that are read
+    through windows; a slice is then over no axes in particular.
     """
 
     kind: str

@@ -8,11 +8,13 @@ Grammar::
 
     notation  = operands "->" results           operands, results = tensor {"," tensor}     (either may be empty)
     tensor    = {dimension}                     a scalar is the empty string; "?" stands for an absent operand
-    dimension = axis | "1" | "(" axis {axis} ")"
+    dimension = axis | "1" | "(" axis {axis} ")" | "[" axis stride offset reach "]"
     axis      = letter {letter | digit | "_"} [mark]
 
 `1` is a dimension that no axis indexes: extent one where others broadcast, or an extent the operator makes up itself.
-`(a b)` is a dimension made of several axes, outer to inner (row-major). Marks, given where the axis first stands:
+`(a b)` is a dimension made of several axes, outer to inner (row-major). `[o 2 -1 3]` is a dimension of an operand that
+is read through windows (convolution, pooling): index o reads the three elements from 2 · o - 1 on, and in place of
+those that lie outside of the tensor a fill. Marks, given where the axis first stands:
 
     !   the axis must stay whole: the operator cannot be split along it (yet)
     +   partial results over a split of this axis add up            (MatMul's k, ReduceSum)
@@ -69,12 +71,35 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
+class Windowed:
+    """A dimension of an operand that is read through windows: index i of `axis`, of `count`, reads the `reach` elements
+    from i · stride + offset on; those outside of the tensor count as `fill`."""
+
+    operand: int
+    dimension: int
+    axis: str
+    count: int
+    stride: int
+    offset: int
+    reach: int
+    fill: float = 0.0
+
+    def span(self, count: int) -> int:
+        """How many elements `count` neighbouring windows cover."""
+        return (count - 1) * self.stride + self.reach
+
+
+@dataclass(frozen=True, slots=True)
 class Space:
-    """A node's iteration space. `operands[i]` is None where the operand is absent."""
+    """A node's iteration space. `operands[i]` is None where the operand is absent.
+
+    A dimension that is read through windows is in `windows`; among the operands no axis indexes it.
+    """
 
     axes: tuple[Axis, ...]
     operands: tuple[tuple[Dimension, ...] | None, ...]
     results: tuple[tuple[Dimension, ...] | None, ...]
+    windows: tuple[Windowed, ...] = ()
 
     @property
     def points(self) -> int:
@@ -92,20 +117,27 @@ class Space:
         """Extent by axis name."""
         return {axis.name: axis.extent for axis in self.axes}
 
+    def windows_of(self, operand: int) -> tuple[Windowed, ...]:
+        """The dimensions of an operand that are read through windows."""
+        return tuple(each for each in self.windows if each.operand == operand)
+
     def __str__(self) -> str:
         marks = {kind: mark for mark, kind in _MARKS.items()} | {AxisKind.PARALLEL: ""}
         kinds = {axis.name: marks[axis.kind] for axis in self.axes}
 
-        def spell(tensor: tuple[Dimension, ...] | None) -> str:
+        def spell(tensor: tuple[Dimension, ...] | None, windows: tuple[Windowed, ...] = ()) -> str:
             if tensor is None:
                 return "?"
             words = []
             for dimension in tensor:
                 names = [name + kinds[name] for name in dimension]
                 words.append("1" if not names else names[0] if len(names) == 1 else f"({' '.join(names)})")
+            for each in windows:
+                words[each.dimension] = f"[{each.axis}{kinds[each.axis]} {each.stride} {each.offset} {each.reach}]"
             return " ".join(words)
 
-        return f"{', '.join(map(spell, self.operands))} -> {', '.join(map(spell, self.results))}"
+        operands = (spell(tensor, self.windows_of(index)) for index, tensor in enumerate(self.operands))
+        return f"{', '.join(operands)} -> {', '.join(map(spell, self.results))}"
 
 
 class NotationError(AutopipeError):
@@ -113,7 +145,7 @@ class NotationError(AutopipeError):
 
 
 _MARKS = {"!": AxisKind.WHOLE, "+": AxisKind.SUM, "~": AxisKind.MEAN, "&": AxisKind.JOINT, "=": AxisKind.AGREED}
-_TOKEN = re.compile(r"\(|\)|\?|1(?![\w])|[A-Za-z_]\w*[!+~&=]?")
+_TOKEN = re.compile(r"\(|\)|\?|\[[^\]]*\]|1(?![\w])|[A-Za-z_]\w*[!+~&=]?")
 
 
 def parse(
@@ -121,25 +153,31 @@ def parse(
     operand_shapes: tuple[tuple[int, ...] | None, ...],
     result_shapes: tuple[tuple[int, ...] | None, ...],
     extents: dict[str, int] | None = None,
+    fill: float = 0.0,
 ) -> Space:
     """The space that `notation` describes for tensors of these shapes (None where a tensor is absent).
 
     Extents follow from the shapes; those of axes inside merged dimensions that occur alone nowhere must be given in
-    `extents`. Raises NotationError where notation and shapes disagree.
+    `extents`. Windows that stick out of a tensor read `fill` there. Raises NotationError where notation and shapes
+    disagree.
     """
     left, arrow, right = notation.partition("->")
     if not arrow:
         raise NotationError(f"no arrow in notation {notation!r}")
     marks: dict[str, str] = {}
-    operands = _tensors(left, len(operand_shapes), marks)
-    results = _tensors(right, len(result_shapes), marks)
+    windows: list[_Window] = []
+    operands = _tensors(left, len(operand_shapes), marks, windows)
+    results = _tensors(right, len(result_shapes), marks, [])
     known = dict(extents or {})
     pairs = [*zip(operands, operand_shapes, strict=True), *zip(results, result_shapes, strict=True)]
     _solve_extents(pairs, known, notation)
     written = [{name for dimension in tensor for name in dimension} for tensor in results if tensor is not None]
     in_results = set.intersection(*written) if written else set()
     axes = tuple(Axis(name, known[name], _kind(name, mark, in_results)) for name, mark in marks.items())
-    return Space(axes, tuple(operands), tuple(results))
+    through = tuple(
+        Windowed(operand, dimension, axis, known[axis], *numbers, fill) for operand, dimension, axis, numbers in windows
+    )
+    return Space(axes, tuple(operands), tuple(results), through)
 
 
 def _kind(name: str, mark: str, in_results: set[str]) -> AxisKind:
@@ -148,14 +186,20 @@ def _kind(name: str, mark: str, in_results: set[str]) -> AxisKind:
     return AxisKind.PARALLEL if name in in_results else AxisKind.WHOLE
 
 
-def _tensors(side: str, count: int, marks: dict[str, str]) -> list[tuple[Dimension, ...] | None]:
+_Window = tuple[int, int, str, tuple[int, int, int]]
+"""Operand, dimension, axis, and the three numbers of a window."""
+
+
+def _tensors(
+    side: str, count: int, marks: dict[str, str], windows: list[_Window]
+) -> list[tuple[Dimension, ...] | None]:
     parts = side.split(",") if count else []
     if len(parts) != count:
         raise NotationError(f"notation {side!r} names {len(parts)} tensors, the node has {count}")
-    return [_tensor(part.strip(), marks) for part in parts]
+    return [_tensor(part.strip(), marks, index, windows) for index, part in enumerate(parts)]
 
 
-def _tensor(text: str, marks: dict[str, str]) -> tuple[Dimension, ...] | None:
+def _tensor(text: str, marks: dict[str, str], index: int, windows: list[_Window]) -> tuple[Dimension, ...] | None:
     if text == "?":
         return None
     dimensions: list[Dimension] = []
@@ -169,15 +213,25 @@ def _tensor(text: str, marks: dict[str, str]) -> tuple[Dimension, ...] | None:
         elif token == "1":
             if group is None:
                 dimensions.append(())
+        elif token.startswith("["):
+            word, *numbers = token.strip("[]").split()
+            stride, offset, reach = map(int, numbers)
+            windows.append((index, len(dimensions), _marked(word, marks), (stride, offset, reach)))
+            dimensions.append(())
         else:
-            name = token.rstrip("!+~&=")
-            mark = token[len(name) :]
-            marks[name] = marks.get(name) or mark
+            name = _marked(token, marks)
             if group is None:
                 dimensions.append((name,))
             else:
                 group.append(name)
     return tuple(dimensions)
+
+
+def _marked(word: str, marks: dict[str, str]) -> str:
+    """The axis of a word, whose mark is taken down."""
+    name = word.rstrip("!+~&=")
+    marks[name] = marks.get(name) or word[len(name) :]
+    return name
 
 
 def _solve_extents(

@@ -6,23 +6,20 @@ devices need and none of them has: each block enters a node once.
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.layout import Layout, MeshAxes, MeshAxis, merged
+from autopipe.ir.layout import Layout, MeshAxes, MeshAxis, degree_of, merged
 
 
 def lacking(source: Layout, target: Layout, group: int) -> NDArray[np.int64]:
     """For each position of a group, the elements of its block under `target` that it lacks under `source`."""
-    need = np.array(target.local_shape(), dtype=np.int64)
-    if not len(need):
+    if not target.shape:
         return np.zeros(group, dtype=np.int64)
-    have = np.array(source.local_shape(), dtype=np.int64)
-    wanted, held = _starts(target, group), _starts(source, group)
-    overlap = np.minimum(wanted + need, held + have) - np.maximum(wanted, held)
-    missing: NDArray[np.int64] = need.prod() - np.maximum(overlap, 0).prod(axis=1)
+    (first, last), (held, end) = _ranges(target, group), _ranges(source, group)
+    need = np.maximum(last - first, 0).prod(axis=1)
+    overlap = np.minimum(last, end) - np.maximum(first, held)
+    missing: NDArray[np.int64] = need - np.maximum(overlap, 0).prod(axis=1)
     return missing
 
 
@@ -31,13 +28,26 @@ def of_neighbours(layout: Layout, size: int) -> Layout:
 
     Where neighbours' blocks do not make up one block, it is the smallest that has them all.
     """
-    return Layout(layout.shape, tuple(_outer(axes, size) for axes in layout.cuts))
+    cuts = tuple(_outer(axes, size) for axes in layout.cuts)
+    if not layout.windows:
+        return Layout(layout.shape, cuts)
+    windows = tuple(
+        window.joined(degree_of(axes) // degree_of(outer)) if window is not None and outer else None
+        for window, axes, outer in zip(layout.windows, layout.cuts, cuts, strict=True)
+    )
+    return Layout(layout.shape, cuts, windows=windows)
 
 
 def _outer(axes: MeshAxes, size: int) -> MeshAxes:
     """The part of `axes` that tells one set of neighbours from another, up to the first axis that lies within one."""
-    parts = (_part(axis, size) for axis in axes)
-    return merged(part for part in itertools.takewhile(lambda part: part is not None, parts) if part is not None)
+    found = []
+    for axis in axes:
+        part = _part(axis, size)
+        if part is not None:
+            found.append(part)
+        if part is None or part.degree < axis.degree:
+            break
+    return merged(found)
 
 
 def _part(axis: MeshAxis, size: int) -> MeshAxis | None:
@@ -48,13 +58,15 @@ def _part(axis: MeshAxis, size: int) -> MeshAxis | None:
     return MeshAxis(span // size, 1) if span > size and span % size == 0 and size % axis.stride == 0 else None
 
 
-def _starts(layout: Layout, group: int) -> NDArray[np.int64]:
-    """Where each device's block begins, [group, dimensions]."""
+def _ranges(layout: Layout, group: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where the part of each device's block that lies in the tensor begins and ends, [group, dimensions]."""
     positions = np.arange(group)
-    found = np.zeros((group, len(layout.shape)), dtype=np.int64)
-    for dimension, (extent, axes) in enumerate(zip(layout.local_shape(), layout.cuts, strict=True)):
+    starts = np.zeros((group, len(layout.shape)), dtype=np.int64)
+    stops = np.zeros_like(starts)
+    for dimension, (block, axes) in enumerate(zip(layout.blocks(), layout.cuts, strict=True)):
         index = np.zeros(group, dtype=np.int64)
         for axis in axes:
             index = index * axis.degree + positions // axis.stride % axis.degree
-        found[:, dimension] = index * extent
-    return found
+        starts[:, dimension] = index * block.step + block.offset
+        stops[:, dimension] = starts[:, dimension] + block.length
+    return np.maximum(starts, 0), np.minimum(stops, layout.shape)

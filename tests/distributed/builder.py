@@ -15,6 +15,35 @@ from autopipe.ir.graph import Attribute, Constant, Graph, Initializer, Node, Par
 
 OPSET = 21
 
+
+def _padded(node: Node, x: Tensor, fill: float) -> Tensor:
+    pads = node.integers("pads")
+    rank = len(pads) // 2
+    return F.pad(x, [pads[axis + side * rank] for axis in reversed(range(rank)) for side in (0, 1)], value=fill)
+
+
+def _conv(node: Node, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+    settings = node.integers("strides"), 0, node.integers("dilations"), node.integer("group", 1)
+    found: Tensor = getattr(F, f"conv{x.dim() - 2}d")(_padded(node, x, 0.0), weight, *(bias or [None]), *settings)
+    return found
+
+
+def _max_pool(node: Node, x: Tensor) -> Tensor:
+    settings = node.integers("kernel_shape"), node.integers("strides"), 0, node.integers("dilations")
+    found: Tensor = getattr(F, f"max_pool{x.dim() - 2}d")(_padded(node, x, -torch.inf), *settings)
+    return found
+
+
+def _average_pool(node: Node, x: Tensor) -> Tensor:
+    mean = getattr(F, f"avg_pool{x.dim() - 2}d")
+    settings = node.integers("kernel_shape"), node.integers("strides")
+    found: Tensor = mean(_padded(node, x, 0.0), *settings)
+    if node.integer("count_include_pad"):
+        return found
+    share: Tensor = mean(_padded(node, torch.ones_like(x), 0.0), *settings)
+    return found / share
+
+
 _MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "Add": lambda node, x, y: x + y,
     "Sub": lambda node, x, y: x - y,
@@ -23,6 +52,9 @@ _MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "Tanh": lambda node, x: torch.tanh(x),
     "Sigmoid": lambda node, x: 1 / (1 + torch.exp(-x)),
     "Relu": lambda node, x: torch.clamp(x, min=0),
+    "Conv": _conv,
+    "MaxPool": _max_pool,
+    "AveragePool": _average_pool,
     "Neg": lambda node, x: -x,
     "Identity": lambda node, x: x,
     "Softmax": lambda node, x: torch.softmax(x, node.integer("axis", -1)),

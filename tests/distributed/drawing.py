@@ -24,6 +24,7 @@ from tests.distributed.running import stage_graph
 
 BATCH = 4
 WIDTH = 4
+CHANNELS, IMAGE = 2, (8, 6)
 ROWS = 6
 """Rows of embedding tables; whole numbers in batches stay below it."""
 
@@ -49,6 +50,26 @@ class Case:
         return f"loss {self.loss}, outputs {self.graph.outputs}\n{nodes}\n{stages}\n{self.schedule.grid()}"
 
 
+@st.composite
+def windows(draw: st.DrawFn, extents: tuple[int, ...], small_pads: bool = False) -> dict[str, tuple[int, ...]]:
+    """A window with strides, dilations and pads at each end as it may be, of which at least one fits in `extents`.
+
+    With `small_pads` no window lies in pads alone, as those of a pooling may not.
+    """
+    found: dict[str, list[int]] = {"kernel_shape": [], "strides": [], "dilations": [], "begin": [], "end": []}
+    for extent in extents:
+        dilation = draw(st.sampled_from([1, 1, 2])) if not small_pads else 1
+        kernel = draw(st.sampled_from([1, 2, 3, 3]))
+        reach = dilation * (kernel - 1) + 1
+        pads = [draw(st.integers(0, min(reach - 1, 2))) for _ in range(2)]
+        if extent + sum(pads) < reach:
+            kernel, pads = 1, [0, 0]
+        for name, number in zip(found, (kernel, draw(st.sampled_from([1, 1, 2])), dilation, *pads), strict=True):
+            found[name].append(number)
+    pads = found.pop("begin") + found.pop("end")
+    return {name: tuple(numbers) for name, numbers in found.items()} | {"pads": tuple(pads)}
+
+
 class _Growing:
     """A graph to which random nodes are added."""
 
@@ -57,6 +78,7 @@ class _Growing:
         self.builder = Builder()
         self.floats = [self.builder.input((BATCH, WIDTH)), self.builder.input((BATCH, 2, WIDTH))]
         self.ids = [self.builder.input((BATCH, 2), DType.INT64)]
+        self.images: list[str] = []
         self.weights = [self.builder.parameter((WIDTH, WIDTH)), self.builder.parameter((ROWS, WIDTH))]
 
     def some(self, rank: int | None = None, width: int | None = None) -> str:
@@ -81,6 +103,7 @@ class _Growing:
         kinds = [
             self.unary, self.binary, self.product, self.product, self.bias, self.embedding, self.arg_max, self.flat,
             self.transposed, self.reduced, self.softmax, self.halves, self.joined, self.masked, self.normalised,
+            self.convolved, self.convolved, self.pooled, self.flat_image,
         ]  # fmt: skip
         self.draw(st.sampled_from(kinds))()
 
@@ -149,6 +172,41 @@ class _Growing:
         if not narrow:
             narrow = [self.builder.node("ReduceMean", self.floats[1], self.builder.constant([2]), keepdims=0)]
         self.floats.append(self.builder.node("Mul", narrow[-1], mask))
+
+    def image(self) -> str:
+        """A value of rows and columns that hold several channels."""
+        if not self.images:
+            self.images.append(self.builder.input((BATCH, CHANNELS, *IMAGE)))
+        return self.draw(st.sampled_from(self.images[-2:]))
+
+    def image_made(self, name: str) -> None:
+        self.images.append(name)
+        self.floats.append(name)
+
+    def convolved(self) -> None:
+        value = self.image()
+        channels, *extents = self.builder.shape(value)[1:]
+        groups = self.draw(st.sampled_from([1, 1, channels]))
+        window = self.draw(windows(tuple(extents)))
+        kernel = window.pop("kernel_shape")
+        weight = self.weight((CHANNELS * 2 // self.draw(st.sampled_from([1, 2])), channels // groups, *kernel))
+        bias = [self.weight(self.builder.shape(weight)[:1])] if self.draw(st.booleans()) else []
+        self.image_made(self.builder.node("Conv", value, weight, *bias, group=groups, **window))
+
+    def pooled(self) -> None:
+        value = self.image()
+        window = self.draw(windows(self.builder.shape(value)[2:], small_pads=True))
+        if self.draw(st.booleans()):
+            self.image_made(self.builder.node("MaxPool", value, **window))
+        else:
+            del window["dilations"]
+            counted = self.draw(st.integers(0, 1))
+            self.image_made(self.builder.node("AveragePool", value, count_include_pad=counted, **window))
+
+    def flat_image(self) -> None:
+        value = self.image()
+        batch, *rest = self.builder.shape(value)
+        self.floats.append(self.builder.node("Reshape", value, self.builder.constant((batch, math.prod(rest)))))
 
     def normalised(self) -> None:
         value = self.some(width=WIDTH)

@@ -1,10 +1,11 @@
-"""Convolutions. Spatial axes stay whole: splitting them needs the neighbours' edges."""
+"""Convolutions. Of the plain one spatial axes can be split: devices read their neighbours' edges."""
 
 from __future__ import annotations
 
 import math
 
 from autopipe.ir.ops.row import Line, Operator, Signature
+from autopipe.ir.ops.windows import window_of
 from autopipe.ir.space import Space
 
 
@@ -14,14 +15,22 @@ def spatial(prefix: str, count: int) -> str:
 
 
 def conv(signature: Signature) -> Line:
-    """`n (g c) *i, (g m) c *k, (g m) -> n (g m) *o`; c adds up only without a bias, which would be added twice."""
+    """`n (g c) *[o], (g m) c *k, (g m) -> n (g m) *o`, windows of the operand for each o.
+
+    c adds up only without a bias, which would be added twice.
+    """
     weight = signature.operand(1).shape
     groups = signature.operand(0).shape[1] // weight[1]
     rank = len(weight) - 2
     c = "c&" if signature.present(2) else "c+"
     bias = ", (g m)" if signature.present(2) else ""
+    extents = signature.operand(0).shape[2:], signature.result().shape[2:]
+    window = window_of(signature.node, weight[2:], *extents)
+    read, written = zip(
+        *(window.words(axis, *each) for axis, each in enumerate(zip(*extents, strict=True))), strict=True
+    )
     return _grouped(
-        f"n (g {c}) {spatial('i', rank)}, (g m) c {spatial('k', rank)}{bias} -> n (g m) {spatial('o', rank)}",
+        f"n (g {c}) {' '.join(read)}, (g m) c {spatial('k', rank)}{bias} -> n (g m) {' '.join(written)}",
         groups,
         c=weight[1],
         m=weight[0] // groups,

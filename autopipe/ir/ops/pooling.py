@@ -1,4 +1,4 @@
-"""Pooling. Spatial axes stay whole: splitting them needs the neighbours' edges."""
+"""Pooling. Spatial axes can be split: devices read their neighbours' edges."""
 
 from __future__ import annotations
 
@@ -7,16 +7,43 @@ import math
 from autopipe.ir.ops.convolution import spatial
 from autopipe.ir.ops.lines import spell
 from autopipe.ir.ops.row import Line, Operator, Signature
+from autopipe.ir.ops.windows import Window, window_of
 from autopipe.ir.space import Space
 
 
 def pool(signature: Signature) -> Line:
-    """`n c *i -> n c *o`; where indices into the whole tensor are asked for, it stays whole."""
-    rank = len(signature.operand(0).shape) - 2
-    lead = "n! c!" if any(value is not None for value in signature.results[1:]) else "n c"
-    result = f"{lead} {spatial('o', rank)}"
+    """`n c *[o] -> n c *o`, windows of the operand for each o.
+
+    Where indices into the whole tensor are asked for, it stays whole; so does a mean along axes with pads that do not
+    count, as its divisor changes towards the edges.
+    """
+    indexed = any(value is not None for value in signature.results[1:])
+    extents = signature.operand(0).shape[2:], signature.result().shape[2:]
+    window = window_of(signature.node, signature.node.integers("kernel_shape"), *extents)
+    even = _even_divisors(signature, window.needed(*extents), window)
+    read, written = zip(
+        *(
+            window.words(axis, *each, splits=even[axis] and not indexed)
+            for axis, each in enumerate(zip(*extents, strict=True))
+        ),
+        strict=True,
+    )
+    lead = "n! c!" if indexed else "n c"
+    result = f"{lead} {' '.join(written)}"
     results = [result if value is not None else "?" for value in signature.results]
-    return Line(f"{lead} {spatial('i', rank)} -> {', '.join(results)}")
+    fill = -math.inf if signature.node.op == "MaxPool" else 0.0
+    return Line(f"{lead} {' '.join(read)} -> {', '.join(results)}", fill=fill)
+
+
+def _even_divisors(signature: Signature, needed: tuple[int, ...], window: Window) -> tuple[bool, ...]:
+    """For each spatial axis whether all windows count as many elements; `needed` are the pads at the end they reach."""
+    if signature.node.op != "AveragePool":
+        return (True,) * len(needed)
+    counted = bool(signature.node.integer("count_include_pad"))
+    return tuple(
+        reached <= end if counted else begin == 0 and reached <= 0
+        for begin, end, reached in zip(window.begin, window.end, needed, strict=True)
+    )
 
 
 def _global_mean(signature: Signature) -> Line:

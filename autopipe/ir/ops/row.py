@@ -71,6 +71,8 @@ class Line:
 
     text: str
     extents: tuple[tuple[str, int], ...] = ()
+    fill: float = 0.0
+    """What windows read outside of a tensor."""
 
 
 def no_flops(signature: Signature, space: Space) -> float:
@@ -140,6 +142,7 @@ class Operator:
             tuple(None if value is None else value.shape for value in signature.operands),
             tuple(None if value is None else value.shape for value in signature.results),
             dict(line.extents),
+            line.fill,
         )
 
 

@@ -1,8 +1,13 @@
-"""Sliding windows of convolution and pooling: how far they reach, how they step, what is padded."""
+"""Sliding windows of convolution and pooling: how far they reach, how they step, what is padded.
+
+An axis of windows can be split: each device then reads what its windows do, its neighbours' edges and pads included,
+and computes without pads of its own.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from autopipe.ir.graph import Node
 
@@ -27,6 +32,24 @@ class Window:
     def is_padded(self) -> bool:
         """Whether there are pads."""
         return any(self.begin) or any(self.end)
+
+    def inside(self, is_split: Callable[[str], bool]) -> Window:
+        """Without pads along the axes of windows that are split."""
+        pads = [
+            tuple(0 if is_split(f"o{axis}") else pad for axis, pad in enumerate(side))
+            for side in (self.begin, self.end)
+        ]
+        return replace(self, begin=pads[0], end=pads[1])
+
+    def words(self, axis: int, source: int, result: int, splits: bool = True) -> tuple[str, str]:
+        """How notation spells a spatial axis from extent `source` to `result`, of the operand and of the result."""
+        if not splits:
+            return f"i{axis}!", f"o{axis}!"
+        stride, begin, reach = self.strides[axis], self.begin[axis], self.reach[axis]
+        word = f"o{axis}"
+        if (stride, begin, reach) == (1, 0, 1) and source == result:
+            return word, word
+        return f"[{word} {stride} {-begin} {reach}]", word
 
     def spread(self, source: tuple[int, ...]) -> tuple[int, ...]:
         """Extents of a transposed convolution's whole result, before it is cropped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -80,8 +81,8 @@ def gradient_workspace(graph: Graph, work: StageWork, widths: dict[str, int]) ->
     most = 0
     for each in work.nodes:
         if each.use.row.kind != "view":
-            written = _local_sizes(graph, each.node.outputs, each.sharing.results, widths)
-            read = _local_sizes(graph, each.node.inputs, each.sharing.operands, widths)
+            written = _local_sizes(each.node.outputs, each.sharing.results, widths)
+            read = _local_sizes(each.node.inputs, each.sharing.operands, widths)
             computed = sum(size for name, size in read.items() if graph.producer(name) is not None)
             most = max(most, sum(written.values()) + computed)
     return most
@@ -107,7 +108,7 @@ def live_bytes(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:
     used = most = sum(sizes.values())
     for position, each in enumerate(work.nodes):
         if each.use.row.kind != "view":
-            written = _local_sizes(graph, each.node.outputs, each.sharing.results, widths)
+            written = _local_sizes(each.node.outputs, each.sharing.results, widths)
             sizes |= written
             used += sum(written.values())
             most = max(most, used)
@@ -115,12 +116,10 @@ def live_bytes(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:
     return most
 
 
-def _local_sizes(
-    graph: Graph, names: tuple[str, ...], layouts: tuple[Layout | None, ...], widths: dict[str, int]
-) -> dict[str, int]:
+def _local_sizes(names: tuple[str, ...], layouts: tuple[Layout | None, ...], widths: dict[str, int]) -> dict[str, int]:
     """Bytes on one device of the tensors that a node reads or writes."""
     return {
-        name: graph.type_of(name).elements * widths[name] // layout.parts
+        name: math.prod(layout.local_shape()) * widths[name]
         for name, layout in zip(names, layouts, strict=True)
         if layout is not None
     }

@@ -33,8 +33,8 @@ def laid(graph: Graph, index: int, space: Space, splits: tuple[Split, ...], grou
     """The graph's node at `index`, of iteration space `space`, under its splits over `group` devices."""
     node = graph.nodes[index]
     operands = (
-        operand_layout(words or (), graph.type_of(name).shape, splits, group) if name else None
-        for name, words in zip(node.inputs, space.operands, strict=True)
+        operand_layout(words or (), graph.type_of(name).shape, splits, group, space.windows_of(place)) if name else None
+        for place, (name, words) in enumerate(zip(node.inputs, space.operands, strict=True))
     )
     results = (
         result_layout(space, words or (), graph.type_of(name).shape, splits, group) if name else None
@@ -46,7 +46,8 @@ def laid(graph: Graph, index: int, space: Space, splits: tuple[Split, ...], grou
 def taken_layouts(graph: Graph, nodes: Sequence[Laid], whole: Set[str] = frozenset()) -> dict[str, Layout]:
     """For each value a stage does not compute, the layout to hold it in: the one all its nodes need, else whole.
 
-    Constants and the values in `whole` are whole.
+    Blocks that are read through windows are held as even ones where there are such. Constants and the values in `whole`
+    are whole.
     """
     written = {name for each in nodes for name in each.node.outputs}
     fixed = whole | {each.value.name for each in graph.constants}
@@ -94,12 +95,12 @@ def with_exchanges(
 
 
 def _wanted(nodes: Sequence[Laid]) -> dict[str, set[Layout]]:
-    """The layouts in which nodes read each value."""
+    """The layouts in which nodes read each value, but for the windows they read it through."""
     wanted: dict[str, set[Layout]] = {}
     for each in nodes:
         for name, need in zip(each.node.inputs, each.operands, strict=True):
             if need is not None:
-                wanted.setdefault(name, set()).add(need)
+                wanted.setdefault(name, set()).add(need.even())
     return wanted
 
 
@@ -115,7 +116,8 @@ class _Held:
         forms = self.forms[name]
         if need in forms:
             return
-        nearest = min(forms, key=lambda have: int(lacking(have, need, self.group).max()))
+        even = (have for have in forms if not have.windows)
+        nearest = min(even, key=lambda have: int(lacking(have, need, self.group).max()))
         for step in steps_between(nearest, need):
             if step.result not in forms:
                 yield Exchange(name, step)

@@ -7,24 +7,35 @@ No step brings a device more than it lacks, so what a change of layout moves is 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autopipe.ir.layout import Layout, MeshAxes, MeshAxis, merged
 from autopipe.ir.relayout import Relayout
+from autopipe.ir.volume import lacking
 
 
 @lru_cache(maxsize=1 << 16)
 def steps_between(source: Layout, target: Layout) -> tuple[Relayout, ...]:
-    """What brings a value from `source`, which holds no shares of sums, to `target`."""
-    assert not source.is_partial, source
+    """What brings a value from `source`, whose blocks are even and no shares of sums, to `target`."""
+    assert not source.is_partial and not source.windows, source
     if source == target:
         return ()
+    if target.windows:
+        return (Relayout("redistribute" if _lacks(source, target) else "slice", source, target),)
     atoms = _atoms(source, target)
     if atoms is None:
         return (Relayout("redistribute", source, target),)
     return tuple(_Change(source, target, *atoms).steps())
+
+
+def _lacks(source: Layout, target: Layout) -> bool:
+    """Whether any device lacks anything."""
+    axes = [axis for layout in (source, target) for cut in layout.cuts for axis in cut]
+    group = math.lcm(*(axis.stride * axis.degree for axis in axes))  # Places repeat from there on.
+    return bool(lacking(source, target, group).any())
 
 
 @lru_cache(maxsize=1 << 16)
@@ -32,7 +43,7 @@ def reductions(source: Layout, target: Layout) -> tuple[Relayout, ...]:
     """What adds up the shares that `source` holds, on the way to `target`: scattered where that cuts further.
 
     The last step's result has no shares left; the axes that cut one dimension of `target` inside of those that cut it
-    now are scattered along it, all others reduced to copies.
+    now are scattered along it, all others reduced to copies. The blocks of both are even.
     """
     cuts = list(source.cuts)
     left = list(source.partial_over)

@@ -12,7 +12,7 @@ import torch
 from autopipe.ir.graph import Value
 from autopipe.ir.ops.row import Signature
 from autopipe.ir.placement import Split
-from autopipe.ir.space import AxisKind, Dimension, Space
+from autopipe.ir.space import AxisKind, Dimension, Space, Windowed
 from tests.conformance.adapter import to_tensor
 
 Words = tuple[Dimension, ...]
@@ -48,7 +48,10 @@ class Cut:
                 operands.append(None)
                 constants.append(None)
                 continue
-            shard = self.shard(to_tensor(array) if array is not None else tensors[value.name], words)
+            tensor = to_tensor(array) if array is not None else tensors[value.name]
+            for window in self.space.windows_of(index):
+                tensor = self._seen(tensor, window)
+            shard = self.shard(tensor, words)
             operands.append(Value(f"operand {index}", value.dtype, tuple(shard.shape)))
             constants.append(None if array is None else shard.numpy())
             shards[f"operand {index}"] = shard
@@ -58,6 +61,21 @@ class Cut:
         )
         local = replace(signature, operands=tuple(operands), constants=tuple(constants), results=results)
         return local, shards
+
+    def _seen(self, tensor: torch.Tensor, window: Windowed) -> torch.Tensor:
+        """The part of a tensor that this rank's windows see; what they see outside of it is the fill."""
+        if window.axis not in self.places:
+            return tensor
+        count = window.count // self._degree([window.axis])
+        first = self.places[window.axis] * count * window.stride + window.offset
+        last = first + (count - 1) * window.stride + window.reach
+        extent = tensor.shape[window.dimension]
+        shape = list(tensor.shape)
+        shape[window.dimension] = 1
+        lowest = torch.finfo if tensor.is_floating_point() else torch.iinfo
+        border = tensor.new_full(shape, window.fill if window.fill == 0 else lowest(tensor.dtype).min)
+        rows = [tensor.narrow(window.dimension, row, 1) if 0 <= row < extent else border for row in range(first, last)]
+        return torch.cat(rows, window.dimension)
 
     def shard(self, tensor: torch.Tensor, words: Words) -> torch.Tensor:
         """This rank's part of a tensor."""

@@ -37,7 +37,7 @@ def test_grouped_convolution(batch: int, groups: int, inner: int, outer: int, bi
     arrays = [normal(seed, batch, groups * inner, 6), normal(seed + 1, groups * outer, inner, 3), *bias]
     use = use_of("Conv", arrays, group=groups, auto_pad="SAME_LOWER", strides=[2])
     split = {axis.name for axis in divisible_axes(use.space)}
-    extents = {"n": batch, "g": groups, "m": outer, "c": inner}
+    extents = {"n": batch, "g": groups, "m": outer, "c": inner, "o0": 3}
     assert split == {name for name, extent in extents.items() if extent > 1}
     check(use)
 
@@ -143,7 +143,25 @@ def test_einsum_sums_over_letters_that_the_result_lacks() -> None:
         ("Gemm", [normal(0, 2, 3), normal(1, 3, 4)], {}, "m k+, k+ n -> m n"),
         ("LayerNormalization", [normal(0, 2, 3, 4), normal(1, 4)], {}, "d0 d1 d2=, d2= -> d0 d1 d2="),
         ("GlobalAveragePool", [normal(0, 2, 3, 4, 5)], {}, "n c i0~ i1~ -> n c 1 1"),
-        ("MaxPool", [normal(0, 2, 3, 8)], {"kernel_shape": [2]}, "n c i0! -> n c o0!"),
+        ("MaxPool", [normal(0, 2, 3, 8)], {"kernel_shape": [2]}, "n c [o0 1 0 2] -> n c o0"),
+        (
+            "Conv",
+            [normal(0, 2, 3, 8, 8, 8), normal(1, 4, 3, 3, 1, 2)],
+            {"pads": [1, 0, 0, 1, 0, 1], "strides": [2, 1, 1], "dilations": [1, 1, 2]},
+            "n (g c+) [o0 2 -1 3] o1 [o2 1 0 3], (g m) c+ k0! k1! k2! -> n (g m) o0 o1 o2",
+        ),
+        (
+            "AveragePool",
+            [normal(0, 2, 3, 8, 8)],
+            {"kernel_shape": [3, 3], "pads": [0, 1, 0, 1]},
+            "n c [o0 1 0 3] i1! -> n c o0 o1!",
+        ),
+        (
+            "AveragePool",
+            [normal(0, 2, 3, 8, 8)],
+            {"kernel_shape": [3, 3], "pads": [0, 1, 0, 1], "count_include_pad": 1},
+            "n c [o0 1 0 3] [o1 1 -1 3] -> n c o0 o1",
+        ),
         ("MaxPool", [normal(0, 2, 3, 8)], {"kernel_shape": [2], "results": 2}, "n! c! i0! -> n! c! o0!, n! c! o0!"),
         ("Softmax", [normal(0, 2, 3, 4)], {"axis": 1}, "d0 d1& d2 -> d0 d1& d2"),
         ("Softmax", [normal(0, 2, 3, 4)], {"opset": 11}, "d0 d1! d2! -> d0 d1! d2!"),

@@ -20,7 +20,8 @@ def pads(begin: Extents, end: Extents) -> str:
 
 def _window(call: Call, weight: int = 1) -> Window:
     kernel = call.operand(weight).shape[2:]
-    return window_of(call.node, kernel, call.operand(0).shape[2:], call.result().shape[2:])
+    window = window_of(call.node, kernel, call.operand(0).shape[2:], call.result().shape[2:])
+    return window.inside(call.is_split)
 
 
 def _settings(window: Window, groups: int, padding: Extents) -> str:

@@ -12,7 +12,8 @@ _LOWEST = 'float("-inf")'
 
 def _window(call: Call) -> Window:
     kernel = call.node.integers("kernel_shape")
-    return window_of(call.node, kernel, call.operand(0).shape[2:], call.result().shape[2:])
+    window = window_of(call.node, kernel, call.operand(0).shape[2:], call.result().shape[2:])
+    return window.inside(call.is_split)
 
 
 def _fits(call: Call, window: Window, ceil: bool = False) -> bool:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 
-from autopipe.backends.torch.emission.call import Call
+import numpy as np
+
+from autopipe.backends.torch.emission.call import Call, literal
 from autopipe.backends.torch.emission.groups import group_code
 from autopipe.backends.torch.emission.later import deferred
 from autopipe.backends.torch.emission.peephole import merge_neighbours
 from autopipe.backends.torch.emission.table import EMITTERS
+from autopipe.ir.dtype import DType
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Value
 from autopipe.ir.layout import Layout, degree_of
@@ -130,6 +134,10 @@ def _quoted(name: str) -> str:
 def _collective(operation: Collective, names: _Names, group: int) -> str:
     step = operation.relayout
     source = names.codes[operation.source.name]
+    if step.result.windows:
+        name = "window" if step.kind == "slice" else step.kind
+        windows = _windows(step.result, operation.source.dtype)
+        return f"p.group.{name}({source}, {_cuts(step.source)}, {_cuts(step.result)}, {windows})"
     if step.kind == "redistribute":
         return f"p.group.redistribute({source}, {_cuts(step.source)}, {_cuts(step.result)})"
     arguments = [source]
@@ -144,6 +152,18 @@ def _collective(operation: Collective, names: _Names, group: int) -> str:
 
 def _cuts(layout: Layout) -> str:
     return repr(tuple(tuple((axis.degree, axis.stride) for axis in axes) for axes in layout.cuts))
+
+
+def _windows(layout: Layout, dtype: DType) -> str:
+    """The windows of a layout, and what blocks that stick out are filled with: whole numbers have no infinity."""
+    windows = tuple(
+        (dimension, window.step, window.offset, window.length)
+        for dimension, window in enumerate(layout.windows)
+        if window is not None
+    )
+    lowest = layout.fill == -math.inf and dtype.is_integer
+    fill = int(np.iinfo(dtype.value).min) if lowest else layout.fill
+    return f"{windows!r}, {literal(fill)}" if fill else repr(windows)
 
 
 def _collective_comment(operation: Collective, group: int) -> str:

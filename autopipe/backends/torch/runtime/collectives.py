@@ -15,11 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopipe.ir.layout import Box, Layout, MeshAxes, MeshAxis, degree_of, members
+from autopipe.ir.layout import Box, Layout, MeshAxes, MeshAxis, Window, degree_of, members
 from autopipe.ir.redistribution import moves_between
 
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
 """For each dimension of a tensor the axes of a mesh that cut it, outer to inner, as degree and stride."""
+
+Windows = tuple[tuple[int, int, int, int], ...]
+"""Dimensions that are read through windows, each with the step, offset and length of its blocks: see `Window`."""
 
 FindGroup = Callable[[tuple[int, ...]], "dist.ProcessGroup | None"]
 """The process group of ranks, ascending."""
@@ -68,13 +71,27 @@ class Group:
         exchanged: torch.Tensor = _AllToAll.apply(tensor, self, origin, dimension)  # type: ignore[no-untyped-call]
         return exchanged
 
-    def redistribute(self, tensor: torch.Tensor, source: Cuts, target: Cuts) -> torch.Tensor:
+    def redistribute(
+        self, tensor: torch.Tensor, source: Cuts, target: Cuts, windows: Windows = (), fill: float = 0.0
+    ) -> torch.Tensor:
         """This rank's block under `target` of a tensor held as `source` says, both as axes by dimension.
 
-        Axes are given as degree and stride. Ranks send one another what they lack.
+        Axes are given as degree and stride. Ranks send one another what they lack. Blocks of `windows` may overlap;
+        where one sticks out of the tensor it is filled.
         """
-        moved: torch.Tensor = _Redistribute.apply(tensor, self, source, target)  # type: ignore[no-untyped-call]
+        moves = _moves(tuple(tensor.shape), self.size, self.position, source, target, windows)
+        moved: torch.Tensor = _Redistribute.apply(tensor, self, moves, fill)  # type: ignore[no-untyped-call]
         return moved
+
+    def window(
+        self, tensor: torch.Tensor, source: Cuts, target: Cuts, windows: Windows, fill: float = 0.0
+    ) -> torch.Tensor:
+        """The same block where no rank lacks any of it: nothing is sent."""
+        moves = _moves(tuple(tensor.shape), self.size, self.position, source, target, windows)
+        result = tensor.new_full(moves.shape, fill)
+        for before, after in zip(moves.sent[self.position], moves.received[self.position], strict=True):
+            result[after] = tensor[before]
+        return result
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' tensors, as a number without a gradient of its own."""
@@ -138,10 +155,9 @@ class _Redistribute(torch.autograd.Function):
     """Backward sends every block's gradient to where it came from, which adds up what comes back."""
 
     @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, group: Group, source: Cuts, target: Cuts) -> torch.Tensor:
-        moves = _moves(tuple(tensor.shape), group.size, group.position, source, target)
+    def forward(context: Any, tensor: torch.Tensor, group: Group, moves: _Moves, fill: float) -> torch.Tensor:
         context.group, context.moves, context.shape = group, moves, tensor.shape
-        result = tensor.new_empty(moves.shape)
+        result = tensor.new_full(moves.shape, fill)
         arrived = _swapped([[tensor[box] for box in boxes] for boxes in moves.sent], moves.received, result, group)
         for boxes, blocks in zip(moves.received, arrived, strict=True):
             for box, block in zip(boxes, blocks, strict=True):
@@ -173,11 +189,13 @@ class _Moves:
 
 
 @lru_cache(maxsize=4096)
-def _moves(shape: tuple[int, ...], size: int, position: int, source: Cuts, target: Cuts) -> _Moves:
+def _moves(shape: tuple[int, ...], size: int, position: int, source: Cuts, target: Cuts, windows: Windows) -> _Moves:
     """For the rank at `position` of `size`, whose block before has `shape`."""
     before, after = (tuple(tuple(MeshAxis(*axis) for axis in axes) for axes in cuts) for cuts in (source, target))
     whole = tuple(extent * degree_of(axes) for extent, axes in zip(shape, before, strict=True))
-    have, need = Layout(whole, before), Layout(whole, after)
+    through = {dimension: Window(*numbers) for dimension, *numbers in windows}
+    have = Layout(whole, before)
+    need = Layout(whole, after, windows=tuple(map(through.get, range(len(whole)))) if windows else ())
     sent: list[list[Slices]] = [[] for _ in range(size)]
     received: list[list[Slices]] = [[] for _ in range(size)]
     for move in moves_between(have, need, size):
