@@ -32,6 +32,7 @@ def sequences() -> onnx.ModelProto:
     return model([node("MatMul", "x w", "y")], {"x": ["batch", "seq", 8]}, "y", {"w": floats(8, 4)})
 
 
+MANUAL = ("--strategy", "manual", "--gpus", "4", "--batch-size", "32", "--micro-batches", "4", "--set")
 ONE_STAGE = "{match: 're:.*', stage: 0}"
 HUGE = 10**30
 
@@ -77,6 +78,30 @@ REQUESTS: dict[str, tuple[onnx.ModelProto, int, tuple[str, ...], tuple[str, ...]
     "device that is not there": (
         perceptron(), 2, ("--cluster", "cpu-local", "--gpus", "2", "--set", "constraints=[{match: '*', devices: [2]}]"),
         ("device 2", "there are 2"),
+    ),
+    "splits that contradict": (
+        perceptron(), 2, (*MANUAL, "constraints=[{match: '*', split: {b: 2}}, {match: matmul_a, split: {n: 2}}]"),
+        ("'*'", "'matmul_a'", "different splits"),
+    ),
+    "a split along no axis": (
+        perceptron(), 2, (*MANUAL, "constraints=[{match: matmul_a, split: {b: 2, s: 2}}]"),
+        ("'matmul_a'", "axis 's', which none of its nodes has", "m, k, n"),
+    ),
+    "a split that no degree divides": (
+        perceptron(width=6), 2, (*MANUAL, "constraints=[{match: matmul_a, split: {k: 4}}]"),
+        ("'matmul_a'", "axis 'k' into 4 parts", "extent 6", "3 devices"),
+    ),
+    "a split into more parts than devices": (
+        perceptron(), 2, (*MANUAL, "constraints=[{match: matmul_a, split: {b: 4, n: 2}}]"),
+        ("'matmul_a'", "8 parts (m:4, n:2)", "stage 0 has 4 devices"),
+    ),
+    "a group that is larger than the cluster": (
+        perceptron(), 2, (*MANUAL, "constraints=[{match: '*', devices: [0, 1, 2, 3, 4, 5, 6, 7]}]"),
+        ("device 7", "there are 4", "0 to 3"),
+    ),
+    "an axis that must stay whole": (
+        model([node("CumSum", "x axis", "y")], {"x": ["batch", 4]}, "y", {"axis": np.array(1)}), 2,
+        (*MANUAL, "constraints=[{match: '*', split: {d1: 2}}]"), ("'cumsum_y'", "'d1'", "cannot be split"),
     ),
     "manual without constraints": (perceptron(), 2, ("--strategy", "manual"), ("constraint",)),
     "more devices than the cluster has": (
