@@ -10,9 +10,12 @@ from tempfile import TemporaryDirectory
 
 from autopipe.configs.zoo import MODELS, Settings, build, configure
 from autopipe.ir.graph import Graph
+from autopipe.ir.problem import Mode, Problem
+from autopipe.passes.cost.work import annotate
 from autopipe.passes.frontend import read_model
 from tests.distributed.pool import Pools
 from tests.distributed.running import Step, one_device, run_step, write
+from tests.passes.cost.graphs import cluster
 
 SIZES: Mapping[str, Settings] = {
     "alexnet": {"hidden": "24", "classes": "12"},
@@ -92,3 +95,10 @@ def small_graph(name: str) -> tuple[Graph, str]:
         build(configure(name, settings)).save(path)
         model = read_model(path, batch=SAMPLES)
     return model.graph, model.loss
+
+
+def small_problem(model: SmallModel, devices: int) -> Problem:
+    """Training of a model on a cluster of so many devices, four in a node."""
+    graph = model.graph
+    links = cluster(devices, per_node=min(devices, 4))
+    return Problem(graph, annotate(graph), links, SAMPLES * MICRO_BATCHES, MICRO_BATCHES, Mode.TRAIN, model.loss)
