@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.dtype import DType
 from autopipe.ir.graph import Graph
+from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.program import Collective, Compute, StageCode
@@ -97,22 +98,19 @@ def test_costs_count_what_is_lowered(data: st.DataObject, train: bool) -> None:
     gradient = differentiable_values(graph)
     for code, work in zip(found.stages, stage_work(problem, placement), strict=True):
         counted = exchange_seconds(graph, links, work, gradient)
-        assert abs(counted.forward_s - _seconds(code, links)) < 1e-15
+        assert abs(counted.forward_s - _seconds(graph, code, links)) < 1e-15
 
 
-_TOGETHER = ("Softmax", "SoftmaxCrossEntropyLoss")
-
-
-def _seconds(code: StageCode, links: Cluster) -> float:
-    """Of the forward of a lowered stage: its collectives, and the statistics of softmaxes and losses in parts."""
+def _seconds(graph: Graph, code: StageCode, links: Cluster) -> float:
+    """Of the forward of a lowered stage: its collectives, and what the operators split along joint axes tell."""
     total = 0.0
     for each in code.operations:
         if isinstance(each, Collective):
             total += relayout_seconds(links, code.devices, each.relayout, each.source.dtype.itemsize)
-        elif isinstance(each, Compute) and each.splits and each.signature.node.op in _TOGETHER:
-            scores = each.signature.operand(0)
-            over = each.mesh_of(("c", f"d{len(scores.shape) - 1}"))
-            if over:
-                price = reduction_cost(links, code.devices, "all_reduce", over)
-                total += 2 * price.seconds(4 * scores.elements // scores.shape[-1])
+        elif each.joint:
+            signature = signature_of(graph, graph.nodes[each.node])
+            row = OPERATORS[qualified_name(signature.node)]
+            for told in row.statistics(signature, row.space(signature), {cut.axis: cut.degree for cut in each.splits}):
+                price = reduction_cost(links, code.devices, told.kind, each.mesh_of(told.axes))
+                total += 0.0 if told.backward else told.times * price.seconds(told.bytes)
     return total
