@@ -13,6 +13,7 @@ from autopipe.ir.layout import (
     Box,
     Layout,
     MeshAxis,
+    Window,
     are_blocks,
     degree_of,
     is_block,
@@ -24,7 +25,7 @@ from autopipe.ir.layout import (
     whole,
 )
 from autopipe.ir.placement import Split
-from autopipe.ir.space import parse
+from autopipe.ir.space import Windowed, parse
 
 SHAPES = st.lists(st.integers(1, 4), max_size=3).map(tuple)
 
@@ -182,6 +183,59 @@ def test_a_share_of_an_axis_is_a_block_where_its_indices_are_neighbours(case: tu
     index = np.arange(size).reshape(extents)
     parts = [np.sort(part.ravel()) for part in np.split(index, degree, place)]
     assert found == all((np.diff(part) == 1).all() for part in parts)
+
+
+@st.composite
+def sliding(draw: st.DrawFn) -> tuple[Windowed, int, int]:
+    """Windows over a dimension, its extent, and a degree that divides their number."""
+    degree = draw(st.integers(1, 4))
+    count = degree * draw(st.integers(1, 3))
+    stride, reach, offset = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(-3, 1))
+    span = (count - 1) * stride + reach + offset
+    return Windowed(0, 0, "o", count, stride, offset, reach, -1.0), max(1, span - draw(st.integers(-2, 2))), degree
+
+
+@given(sliding(), st.integers(1, 2))
+def test_a_block_is_what_its_windows_read(case: tuple[Windowed, int, int], copies: int) -> None:
+    windowed, extent, degree = case
+    layout = operand_layout(((),), (extent,), (Split("o", degree),), degree * copies, (windowed,))
+    read = [range(i * windowed.stride + windowed.offset, i * windowed.stride + windowed.offset + windowed.reach)
+            for i in range(windowed.count)]  # fmt: skip
+    share = windowed.count // degree
+    out = False
+    for position in range(degree * copies):
+        place = position // copies
+        own = read[place * share : (place + 1) * share]
+        box = layout.box(position)
+        assert box.shape == layout.local_shape()
+        if degree > 1:
+            assert (box.starts[0], box.stops[0]) == (own[0].start, own[-1].stop)
+            out |= box.starts[0] < 0 or box.stops[0] > extent
+    assert layout.is_whole == (degree == 1)
+    assert layout.fill == (-1.0 if out else 0.0)
+    even = layout.even()
+    assert even.windows == ()
+    assert even.parts == (degree if degree == 1 or not layout.windows or extent % degree == 0 else 1)
+
+
+@given(sliding(), sliding())
+def test_windows_are_equal_where_they_read_the_same(
+    first: tuple[Windowed, int, int], second: tuple[Windowed, int, int]
+) -> None:
+    extent, degree = first[1], first[2]
+    assume(second[0].count % degree == 0)
+    one, other = (
+        operand_layout(((),), (extent,), (Split("o", degree),), degree, (each,)) for each in (first[0], second[0])
+    )
+    assert (one == other) == all(one.box(position) == other.box(position) for position in range(degree))
+
+
+def test_windows_that_read_even_blocks_are_these() -> None:
+    halved = operand_layout(((),), (8,), (Split("o", 2),), 2, (Windowed(0, 0, "o", 4, 2, 0, 2),))
+    assert halved == operand_layout((("o",),), (8,), (Split("o", 2),), 2)
+    wider = operand_layout(((),), (9,), (Split("o", 2),), 2, (Windowed(0, 0, "o", 4, 2, 0, 2),))
+    assert wider.windows == (Window(4, 0, 4),)
+    assert wider.even().is_whole
 
 
 def test_an_inner_axis_may_be_cut_where_the_outer_one_is_down_to_one() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.ir.space import AxisKind, NotationError, Space, parse
+from autopipe.ir.space import AxisKind, NotationError, Space, Windowed, parse
 
 
 def kinds(space: Space) -> dict[str, str]:
@@ -48,6 +48,16 @@ def test_merged_dimensions() -> None:
     assert space.extents() == {"a": 2, "b": 3, "c": 4}
     given = parse("(a b) -> (a b)", ((6,),), ((6,),), {"a": 2})
     assert given.extents() == {"a": 2, "b": 3}
+
+
+def test_dimensions_that_are_read_through_windows() -> None:
+    space = parse("n [o 2 -1 3] 1, [o 1 0 2] -> n o", ((4, 9, 2), (6,)), ((4, 5),), fill=1.5)
+    assert space.operands == ((("n",), (), ()), ((),))
+    assert kinds(space) == {"n": "parallel", "o": "parallel"}
+    assert space.windows_of(0) == (Windowed(0, 1, "o", 5, 2, -1, 3, 1.5),)
+    assert space.windows_of(1) == (Windowed(1, 0, "o", 5, 1, 0, 2, 1.5),)
+    assert space.windows_of(0)[0].span(5) == 11
+    assert str(space) == "n [o 2 -1 3] 1, [o 1 0 2] -> n o"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.ir.layout import Box, Layout, MeshAxes, MeshAxis, merged
+from autopipe.ir.layout import Box, Layout, MeshAxes, MeshAxis, Window, degree_of, merged
 from autopipe.ir.redistribution import moves_between
 from autopipe.ir.relayout import Relayout
 from autopipe.ir.volume import lacking
@@ -41,26 +41,48 @@ def mesh(draw: st.DrawFn, group: int) -> list[MeshAxis]:
     return found
 
 
-def layout(draw: st.DrawFn, shape: tuple[int, ...], group: int, partial: bool) -> Layout:
-    """Each axis of a random mesh cuts a dimension, in any order, or holds copies, or shares."""
+def layout(
+    draw: st.DrawFn, shape: tuple[int, ...], group: int, partial: bool = False, windowed: bool = False
+) -> Layout:
+    """Each axis of a random mesh cuts a dimension, in any order, or holds copies, or shares; through windows perhaps."""
     places = [*range(len(shape)), "copies", *(["sums", "means"] if partial else [])]
     axes: dict[object, list[MeshAxis]] = {place: [] for place in places}
     for axis in draw(st.permutations(mesh(draw, group))):
         axes[draw(st.sampled_from(places))].append(axis)
     cuts = tuple(merged(axes[dimension]) for dimension in range(len(shape)))
     sums, means = (merged(sorted(axes.get(kind, []), key=lambda axis: -axis.stride)) for kind in ("sums", "means"))
-    return Layout(shape, cuts, sums, means)
+    windows = tuple(window(draw, group // degree_of(axes)) if axes and windowed else None for axes in cuts)
+    return Layout(shape, cuts, sums, means, windows if any(windows) else (), FILL if any(windows) else 0.0)
+
+
+FILL = -1.0
+"""What no value is."""
+
+
+def window(draw: st.DrawFn, extent: int) -> Window | None:
+    """What windows read around even blocks of an extent."""
+    if draw(st.booleans()):
+        return None
+    before, after = draw(st.integers(-1, 2)), draw(st.integers(0, 3))
+    return Window(extent, -before, max(1, extent + before + after))
 
 
 @st.composite
-def pairs(draw: st.DrawFn, partial: bool = False) -> Pair:
+def pairs(draw: st.DrawFn, partial: bool = False, windowed: bool = False) -> Pair:
     group = draw(GROUPS)
     shape = (group,) * draw(st.integers(1, 3))
-    return Pair(group, layout(draw, shape, group, partial), layout(draw, shape, group, False))
+    return Pair(group, layout(draw, shape, group, partial), layout(draw, shape, group, windowed=windowed))
 
 
 def part(array: np.ndarray, box: Box) -> np.ndarray:
     return array[tuple(map(slice, box.starts, box.stops))]
+
+
+def seen(array: np.ndarray, box: Box) -> np.ndarray:
+    """A block that may stick out of the array."""
+    edge = 2 * max(array.shape) + 4
+    inner = tuple(start + edge for start in box.starts), tuple(stop + edge for stop in box.stops)
+    return part(np.pad(array, edge, constant_values=FILL), Box(*inner))
 
 
 def whole(shape: tuple[int, ...]) -> np.ndarray:
@@ -88,7 +110,10 @@ def applied(step: Relayout, held: Blocks, received: Counter[int]) -> Blocks:
         members = together(step.over, position, len(held))
         place, size = members.index(position), len(members)
         blocks = [held[each] for each in members]
-        if step.kind == "slice":
+        if step.result.windows:
+            assert step.kind == "slice"
+            result = cut_alone(step, held[position], position)
+        elif step.kind == "slice":
             result = np.split(held[position], size, step.dimension)[place]
         elif step.kind == "all_gather":
             result = np.concatenate(blocks, step.dimension)
@@ -104,24 +129,36 @@ def applied(step: Relayout, held: Blocks, received: Counter[int]) -> Blocks:
     return found
 
 
+def cut_alone(step: Relayout, held: np.ndarray, position: int) -> np.ndarray:
+    """What one position makes of its own block."""
+    have, need = step.source.box(position), step.result.box(position)
+    found = np.full(need.shape, FILL)
+    common = have.intersect(need)
+    if common is not None:
+        part(found, common.within(need))[...] = part(held, common.within(have))
+    return found
+
+
 def redistributed(step: Relayout, held: Blocks, received: Counter[int]) -> Blocks:
     group = len(held)
-    found = [np.full(step.result.box(position).shape, np.nan) for position in range(group)]
+    found = [np.full(step.result.box(position).shape, step.result.fill) for position in range(group)]
+    untouched = [np.ones(each.shape, bool) for each in found]
     for move in moves_between(step.source, step.result, group):
         block = part(held[move.source], move.box.within(step.source.box(move.source)))
-        place = part(found[move.target], move.box.within(step.result.box(move.target)))
-        assert np.isnan(place).all(), "each element once"
-        place[...] = block
+        place = move.box.within(step.result.box(move.target))
+        assert part(untouched[move.target], place).all(), "each element once"
+        part(untouched[move.target], place)[...] = False
+        part(found[move.target], place)[...] = block
         received[move.target] += block.size * (move.source != move.target)
     return found
 
 
 def assert_held(held: Blocks, layout: Layout, value: np.ndarray) -> None:
     for position, block in enumerate(held):
-        np.testing.assert_allclose(block, part(value, layout.box(position)), rtol=1e-12)
+        np.testing.assert_allclose(block, seen(value, layout.box(position)), rtol=1e-12)
 
 
-@given(pairs())
+@given(pairs() | pairs(windowed=True))
 @settings(max_examples=300, deadline=None)
 def test_steps_lead_to_the_target_and_move_what_is_lacking(pair: Pair) -> None:
     value = whole(pair.source.shape)
@@ -171,7 +208,7 @@ def _begins(fine: Layout, coarse: Layout, group: int) -> bool:
     return all(len(found) == 1 for found in boxes.values())
 
 
-@given(pairs())
+@given(pairs() | pairs(windowed=True))
 @settings(max_examples=200, deadline=None)
 def test_each_box_is_sent_once_by_one_that_has_it_and_never_to_one_that_does(pair: Pair) -> None:
     times = [np.zeros(pair.source.shape, int) for _ in range(pair.group)]
@@ -182,8 +219,9 @@ def test_each_box_is_sent_once_by_one_that_has_it_and_never_to_one_that_does(pai
             assert pair.source.box(move.target).intersect(move.box) is None, "the receiver lacks it"
         part(times[move.target], move.box)[...] += 1
     for position, found in enumerate(times):
-        assert found.sum() == pair.target.box(position).elements
-        assert (part(found, pair.target.box(position)) == 1).all()
+        wanted = pair.target.box(position).intersect(Box((0,) * len(found.shape), found.shape))
+        assert found.sum() == (0 if wanted is None else wanted.elements)
+        assert wanted is None or (part(found, wanted) == 1).all()
 
 
 def test_what_a_transposed_cut_takes_is_one_exchange() -> None:
@@ -192,6 +230,10 @@ def test_what_a_transposed_cut_takes_is_one_exchange() -> None:
     assert [step.kind for step in steps_between(rows, columns)] == ["all_to_all"]
     assert [step.kind for step in steps_between(rows, Layout(shape, ((), ())))] == ["all_gather"]
     assert [step.kind for step in steps_between(Layout(shape, ((), ())), rows)] == ["slice"]
+    around = Layout(shape, ((MeshAxis(4, 1),), ()), windows=(Window(1, -1, 3), None))
+    assert [step.kind for step in steps_between(rows, around)] == ["redistribute"]
+    assert list(lacking(rows, around, 4)) == [4, 8, 8, 4], "a row of each neighbour there is"
+    assert [step.kind for step in steps_between(Layout(shape, ((), ())), around)] == ["slice"]
     turned = Layout(shape, ((MeshAxis(2, 1), MeshAxis(2, 2)), ()))
     assert [step.kind for step in steps_between(rows, turned)] == ["redistribute"]
 
