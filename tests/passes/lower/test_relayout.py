@@ -44,7 +44,7 @@ def mesh(draw: st.DrawFn, group: int) -> list[MeshAxis]:
 def layout(
     draw: st.DrawFn, shape: tuple[int, ...], group: int, partial: bool = False, windowed: bool = False
 ) -> Layout:
-    """Each axis of a random mesh cuts a dimension, in any order, or holds copies, or shares; through windows perhaps."""
+    """Each axis of a random mesh cuts a dimension, in any order, or holds copies, or shares; perhaps windows."""
     places = [*range(len(shape)), "copies", *(["sums", "means"] if partial else [])]
     axes: dict[object, list[MeshAxis]] = {place: [] for place in places}
     for axis in draw(st.permutations(mesh(draw, group))):
