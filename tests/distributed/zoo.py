@@ -59,9 +59,11 @@ in single precision decides which side it is on: there gradients jump, whoever c
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """Training of a model: the graph of one micro-batch, its loss, and what one device computes in a step."""
+    """Training of a model: the graph of one micro-batch of `samples`, its loss, and what one device computes in a
+    step."""
 
     name: str
+    samples: int
     graph: Graph
     loss: str
     step: Step
@@ -72,28 +74,28 @@ class SmallModels:
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
-        self._known: dict[str, SmallModel] = {}
+        self._known: dict[tuple[str, int], SmallModel] = {}
 
-    def of(self, name: str) -> SmallModel:
-        """The model called `name`."""
-        if name not in self._known:
-            graph, loss = small_graph(name)
+    def of(self, name: str, samples: int = SAMPLES) -> SmallModel:
+        """The model called `name` with so many samples a micro-batch."""
+        if (name, samples) not in self._known:
+            graph, loss = small_graph(name, samples)
             with TemporaryDirectory() as folder:
                 program = Path(folder) / "program"
-                write(graph, *one_device(graph, MICRO_BATCHES, True, SAMPLES), loss, program)
+                write(graph, *one_device(graph, MICRO_BATCHES, True, samples), loss, program)
                 step = run_step(self._pools, program, None, *DRAWN)
-            self._known[name] = SmallModel(name, graph, loss, step)
-        return self._known[name]
+            self._known[name, samples] = SmallModel(name, samples, graph, loss, step)
+        return self._known[name, samples]
 
 
 @lru_cache
-def small_graph(name: str) -> tuple[Graph, str]:
+def small_graph(name: str, samples: int = SAMPLES) -> tuple[Graph, str]:
     """The graph of training a small model on a micro-batch, parameters to be drawn, and its loss."""
     settings = {**SIZES[name], "loss": "true", "weights": "none"}
     with TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         build(configure(name, settings)).save(path)
-        model = read_model(path, batch=SAMPLES)
+        model = read_model(path, batch=samples)
     return model.graph, model.loss
 
 
@@ -101,4 +103,4 @@ def small_problem(model: SmallModel, devices: int) -> Problem:
     """Training of a model on a cluster of so many devices, four in a node."""
     graph = model.graph
     links = cluster(devices, per_node=min(devices, 4))
-    return Problem(graph, annotate(graph), links, SAMPLES * MICRO_BATCHES, MICRO_BATCHES, Mode.TRAIN, model.loss)
+    return Problem(graph, annotate(graph), links, model.samples * MICRO_BATCHES, MICRO_BATCHES, Mode.TRAIN, model.loss)
