@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from autopipe.ir.ops.elementwise import broadcast
 from autopipe.ir.ops.lines import marked, names, spell
@@ -64,7 +65,7 @@ CONTRIB = (
         per_result(9.0),
         2.0,
         ("0",),
-        statistics=moment_statistics,
+        statistics=partial(moment_statistics, through=(0, 1, 4)),
     ),
     Operator(
         "com.microsoft.SkipSimplifiedLayerNormalization",
@@ -73,7 +74,7 @@ CONTRIB = (
         per_result(6.0),
         2.0,
         ("0",),
-        statistics=norm_statistics,
+        statistics=partial(norm_statistics, through=(0, 1, 3)),
     ),
     Operator("com.microsoft.RotaryEmbedding", _rotary_embedding, "elementwise", per_result(3.0), 1.0, ("1", "2", "3")),
     Operator(

@@ -110,16 +110,20 @@ def _over_batch(signature: Signature) -> bool:
     return 0 in variance_axes(signature)
 
 
-def moment_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
+def moment_statistics(
+    signature: Signature, space: Space, degrees: Mapping[str, int], through: tuple[int, ...] = (0,)
+) -> tuple[Statistic, ...]:
     """Of each row the mean and the second moment in double precision; in backward two sums."""
     backward = 2 * single(signature.operand(0).dtype)
-    return reduced(joint_splits(space, degrees), rows(space, degrees), (16,), (backward,))
+    return reduced(joint_splits(space, degrees), rows(space, degrees), (16,), (backward,), through)
 
 
-def norm_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
+def norm_statistics(
+    signature: Signature, space: Space, degrees: Mapping[str, int], through: tuple[int, ...] = (0,)
+) -> tuple[Statistic, ...]:
     """Of each row the sum of squares or sizes; in backward a sum."""
     width = single(signature.operand(0).dtype)
-    return reduced(joint_splits(space, degrees), rows(space, degrees), (width,), (width,))
+    return reduced(joint_splits(space, degrees), rows(space, degrees), (width,), (width,), through)
 
 
 def _normalization(

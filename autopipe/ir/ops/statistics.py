@@ -24,6 +24,8 @@ class Statistic:
     """Whether it is made in backward, where a gradient comes."""
     times: int = 1
     """How often it is made in one evaluation."""
+    through: tuple[int, ...] = (0,)
+    """In backward: it is made where a gradient goes to one of these operands."""
 
 
 def joint_splits(space: Space, degrees: Mapping[str, int], names: Iterable[str] | None = None) -> tuple[str, ...]:
@@ -48,14 +50,18 @@ def rows(space: Space, degrees: Mapping[str, int]) -> int:
 
 
 def reduced(
-    axes: tuple[str, ...], elements: int, forward: Iterable[int], backward: Iterable[int]
+    axes: tuple[str, ...],
+    elements: int,
+    forward: Iterable[int],
+    backward: Iterable[int],
+    through: tuple[int, ...] = (0,),
 ) -> tuple[Statistic, ...]:
     """An all-reduce for each of `forward` and `backward`, the bytes of one element; none where no axis is split."""
     if not axes:
         return ()
     return (
         *(Statistic(axes, elements * width) for width in forward),
-        *(Statistic(axes, elements * width, backward=True) for width in backward),
+        *(Statistic(axes, elements * width, backward=True, through=through) for width in backward),
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.ops import OPERATORS, operator_of, qualified_name, signature_of
+from autopipe.ir.ops.statistics import Statistic
 from autopipe.ir.placement import Placement
 from autopipe.ir.program import Collective, Compute, StageCode
 from autopipe.ir.traffic import by_kind, transposed
@@ -61,11 +62,19 @@ def _stage_bytes(
             signature = signature_of(graph, graph.nodes[operation.node])
             row = OPERATORS[qualified_name(signature.node)]
             degrees = {split.axis: split.degree for split in operation.splits}
-            flows = not flowing.isdisjoint(operation.writes)
             for told in row.statistics(signature, row.space(signature), degrees):
-                if flows or not told.backward:
+                if not told.backward or _is_asked(operation, told, flowing):
                     (backward if told.backward else forward)[told.kind] += group * told.times * told.bytes
     return forward, backward
+
+
+def _is_asked(operation: Compute, told: Statistic, flowing: Set[str]) -> bool:
+    """Whether a gradient that comes back to an operator goes where it makes the exchange."""
+    operands = operation.signature.operands
+    through = (operands[index] for index in told.through if index < len(operands))
+    return not flowing.isdisjoint(operation.writes) and any(
+        value is not None and value.name in flowing for value in through
+    )
 
 
 def _width(operation: Collective, widths: Mapping[str, int]) -> int:

@@ -177,16 +177,3 @@ def test_resizing_leaves_other_axes_free() -> None:
     use = use_of("Resize", [normal(0, 2, 3, 4, 4).astype(np.float32), None, scales], mode="linear")
     assert {axis.name for axis in divisible_axes(use.space)} == {"d0", "d1"}
     check(use)
-
-
-def test_recurrent_layers_split_by_sample() -> None:
-    arrays = [
-        normal(0, 3, 4, 5),
-        normal(1, 2, 12, 5),
-        normal(2, 2, 12, 3),
-        normal(3, 2, 24),
-        np.array([3, 1, 2, 3], np.int32),
-    ]
-    use = use_of("LSTM", arrays, results=3, hidden_size=3, direction="bidirectional")
-    assert {axis.name for axis in divisible_axes(use.space)} == {"b"}
-    check(use)

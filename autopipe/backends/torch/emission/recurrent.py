@@ -15,6 +15,8 @@ def _recurrent(function: str) -> Emitter:
         words = [call.arg(index) for index in range(3)]
         words += [f"{_OPERANDS[index]}={call.arg(index)}" for index in range(3, len(call.codes)) if call.present(index)]
         words += _settings(call)
+        if call.is_split("h"):
+            words.append(f"group={call.group('h')}")
         code = f"operators.{function}({', '.join(words)})"
         count = len(call.node.outputs)
         return f"{code}[0]" if count == 1 else f"{code}[:{count}]"

@@ -26,6 +26,10 @@ class Joint(Protocol):
         """The largest over the group, without a gradient."""
         ...
 
+    def all_gather(self, tensor: Tensor, dimension: int) -> Tensor:
+        """The ranks' parts joined along a dimension; backward adds up the gradients of all ranks' copies."""
+        ...
+
 
 def summed(tensor: Tensor, group: Joint) -> Tensor:
     """The sum over the group, which every rank goes on with: what comes back to all of them is added up as well."""
