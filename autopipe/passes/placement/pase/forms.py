@@ -28,7 +28,9 @@ def operand_form(
     """How a node wants its operand at `position`."""
     shape, dimensions = graph.type_of(node.inputs[position]).shape, space.operands[position] or ()
     own = {name for dimension in dimensions for name in dimension}
-    return _form(configurations, group, own, lambda splits: operand_layout(dimensions, shape, splits, group))
+    windows = space.windows_of(position)
+    own |= {each.axis for each in windows}
+    return _form(configurations, group, own, lambda splits: operand_layout(dimensions, shape, splits, group, windows))
 
 
 def result_form(

@@ -39,10 +39,11 @@ def value_hub(source: Form, readers: Sequence[Form], size_bytes: float, changes:
     all, which cost less to come to and cannot be left.
     """
     held = [layout.reduced() for layout in source.layouts]
-    free = list(dict.fromkeys([*held, *(layout for reader in readers for layout in reader.layouts)]))
+    free = list(dict.fromkeys([*held, *(layout.even() for reader in readers for layout in reader.layouts)]))
     bound: list[Layout] = []
     if not given and any(layout.is_partial for layout in source.layouts):
-        bound = [layout for layout in free if all(layout in reader.layouts for reader in readers)]
+        evens = [{layout.even() for layout in reader.layouts} for reader in readers]
+        bound = [layout for layout in free if all(layout in even for even in evens)]
     into = [changes.to_all(source.layouts, free, size_bytes)]
     if bound:
         into.append(changes.to_reader(source.layouts, bound, size_bytes))
@@ -50,7 +51,8 @@ def value_hub(source: Form, readers: Sequence[Form], size_bytes: float, changes:
     for reader in readers:
         moving = [changes.moves.seconds(free, reader.layouts, size_bytes)]
         if bound:
-            moving.append(_only_equal(bound, reader.layouts))
+            of_equal = changes.moves.seconds(bound, reader.layouts, size_bytes)
+            moving.append(of_equal + _only_equal(bound, [layout.even() for layout in reader.layouts]))
         out.append(np.concatenate(moving)[:, reader.of])
     return Hub((*free, *bound), np.concatenate(into, axis=1)[source.of], tuple(out))
 
@@ -71,9 +73,9 @@ def parameter_hub(readers: Sequence[Form], shape: tuple[int, ...], only_whole: b
 
 def _only_equal(layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Floats:
     """0 where both are the same, else inf."""
-    places = {layout: place for place, layout in enumerate(wanted)}
+    rows = {layout: row for row, layout in enumerate(layouts)}
     found = np.full((len(layouts), len(wanted)), np.inf)
-    for row, layout in enumerate(layouts):
-        if layout in places:
-            found[row, places[layout]] = 0.0
+    for column, layout in enumerate(wanted):
+        if layout in rows:
+            found[rows[layout], column] = 0.0
     return found

@@ -13,7 +13,7 @@ from autopipe.passes.placement.pase.forms import Form, operand_form, result_form
 from autopipe.passes.placement.pase.ground import Ground
 from autopipe.passes.placement.pase.moves import Floats
 from autopipe.passes.placement.pase.nodes import Computing, kept_bytes
-from autopipe.passes.placement.pase.parameters import holding
+from autopipe.passes.placement.pase.parameters import Parameters
 from autopipe.passes.placement.pase.reducing import Changes
 
 
@@ -96,7 +96,9 @@ def _is_reduced_alone(ground: Ground, name: str) -> bool:
     )
 
 
-def kind_costs(kind: Kind, computing: Computing, changes: Changes) -> tuple[Floats, Floats, NDArray[np.int64]]:
+def kind_costs(
+    kind: Kind, computing: Computing, parameters: Parameters, changes: Changes
+) -> tuple[Floats, Floats, NDArray[np.int64]]:
     """For each configuration seconds of a step, of these the exchange of gradients alone, and bytes on a device."""
     ground, node = kind.ground, kind.node
     terms, problem = ground.terms, ground.problem
@@ -113,7 +115,7 @@ def kind_costs(kind: Kind, computing: Computing, changes: Changes) -> tuple[Floa
     memory = np.zeros(len(seconds), dtype=np.int64)
     for position, name in ground.own_parameters(node).items():
         form = kind.reads(position)
-        held = holding(problem, ground.devices, name, form.layouts)
+        held = parameters.holding(name, form.layouts)
         gradients += held.gradient_s[form.of]
         seconds = seconds + held.update_s[form.of]
         memory += held.bytes[form.of]

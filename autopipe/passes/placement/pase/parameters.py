@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.layout import Layout
+from autopipe.ir.layout import Layout, MeshAxis
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.communication import all_reduce
 from autopipe.passes.cost.memory import state_of
@@ -28,26 +28,39 @@ class Holding:
     """Parameter, gradient and optimizer's state."""
 
 
-def holding(problem: Problem, devices: tuple[int, ...], name: str, layouts: Sequence[Layout]) -> Holding:
-    """What parameter `name` costs on `devices` in each of `layouts`.
+@dataclass(frozen=True, slots=True, eq=False)
+class Parameters:
+    """What the parameters of a problem cost a group of devices."""
 
-    Gradients go at the bandwidth of their group: many parameters share one exchange, so its latency is none of theirs.
-    """
-    states = [state_of(problem, ((name, layout.parts),)) for layout in layouts]
-    gradients = np.array([state.gradient_bytes for state in states], dtype=float)
-    per_byte = np.array([_per_byte(problem, devices, layout) for layout in layouts])
-    return Holding(
-        gradient_s=gradients * per_byte,
-        update_s=gradients * _update_per_byte(problem, devices),
-        bytes=np.array([state.total for state in states], dtype=np.int64),
-    )
+    problem: Problem
+    devices: tuple[int, ...]
+    _rates: dict[frozenset[MeshAxis], float] = field(default_factory=dict)
 
+    def holding(self, name: str, layouts: Sequence[Layout]) -> Holding:
+        """What parameter `name` costs in each of `layouts`.
 
-def _per_byte(problem: Problem, devices: tuple[int, ...], layout: Layout) -> float:
-    """Seconds a byte of gradients over the devices that hold the first one's block."""
-    first = layout.box(0)
-    group = [device for place, device in enumerate(devices) if layout.box(place) == first]
-    return min(way.per_byte_s for way in all_reduce(problem.cluster, group).ways)
+        Gradients go at the bandwidth of their group: many parameters share one exchange, and its latency is no one's.
+        """
+        states = [state_of(self.problem, ((name, layout.parts),)) for layout in layouts]
+        gradients = np.array([state.gradient_bytes for state in states], dtype=float)
+        return Holding(
+            gradient_s=gradients * np.array([self._rate(layout) for layout in layouts]),
+            update_s=gradients * _update_per_byte(self.problem, self.devices),
+            bytes=np.array([state.total for state in states], dtype=np.int64),
+        )
+
+    def _rate(self, layout: Layout) -> float:
+        """Seconds a byte of gradients over the devices that hold the first one's block."""
+        cutting = frozenset(axis for axes in layout.cuts for axis in axes)
+        if cutting not in self._rates:
+            places = np.arange(len(self.devices))
+            alike = np.ones(len(places), dtype=bool)
+            for axis in cutting:
+                alike &= places // axis.stride % axis.degree == 0
+            group = [self.devices[place] for place in np.flatnonzero(alike).tolist()]
+            ways = all_reduce(self.problem.cluster, group).ways
+            self._rates[cutting] = min(way.per_byte_s for way in ways)
+        return self._rates[cutting]
 
 
 def _update_per_byte(problem: Problem, devices: tuple[int, ...]) -> float:

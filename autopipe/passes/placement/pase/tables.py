@@ -25,7 +25,7 @@ from autopipe.passes.placement.pase.hubs import Hub, parameter_hub, value_hub
 from autopipe.passes.placement.pase.kinds import Kind, kind_costs, kinds_of, times_run
 from autopipe.passes.placement.pase.moves import Floats, Moves
 from autopipe.passes.placement.pase.nodes import Computing
-from autopipe.passes.placement.pase.parameters import holding
+from autopipe.passes.placement.pase.parameters import Parameters
 from autopipe.passes.placement.pase.reducing import Changes
 from autopipe.passes.solvers.min_sum import Edge, MinSum
 
@@ -54,7 +54,8 @@ def make_tables(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...]
     """
     ground = ground_of(problem, nodes, devices, terms)
     kinds = kinds_of(ground)
-    builder = _Builder(ground, dict(zip(ground.nodes, kinds, strict=True)), Changes(Moves(problem.cluster, devices)))
+    changes, parameters = Changes(Moves(problem.cluster, devices)), Parameters(problem, devices)
+    builder = _Builder(ground, dict(zip(ground.nodes, kinds, strict=True)), changes, parameters)
     builder.add_nodes()
     for name in ground.readers:
         if ground.graph.parameter(name) is not None:
@@ -71,6 +72,7 @@ class _Builder:
     ground: Ground
     kinds: dict[int, Kind]
     changes: Changes
+    parameters: Parameters
     places: dict[int, int] = field(default_factory=dict)
     costs: list[tuple[Floats, Floats, NDArray[np.int64]]] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
@@ -81,7 +83,9 @@ class _Builder:
         computing = Computing(self.ground.problem, self.ground.devices)
         for node, kind in self.kinds.items():
             self.places[node] = len(self.costs)
-            self.costs.append(self._once(("node", id(kind)), partial(kind_costs, kind, computing, self.changes)))
+            self.costs.append(
+                self._once(("node", id(kind)), partial(kind_costs, kind, computing, self.parameters, self.changes))
+            )
 
     def add_parameter(self, name: str) -> None:
         """A variable for a parameter whose layout is not one node's choice."""
@@ -91,7 +95,7 @@ class _Builder:
         shape = ground.graph.type_of(name).shape
         forms = [self.kinds[each.node].reads(each.position) for each in ground.readers[name]]
         hub = parameter_hub(forms, shape, only_whole=name in ground.terms.whole)
-        held = holding(ground.problem, ground.devices, name, hub.layouts)
+        held = self.parameters.holding(name, hub.layouts)
         place = self._add_variable(held.update_s, held.gradient_s, held.bytes)
         self._add_readers(place, name, hub)
 
