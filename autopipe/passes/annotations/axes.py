@@ -31,12 +31,16 @@ def cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Shard
     found: dict[str, Cut] = {}
     told: dict[str, str] = {}
     tensors = zip((*own.inputs, *own.outputs), (*space.operands, *space.results), strict=True)
-    for name, dimensions in tensors:
+    for place, (name, dimensions) in enumerate(tensors):
         if name not in shardings or dimensions is None:
             continue
+        windows = {each.dimension: each.axis for each in space.windows_of(place)}
+        dimensions = tuple((windows[at],) if at in windows else each for at, each in enumerate(dimensions))
         shape = graph.type_of(name).shape
         axes = _axes_of(shape, dimensions, space.extents(), shardings[name], f"{where}: tensor {name!r}")
         for axis, degree, places in axes:
+            if degree == 1 and axis in windows.values():
+                continue  # each device may hold more than what its windows read
             cut = Cut(axis, degree, tuple(places[device] for device in devices))
             if found.setdefault(axis, cut) != cut:
                 raise ModelError(

@@ -77,18 +77,23 @@ def _stages(origins: Origins, own: list[int | None]) -> list[int | None]:
 
 
 def _layouts(graph: Graph, node: int, space: Space, stage: Stage) -> dict[str, Layout]:
-    """How the stage's devices hold what a node reads and writes; without values that it reads in several layouts."""
+    """How the stage's devices hold what a node reads and writes.
+
+    Without values that it reads in several layouts, or through windows that equal blocks do not stand for.
+    """
     own, splits, group = graph.nodes[node], stage.splits_of(node), len(stage.devices)
     found: dict[str, set[Layout]] = {}
-    for name, dimensions in zip(own.inputs, space.operands, strict=True):
+    for place, (name, dimensions) in enumerate(zip(own.inputs, space.operands, strict=True)):
         if name and dimensions is not None:
-            layout = operand_layout(dimensions, graph.type_of(name).shape, splits, group)
-            found.setdefault(name, set()).add(layout)
+            shape, windows = graph.type_of(name).shape, space.windows_of(place)
+            layout = operand_layout(dimensions, shape, splits, group, windows)
+            found.setdefault(name, set()).add(layout.even() if layout.even().cuts == layout.cuts else layout)
     for name, dimensions in zip(own.outputs, space.results, strict=True):
         if name and dimensions is not None:
             layout = result_layout(space, dimensions, graph.type_of(name).shape, splits, group)
             found.setdefault(name, set()).add(layout.reduced())
-    return {name: layouts.pop() for name, layouts in found.items() if len(layouts) == 1}
+    single = {name: layouts.pop() for name, layouts in found.items() if len(layouts) == 1}
+    return {name: layout for name, layout in single.items() if not layout.windows}
 
 
 def _axes(node: Node, space: Space, tensors: set[str]) -> set[str]:
