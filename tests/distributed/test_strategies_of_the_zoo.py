@@ -9,13 +9,14 @@ import pytest
 from autopipe.passes.base import Strategy
 from autopipe.passes.lower.traffic import communication_bytes
 from autopipe.passes.placement.expert.strategy import Expert
+from autopipe.passes.placement.pase.strategy import Pase
 from tests.distributed.pool import Pools
 from tests.distributed.running import assert_equal_steps, run_step, schedule_of, write
 from tests.distributed.zoo import DRAWN, MICRO_BATCHES, SAMPLES, SIZES, SmallModel, SmallModels, small_problem
 
 TOLERANCE = 1e-5
 
-CHOOSING: dict[str, Strategy] = {"expert": Expert()}
+CHOOSING: dict[str, Strategy] = {"expert": Expert(), "pase": Pase()}
 
 
 @pytest.mark.distributed

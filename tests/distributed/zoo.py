@@ -9,13 +9,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from autopipe.configs.zoo import MODELS, Settings, build, configure
+from autopipe.ir.cluster import Cluster, Level, Link
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Mode, Problem
 from autopipe.passes.cost.work import annotate
 from autopipe.passes.frontend import read_model
 from tests.distributed.pool import Pools
 from tests.distributed.running import Step, one_device, run_step, write
-from tests.passes.cost.graphs import cluster
+from tests.passes.cost.graphs import device
 
 SIZES: Mapping[str, Settings] = {
     "alexnet": {"hidden": "24", "classes": "12"},
@@ -100,7 +101,12 @@ def small_graph(name: str, samples: int = SAMPLES) -> tuple[Graph, str]:
 
 
 def small_problem(model: SmallModel, devices: int) -> Problem:
-    """Training of a model on a cluster of so many devices, four in a node."""
+    """Training of a model on a cluster of so many devices, four in a node.
+
+    Nothing has a latency there: with one, splits of so small a model in more than one way are never worth it.
+    """
     graph = model.graph
-    links = cluster(devices, per_node=min(devices, 4))
+    inside = min(devices, 4)
+    levels = (Level("node", inside, Link(0.0, 1e10)), Level("cluster", -(-devices // inside), Link(0.0, 1e9)))
+    links = Cluster("toy", (device(latency=0.0),) * devices, levels)
     return Problem(graph, annotate(graph), links, model.samples * MICRO_BATCHES, MICRO_BATCHES, Mode.TRAIN, model.loss)
