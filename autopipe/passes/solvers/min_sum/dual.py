@@ -9,7 +9,7 @@ configuration exactly.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -67,29 +67,46 @@ class Dual:
     def sweep(self, forward: bool) -> tuple[int, ...]:
         """Visit all nodes in order or backwards; the choice that every node made seeing the choices behind it."""
         chosen = [0] * len(self._costs)
-        for node in range(len(self._costs)) if forward else reversed(range(len(self._costs))):
-            behind, ahead = self._into[node], self._out[node]
-            if not forward:
-                behind, ahead = ahead, behind
+        for node, behind, ahead in self._visits(forward):
             seen = self._costs[node] + sum(self._message(edge, not forward) for edge in ahead)
             for edge in behind:
                 source, target = self._ends[edge]
                 matrix = self._matrices[edge]
-                if forward:
-                    seen = seen + matrix[chosen[source]]
-                    self._to_target[edge] = least_difference(matrix, self._to_source[edge], 0)
-                else:
-                    seen = seen + matrix[:, chosen[target]]
-                    self._to_source[edge] = least_difference(matrix, self._to_target[edge], 1)
+                seen = seen + (matrix[chosen[source]] if forward else matrix[:, chosen[target]])
             chosen[node] = int(np.argmin(seen))
-            rest = self._set_aside(node)
-            np.maximum(self.reach[node], rest + self.bound, out=self.reach[node])
-            if ahead:
-                share = rest / max(len(ahead), len(behind))
-                for edge in ahead:
-                    message = self._message(edge, not forward)
-                    message -= share
+            self._visit(node, behind, ahead, forward)
         return tuple(chosen)
+
+    def pairs(self) -> list[Array]:
+        """For every edge a matrix: no choice with these two configurations costs less. Takes a sweep backwards."""
+        reach = list(self._matrices)
+        for node, behind, ahead in self._visits(forward=False):
+            rest = self._visit(node, behind, ahead, forward=False)
+            for edge in behind:
+                moved = self._matrices[edge] - self._to_target[edge]
+                reach[edge] = moved + (self.bound + rest - self._to_source[edge])[:, None]
+        return reach
+
+    def _visits(self, forward: bool) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Nodes, and their edges behind and ahead."""
+        if forward:
+            yield from zip(range(len(self._costs)), self._into, self._out, strict=True)
+        else:
+            yield from zip(reversed(range(len(self._costs))), self._out[::-1], self._into[::-1], strict=True)
+
+    def _visit(self, node: int, behind: list[int], ahead: list[int], forward: bool) -> Array:
+        """Collect, set aside and hand on; what each configuration had above the least."""
+        for edge in behind:
+            if forward:
+                self._to_target[edge] = least_difference(self._matrices[edge], self._to_source[edge], 0)
+            else:
+                self._to_source[edge] = least_difference(self._matrices[edge], self._to_target[edge], 1)
+        rest = self._set_aside(node)
+        np.maximum(self.reach[node], rest + self.bound, out=self.reach[node])
+        for edge in ahead:
+            message = self._message(edge, not forward)
+            message -= rest / max(len(ahead), len(behind))
+        return rest
 
     def copy(self) -> Dual:
         """Another dual that begins where this one is."""

@@ -1,4 +1,4 @@
-"""Lists of labels: pairs of cost and memory for every choice of a scope, those that nothing beats."""
+"""Lists of labels: for every choice of a scope, pairs of cost and memory that nothing beats."""
 
 from __future__ import annotations
 
@@ -9,25 +9,8 @@ import numpy as np
 
 from autopipe.passes.solvers.min_sum.model import Array, Number
 
-
-class TooManyLabelsError(Exception):
-    """More labels would be formed than are wanted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """Which labels may still become what is sought."""
-
-    limit: Number
-    """Bytes that all nodes may need together."""
-    least: Number
-    """Bytes that all nodes need at least."""
-    rate: float
-    """What a byte costs in the bound."""
-    slack: float
-    """How much more than the bound a choice may cost, bytes included."""
-    labels: float
-    """How many may be formed."""
+SPREAD = 16
+"""A join may form so many times the labels that a list may keep."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +21,8 @@ class Front:
     """Of each node of the scope: its configuration."""
     cost: Array
     memory: Array
+    reach: Array
+    """No choice that a label is part of costs less, bytes at their price included."""
     rows: dict[int, Array]
     """By node that is eliminated below: the label of its list that this one is made of."""
     least: Number
@@ -52,59 +37,92 @@ class Front:
             {node: column[labels] for node, column in self.at.items()},
             self.cost[labels],
             self.memory[labels],
+            self.reach[labels],
             {node: column[labels] for node, column in self.rows.items()},
             self.least,
         )
 
 
-def join(one: Front, other: Front, sizes: Sequence[int], wanted: Filter, formed: int) -> Front:
-    """All pairs of labels that agree on the nodes both know.
+@dataclass(slots=True)
+class Sieve:
+    """Keeps the labels that may still become the cheapest choice within the limit."""
 
-    Raises TooManyLabelsError where, after so many `formed`, these are more than wanted.
-    """
-    shared = [node for node in other.at if node in one.at]
-    mine, theirs = _keys(one, shared, sizes), _keys(other, shared, sizes)
-    sort = np.argsort(theirs, kind="stable")
-    theirs = theirs[sort]
-    start = np.searchsorted(theirs, mine, "left")
-    counts = np.searchsorted(theirs, mine, "right") - start
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    if formed + total > wanted.labels:
-        raise TooManyLabelsError
-    left = np.repeat(np.arange(len(one)), counts)
-    right = sort[np.arange(total) + np.repeat(start - ends + counts, counts)]
-    least = one.least + other.least
-    memory = one.memory[left] + other.memory[right]
-    fits = memory <= wanted.limit - (wanted.least - least)
-    left, right = left[fits], right[fits]
-    first, second = one.take(left), other.take(right)
-    return Front(second.at | first.at, first.cost + second.cost, memory[fits], first.rows | second.rows, least)
+    sizes: Sequence[int]
+    """Of every node: its configurations."""
+    limit: Number
+    """Bytes that all nodes may need together."""
+    least: Number
+    """Bytes that all nodes need at least."""
+    rate: float
+    """What a byte costs."""
+    floors: Sequence[Array]
+    """Of every node: no choice with this configuration costs less, bytes at their price included."""
+    bound: float
+    """No choice at all costs less, bytes at their price included."""
+    room: int
+    """Labels that a list may keep."""
+    threshold: float
+    """Only labels that reach this are dropped for their cost. It falls where lists would become too long."""
+    formed: int = 0
+    """Labels so far."""
+
+    def join(self, one: Front, other: Front) -> Front:
+        """All pairs of labels that agree on the nodes both know, and leave memory for the rest."""
+        shared = [node for node in other.at if node in one.at]
+        while True:
+            one, other = (front.take(front.reach < self.threshold) for front in (one, other))
+            mine, theirs = self._keys(one, shared), self._keys(other, shared)
+            sort = np.argsort(theirs, kind="stable")
+            start = np.searchsorted(theirs[sort], mine, "left")
+            counts = np.searchsorted(theirs[sort], mine, "right") - start
+            total = int(counts.sum())
+            if total <= SPREAD * self.room:
+                break
+            self.threshold = float(np.median(np.concatenate([one.reach, other.reach])))
+        self.formed += total
+        left = np.repeat(np.arange(len(one)), counts)
+        right = sort[np.arange(total) + np.repeat(start - np.cumsum(counts) + counts, counts)]
+        least = one.least + other.least
+        memory = one.memory[left] + other.memory[right]
+        fits = memory <= self.limit - (self.least - least)
+        first, second = one.take(left[fits]), other.take(right[fits])
+        reach = np.maximum(first.reach, second.reach)
+        cost = first.cost + second.cost
+        return Front(second.at | first.at, cost, memory[fits], reach, first.rows | second.rows, least)
+
+    def sift(self, front: Front, scope: Iterable[int]) -> Front:
+        """What may be part of the cheapest choice, of labels that make the same choice in the scope.
+
+        Where two agree there, one can stand for the other. So a label goes if another costs and needs no more; and
+        no choice with it can cost less than the least of its scope and what it exceeds the cheapest label by.
+        """
+        groups, inverse = np.unique(self._keys(front, scope), return_inverse=True)
+        value = front.cost + self.rate * front.memory
+        cheapest = np.full(len(groups), np.inf)
+        np.minimum.at(cheapest, inverse, value)
+        floor = np.full(len(front), self.bound)
+        for node in scope:
+            np.maximum(floor, self.floors[node][front.at[node]], out=floor)
+        reach = np.maximum(front.reach, floor + (value - cheapest[inverse]))
+        labels = np.flatnonzero(reach < self.threshold)
+        labels = labels[_unbeaten(inverse[labels], front.cost[labels], front.memory[labels])]
+        if len(labels) > self.room:
+            self.threshold = float(np.partition(reach[labels], self.room)[self.room])
+            labels = labels[reach[labels] < self.threshold]
+        kept = front.take(labels)
+        return Front(kept.at, kept.cost, kept.memory, reach[labels], kept.rows, kept.least)
+
+    def _keys(self, front: Front, scope: Iterable[int]) -> Array:
+        """One number for every choice of the scope."""
+        keys = np.zeros(len(front), np.int64)
+        for node in scope:
+            keys = keys * self.sizes[node] + front.at[node]
+        return keys
 
 
-def best_of(front: Front, scope: Iterable[int], sizes: Sequence[int], wanted: Filter) -> Array:
-    """The labels that may be part of what is sought, of those that make the same choice in the scope.
-
-    A label goes where another costs and needs no more, and where it exceeds the least of its scope by more than the
-    slack: with that least in its place, what it is part of would cost less than the bound allows.
-    """
-    keys = _keys(front, scope, sizes)
-    value = front.cost + wanted.rate * front.memory
-    sort = np.lexsort((front.cost, front.memory, keys))
-    keys, value = keys[sort], value[sort]
-    begins = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
-    group = np.repeat(np.arange(len(begins)), np.diff(np.r_[begins, len(keys)]))
-    close = value - np.minimum.reduceat(value, begins)[group] <= wanted.slack
-    sort, group = sort[close], group[close]
+def _unbeaten(groups: Array, cost: Array, memory: Array) -> Array:
+    """Of each group: the labels than which no other costs and needs as little; one of equals."""
+    sort = np.lexsort((cost, memory, groups))
     # Ranks of later groups lie below those of earlier ones, so that the running least begins anew with each.
-    rank = np.unique(front.cost[sort], return_inverse=True)[1] - group * len(sort)
-    cheaper = np.r_[True, rank[1:] < np.minimum.accumulate(rank)[:-1]]
-    return sort[cheaper]
-
-
-def _keys(front: Front, scope: Iterable[int], sizes: Sequence[int]) -> Array:
-    """One number for every choice of the scope."""
-    keys = np.zeros(len(front), np.int64)
-    for node in scope:
-        keys = keys * sizes[node] + front.at[node]
-    return keys
+    rank = np.unique(cost[sort], return_inverse=True)[1] - groups[sort] * len(sort)
+    return sort[np.flatnonzero(np.r_[True, rank[1:] < np.minimum.accumulate(rank)[:-1]])] if len(sort) else sort

@@ -8,16 +8,19 @@ from typing import Protocol
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.solvers.min_sum.elimination import MAX_BYTES, eliminate_in, size
-from autopipe.passes.solvers.min_sum.front import Filter, TooManyLabelsError
+from autopipe.passes.solvers.min_sum.front import Sieve
 from autopipe.passes.solvers.min_sum.fronts import eliminate_within, least_memory
 from autopipe.passes.solvers.min_sum.model import MinSum, Number
 from autopipe.passes.solvers.min_sum.ordering import smallest_table
 from autopipe.passes.solvers.min_sum.part import Part
-from autopipe.passes.solvers.min_sum.restriction import Kept, chosen, restricted
+from autopipe.passes.solvers.min_sum.restriction import chosen, restricted
 
-LABEL = 50
+SHARES = (1.0, 0.3, 0.1, 0.03, 0.01)
+"""Of the gap: configurations are eliminated up to the first of these thresholds whose work is allowed."""
+LABEL = 100
 """Sums that could be compared in the time that a label takes."""
-MAX_LABELS = 4e6
+MAX_ROOM = 200_000
+"""Labels that a list may keep."""
 
 
 class Goal(Protocol):
@@ -32,15 +35,16 @@ class Goal(Protocol):
 
     @property
     def cutoff(self) -> float:
-        """Configurations that cost no less, in the model that is searched, are in no better choice."""
+        """A part in whose model everything costs as much holds nothing better."""
 
     def offer(self, choice: Sequence[int]) -> None:
         """Take the choice if it is better."""
 
-    def eliminate(self, part: Part, positions: Kept, threshold: float, work: float) -> float | None:
-        """Offer the best choice of the configurations at these positions, if it costs no more than the threshold.
+    def eliminate(self, part: Part, low: float, work: float) -> tuple[float, float]:
+        """Offer the best choice of as many of the part's cheapest configurations as can be eliminated with the work.
 
-        Returns the work that took; None where it would take more than `work`, and nothing was done.
+        Returns what that proves, `low` being known: that all choices in the part which are better than the best known
+        cost no less. And the work that it took.
         """
 
 
@@ -64,17 +68,21 @@ class Unlimited:
         if not self.choice or cost < self.cost:
             self.choice, self.cost = tuple(choice), cost
 
-    def eliminate(self, part: Part, positions: Kept, threshold: float, work: float) -> float | None:
-        """By tables."""
-        sizes = [len(places) for places in positions]
-        order = smallest_table(part.around, sizes)
-        takes = size(part.around, sizes, order)
-        if takes.work > work or 8 * takes.entries > MAX_BYTES:
-            return None
-        kept = part.at(positions)
-        with suppress(InfeasibleError):
-            self.offer(chosen(kept, eliminate_in(restricted(self._model, kept), order).choice))
-        return takes.work
+    def eliminate(self, part: Part, low: float, work: float) -> tuple[float, float]:
+        """By tables: those up to a threshold. Where none of their choices costs as little, none of the part's does."""
+        top = min(self.cutoff, part.top)
+        for share in SHARES:
+            threshold = low + share * (top - low)
+            positions = part.within(threshold)
+            sizes = [len(places) for places in positions]
+            order = smallest_table(part.around, sizes)
+            takes = size(part.around, sizes, order)
+            if takes.work <= work and 8 * takes.entries <= MAX_BYTES:
+                kept = part.at(positions)
+                with suppress(InfeasibleError):
+                    self.offer(chosen(kept, eliminate_in(restricted(self._model, kept), order).choice))
+                return self.cutoff if share == 1.0 else min(threshold, self.cutoff), takes.work
+        return low, 0.0
 
 
 class Within:
@@ -103,18 +111,23 @@ class Within:
         if cost < self.cost and memory <= self.limit:
             self.choice, self.cost, self.memory = tuple(choice), cost, memory
 
-    def eliminate(self, part: Part, positions: Kept, threshold: float, work: float) -> float | None:
-        """By lists of labels."""
-        kept = part.at(positions)
-        model = restricted(self._model, kept)
-        order = smallest_table(part.around, [len(places) for places in positions])
-        length = min(MAX_LABELS, work / LABEL)
-        slack = threshold - self.bound + part.dual.rounding
-        wanted = Filter(self.limit, sum(least_memory(model)), self.rate, slack, length)
-        try:
-            found, labels = eliminate_within(model, order, wanted)
-        except TooManyLabelsError:
-            return None
+    def eliminate(self, part: Part, low: float, work: float) -> tuple[float, float]:
+        """By lists of labels, as long as the work allows."""
+        model = restricted(self._model, part.kept)
+        sizes = [len(keep) for keep in part.kept]
+        rounding = part.dual.rounding
+        sieve = Sieve(
+            sizes=sizes,
+            limit=self.limit,
+            least=sum(least_memory(model)),
+            rate=self.rate,
+            floors=part.dual.reach,
+            bound=self.bound,
+            room=min(MAX_ROOM, max(1, round(work / LABEL / len(sizes)))),
+            threshold=self.cutoff + 2 * rounding,
+        )
+        pairs = part.dual.pairs()
+        found = eliminate_within(model, smallest_table(part.around, sizes), sieve, pairs)
         if found:
-            self.offer(chosen(kept, found))
-        return LABEL * labels
+            self.offer(chosen(part.kept, found))
+        return max(low, min(sieve.threshold - rounding, self.cutoff)), part.dual.work + LABEL * sieve.formed

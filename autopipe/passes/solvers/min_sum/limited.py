@@ -61,7 +61,7 @@ def _solve_from(start: Sequence[int], model: MinSum, limit: Number, budget: Budg
     bound = max(float(free.bound), _price(model, goal, free, budget))
     proven = bound >= goal.cost
     if not proven:
-        reached = search(Part(priced(model, goal.rate)), goal, budget)
+        reached = search(Part(priced(model, goal.rate), everything(model)), goal, budget)
         proven = reached >= goal.cutoff
         bound = max(bound, reached - goal.rate * limit)
     return Answer(goal.choice, goal.cost, bound_of(bound, goal.cost, proven), proven, goal.memory)

@@ -10,27 +10,34 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.solvers.min_sum.dual import Dual
 from autopipe.passes.solvers.min_sum.model import Array, MinSum
 from autopipe.passes.solvers.min_sum.ordering import neighbours
-from autopipe.passes.solvers.min_sum.restriction import Kept, Support, chosen, everything, restricted
+from autopipe.passes.solvers.min_sum.restriction import Kept, Support, chosen, restricted
 
 
 class Part:
     """Configurations of a merged model, and a dual that knows no others."""
 
-    def __init__(self, model: MinSum) -> None:
-        """All configurations. Raises InfeasibleError where every choice is forbidden, as far as neighbours show it."""
+    kept: Kept
+
+    def __init__(self, model: MinSum, kept: Kept) -> None:
+        """Begins with what is kept. Raises InfeasibleError where every choice is forbidden, as far as pairs show it."""
         self._support = Support(model)
-        self._kept = self._support.of(everything(model))
+        self.kept = self._support.of(kept)
         self.around = neighbours(model)
-        self.dual = Dual(restricted(model, self._kept))
+        self.dual = Dual(restricted(model, self.kept))
 
     @property
     def bound(self) -> float:
         """No choice in the part costs less."""
         return max(self.dual.bound, *(float(reach.min()) for reach in self.dual.reach)) - self.dual.rounding
 
+    @property
+    def top(self) -> float:
+        """The highest bound of a configuration."""
+        return max(float(reach.max()) for reach in self.dual.reach)
+
     def sweep(self, forward: bool) -> tuple[int, ...]:
         """One sweep of the dual; the choice it came upon."""
-        return chosen(self._kept, self.dual.sweep(forward))
+        return chosen(self.kept, self.dual.sweep(forward))
 
     def within(self, threshold: float) -> list[Array]:
         """Positions of the configurations that may be in a choice which costs no more than this."""
@@ -38,7 +45,7 @@ class Part:
 
     def at(self, positions: Kept) -> list[Array]:
         """The configurations at these positions."""
-        return [keep[places] for keep, places in zip(self._kept, positions, strict=True)]
+        return [keep[places] for keep, places in zip(self.kept, positions, strict=True)]
 
     def narrow(self, threshold: float) -> None:
         """Drop configurations that are in no choice which costs as little, once that halves the work of a sweep.
@@ -49,29 +56,29 @@ class Part:
         sizes = [len(places) for places in positions]
         if not all(sizes):
             raise InfeasibleError("no choice costs as little")
-        if 2 * self.dual.cells(sizes) < self.dual.cells([len(keep) for keep in self._kept]):
+        if 2 * self.dual.cells(sizes) < self.dual.cells([len(keep) for keep in self.kept]):
             self._keep(positions)
 
     def _keep(self, positions: Kept) -> None:
         """Drop all others, and those that have no neighbour left. Raises InfeasibleError where a node has none left."""
         kept = self._support.of(self.at(positions))
-        self.dual.restrict([np.searchsorted(old, new) for old, new in zip(self._kept, kept, strict=True)])
-        self._kept = kept
+        self.dual.restrict([np.searchsorted(old, new) for old, new in zip(self.kept, kept, strict=True)])
+        self.kept = kept
 
     def halves(self) -> list[Part]:
         """The part cut in two at the node that most others depend on, cheaper configurations and dearer ones.
 
         None where only one choice was left, which a sweep has come upon.
         """
-        open_nodes = {node for node, keep in enumerate(self._kept) if len(keep) > 1}
+        open_nodes = {node for node, keep in enumerate(self.kept) if len(keep) > 1}
         if not open_nodes:
             return []
-        node = max(open_nodes, key=lambda n: len(self._kept[n]) ** 0.5 * (1 + len(self.around[n] & open_nodes)))
+        node = max(open_nodes, key=lambda n: len(self.kept[n]) ** 0.5 * (1 + len(self.around[n] & open_nodes)))
         cheapest = np.argsort(self.dual.reach[node], kind="stable")
         middle = len(cheapest) // 2
         parts = []
         for places in (cheapest[:middle], cheapest[middle:]):
-            positions = [np.arange(len(keep)) for keep in self._kept]
+            positions = [np.arange(len(keep)) for keep in self.kept]
             positions[node] = np.sort(places)
             part = copy.copy(self)
             part.dual = self.dual.copy()

@@ -21,8 +21,6 @@ PATIENCE = 50
 """Where they do not, elimination may take so many times the work of the sweeps before the part is cut in two."""
 SMALL = 1e5
 """Sums that an elimination may always compare."""
-SHARES = (1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
-"""Of the gap: configurations are eliminated up to the first of these thresholds whose work is allowed."""
 
 
 def search(root: Part, goal: Goal, budget: Budget) -> float:
@@ -63,18 +61,8 @@ def _refine(part: Part, bound: float, goal: Goal, budget: Budget) -> float:
         before = part.bound
         bound = max(bound, part.bound)
         if bound < goal.cutoff:
-            bound = _eliminate(part, bound, goal, work * (PATIENCE if stalled else 1), budget)
+            allowed = max(SMALL, min(budget.left, work * (PATIENCE if stalled else 1)))
+            bound, took = goal.eliminate(part, bound, allowed)
+            budget.spend(took)
         if stalled or bound >= goal.cutoff or not budget.left:
             return bound
-
-
-def _eliminate(part: Part, low: float, goal: Goal, allowed: float, budget: Budget) -> float:
-    """Eliminate as many of the cheapest configurations as the work allows; what that proves of the part."""
-    top = min(goal.cutoff, max(float(reach.max()) for reach in part.dual.reach))
-    for share in SHARES:
-        threshold = low + share * (top - low)
-        work = goal.eliminate(part, part.within(threshold), threshold, max(SMALL, min(allowed, budget.left)))
-        if work is not None:
-            budget.spend(work)
-            return goal.cutoff if share == 1.0 else min(threshold, goal.cutoff)
-    return low

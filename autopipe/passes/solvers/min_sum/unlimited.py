@@ -10,6 +10,7 @@ from autopipe.passes.solvers.min_sum.budget import Budget
 from autopipe.passes.solvers.min_sum.goal import Unlimited
 from autopipe.passes.solvers.min_sum.model import MinSum
 from autopipe.passes.solvers.min_sum.part import Part
+from autopipe.passes.solvers.min_sum.restriction import everything
 from autopipe.passes.solvers.min_sum.search import search
 
 
@@ -19,7 +20,7 @@ def solve_unlimited(model: MinSum, budget: Budget) -> Answer:
     Raises InfeasibleError where every choice is forbidden. Where none was found in time, the answer's cost is inf.
     """
     goal = Unlimited(model)
-    bound = search(Part(model), goal, budget)
+    bound = search(Part(model, everything(model)), goal, budget)
     proven = bound >= goal.cutoff
     if proven and math.isinf(goal.cost):
         raise InfeasibleError("every choice of configurations has a forbidden one, or a forbidden pair")
