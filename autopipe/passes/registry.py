@@ -14,9 +14,11 @@ from typing import Any
 from autopipe.ir.errors import ConfigurationError
 
 STRATEGIES = {
+    "breadth_first": "autopipe.passes.placement.pase.breadth_first:BreadthFirst",
     "data_parallel": "autopipe.passes.placement.data_parallel:DataParallel",
     "expert": "autopipe.passes.placement.expert.strategy:Expert",
     "manual": "autopipe.passes.placement.manual:Manual",
+    "mcmc": "autopipe.passes.placement.pase.mcmc:Mcmc",
     "one_weird_trick": "autopipe.passes.placement.expert.one_weird_trick:OneWeirdTrick",
     "pase": "autopipe.passes.placement.pase.strategy:Pase",
     "pipedream": "autopipe.passes.placement.pipedream.strategy:PipeDream",

@@ -1,4 +1,4 @@
-"""Expert strategies for models of the zoo, from a command line to four verified ranks."""
+"""Baselines of pase, expert strategies above all, for models of the zoo, from a command line to four verified ranks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.distributed
 
 TINY = {"hidden": "16", "heads": "4", "vocabulary": "64"}
 GPT = TINY | {"layers": "1", "sequence": "8"}
+RNNLM = {"hidden": "8", "vocabulary": "64", "sequence": "4"}
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,10 @@ GPT = TINY | {"layers": "1", "sequence": "8"}
         ("bert", GPT, "expert", ("tensor=2",), {(2,), (2, 2)}),
         ("alexnet", {"classes": "12"}, "one_weird_trick", (), {(4,)}),
         ("alexnet", {"hidden": "6"}, "expert", (), {(4,), (2, 2)}),
-        ("rnnlm", {"hidden": "8", "vocabulary": "64", "sequence": "4"}, "expert", (), {(2,)}),
+        ("rnnlm", RNNLM, "expert", (), {(2,)}),
+        ("alexnet", {"classes": "12"}, "breadth_first", (), None),
+        ("gpt", GPT, "mcmc", ("iterations=200", "temperature=5"), None),
+        ("rnnlm", RNNLM, "mcmc", ("iterations=50", "temperature=5"), None),
     ],
 )
 def test_training_equals_one_device(
@@ -38,7 +42,7 @@ def test_training_equals_one_device(
     settings: dict[str, str],
     strategy: str,
     flags: tuple[str, ...],
-    degrees: set[tuple[int, ...]],
+    degrees: set[tuple[int, ...]] | None,
 ) -> None:
     file, plan = tmp_path / "model.onnx", tmp_path / "plan"
     build(configure(model, settings | {"loss": "true"})).save(file)
@@ -47,7 +51,7 @@ def test_training_equals_one_device(
     assert main(["plan", str(file), *sizes, "--strategy", strategy, *options, "-o", str(plan), "-q"]) == 0
     stages = json.loads((plan / "plan.json").read_text(encoding="utf-8"))["placement"]["stages"]
     found = {tuple(degree for _, degree in each["split"]) for stage in stages for each in stage["splits"]}
-    assert found == degrees
+    assert degrees is None or found == degrees
     assert main(["codegen", str(plan), "-q"]) == 0
     code, checks = verified(plan / "program", capsys)
     assert code == 0

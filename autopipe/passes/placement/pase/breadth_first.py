@@ -1,0 +1,49 @@
+"""Dynamic programming over operators in breadth-first order: what PaSE's order is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.placement import Placement
+from autopipe.ir.problem import Problem
+from autopipe.passes.placement.pase.placing import in_one_stage
+from autopipe.passes.placement.pase.tables import Tables
+from autopipe.passes.solvers.min_sum import Answer, TableTooLargeError, eliminate
+from autopipe.passes.spmd.wishes import check_wishes
+
+
+@dataclass(frozen=True, slots=True)
+class BreadthFirst:
+    """Finds the splits that make a step shortest by dynamic programming in breadth-first order: a baseline for pase.
+
+    Elango, "PaSE" (IPDPS 2021), section III-A. It is exact, knows no memory limit while it searches, and gives up where
+    its tables do not fit: on most models with branches.
+    """
+
+    name: ClassVar[str] = "breadth_first"
+
+    def requires(self, problem: Problem) -> None:
+        """Raise InfeasibleError for an empty model."""
+        if not problem.graph.nodes:
+            raise InfeasibleError("the model has no operators to place")
+
+    def run(self, problem: Problem) -> Placement:
+        """One stage.
+
+        Raises ConfigurationError for a constraint it does not fulfil, InfeasibleError where tables are too large, with
+        their size, or memory does not hold the placement.
+        """
+        placement = in_one_stage(problem, self._eliminated)
+        check_wishes(problem, placement, self.name)
+        return placement
+
+    def _eliminated(self, tables: Tables) -> Answer:
+        try:
+            return eliminate(tables.model, ordering="breadth_first")
+        except TableTooLargeError as error:
+            size = error.message.partition(";")[0]
+            raise InfeasibleError(
+                f"breadth_first cannot search this model: {size}", hint="strategy pase finds the same with less"
+            ) from error

@@ -1,0 +1,75 @@
+"""A random walk through the strategies that pase chooses from, as FlexFlow searches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.placement import Placement
+from autopipe.ir.problem import Problem
+from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.placement.pase.configurations import Splits
+from autopipe.passes.placement.pase.placing import in_one_stage
+from autopipe.passes.placement.pase.tables import Tables
+from autopipe.passes.solvers.min_sum import Answer
+from autopipe.passes.solvers.min_sum.metropolis import walk
+from autopipe.passes.spmd.wishes import check_wishes
+
+
+@dataclass(frozen=True, slots=True)
+class Mcmc:
+    """Changes one operator's split at random, again and again, and keeps the best it meets: a baseline for pase.
+
+    It begins with data parallelism, and accepts what costs more with a chance that falls with the difference: the
+    Metropolis search of Jia et al., "Beyond Data and Model Parallelism for Deep Neural Networks" (FlexFlow, 2018),
+    section 6, over pase's splits and costs. The problem's seed draws the changes.
+    """
+
+    iterations: int = 20_000
+    """The most changes that are tried; fewer where half of them brought nothing better."""
+    temperature: float = 0.1
+    """How much worse a change may be for a chance of 1 in e, as a share of what one operator costs on average."""
+
+    name: ClassVar[str] = "mcmc"
+
+    def requires(self, problem: Problem) -> None:
+        """Raise ConfigurationError for options out of range, InfeasibleError for an empty model."""
+        if self.iterations < 0 or self.temperature < 0:
+            raise ConfigurationError("iterations and temperature must be 0 or more", where="strategy")
+        if not problem.graph.nodes:
+            raise InfeasibleError("the model has no operators to place")
+
+    def run(self, problem: Problem) -> Placement:
+        """One stage. Raises ConfigurationError for a constraint it does not fulfil, InfeasibleError for memory."""
+        placement = in_one_stage(problem, lambda tables: self._walk(problem, tables))
+        check_wishes(problem, placement, self.name)
+        return placement
+
+    def _walk(self, problem: Problem, tables: Tables) -> Answer:
+        model = tables.model
+        hubs = len(model.costs) - len(tables.nodes)
+        return walk(
+            model,
+            [*_data_parallel(problem, tables), *[0] * hubs],
+            iterations=self.iterations,
+            temperature=self.temperature,
+            seed=problem.seed,
+            followers=hubs,
+            memory_limit=min(map(problem.memory_of, range(problem.cluster.size))),
+        )
+
+
+def _data_parallel(problem: Problem, tables: Tables) -> list[int]:
+    """For each node the configuration that shares its samples among most devices, and splits nothing else."""
+    axes = sample_axes(problem.graph).axes
+
+    def degree(node: int, splits: Splits) -> int:
+        if any(split.axis != axes[node] for split in splits):
+            return 0
+        return splits[0].degree if splits else 1
+
+    return [
+        max(range(len(configurations)), key=lambda number: degree(node, configurations[number]))
+        for node, configurations in zip(tables.nodes, tables.configurations, strict=True)
+    ]

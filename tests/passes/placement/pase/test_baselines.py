@@ -1,0 +1,65 @@
+"""mcmc and breadth_first over the same tables as pase."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.placement import Placement
+from autopipe.ir.problem import Constraint, Problem
+from autopipe.passes.cost.stages import stage_costs
+from autopipe.passes.placement.data_parallel import DataParallel
+from autopipe.passes.placement.pase.breadth_first import BreadthFirst
+from autopipe.passes.placement.pase.mcmc import Mcmc
+from autopipe.passes.placement.pase.strategy import Pase
+from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
+from tests.passes.placement.pase.paper.models import model_graph, problem_of
+
+
+def seconds(given: Problem, placement: Placement) -> float:
+    (cost,) = stage_costs(given, placement)
+    return given.micro_batches * (cost.forward_s + cost.backward_s) + cost.gradient_s + cost.update_s
+
+
+@pytest.fixture
+def wide() -> Problem:
+    """Layers whose parameters are too many for data parallelism to be best."""
+    return problem(perceptron([512, 2048, 512, 2048]), cluster(4))
+
+
+def test_a_walk_is_between_data_parallelism_and_the_best(wide: Problem) -> None:
+    best, walked = seconds(wide, Pase().run(wide)), seconds(wide, Mcmc().run(wide))
+    apart = seconds(wide, DataParallel().run(wide))
+    assert best <= walked < apart
+    assert seconds(wide, Mcmc(iterations=0).run(wide)) == apart
+
+
+def test_a_walk_depends_on_the_seed_alone(wide: Problem) -> None:
+    assert Mcmc(iterations=50).run(wide) == Mcmc(iterations=50).run(wide)
+
+
+def test_breadth_first_finds_what_pase_finds(wide: Problem) -> None:
+    assert seconds(wide, BreadthFirst().run(wide)) == pytest.approx(seconds(wide, Pase().run(wide)), rel=1e-12)
+
+
+def test_breadth_first_gives_up_with_the_size_of_its_tables() -> None:
+    given = problem_of(model_graph("transformer", 8), 8)
+    with pytest.raises(InfeasibleError, match=r"breadth_first cannot search this model: elimination needs .* GiB"):
+        BreadthFirst().run(given)
+
+
+@pytest.mark.parametrize("strategy", [Mcmc(), BreadthFirst()])
+def test_what_they_cannot_do_is_refused(strategy: Mcmc | BreadthFirst) -> None:
+    builder = Builder(8, 512)
+    graph = builder.finish(builder.linear("x", 512))
+    whole = problem(graph, cluster(4), constraints=(Constraint("matmul0", split=()),))
+    with pytest.raises(ConfigurationError, match="asks for split not at all, and this node is split"):
+        strategy.run(whole)
+    with pytest.raises(InfeasibleError, match="over the limit"):
+        strategy.run(problem(graph, cluster(4, memory=1000)))
+
+
+def test_options_out_of_range_are_refused(wide: Problem) -> None:
+    for strategy in (Mcmc(iterations=-1), Mcmc(temperature=-0.5)):
+        with pytest.raises(ConfigurationError, match="0 or more"):
+            strategy.requires(wide)
