@@ -17,7 +17,7 @@ from autopipe.ir.errors import ConfigurationError
 if TYPE_CHECKING:
     from rich.table import Table
 
-BENCHMARKS: Final = {"tessel": "autopipe.cli.bench.tessel"}
+BENCHMARKS: Final = {"pase": "autopipe.cli.bench.pase", "tessel": "autopipe.cli.bench.tessel"}
 """A benchmark's name -> the package whose `cases()` lists its parts."""
 
 
