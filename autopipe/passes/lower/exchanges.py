@@ -7,6 +7,7 @@ that is asked for, from the form of it that lacks least.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -75,7 +76,7 @@ def with_exchanges(
     of one's own choice, and `shares` the scalars that may stay partial.
     """
     wanted = _wanted(nodes)
-    state = _Held(group, {name: [layout] for name, layout in taken.items()})
+    state = _Held(group, wanted, {name: [layout] for name, layout in taken.items()})
     for each in nodes:
         for name, need in zip(each.node.inputs, each.operands, strict=True):
             if need is not None:
@@ -86,7 +87,7 @@ def with_exchanges(
                 continue
             held = layout
             if layout.is_partial and not (name in shares and not layout.shape):
-                needs = wanted.get(name, set())
+                needs = wanted.get(name, {})
                 alone = len(needs) == 1 and name not in given
                 for step in reductions(layout, next(iter(needs)) if alone else layout.reduced()):
                     yield Exchange(name, step)
@@ -94,28 +95,42 @@ def with_exchanges(
             state.forms[name] = [held]
 
 
-def _wanted(nodes: Sequence[Laid]) -> dict[str, set[Layout]]:
-    """The layouts in which nodes read each value, but for the windows they read it through."""
-    wanted: dict[str, set[Layout]] = {}
+def _wanted(nodes: Sequence[Laid]) -> dict[str, dict[Layout, None]]:
+    """The layouts in which nodes read each value, in order, but for the windows they read it through."""
+    wanted: dict[str, dict[Layout, None]] = {}
     for each in nodes:
         for name, need in zip(each.node.inputs, each.operands, strict=True):
             if need is not None:
-                wanted.setdefault(name, set()).add(need.even())
+                wanted.setdefault(name, {})[need.even()] = None
     return wanted
 
 
 @dataclass(slots=True)
 class _Held:
-    """The forms in which the group has each value so far, the one it is known by first."""
+    """The forms in which the group has each value so far, the one it is known by first, and those that are `wanted`."""
 
     group: int
+    wanted: dict[str, dict[Layout, None]]
     forms: dict[str, list[Layout]] = field(default_factory=dict)
 
     def brought(self, name: str, need: Layout) -> Iterator[Exchange]:
-        """The exchanges that bring a value into the layout a node needs, where it is not there yet."""
+        """The exchanges that bring a value into the layout a node needs, where it is not there yet.
+
+        Where a later node wants a form that this one is but a cut of, that one is made first.
+        """
         forms = self.forms[name]
         if need in forms:
             return
+        later = (form for form in self.wanted.get(name, ()) if form not in forms and form != need)
+        within = [form for form in later if not lacking(form, need, self.group).any()]
+        if within:
+            yield from self._made(name, max(within, key=lambda form: math.prod(form.local_shape())))
+        if need not in forms:
+            yield from self._made(name, need)
+
+    def _made(self, name: str, need: Layout) -> Iterator[Exchange]:
+        """The steps to a form from the one that lacks least of it."""
+        forms = self.forms[name]
         even = (have for have in forms if not have.windows)
         nearest = min(even, key=lambda have: int(lacking(have, need, self.group).max()))
         for step in steps_between(nearest, need):
