@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
@@ -189,7 +190,8 @@ class _Growing:
         groups = self.draw(st.sampled_from([1, 1, channels]))
         window = self.draw(windows(tuple(extents)))
         kernel = window.pop("kernel_shape")
-        weight = self.weight((CHANNELS * 2 // self.draw(st.sampled_from([1, 2])), channels // groups, *kernel))
+        filters = groups if groups > 1 else CHANNELS * self.draw(st.sampled_from([1, 2]))
+        weight = self.weight((filters, channels // groups, *kernel))
         bias = [self.weight(self.builder.shape(weight)[:1])] if self.draw(st.booleans()) else []
         self.image_made(self.builder.node("Conv", value, weight, *bias, group=groups, **window))
 
@@ -202,6 +204,9 @@ class _Growing:
             del window["dilations"]
             counted = self.draw(st.integers(0, 1))
             self.image_made(self.builder.node("AveragePool", value, count_include_pad=counted, **window))
+
+    def rectified(self) -> None:
+        self.image_made(self.builder.node("Relu", self.image()))
 
     def flat_image(self) -> None:
         value = self.image()
@@ -240,6 +245,18 @@ def graphs(draw: st.DrawFn, train: bool) -> tuple[Graph, str | None]:
     for end in ends[1:]:
         loss = builder.node("Add", loss, builder.mean_square(end))
     return builder.graph(loss), loss
+
+
+@st.composite
+def image_graphs(draw: st.DrawFn, train: bool) -> tuple[Graph, str | None]:
+    """Convolutions and poolings one behind another, with its loss, or with the last two values as outputs."""
+    growing = _Growing(draw)
+    for _ in range(draw(st.integers(2, 5))):
+        draw(st.sampled_from([growing.convolved, growing.convolved, growing.pooled, growing.rectified]))()
+    if not train:
+        return growing.builder.graph(*growing.images[-2:]), None
+    loss = growing.builder.mean_square(growing.images[-1])
+    return growing.builder.graph(loss), loss
 
 
 def _assignment(draw: st.DrawFn, graph: Graph) -> list[list[int]]:
@@ -357,10 +374,13 @@ def _needs(task: Task, edges: tuple[tuple[int, int], ...]) -> set[Task]:
     return found | {Task(task.stage, Phase.FORWARD, task.micro_batch)}
 
 
+Drawn = st.SearchStrategy[tuple[Graph, str | None]]
+
+
 @st.composite
-def cases(draw: st.DrawFn, train: bool) -> Case:
-    """A whole case."""
-    graph, loss = draw(graphs(train))
+def cases(draw: st.DrawFn, train: bool, drawn: Callable[[bool], Drawn] = graphs) -> Case:
+    """A whole case with a graph of those that `drawn` gives."""
+    graph, loss = draw(drawn(train))
     placement = draw(placements(graph))
     placement.verify(graph)
     return Case(graph, placement, draw(schedules(graph, placement, train)), loss)
