@@ -40,11 +40,12 @@ def write(
     folder: Path,
     precision: str = "fp32",
     optimizer: Optimizer = PLAIN,
+    model: Path = Path("model.onnx"),
 ) -> Program:
-    """Write the program into `folder`."""
+    """Write the program into `folder`; stored parameters are read from `model`."""
     program = lower(graph, placement, schedule, loss)
     titles = tuple("A stage." for _ in program.stages), tuple("A rank." for _ in program.ranks)
-    provenance = Provenance("model.onnx", "", "", optimizer, precision, SEED, 0.1, 0.2)
+    provenance = Provenance(str(model), "", "", optimizer, precision, SEED, 0.1, 0.2)
     write_program([ProgramFiles("", program, *titles)], provenance, folder)
     return program
 

@@ -7,22 +7,21 @@ from pathlib import Path
 import pytest
 
 from autopipe.ir.placement import Placement, Stage
-from autopipe.passes.lower.traffic import communication_bytes
 from autopipe.passes.placement.expert.strategy import Expert
 from tests.distributed.pool import Pools
-from tests.distributed.running import assert_equal_steps, run_step, schedule_of, write
-from tests.distributed.zoo import DRAWN, MICRO_BATCHES, SAMPLES, SmallModel, SmallModels, small_problem
+from tests.distributed.trained import Trained, check, problem_of
+from tests.distributed.zoo import SmallModels
 
 pytestmark = pytest.mark.distributed
 
 
-def two_stages(model: SmallModel, groups: tuple[tuple[int, ...], tuple[int, ...]], recompute: bool) -> Placement:
+def two_stages(model: Trained, groups: tuple[tuple[int, ...], tuple[int, ...]], recompute: bool) -> Placement:
     """Halves of the model, each split as an expert splits the whole of it over four devices, two a layer."""
-    (whole,) = Expert(tensor=2).run(small_problem(model, 4)).stages
+    (whole,) = Expert(tensor=2).run(problem_of(model, 4)).stages
     half = len(whole.nodes) // 2
     return Placement(
         tuple(
-            Stage(nodes, group, SAMPLES, tuple(each for each in whole.splits if each[0] in nodes), recompute)
+            Stage(nodes, group, model.samples, tuple(each for each in whole.splits if each[0] in nodes), recompute)
             for nodes, group in zip((whole.nodes[:half], whole.nodes[half:]), groups, strict=True)
         )
     )
@@ -46,10 +45,5 @@ def test_two_stages_of_two_by_two(
     products = [node for node, each in enumerate(model.graph.nodes) if each.op in ("MatMul", "Gemm")]
     split_both_ways = [stage.splits_of(node) for stage in placement.stages for node in stage.nodes if node in products]
     assert all([split.degree for split in splits] == [2, 2] for splits in split_both_ways)
-    schedule = schedule_of(model.graph, placement, MICRO_BATCHES)
-    write(model.graph, placement, schedule, model.loss, tmp_path / "program")
-    found = run_step(pools, tmp_path / "program", None, *DRAWN)
-    assert_equal_steps(found, model.step, 1e-5)
-    moved = found.moved
-    assert moved == communication_bytes(model.graph, placement, MICRO_BATCHES, 8, model.loss)
-    assert moved["all_reduce"] and moved["send"] and moved["gradient"]
+    moved = check(pools, model, placement, tmp_path).moved
+    assert moved and moved["all_reduce"] and moved["send"] and moved["gradient"]

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from autopipe.configs.zoo import MODELS, Settings, build, configure
-from autopipe.ir.cluster import Cluster, Level, Link
 from autopipe.ir.graph import Graph
-from autopipe.ir.problem import Mode, Problem
-from autopipe.passes.cost.work import annotate
 from autopipe.passes.frontend import read_model
 from tests.distributed.pool import Pools
-from tests.distributed.running import Step, one_device, run_step, write
-from tests.passes.cost.graphs import device
+from tests.distributed.trained import Trained, trained
 
 SIZES: Mapping[str, Settings] = {
     "alexnet": {"hidden": "24", "classes": "12"},
@@ -52,22 +47,6 @@ SIZES: Mapping[str, Settings] = {
 assert SIZES.keys() == MODELS.keys()
 
 SAMPLES = 12
-MICRO_BATCHES = 2
-DRAWN = ("--seed", "6")
-"""Parameters and data with which no unit of any model lies so near to where a ReLU or a maximum turns that rounding
-in single precision decides which side it is on: there gradients jump, whoever computes them."""
-
-
-@dataclass(frozen=True, slots=True)
-class SmallModel:
-    """Training of a model: the graph of one micro-batch of `samples`, its loss, and what one device computes in a
-    step."""
-
-    name: str
-    samples: int
-    graph: Graph
-    loss: str
-    step: Step
 
 
 class SmallModels:
@@ -75,17 +54,13 @@ class SmallModels:
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
-        self._known: dict[tuple[str, int], SmallModel] = {}
+        self._known: dict[tuple[str, int], Trained] = {}
 
-    def of(self, name: str, samples: int = SAMPLES) -> SmallModel:
+    def of(self, name: str, samples: int = SAMPLES) -> Trained:
         """The model called `name` with so many samples a micro-batch."""
         if (name, samples) not in self._known:
             graph, loss = small_graph(name, samples)
-            with TemporaryDirectory() as folder:
-                program = Path(folder) / "program"
-                write(graph, *one_device(graph, MICRO_BATCHES, True, samples), loss, program)
-                step = run_step(self._pools, program, None, *DRAWN)
-            self._known[name, samples] = SmallModel(name, samples, graph, loss, step)
+            self._known[name, samples] = trained(self._pools, name, graph, loss)
         return self._known[name, samples]
 
 
@@ -98,15 +73,3 @@ def small_graph(name: str, samples: int = SAMPLES) -> tuple[Graph, str]:
         build(configure(name, settings)).save(path)
         model = read_model(path, batch=samples)
     return model.graph, model.loss
-
-
-def small_problem(model: SmallModel, devices: int) -> Problem:
-    """Training of a model on a cluster of so many devices, four in a node.
-
-    Nothing has a latency there: with one, splits of so small a model in more than one way are never worth it.
-    """
-    graph = model.graph
-    inside = min(devices, 4)
-    levels = (Level("node", inside, Link(0.0, 1e10)), Level("cluster", -(-devices // inside), Link(0.0, 1e9)))
-    links = Cluster("toy", (device(latency=0.0),) * devices, levels)
-    return Problem(graph, annotate(graph), links, model.samples * MICRO_BATCHES, MICRO_BATCHES, Mode.TRAIN, model.loss)
