@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from autopipe.ir.ops.lines import aligned, marked, names, positive, spell, unindexed
-from autopipe.ir.ops.row import Line, Operator, Signature, per_result, separates_samples
+from autopipe.ir.ops.row import Line, Operator, Signature, Statistics, per_result, separates_samples
 from autopipe.ir.ops.statistics import Statistic, joint_splits, reduced, rows, single
 from autopipe.ir.space import Space
 
@@ -131,7 +131,7 @@ def _normalization(
     notation: Callable[[Signature], Line],
     flops: float,
     mixes_samples: Callable[[Signature], bool] = separates_samples,
-    statistics: Callable[[Signature, Space, Mapping[str, int]], tuple[Statistic, ...]] = moment_statistics,
+    statistics: Statistics = moment_statistics,
 ) -> Operator:
     return Operator(
         name,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from autopipe.ir.ops.lines import axes_of, marked, names, positive, replaced, spell, unindexed, with_whole
-from autopipe.ir.ops.row import Line, Operator, Signature, no_flops
+from autopipe.ir.ops.row import Line, Operator, Signature, Statistics, no_flops, no_statistics
+from autopipe.ir.ops.statistics import Statistic, joint_splits, reduced, rows, single
 from autopipe.ir.space import Space
 
 
@@ -20,9 +21,10 @@ def reduced_axes(signature: Signature) -> tuple[int, ...]:
 
 
 def _reduce(mark: str) -> Callable[[Signature], Line]:
-    """`a r+ -> a 1`, or `a r+ -> a` where dimensions are dropped."""
+    """`a r+ -> a 1`, or `a r+ -> a` where dimensions are dropped; whole numbers are not agreed on."""
 
     def line(signature: Signature) -> Line:
+        own = "!" if mark == "=" and not signature.operand(0).dtype.is_floating else mark
         axes = reduced_axes(signature)
         words = names(len(signature.operand(0).shape))
         if signature.node.integer("keepdims", 1):
@@ -30,7 +32,7 @@ def _reduce(mark: str) -> Callable[[Signature], Line]:
         else:
             result = [word for axis, word in enumerate(words) if axis not in axes]
         rest = [None if value is None else unindexed(value.shape) for value in signature.operands[1:]]
-        return spell([marked(words, axes, mark), *rest], [result])
+        return spell([marked(words, axes, own), *rest], [result])
 
     return line
 
@@ -45,7 +47,7 @@ def _index_of_extreme(signature: Signature) -> Line:
     words = names(len(signature.operand(0).shape))
     kept = replaced(words, [axis])
     result = kept if signature.node.integer("keepdims", 1) else [*words[:axis], *words[axis + 1 :]]
-    return spell([marked(words, [axis], "!")], [result])
+    return spell([marked(words, [axis], "=" if signature.operand(0).dtype.is_floating else "!")], [result])
 
 
 def running_axis(signature: Signature) -> int:
@@ -85,8 +87,41 @@ def _per_operand(coefficient: float) -> Callable[[Signature, Space], float]:
     return lambda signature, space: coefficient * signature.operand(0).elements
 
 
-def _row(name: str, mark: str, cost: float = 1.0, keeps: tuple[str, ...] = ()) -> Operator:
-    return Operator(name, _reduce(mark), "reduction", _per_operand(cost), 1.0, keeps, static=(1,))
+def _told(forward: tuple[int, ...], backward: tuple[int, ...]) -> Statistics:
+    """So many numbers for each row in each exchange."""
+
+    def statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
+        width = single(signature.operand(0).dtype)
+        numbers = [tuple(width * count for count in counts) for counts in (forward, backward)]
+        return reduced(joint_splits(space, degrees), rows(space, degrees), *numbers)
+
+    return statistics
+
+
+def _index_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
+    """The extreme of each row, then its place, a whole number of 64 bits."""
+    width = single(signature.operand(0).dtype)
+    return reduced(joint_splits(space, degrees), rows(space, degrees), (width, 8), ())
+
+
+def _row(
+    name: str, mark: str, cost: float = 1.0, keeps: tuple[str, ...] = (), statistics: Statistics = no_statistics
+) -> Operator:
+    return Operator(
+        name, _reduce(mark), "reduction", _per_operand(cost), 1.0, keeps, static=(1,), statistics=statistics
+    )
+
+
+def _index(name: str) -> Operator:
+    return Operator(
+        name,
+        _index_of_extreme,
+        "reduction",
+        _per_operand(1.0),
+        0.0,
+        differentiable=False,
+        statistics=_index_statistics,
+    )
 
 
 REDUCTION = (
@@ -94,14 +129,14 @@ REDUCTION = (
     _row("ReduceMean", "~"),
     _row("ReduceL1", "+", 2.0, keeps=("0",)),
     _row("ReduceSumSquare", "+", 2.0, keeps=("0",)),
-    _row("ReduceL2", "!", 2.0, keeps=("0", ">0")),
-    _row("ReduceMax", "!", keeps=("0", ">0")),
-    _row("ReduceMin", "!", keeps=("0", ">0")),
+    _row("ReduceL2", "=", 2.0, keeps=("0", ">0"), statistics=_told((1,), (1,))),
+    _row("ReduceMax", "=", keeps=("0", ">0"), statistics=_told((1,), (2,))),
+    _row("ReduceMin", "=", keeps=("0", ">0"), statistics=_told((1,), (2,))),
     _row("ReduceProd", "!", keeps=("0", ">0")),
-    _row("ReduceLogSum", "!"),
-    _row("ReduceLogSumExp", "!", 6.0, keeps=("0", ">0")),
-    Operator("ArgMax", _index_of_extreme, "reduction", _per_operand(1.0), 0.0, differentiable=False),
-    Operator("ArgMin", _index_of_extreme, "reduction", _per_operand(1.0), 0.0, differentiable=False),
+    _row("ReduceLogSum", "=", statistics=_told((1,), (1,))),
+    _row("ReduceLogSumExp", "=", 6.0, keeps=("0", ">0"), statistics=_told((1, 1), (1,))),
+    _index("ArgMax"),
+    _index("ArgMin"),
     Operator("CumSum", _running, "reduction", _per_operand(1.0), 1.0, static=(1,)),
     Operator("CumProd", _running, "reduction", _per_operand(1.0), 2.0, keeps=("0", ">0"), static=(1,)),
     Operator("TopK", _top_k, "reduction", _per_operand(4.0), 1.0, keeps=(">1",), static=(1,)),

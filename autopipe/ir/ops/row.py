@@ -80,6 +80,10 @@ def no_flops(signature: Signature, space: Space) -> float:
     return 0.0
 
 
+Statistics = Callable[[Signature, Space, Mapping[str, int]], tuple[Statistic, ...]]
+"""What an operator tells other devices, from one use's signature and space and the degrees of its splits by axis."""
+
+
 def no_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
     """For operators that tell other devices nothing."""
     return ()
@@ -115,7 +119,7 @@ class Operator:
     mixes_samples: Callable[[Signature], bool] = separates_samples
     """Whether one use's result of a sample depends on other samples of the batch in a way that a micro-batch changes
     (BatchNormalization in training mode, a mean loss that ignores some labels); the frontend warns."""
-    statistics: Callable[[Signature, Space, Mapping[str, int]], tuple[Statistic, ...]] = no_statistics
+    statistics: Statistics = no_statistics
     """What the operator itself exchanges when it is split along joint axes, in the order in which it does: from the
     whole tensors' signature, its space, and all degrees by axis."""
     types: frozenset[DType] = field(default_factory=lambda: frozenset(DType))

@@ -123,3 +123,47 @@ def test_half_precision_is_normalised_in_single() -> None:
     joined = torch.cat(together([run] * 2), 1)
     assert joined.dtype is torch.float16
     torch.testing.assert_close(joined, F.layer_norm(whole.float(), (8,)).half(), rtol=2e-3, atol=2e-3)
+
+
+REDUCTIONS = ("ReduceL2", "ReduceMax", "ReduceMin", "ReduceLogSum", "ReduceLogSumExp")
+
+
+@pytest.mark.parametrize("keepdims", [0, 1])
+@pytest.mark.parametrize("op", REDUCTIONS)
+def test_reductions_that_do_not_add_up(op: str, keepdims: int) -> None:
+    values = np.abs(normal(0, 4, 3, 6)) + 0.1 if op == "ReduceLogSum" else normal(0, 4, 3, 6)
+    use = use_of(op, [values, np.array([0, 2])], keepdims=keepdims)
+    assert joint_axes(use) == {"d0", "d2"}
+    assert check(use) == 3
+    assert check_pairs(use) == 6
+
+
+def test_the_equal_share_the_gradient_wherever_they_lie() -> None:
+    values = np.array([[3.0, 1.0, 3.0, 3.0], [0.0, 2.0, 1.0, -1.0], [5.0, 5.0, 5.0, 5.0]])
+    for op in ("ReduceMax", "ReduceMin"):
+        assert check(use_of(op, [values, np.array([1])])) == 2
+
+
+def test_whole_numbers_are_not_agreed_on() -> None:
+    assert joint_axes(use_of("ReduceMax", [np.arange(6).reshape(2, 3), np.array([1])])) == set()
+    assert joint_axes(use_of("ArgMin", [np.arange(6).reshape(2, 3)], axis=1)) == set()
+
+
+@pytest.mark.parametrize("last", [0, 1])
+@pytest.mark.parametrize("op", ["ArgMax", "ArgMin"])
+def test_places_of_equals(op: str, last: int) -> None:
+    values = np.array([[3.0, 1.0, 3.0, 1.0], [0.0, 2.0, 0.0, 2.0], [5.0, 5.0, 5.0, 5.0]])
+    for keepdims in (0, 1):
+        assert check(use_of(op, [values], axis=1, select_last_index=last, keepdims=keepdims)) == 2
+
+
+@pytest.mark.parametrize("values", [np.zeros((2, 4)), np.full((2, 4), -np.inf)])
+def test_rows_without_a_norm(values: np.ndarray) -> None:
+    if np.isfinite(values).all():
+        assert check(use_of("ReduceL2", [values, np.array([1])])) == 2
+
+    def run(member: Member) -> Tensor:
+        return operators.log_sum_exp_part(torch.tensor(values).chunk(2, 1)[member.position], (1,), False, member)
+
+    for found in together([run] * 2):
+        torch.testing.assert_close(found, torch.logsumexp(torch.tensor(values), 1))

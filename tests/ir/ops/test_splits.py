@@ -137,14 +137,24 @@ def test_indexing(shape: tuple[int, ...], seed: int, data: st.DataObject) -> Non
 
 
 @given(
-    SHAPES, SEEDS, st.data(), st.sampled_from(("ReduceSum", "ReduceMean", "ReduceL1", "ReduceSumSquare", "ReduceMax"))
+    SHAPES,
+    SEEDS,
+    st.data(),
+    st.sampled_from(
+        ("ReduceSum", "ReduceMean", "ReduceL1", "ReduceSumSquare", "ReduceMax", "ReduceL2", "ReduceLogSumExp")
+    ),
 )
 @settings(max_examples=60, deadline=None)
 def test_reductions_add_up_or_average(shape: tuple[int, ...], seed: int, data: st.DataObject, op: str) -> None:
     axes = data.draw(st.sets(st.integers(0, len(shape) - 1), min_size=1).map(sorted))
     use = use_of(op, [normal(seed, *shape), integers(axes)], keepdims=data.draw(st.sampled_from((0, 1))))
     kinds = {use.space.operands[0][axis][0]: shape[axis] for axis in axes}
-    wanted = {"ReduceMean": AxisKind.MEAN, "ReduceMax": AxisKind.WHOLE}.get(op, AxisKind.SUM)
+    wanted = {
+        "ReduceMean": AxisKind.MEAN,
+        "ReduceMax": AxisKind.AGREED,
+        "ReduceL2": AxisKind.AGREED,
+        "ReduceLogSumExp": AxisKind.AGREED,
+    }.get(op, AxisKind.SUM)
     assert {use.space.axis(name).kind for name in kinds} == {wanted}
     check(use)
 
@@ -158,10 +168,9 @@ def test_orders_and_running_sums_keep_their_axis_whole(shape: tuple[int, ...], s
     for use in (
         use_of("CumSum", [array, np.array(axis)], exclusive=1),
         use_of("TopK", [array, integers([1])], axis=axis, results=2),
-        use_of("ArgMax", [array], axis=axis),
     ):
         assert check(use) == free
-    for op in ("Softmax", "LogSoftmax"):  # Its parts tell one another their largest scores and their sums.
+    for op in ("Softmax", "LogSoftmax", "ArgMax"):  # The parts tell one another their largest scores.
         assert check(use_of(op, [array], axis=axis)) == free + (shape[axis] > 1)
 
 

@@ -119,6 +119,18 @@ class Call:
         return number(self.node.number(name, default))
 
 
+def shared(call: Call, axes: Iterable[str]) -> str:
+    """The code of the group that has `axes` together; "" where this rank has them whole."""
+    names = [name for name in axes if call.is_split(name)]
+    return call.group(*names) if names else ""
+
+
+def called(function: str, operands: str, call: Call) -> str:
+    """A call of a function that gives a tuple of at least as many results as the node."""
+    count = len(call.node.outputs)
+    return f"{function}({operands})[0]" if count == 1 else f"{function}({operands})[:{count}]"
+
+
 def literal(value: bool | int | float | complex) -> str:
     """A Python literal; infinities and NaN become calls of `float`."""
     if isinstance(value, float) and not math.isfinite(value):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autopipe.backends.torch.emission.call import Call, Emitter
-from autopipe.backends.torch.emission.normalization import called, rms_norm, shared
+from autopipe.backends.torch.emission.call import Call, Emitter, called, shared
+from autopipe.backends.torch.emission.normalization import rms_norm
 
 
 def _gelu(approximate: str) -> Emitter:

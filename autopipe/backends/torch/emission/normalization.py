@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from autopipe.backends.torch.emission.call import Call, Emitter
+from autopipe.backends.torch.emission.call import Call, Emitter, called, shared
 from autopipe.ir.ops.lines import positive
 from autopipe.ir.ops.normalization import normalized_axes, softmax_axes, trains, variance_axes
-
-
-def shared(call: Call, axes: Iterable[str]) -> str:
-    """The code of the group that has `axes` together; "" where this rank has them whole."""
-    names = [name for name in axes if call.is_split(name)]
-    return call.group(*names) if names else ""
 
 
 def _batch_norm(call: Call) -> str:
@@ -28,12 +20,6 @@ def _batch_norm(call: Call) -> str:
         return f"F.batch_norm({x}, None, None, {scale}, {bias}, training=True, eps={epsilon})"
     settings = f"{call.stated('momentum', 0.9)}, {epsilon}"
     return called("operators.batch_norm", f"{x}, {scale}, {bias}, {mean}, {variance}, {settings}", call)
-
-
-def called(function: str, operands: str, call: Call) -> str:
-    """A call of a function that gives a tuple of at least as many results as the node."""
-    count = len(call.node.outputs)
-    return f"{function}({operands})[0]" if count == 1 else f"{function}({operands})[:{count}]"
 
 
 def _spatial(call: Call) -> list[str]:

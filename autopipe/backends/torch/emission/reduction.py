@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autopipe.backends.torch.emission.call import Call, Emitter, torch_dtype
+from autopipe.backends.torch.emission.call import Call, Emitter, shared, torch_dtype
 from autopipe.ir.dtype import DType
 from autopipe.ir.ops.reduction import chosen_axis, flattened_axes, reduced_axes, running_axis
 
@@ -22,6 +22,14 @@ def _exact(call: Call) -> str:
     return f", dtype={torch_dtype(dtype)}" if dtype.is_integer else ""
 
 
+def _together(call: Call, function: str, *settings: bool) -> str:
+    """A call of the runtime's reduction of all ranks' parts; "" where this rank has the reduced axes whole."""
+    axes = reduced_axes(call.signature)
+    group = shared(call, (f"d{axis}" for axis in axes))
+    words = [call.arg(0), str(axes), str(bool(call.node.integer("keepdims", 1))), *map(str, settings), group]
+    return f"operators.{function}({', '.join(words)})" if group else ""
+
+
 def _sum(call: Call, code: str) -> str:
     return f"{code}.sum({_axes(call)}{_exact(call)})"
 
@@ -36,11 +44,15 @@ def _norm(call: Call) -> str:
     if call.result().dtype.is_integer:
         total = f"{call.arg(0)}.double().square().sum({_axes(call)}).sqrt()"
         return f"{total}.to({torch_dtype(call.result().dtype)})"
-    return f"torch.linalg.vector_norm({call.arg(0)}, {_axes(call)})"
+    return _together(call, "norm_part") or f"torch.linalg.vector_norm({call.arg(0)}, {_axes(call)})"
 
 
 def _log_sum_exp(call: Call) -> str:
-    return f"torch.logsumexp({call.arg(0)}, {_axes(call)})"
+    return _together(call, "log_sum_exp_part") or f"torch.logsumexp({call.arg(0)}, {_axes(call)})"
+
+
+def _log_sum(call: Call) -> str:
+    return _together(call, "log_sum_part") or f"{_sum(call, call.arg(0))}.log()"
 
 
 def _product(call: Call) -> str:
@@ -64,7 +76,7 @@ def _extreme(method: str) -> Emitter:
             elif not call.result().dtype.is_floating:
                 limit = f"torch.iinfo({dtype}).{'min' if method == 'amax' else 'max'}"
             return f"torch.full({call.result().shape}, {limit}, dtype={dtype}, device=p.device)"
-        return f"{call.arg(0)}.{method}({_axes(call)})"
+        return _together(call, "extreme_part", method == "amax") or f"{call.arg(0)}.{method}({_axes(call)})"
 
     return emit
 
@@ -78,9 +90,14 @@ def _index(function: str) -> Emitter:
     def emit(call: Call) -> str:
         axis = chosen_axis(call.signature)
         keep = ", keepdim=True" if call.node.integer("keepdims", 1) else ""
-        if call.node.integer("select_last_index"):
-            last = call.operand(0).shape[axis] - 1
-            return f"{last} - torch.{function}({call.arg(0)}.flip({axis}), dim={axis}{keep})"
+        last = bool(call.node.integer("select_last_index"))
+        group = shared(call, [f"d{axis}"])
+        if group:
+            settings = f"{axis}, {bool(keep)}, {function == 'argmax'}, {last}"
+            return f"operators.index_of_extreme_part({call.arg(0)}, {settings}, {group})"
+        if last:
+            end = call.operand(0).shape[axis] - 1
+            return f"{end} - torch.{function}({call.arg(0)}.flip({axis}), dim={axis}{keep})"
         return f"torch.{function}({call.arg(0)}, dim={axis}{keep})"
 
     return emit
@@ -114,7 +131,7 @@ REDUCTION: dict[str, Emitter] = {
     "ReduceL1": _reduction(lambda call: _sum(call, f"{call.arg(0)}.abs()"), lambda code: f"{code}.abs()"),
     "ReduceL2": _reduction(_norm, lambda code: f"{code}.abs()"),
     "ReduceSumSquare": _reduction(lambda call: _sum(call, f"{call.arg(0)}.square()"), lambda code: f"{code}.square()"),
-    "ReduceLogSum": _reduction(lambda call: f"{_sum(call, call.arg(0))}.log()", lambda code: f"{code}.log()"),
+    "ReduceLogSum": _reduction(_log_sum, lambda code: f"{code}.log()"),
     "ReduceLogSumExp": _reduction(_log_sum_exp),
     "ReduceMax": _reduction(_extreme("amax")),
     "ReduceMin": _reduction(_extreme("amin")),

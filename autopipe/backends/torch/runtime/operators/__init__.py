@@ -39,6 +39,13 @@ from autopipe.backends.torch.runtime.operators.joint_normalization import (
     skip_layer_norm_part,
     skip_rms_norm_part,
 )
+from autopipe.backends.torch.runtime.operators.joint_reduction import (
+    extreme_part,
+    index_of_extreme_part,
+    log_sum_exp_part,
+    log_sum_part,
+    norm_part,
+)
 from autopipe.backends.torch.runtime.operators.joint_softmax import log_softmax_part, softmax_part
 from autopipe.backends.torch.runtime.operators.losses import cross_entropy
 from autopipe.backends.torch.runtime.operators.movement import col2im, compress, pad, reverse_sequence
@@ -87,6 +94,7 @@ __all__ = [
     "dft",
     "dropout",
     "dynamic_quantize_linear",
+    "extreme_part",
     "gather_elements",
     "gather_nd",
     "gather_part",
@@ -94,11 +102,14 @@ __all__ = [
     "gru",
     "hamming_window",
     "hardmax",
+    "index_of_extreme_part",
     "instance_norm_part",
     "layer_norm",
     "layer_norm_part",
     "local_response_norm",
     "log_softmax_part",
+    "log_sum_exp_part",
+    "log_sum_part",
     "lp_pool",
     "lstm",
     "matmul_integer",
@@ -111,6 +122,7 @@ __all__ = [
     "mel_weights",
     "nll_part",
     "nll_share",
+    "norm_part",
     "normalize_part",
     "once",
     "one_hot",

@@ -65,3 +65,8 @@ def precise(scores: Tensor) -> Tensor:
     """Under autocast softmaxes run in single precision, as torch's own do."""
     narrow = scores.dtype in (torch.bfloat16, torch.float16)
     return scores.float() if narrow and torch.is_autocast_enabled(scores.device.type) else scores
+
+
+def wide(x: Tensor) -> Tensor:
+    """Statistics of half precision are taken in single."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.operators.joint import Joint, precise, summed
+from autopipe.backends.torch.runtime.operators.joint import Joint, precise, summed, wide
 
 Inverse = Callable[[Tensor], Tensor]
 """What to multiply by, from the variance."""
@@ -31,9 +31,9 @@ def layer_norm_part(
 def rms_norm_part(x: Tensor, dims: tuple[int, ...], scale: Tensor, epsilon: float, group: Joint) -> Tensor:
     """This rank's part of a root-mean-square normalisation over `dims`."""
     x = precise(x)
-    wide = _wide(x)
-    squares = summed(wide.square().sum(dims, keepdim=True), group)
-    return (wide * torch.rsqrt(squares / (_count(x, dims) * group.size) + epsilon)).to(x.dtype) * scale
+    data = wide(x)
+    squares = summed(data.square().sum(dims, keepdim=True), group)
+    return (data * torch.rsqrt(squares / (_count(x, dims) * group.size) + epsilon)).to(x.dtype) * scale
 
 
 def skip_layer_norm_part(
@@ -99,22 +99,17 @@ def mean_variance_norm_part(x: Tensor, dims: tuple[int, ...], group: Joint) -> T
 
 def normalize_part(x: Tensor, p: int, dim: int, group: Joint) -> Tensor:
     """This rank's part of x over its p-norm along `dim`; p is 1 or 2."""
-    wide = _wide(x)
+    data = wide(x)
     if p == 1:
-        norm = summed(wide.abs().sum(dim, keepdim=True), group).clamp_min(1e-12)
+        norm = summed(data.abs().sum(dim, keepdim=True), group).clamp_min(1e-12)
     else:
-        norm = summed(wide.square().sum(dim, keepdim=True), group).clamp_min(1e-24).sqrt()
-    return (wide / norm).to(x.dtype)
+        norm = summed(data.square().sum(dim, keepdim=True), group).clamp_min(1e-24).sqrt()
+    return (data / norm).to(x.dtype)
 
 
 def _by_channel(y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     shape = (-1, *[1] * (y.dim() - 2))
     return (y * scale.reshape(shape) + bias.reshape(shape)).to(y.dtype)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Statistics of half precision are taken in single."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _count(x: Tensor, dims: tuple[int, ...]) -> int:
@@ -126,8 +121,7 @@ def _count(x: Tensor, dims: tuple[int, ...]) -> int:
 
 def _standardized(x: Tensor, dims: tuple[int, ...], inverse: Inverse, group: Joint) -> tuple[Tensor, Tensor, Tensor]:
     """x less its mean over all ranks' parts, times `inverse` of the variance; the mean and the variance."""
-    wide = _wide(x)
-    y, mean, variance = _Standardized.apply(wide, dims, inverse, group)  # type: ignore[no-untyped-call]
+    y, mean, variance = _Standardized.apply(wide(x), dims, inverse, group)  # type: ignore[no-untyped-call]
     return y.to(x.dtype), mean, variance
 
 
