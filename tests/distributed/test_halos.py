@@ -28,7 +28,8 @@ from tests.distributed.running import (
     schedule_of,
     write,
 )
-from tests.distributed.zoo import DRAWN, MICRO_BATCHES, SAMPLES, SmallModels
+from tests.distributed.trained import check
+from tests.distributed.zoo import SAMPLES, SmallModels
 
 pytestmark = pytest.mark.distributed
 FOUR = (0, 1, 2, 3)
@@ -77,14 +78,8 @@ def test_models_in_strips_and_squares(
     cuts = tuple((node, cut) for node in nodes if (cut := spatial(model.graph, node, degrees)))
     halved = {model.graph.nodes[node].op for node, _ in cuts}
     assert {"Conv", "MaxPool"} <= halved
-    placement = Placement((Stage(nodes, FOUR, SAMPLES, cuts),))
-    schedule = schedule_of(model.graph, placement, MICRO_BATCHES)
-    write(model.graph, placement, schedule, model.loss, tmp_path / "program")
-    found = run_step(pools, tmp_path / "program", None, *DRAWN)
-    assert_equal_steps(found, model.step, 1e-5)
-    moved = communication_bytes(model.graph, placement, MICRO_BATCHES, 4, model.loss)
-    assert found.moved == moved
-    assert moved["redistribute"] > 0
+    found = check(pools, model, Placement((Stage(nodes, FOUR, SAMPLES, cuts),)), tmp_path)
+    assert found.moved["redistribute"] > 0
 
 
 def test_each_edge_is_sent_once(pools: Pools, tmp_path: Path) -> None:
