@@ -5,27 +5,111 @@ Elango, "PaSE: Parallelization Strategies for Efficient DNN Training", IPDPS 202
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.passes.placement.pase.placing import in_one_stage
-from autopipe.passes.solvers.min_sum import solve
+from autopipe.passes.cost.fit import fitted
+from autopipe.passes.placement.pase.fitting import fit_stage, or_by_samples
+from autopipe.passes.placement.pase.paper.placing import placement_of
+from autopipe.passes.placement.pase.paper.search import search
+from autopipe.passes.placement.pase.skeleton import skeleton_of
+from autopipe.passes.placement.pase.tables import Tables, make_tables
+from autopipe.passes.solvers.min_sum import Answer, MinSum, TableTooLargeError, eliminate, solve
 
 
 @dataclass(frozen=True, slots=True)
 class Pase:
-    """Splits every operator so that the step is shortest, over all devices."""
+    """Splits every operator along any of its axes, so that a step is shortest."""
+
+    solver: Literal["exact", "elimination"] = "exact"
+    """`exact`: a bound from the dual, pruning, and elimination of what is left; within memory. `elimination`: the
+    paper's dynamic programming, which knows no memory and gives up where tables are too large."""
+    ordering: Literal["generate_seq", "breadth_first", "min_fill"] = "generate_seq"
+    """In which order `elimination` takes the operators; the paper's is `generate_seq`."""
+    costs: Literal["autopipe", "pase-paper"] = "autopipe"
+    """`autopipe`: seconds on the cluster at hand. `pase-paper`: the paper's operations and words, to reproduce it."""
+    search_space: Literal["executable", "paper"] = "executable"
+    """`executable`: the splits that programs can be generated for. `paper`: those of the paper, executable or not; it
+    goes with `costs: pase-paper`."""
+    stages: int = 1
+    """Pipeline stages, of equal groups of devices; splits are searched inside each."""
 
     name: ClassVar[str] = "pase"
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError for an empty model."""
+        """Raise ConfigurationError for options that do not go together, InfeasibleError for an empty model."""
+        if (self.costs == "pase-paper") != (self.search_space == "paper"):
+            raise ConfigurationError(
+                f"costs {self.costs} and search_space {self.search_space} do not go together",
+                hint="take costs: pase-paper with search_space: paper, or neither",
+                where="strategy",
+            )
+        if not 1 <= self.stages <= problem.cluster.size:
+            raise ConfigurationError(
+                f"stages is {self.stages}, and there are {problem.cluster.size} devices",
+                hint="give each stage at least one device",
+                where="strategy",
+            )
+        if self.search_space == "paper" and (problem.constraints or self.stages > 1):
+            raise ConfigurationError(
+                "the paper's search space has neither constraints nor stages",
+                hint="take search_space: executable",
+                where="strategy",
+            )
         if not problem.graph.nodes:
             raise InfeasibleError("the model has no operators to place")
 
     def run(self, problem: Problem) -> Placement:
-        """The placement. Raises InfeasibleError where memory does not hold it."""
-        return in_one_stage(problem, lambda tables: solve(tables.model, time_limit=problem.time_limit))
+        """The placement.
+
+        Raises ConfigurationError naming constraints that contradict one another or cannot be followed, InfeasibleError
+        where memory does not hold any placement, with the least excess, or elimination's tables are too large.
+        """
+        clock = _Clock(problem.time_limit)
+        if self.search_space == "paper":
+            found = search(problem, lambda model: self._solved(model, None, clock))
+            return fitted(problem, placement_of(problem, found))
+        skeleton = skeleton_of(problem, self.stages)
+        placement = skeleton.placement
+        for index, (plan, terms) in enumerate(zip(skeleton.plans, skeleton.terms, strict=True)):
+            nodes = [node for node, _ in plan.nodes]
+            tables = make_tables(problem, nodes, placement.stages[index].devices, terms)
+            best = fit_stage(problem, placement, index, tables, self._solver(clock))
+            if not any(node in terms.allowed for node in placement.stages[index].nodes):
+                best = or_by_samples(problem, best, index)
+            placement = best.placement
+        return fitted(problem, placement)
+
+    def _solver(self, clock: _Clock) -> Callable[[Tables, float | None], Answer]:
+        return lambda tables, limit: self._solved(tables.model, limit, clock)
+
+    def _solved(self, model: MinSum, limit: float | None, clock: _Clock) -> Answer:
+        """The answer of the chosen solver, within `limit` bytes."""
+        if self.solver == "exact":
+            return solve(model, limit, clock.left())
+        try:
+            answer = eliminate(model, self.ordering)
+        except TableTooLargeError as error:
+            size = error.message.partition(";")[0]
+            raise InfeasibleError(size, hint="take another ordering, or solver: exact", where="strategy") from error
+        if limit is not None:
+            raise InfeasibleError(
+                "what elimination finds does not fit into memory, and it knows no limit", hint="take solver: exact"
+            )
+        return answer
+
+
+class _Clock:
+    """What is left of a time limit."""
+
+    def __init__(self, limit: float | None) -> None:
+        self._end = None if limit is None else time.monotonic() + limit
+
+    def left(self) -> float | None:
+        """Seconds, at least a moment; None without a limit."""
+        return None if self._end is None else max(0.01, self._end - time.monotonic())
