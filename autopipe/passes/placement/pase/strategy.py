@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import fitted
@@ -40,6 +41,10 @@ class Pase:
     """Pipeline stages, of equal groups of devices; splits are searched inside each."""
 
     name: ClassVar[str] = "pase"
+
+    def pipelined(self, graph: Graph) -> bool:
+        """Whether several stages are asked for."""
+        return self.stages > 1
 
     def requires(self, problem: Problem) -> None:
         """Raise ConfigurationError for options that do not go together, InfeasibleError for an empty model."""
