@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.space import Dimension
+from autopipe.ir.space import Dimension, Windowed
 from autopipe.passes.cost.precision import PRODUCT_KINDS, element_bytes, narrows
 from autopipe.passes.cost.uses import Use
 from autopipe.passes.lower.gradients import differentiable_values
@@ -17,18 +17,25 @@ class Kept:
     """A tensor kept from forward to backward.
 
     Two nodes that keep the same tensor give it the same `key`. `bytes` is its whole size; `dimensions` say, in the
-    axes of the node that keeps it, which splits cut it.
+    axes of the node that keeps it, which splits cut it, and `windows` which dimensions, of what extent, it is read
+    through windows along.
     """
 
     key: tuple[str, int]
     bytes: int
     dimensions: tuple[Dimension, ...]
+    windows: tuple[tuple[Windowed, int], ...] = ()
 
     def local_bytes(self, degrees: dict[str, int]) -> int:
         """Bytes on one device of a group that splits the node's axes by `degrees`."""
         if not degrees:
             return self.bytes
-        return self.bytes // math.prod(degrees.get(axis, 1) for dimension in self.dimensions for axis in dimension)
+        size = self.bytes // math.prod(degrees.get(axis, 1) for dimension in self.dimensions for axis in dimension)
+        for window, extent in self.windows:
+            degree = degrees.get(window.axis, 1)
+            if degree > 1:
+                size = size * window.span(window.count // degree) // extent
+        return size
 
 
 def kept_values(graph: Graph, uses: tuple[Use, ...], precision: str = "fp32") -> tuple[tuple[Kept, ...], ...]:
@@ -73,13 +80,18 @@ class _Keeper:
         if what.startswith(">"):
             position = int(what[1:])
             names, dimensions = node.outputs, use.space.results
-            return self._tensor(names[position], dimensions[position], False) if position < len(names) else []
+            return self._tensor(names[position], dimensions[position], (), False) if position < len(names) else []
         positions = range(len(node.inputs)) if what == "*" else [int(what)]
         return [
             kept
             for position in positions
             if position < len(node.inputs) and self._needs(node, use, position)
-            for kept in self._tensor(node.inputs[position], use.space.operands[position], self._casts(use))
+            for kept in self._tensor(
+                node.inputs[position],
+                use.space.operands[position],
+                use.space.windows_of(position),
+                self._casts(use),
+            )
         ]
 
     def _casts(self, use: Use) -> bool:
@@ -91,14 +103,17 @@ class _Keeper:
             return True
         return any(name in self.gradient for other, name in enumerate(node.inputs) if other != position)
 
-    def _tensor(self, name: str, dimensions: tuple[Dimension, ...] | None, casts: bool) -> list[Kept]:
+    def _tensor(
+        self, name: str, dimensions: tuple[Dimension, ...] | None, windows: tuple[Windowed, ...], casts: bool
+    ) -> list[Kept]:
         if not name:
             return []
+        through = tuple((window, self.graph.type_of(name).shape[window.dimension]) for window in windows)
         root = self.roots.get(name, name)
         value = self.graph.type_of(root)
         width = self.widths[root]
         if casts and value.dtype.is_floating and width > 2:
-            return [Kept((root, 2), value.elements * 2, dimensions or ())]
+            return [Kept((root, 2), value.elements * 2, dimensions or (), through)]
         if root in self.free:
             return []
-        return [Kept((root, width), value.elements * width, dimensions or ())]
+        return [Kept((root, width), value.elements * width, dimensions or (), through)]
