@@ -19,6 +19,8 @@ SHARES = (1.0, 0.3, 0.1, 0.03, 0.01)
 """Of the gap: configurations are eliminated up to the first of these thresholds whose work is allowed."""
 LABEL = 100
 """Sums that could be compared in the time that a label takes."""
+MAX_CELLS = 1e7
+"""Pairs of configurations that are looked at one by one."""
 MAX_ROOM = 200_000
 """Labels that a list may keep."""
 
@@ -112,22 +114,32 @@ class Within:
             self.choice, self.cost, self.memory = tuple(choice), cost, memory
 
     def eliminate(self, part: Part, low: float, work: float) -> tuple[float, float]:
-        """By lists of labels, as long as the work allows."""
-        model = restricted(self._model, part.kept)
-        sizes = [len(keep) for keep in part.kept]
-        rounding = part.dual.rounding
+        """By lists of labels: those up to a threshold, which is lowered where lists become too long."""
+        for share in SHARES:
+            threshold = low + share * (self.cutoff - low)
+            positions = part.within(threshold)
+            if part.dual.cells([len(places) for places in positions]) <= min(MAX_CELLS, work / LABEL):
+                break
+        else:
+            return low, 0.0
+        try:
+            few = part.cut(positions)
+        except InfeasibleError:
+            return threshold, 0.0
+        model = restricted(self._model, few.kept)
+        sizes = [len(keep) for keep in few.kept]
         sieve = Sieve(
             sizes=sizes,
             limit=self.limit,
             least=sum(least_memory(model)),
             rate=self.rate,
-            floors=part.dual.reach,
+            floors=few.dual.reach,
             bound=self.bound,
             room=min(MAX_ROOM, max(1, round(work / LABEL / len(sizes)))),
-            threshold=self.cutoff + 2 * rounding,
+            threshold=threshold + 2 * part.dual.rounding,
         )
-        pairs = part.dual.pairs()
-        found = eliminate_within(model, smallest_table(part.around, sizes), sieve, pairs)
+        pairs = few.dual.pairs()
+        found = eliminate_within(model, smallest_table(few.around, sizes), sieve, pairs)
         if found:
-            self.offer(chosen(part.kept, found))
-        return max(low, min(sieve.threshold - rounding, self.cutoff)), part.dual.work + LABEL * sieve.formed
+            self.offer(chosen(few.kept, found))
+        return max(low, min(sieve.threshold - part.dual.rounding, self.cutoff)), LABEL * sieve.formed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 
 import numpy as np
 
@@ -65,6 +66,13 @@ class Part:
         self.dual.restrict([np.searchsorted(old, new) for old, new in zip(self.kept, kept, strict=True)])
         self.kept = kept
 
+    def cut(self, positions: Kept) -> Part:
+        """Another part, of the configurations at these positions; raises as `narrow` does."""
+        part = copy.copy(self)
+        part.dual = self.dual.copy()
+        part._keep(positions)
+        return part
+
     def halves(self) -> list[Part]:
         """The part cut in two at the node that most others depend on, cheaper configurations and dearer ones.
 
@@ -80,11 +88,6 @@ class Part:
         for places in (cheapest[:middle], cheapest[middle:]):
             positions = [np.arange(len(keep)) for keep in self.kept]
             positions[node] = np.sort(places)
-            part = copy.copy(self)
-            part.dual = self.dual.copy()
-            try:
-                part._keep(positions)
-            except InfeasibleError:
-                continue
-            parts.append(part)
+            with suppress(InfeasibleError):
+                parts.append(self.cut(positions))
         return parts

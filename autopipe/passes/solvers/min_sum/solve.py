@@ -18,5 +18,5 @@ def solve(model: MinSum, memory_limit: Number | None = None, time_limit: float |
     simple = merged(model)
     answer = solve_unlimited(simple, budget)
     if memory_limit is not None and answer.memory > memory_limit:
-        answer = solve_within(simple, memory_limit, budget)
+        answer = solve_within(simple, memory_limit, answer, budget)
     return counted(answer, model)

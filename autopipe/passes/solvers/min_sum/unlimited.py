@@ -19,8 +19,13 @@ def solve_unlimited(model: MinSum, budget: Budget) -> Answer:
 
     Raises InfeasibleError where every choice is forbidden. Where none was found in time, the answer's cost is inf.
     """
+    return solve_part(Part(model, everything(model)), model, budget)
+
+
+def solve_part(part: Part, model: MinSum, budget: Budget) -> Answer:
+    """The best choice among the configurations of a part of the model; as `solve_unlimited` otherwise."""
     goal = Unlimited(model)
-    bound = search(Part(model, everything(model)), goal, budget)
+    bound = search(part, goal, budget)
     proven = bound >= goal.cutoff
     if proven and math.isinf(goal.cost):
         raise InfeasibleError("every choice of configurations has a forbidden one, or a forbidden pair")
