@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Protocol
 
+from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule
@@ -17,6 +18,9 @@ class Strategy(Protocol):
     """Chooses a placement."""
 
     name: ClassVar[str]
+
+    def pipelined(self, graph: Graph) -> bool:
+        """Whether it makes several stages of this graph, which only several micro-batches keep busy at once."""
 
     def requires(self, problem: Problem) -> None:
         """Raise AutopipeError, in one line, where the problem cannot be taken."""

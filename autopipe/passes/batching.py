@@ -35,13 +35,15 @@ def batchings(
     micro_batch_size: int | None,
     own: int | None,
     devices: int,
+    pipelined: bool = True,
 ) -> Iterator[Batching]:
     """The divisions that respect what is given, best first.
 
     `own` is the batch that the model's file fixes: a micro-batch is a part of it. Where no batch is given it is the
     file's own, one of it for each micro-batch asked for; without one, a sample a micro-batch. Where the number of
     micro-batches is open, it is the largest divisor of the batch that is at most `AUTO_PER_DEVICE` times the devices
-    (1 on one device), then smaller ones, then larger ones. Raises ConfigurationError for what does not divide.
+    (1 on one device), then smaller ones, then larger ones; where nothing is `pipelined` it is as small as memory takes.
+    Raises ConfigurationError for what does not divide.
     """
     most = 1 if devices == 1 else AUTO_PER_DEVICE * devices
     if micro_batch_size is not None:
@@ -53,7 +55,8 @@ def batchings(
         counts = [count for count in _divisors(batch) if own is None or own % (batch // count) == 0]
         if not counts:
             raise _not_of_own(batch, own)
-        for count in sorted(counts, key=lambda count: (count > most, abs(count - most))):
+        nearest = sorted(counts, key=lambda count: (count > most, abs(count - most)))
+        for count in nearest if pipelined else sorted(counts):
             yield Batching(batch, count)
 
 

@@ -84,14 +84,8 @@ def make_plan(request: Request, observer: Observer | None = None) -> Planned:
     Raises ConfigurationError, ModelError or InfeasibleError, naming the pass where the message itself names no place.
     """
     runner = Runner(observer or Silent())
-    model, problem = first_problem(request, runner)
-    strategy, scheduler = request.strategy, request.scheduler
-    placement = runner.run(
-        strategy.name,
-        lambda: strategy.run(problem),
-        lambda: strategy.requires(problem),
-        lambda result: result.verify(problem.graph),
-    )
+    scheduler = request.scheduler
+    model, problem, placement = _placed(request, runner)
     graph = StageGraph.of(problem, placement)
     schedule = runner.run(
         scheduler.name,
@@ -152,9 +146,43 @@ def _check_decisions(problem: Problem, plan: Plan) -> None:
 
 def first_problem(request: Request, runner: Runner) -> tuple[Model, Problem]:
     """The problem with the first division of the batch that the model and the strategy take."""
+    return next(_problems(request, runner))
+
+
+def _placed(request: Request, runner: Runner) -> tuple[Model, Problem, Placement]:
+    """The placement, of the first division that has one: smaller micro-batches help where memory is short.
+
+    They do so for a strategy that is not pipelined, and therefore begins with the largest.
+    """
+    strategy = request.strategy
+    refused: InfeasibleError | None = None
+    for model, problem in _problems(request, runner):
+        try:
+            placement = runner.run(
+                strategy.name,
+                partial(strategy.run, problem),
+                partial(strategy.requires, problem),
+                partial(Placement.verify, graph=problem.graph),
+            )
+        except InfeasibleError as error:
+            if strategy.pipelined(problem.graph):
+                raise
+            refused = error
+        else:
+            return model, problem, placement
+    assert refused is not None, "there is a problem, or an error says why not"
+    raise refused
+
+
+def _problems(request: Request, runner: Runner) -> Iterator[tuple[Model, Problem]]:
+    """The problems that the model and the strategy take, with the best division of the batch first.
+
+    Raises the reason against the best division where there is none.
+    """
     read = runner.run("read", lambda: _read(request, None))
     refused: list[AutopipeError] = []
     declined: list[AutopipeError] = []
+    found = False
     try:
         for batching in _divisions(request, read):
             try:
@@ -167,10 +195,12 @@ def first_problem(request: Request, runner: Runner) -> tuple[Model, Problem]:
             except (ConfigurationError, InfeasibleError, ModelError) as error:
                 declined.append(error)
                 continue
-            return model, problem
+            found = True
+            yield model, problem
     except ConfigurationError as error:
         refused.insert(0, error)  # That there is no division says more than why one was refused.
-    raise (declined or refused)[0]
+    if not found:
+        raise (declined or refused)[0]
 
 
 def _divided(request: Request, runner: Runner, read: Model, batching: Batching) -> tuple[Model, Problem]:
@@ -188,9 +218,10 @@ def _divisions(request: Request, read: Model) -> Iterator[Batching]:
     """
     given = request.batch_size, request.micro_batches, request.micro_batch_size
     owns = (None, 1) if read.batch == 1 else (read.batch or 1,)
+    pipelined = request.strategy.pipelined(read.graph)
     seen: set[Batching] = set()
     for own in owns:
-        for batching in batchings(*given, own, request.cluster.size):
+        for batching in batchings(*given, own, request.cluster.size, pipelined):
             if batching not in seen:
                 seen.add(batching)
                 yield batching

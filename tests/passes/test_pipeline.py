@@ -103,9 +103,20 @@ def test_inference_runs_forwards_alone(gpt):
 
 
 def test_a_batch_is_divided_as_the_strategy_needs(gpt):
-    # 16 micro-batches of 1 cannot be shared by 4 replicas; 4 of 4 can.
-    planned = make_plan(dataclasses.replace(request(gpt), strategy=DataParallel()))
-    assert (planned.plan.summary.micro_batches, planned.plan.summary.micro_batch_size) == (4, 4)
+    # One stage gains nothing by several micro-batches but memory; those of 4 samples can still be shared by 4 replicas.
+    free = dataclasses.replace(request(gpt), strategy=DataParallel())
+    planned = make_plan(free)
+    assert (planned.plan.summary.micro_batches, planned.plan.summary.micro_batch_size) == (1, 16)
+    peaks = {
+        count: max(make_plan(dataclasses.replace(free, batch_size=16, micro_batches=count)).timeline.peak_memory)
+        for count in (1, 2, 4)
+    }
+    assert peaks[1] > peaks[2] > peaks[4]
+    for count in (2, 4):
+        tight = make_plan(dataclasses.replace(free, memory_limit=peaks[count]))
+        assert tight.plan.summary.micro_batches == count
+    with pytest.raises(InfeasibleError, match="over the limit"):
+        make_plan(dataclasses.replace(free, memory_limit=1000))
     with pytest.raises(InfeasibleError, match="cannot share"):
         make_plan(dataclasses.replace(request(gpt, batch_size=6), strategy=DataParallel()))
 

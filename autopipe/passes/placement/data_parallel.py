@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.constraints import BATCH_AXIS, Wish, wishes_of
@@ -18,6 +19,10 @@ class DataParallel:
     """Replicates the whole model on every device and sums gradients once a step."""
 
     name: ClassVar[str] = "data_parallel"
+
+    def pipelined(self, graph: Graph) -> bool:
+        """It makes one stage."""
+        return False
 
     def requires(self, problem: Problem) -> None:
         """Raise InfeasibleError unless the devices share a micro-batch equally."""

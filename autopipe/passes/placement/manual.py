@@ -32,6 +32,10 @@ class Manual:
 
     name: ClassVar[str] = "manual"
 
+    def pipelined(self, graph: Graph) -> bool:
+        """It may make several stages."""
+        return True
+
     def requires(self, problem: Problem) -> None:
         """Raise ConfigurationError where there is no constraint to follow."""
         if not problem.constraints:

@@ -28,6 +28,10 @@ class OneWeirdTrick:
 
     name: ClassVar[str] = "one_weird_trick"
 
+    def pipelined(self, graph: Graph) -> bool:
+        """It makes one stage."""
+        return False
+
     def requires(self, problem: Problem) -> None:
         """Raise InfeasibleError for a model without convolutions, or samples that devices cannot share equally."""
         if not has_convolutions(problem.graph):

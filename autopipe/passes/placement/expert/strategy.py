@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.graph import Graph
+from autopipe.ir.ops import operator_of
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import fitted
@@ -32,6 +34,10 @@ class Expert:
     them. Recurrent and convolutional networks have no such groups."""
 
     name: ClassVar[str] = "expert"
+
+    def pipelined(self, graph: Graph) -> bool:
+        """Recurrent layers become stages."""
+        return any((row := operator_of(node)) is not None and row.kind == "recurrent" for node in graph.nodes)
 
     def requires(self, problem: Problem) -> None:
         """Raise ConfigurationError for a negative degree, InfeasibleError for an empty model."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.placement.pase.placing import in_one_stage
@@ -23,6 +24,10 @@ class BreadthFirst:
     """
 
     name: ClassVar[str] = "breadth_first"
+
+    def pipelined(self, graph: Graph) -> bool:
+        """It makes one stage."""
+        return False
 
     def requires(self, problem: Problem) -> None:
         """Raise InfeasibleError for an empty model."""

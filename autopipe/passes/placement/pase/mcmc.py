@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.splits import sample_axes
@@ -32,6 +33,10 @@ class Mcmc:
     """How much worse a change may be for a chance of 1 in e, as a share of what one operator costs on average."""
 
     name: ClassVar[str] = "mcmc"
+
+    def pipelined(self, graph: Graph) -> bool:
+        """It makes one stage."""
+        return False
 
     def requires(self, problem: Problem) -> None:
         """Raise ConfigurationError for options out of range, InfeasibleError for an empty model."""

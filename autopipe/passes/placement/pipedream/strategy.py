@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.chain import make_chain
@@ -37,6 +38,10 @@ class PipeDream:
     """Whether several devices may share a stage's samples."""
 
     name: ClassVar[str] = "pipedream"
+
+    def pipelined(self, graph: Graph) -> bool:
+        """It may make several stages."""
+        return True
 
     def requires(self, problem: Problem) -> None:
         """Raise InfeasibleError where there is nothing to place, ConfigurationError for options out of range."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.chain import Chain
@@ -42,6 +43,10 @@ class TesselShapes:
     """Whether chunks go over the devices back and forth instead of again and again."""
 
     name: ClassVar[str] = "tessel_shapes"
+
+    def pipelined(self, graph: Graph) -> bool:
+        """It may make several stages."""
+        return True
 
     def requires(self, problem: Problem) -> None:
         """Raise ConfigurationError for options out of range or constraints, InfeasibleError for an empty model."""
