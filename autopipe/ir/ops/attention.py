@@ -54,9 +54,12 @@ def is_positional(signature: Signature) -> bool:
 
 
 def attention(signature: Signature) -> Line:
-    """`b (h r) q d, b h k d, b h k v -> b (h r) q v` with d and k whole; q too where masks depend on its place."""
+    """`b (h r) q d, b h k d, b h k v -> b (h r) q v` with d and k whole.
+
+    Where masks depend on places, a device with some of the queries knows which they are; all know all keys and values.
+    """
     heads = heads_of(signature)
-    q = "q!" if is_positional(signature) else "q"
+    q = "q=" if is_positional(signature) or any(value is not None for value in signature.results[1:]) else "q"
     if len(signature.operand(0).shape) == 4:
         first = [["b", "(h r)", q, "d!"], ["b", "h", "k!", "d"], ["b", "h", "k", "v"]]
         result = ["b", "(h r)", "q", "v"]

@@ -40,11 +40,11 @@ def _skip_layer_norm(signature: Signature) -> Line:
 
 
 def _rotary_embedding(signature: Signature) -> Line:
-    """`b h s d, b s, 1 1, 1 1 -> b h s d`, or `b s (h d)`; where one position starts all, s stays whole."""
+    """`b h s d, b s, 1 1, 1 1 -> b h s d`, or `b s (h d)`; where one position starts all, devices count on from it."""
     shape = signature.operand(0).shape
     table = signature.operand(2).shape
     starts = math.prod(signature.operand(1).shape) == 1
-    s = "s!" if starts else "s"
+    s = "s&" if starts else "s"
     first = ["b", "h", s, "d!"] if len(shape) == 4 else ["b", s, "(h d!)"]
     positions = ["1"] * len(signature.operand(1).shape) if starts else ["b", "s"]
     heads = shape[1] if len(shape) == 4 else signature.node.integer("num_heads") or shape[2] // (2 * table[1])

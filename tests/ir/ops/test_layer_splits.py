@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.ops import OPERATORS, signature_of
+from autopipe.ir.space import AxisKind
 from tests.ir.ops.splitting import check, check_pairs, divisible_axes
 from tests.ir.ops.uses import use_of
 
@@ -65,12 +66,12 @@ def test_attention(batch: int, groups: int, repeats: int, flat: bool, causal: bo
     attributes = {"q_num_heads": heads, "kv_num_heads": groups} if flat else {}
     use = use_of("Attention", arrays, is_causal=int(causal), **attributes)
     split = {axis.name for axis in divisible_axes(use.space)}
-    extents = {"b": batch, "h": groups, "r": repeats, "q": 1 if causal else queries, "v": 4}
+    extents = {"b": batch, "h": groups, "r": repeats, "q": queries, "v": 4}
     assert split == {name for name, extent in extents.items() if extent > 1}
     check(use)
 
 
-def test_attention_with_a_cache_splits_by_sample_and_head() -> None:
+def test_attention_with_a_cache_splits_by_sample_head_and_query() -> None:
     arrays = [
         normal(0, 2, 3, 8),
         normal(1, 2, 3, 8),
@@ -80,8 +81,24 @@ def test_attention_with_a_cache_splits_by_sample_and_head() -> None:
         normal(4, 2, 4, 5, 2),
     ]
     use = use_of("Attention", arrays, results=4, q_num_heads=4, kv_num_heads=4, is_causal=1, qk_matmul_output_mode=3)
-    assert {axis.name for axis in divisible_axes(use.space)} == {"b", "h"}
+    assert {axis.name for axis in divisible_axes(use.space)} == {"b", "h", "q"}
     check(use)
+    check_pairs(use)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (1, 0), (2, -1), (-1, 1)])
+def test_queries_know_their_places(window: tuple[int, int]) -> None:
+    arrays: list[np.ndarray | None] = [normal(place, 2, 2, extent, 4) for place, extent in enumerate((4, 6, 6))]
+    settings = {"is_causal": 1, "left_window_size": window[0], "right_window_size": window[1]}
+    settings = {name: value for name, value in settings.items() if value >= 0}
+    lengths = np.array([6, 5])
+    for use in (
+        use_of("Attention", arrays, opset=26, **settings),
+        use_of("Attention", [*arrays, None, None, None, lengths], opset=26, **settings),
+        use_of("Attention", [*arrays, normal(9, 4, 6), None, None, lengths], opset=26, **settings),
+    ):
+        assert use.space.axis("q").kind is AxisKind.AGREED
+        check(use)
 
 
 @given(FEW, st.sampled_from((2, 3, 4)), FEW, SEEDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter
 from autopipe.ir.dtype import DType
+from autopipe.ir.ops.attention import is_positional
 
 _PRECISION = {1: DType.FLOAT32, 10: DType.FLOAT16, 16: DType.BFLOAT16, 11: DType.FLOAT64}
 """Element types by ONNX's TensorProto.DataType."""
@@ -50,7 +51,7 @@ def _is_fused(call: Call) -> bool:
         return False
     if max(node.integer("left_window_size", -1), node.integer("right_window_size", -1)) >= 0:
         return False
-    if _precision(call) is not None:
+    if _precision(call) is not None or (call.is_split("q") and is_positional(call.signature)):
         return False
     if not call.present(3):
         return True
@@ -87,6 +88,8 @@ def _general(call: Call, operands: list[str]) -> str:
         words.append(f"capture={node.integer('qk_matmul_output_mode')}")
     if len(call.operand(0).shape) == 3:
         words.append("merge=True")
+    if call.is_split("q") and is_positional(call.signature):
+        words.append(f"group={call.group('q')}")
     code = f"operators.attention({', '.join(words)})"
     return f"{code}[0]" if len(outputs) == 1 else f"{code}[:{len(outputs)}]"
 

@@ -47,7 +47,10 @@ def _rotary_embedding(call: Call) -> str:
     shape, positions = call.operand(0).shape, call.arg(1)
     seq = shape[2] if len(shape) == 4 else shape[1]
     if call.operand(1).elements == 1:
-        positions = f"({positions}.reshape(()) + torch.arange({seq}, device=p.device)).expand({shape[0]}, {seq})"
+        start = f"{positions}.reshape(())"
+        if call.is_split("s"):
+            start += f" + {call.group('s')}.position * {seq}"
+        positions = f"({start} + torch.arange({seq}, device=p.device)).expand({shape[0]}, {seq})"
     words = [call.arg(2), call.arg(3), positions]
     if call.node.integer("interleaved"):
         words.append("interleaved=True")

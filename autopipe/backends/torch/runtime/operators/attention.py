@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopipe.backends.torch.runtime.operators.joint import Joint
+
 
 def attention(
     query: Tensor,
@@ -25,6 +27,7 @@ def attention(
     precision: torch.dtype | None = None,
     capture: int | None = None,
     merge: bool = False,
+    group: Joint | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Attention of [b, h, s, d] tensors; query heads may be a multiple of the key-value heads.
 
@@ -32,14 +35,16 @@ def attention(
     sees keys up to i + offset where `causal`, and from `window[0]` before to `window[1]` behind it (-1: no bound); the
     offset is the number of past keys, or `lengths` less the queries. Returns the result ([b, s, h * d] with `merge`),
     all keys, all values, and what `capture` asks for: scores as they are (0), capped (1), masked (2), or
-    probabilities (3).
+    probabilities (3). With `group` the queries are this rank's part of them, and everything else is whole.
     """
-    offset: int | Tensor = 0
+    queries = query.shape[2] * (1 if group is None else group.size)
+    first = 0 if group is None else group.position * query.shape[2]
+    offset: int | Tensor = first
     if past_key is not None and past_value is not None:
-        offset = past_key.shape[2]
+        offset = past_key.shape[2] + first
         key, value = torch.cat((past_key, key), 2), torch.cat((past_value, value), 2)
     elif lengths is not None:
-        offset = lengths.reshape(-1, 1, 1, 1) - query.shape[2]
+        offset = lengths.reshape(-1, 1, 1, 1) - queries + first
     allowed = _allowed(query, key, offset, causal, window, lengths)
     bias = _bias(query, key, mask, allowed)
     gqa = query.shape[1] != key.shape[1]
