@@ -19,41 +19,65 @@ Solver = Callable[[Tables, float | None], Answer]
 _ROUNDS = 6
 """How often the limit that the search is given is corrected by what its answer really takes."""
 
+_CLOSE = 0.02
+"""Of the limit: it is corrected no further than that."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A placement whose stage `index` has the splits of `answer`, and what that stage costs."""
+    """A placement whose stage in question has the splits of `answer`, and what that stage costs."""
 
     placement: Placement
     answer: Answer
     cost: StageCost
+    excess: int
+    """By how much the fullest of the stage's devices, `worst`, is over its limit."""
+    worst: int
 
 
 def fit_stage(problem: Problem, placement: Placement, index: int, tables: Tables, solver: Solver) -> Fitted:
     """`placement` with the best splits of stage `index` that its devices hold.
 
-    The model's memory leaves out what passes: what an answer really needs beyond the model's figure is taken off the
-    limit of the next. Raises InfeasibleError, with the least excess that was met, where nothing fits.
+    The model's memory leaves out what comes and goes: how much of the limit that takes is found by trying, as it
+    depends on the splits. Raises InfeasibleError, with the least excess that was met, where nothing fits.
     """
-    devices = placement.stages[index].devices
-    limit: float | None = None
-    least: tuple[int, int] | None = None
-    for _ in range(_ROUNDS):
+
+    def tried(limit: float | None) -> Fitted:
         answer = solver(tables, limit)
-        found = _with_splits(placement, index, tables.splits(answer.choice))
-        costs = stage_costs(problem, found)
-        used = device_memory(problem, found, costs)
-        excess, worst = max((used[device] - problem.memory_of(device), device) for device in devices)
-        if excess <= 0:
-            return Fitted(found, answer, costs[index])
-        least = min(least or (excess, worst), (excess, worst))
-        if not answer.fits:
+        return _measured(problem, _with_splits(placement, index, tables.splits(answer.choice)), index, answer)
+
+    found = tried(None)
+    if found.excess <= 0:
+        return found
+    best, least = None, found
+    above, below = float(found.answer.memory), 0.0
+    limit = above - found.excess
+    for _ in range(_ROUNDS):
+        found = tried(limit)
+        if found.excess <= 0:
+            best = found if best is None else min(best, found, key=lambda each: step_seconds(problem, each.cost))
+            below = max(below, float(found.answer.memory))
+        else:
+            least = min(least, found, key=lambda each: each.excess)
+            above = limit
+        if best is None and not found.answer.fits:
             break
-        limit = min(float(answer.memory), limit or float("inf")) - excess
-    assert least is not None
-    excess, worst = least
-    need = problem.memory_of(worst) + excess
-    raise out_of_memory(problem, [index], len(placement.stages), worst, need, least=True)
+        if above - below < _CLOSE * above:
+            break
+        limit = (above + below) / 2 if best is not None else min(limit, float(found.answer.memory)) - found.excess
+    if best is not None:
+        return best
+    need = problem.memory_of(least.worst) + least.excess
+    raise out_of_memory(problem, [index], len(placement.stages), least.worst, need, least=True)
+
+
+def _measured(problem: Problem, placement: Placement, index: int, answer: Answer) -> Fitted:
+    """What a placement takes, whatever the model said."""
+    costs = stage_costs(problem, placement)
+    used = device_memory(problem, placement, costs)
+    devices = placement.stages[index].devices
+    excess, worst = max((used[device] - problem.memory_of(device), device) for device in devices)
+    return Fitted(placement, answer, costs[index], excess, worst)
 
 
 def step_seconds(problem: Problem, cost: StageCost) -> float:
@@ -71,13 +95,10 @@ def or_by_samples(problem: Problem, fitted: Fitted, index: int) -> Fitted:
     samples = sample_axes(problem.graph)
     if any(not samples.divides(node, len(stage.devices)) for node in stage.nodes):
         return fitted
-    other = _with_splits(fitted.placement, index, samples.splits(stage.nodes, len(stage.devices)))
-    costs = stage_costs(problem, other)
-    used = device_memory(problem, other, costs)
-    fits = all(used[device] <= problem.memory_of(device) for device in stage.devices)
-    if fits and step_seconds(problem, costs[index]) < step_seconds(problem, fitted.cost):
-        return replace(fitted, placement=other, cost=costs[index])
-    return fitted
+    splits = samples.splits(stage.nodes, len(stage.devices))
+    other = _measured(problem, _with_splits(fitted.placement, index, splits), index, fitted.answer)
+    is_faster = step_seconds(problem, other.cost) < step_seconds(problem, fitted.cost)
+    return other if other.excess <= 0 and is_faster else fitted
 
 
 def _with_splits(placement: Placement, index: int, splits: tuple[tuple[int, tuple[Split, ...]], ...]) -> Placement:

@@ -1,0 +1,91 @@
+"""Constraints are followed, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopipe.ir.errors import AutopipeError, ConfigurationError
+from autopipe.ir.placement import Placement, Split
+from autopipe.ir.problem import Constraint
+from autopipe.passes.placement.pase.strategy import Pase
+from tests.passes.cost.graphs import cluster, perceptron, problem
+
+GRAPH = perceptron([12, 24, 12])
+"""matmul0 relu1 matmul2 relu3, on eight samples."""
+
+
+def run(*constraints: Constraint, stages: int = 1, devices: int = 4) -> Placement:
+    return Pase(stages=stages).run(problem(GRAPH, cluster(devices), constraints=constraints))
+
+
+def test_a_split_is_kept_and_the_others_follow() -> None:
+    (stage,) = run(Constraint("matmul0", split=(("n", 2), ("b", 2)))).stages
+    assert stage.splits_of(0) == (Split("n", 2), Split("m", 2)), "outer to inner as asked for; b are the samples"
+
+
+def test_no_split_on_purpose() -> None:
+    (stage,) = run(Constraint("*", split=())).stages
+    assert stage.splits == ()
+
+
+def test_devices_of_the_one_stage() -> None:
+    (stage,) = run(Constraint("relu1", devices=(2, 3))).stages
+    assert stage.devices == (2, 3)
+
+
+def test_stages_and_their_devices() -> None:
+    first, second = run(Constraint("matmul2", stage=0), stages=2).stages
+    assert 2 in first.nodes and second.nodes == (3,)
+    first, second = run(Constraint("relu1", devices=(2, 3)), stages=2).stages
+    assert first.nodes == (0,) and second.devices == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("constraints", "stages", "message", "where"),
+    [
+        ((Constraint("matmul*", split=(("n", 2),)), Constraint("matmul2", split=(("n", 4),))), 1, "'matmul\\*' and "
+         "the constraint on 'matmul2' ask for different splits", "'matmul2'"),
+        ((Constraint("matmul0", split=(("n", 5),)),), 1, "'matmul0' splits axis 'n' into 5 parts, which do not divide "
+         "its extent 24", "'matmul0'"),
+        ((Constraint("matmul0", split=(("n", 3),)),), 1, "split this node n:3, but its stage has 4 devices",
+         "'matmul0'"),
+        ((Constraint("matmul0", split=(("n", 8),)),), 1, "split this node n:8, but its stage has 4 devices",
+         "'matmul0'"),
+        ((Constraint("matmul0", split=(("q", 2),)),), 1, "splits axis 'q', which none of its nodes has", ""),
+        ((Constraint("nothing", split=(("n", 2),)),), 1, "no node's name matches 'nothing'", "constraints"),
+        ((Constraint("relu1", devices=(4,)),), 1, "there is no device 4", ""),
+        ((Constraint("relu1", devices=(0,)), Constraint("relu3", devices=(1,))), 1, "ask for different devices, and "
+         "there is one stage", ""),
+        ((Constraint("relu1", stage=1),), 1, "'relu1' asks for stage 1, and pase makes 1", ""),
+        ((Constraint("relu1", devices=(0, 2)),), 2, "asks for devices \\[0, 2\\], which no stage has", ""),
+        ((Constraint("relu1", stage=0, devices=(2, 3)),), 2, "asks for stage 0 and for the devices of stage 1", ""),
+        ((Constraint("matmul0", stage=1), Constraint("relu3", stage=0)), 2, "no place to end stage 0 of 2: 'matmul0' "
+         "comes before 'relu3'", "constraints"),
+        ((Constraint("*", stage=0),), 2, "no place to end stage 0 of 2", "constraints"),
+        ((Constraint("relu1", stage=0, pipeline=1),), 1, "is for pipeline 1, but this strategy makes 1", ""),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_followed_is_named(
+    constraints: tuple[Constraint, ...], stages: int, message: str, where: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        run(*constraints, stages=stages)
+    assert (caught.value.where or "") == where
+
+
+def test_constraints_that_leave_only_what_costs_much_are_followed() -> None:
+    alone = (Constraint("matmul0", split=(("k", 4),)), Constraint("relu1", split=(("x1", 4),)))
+    (stage,) = run(*alone, Constraint("matmul2", split=(("n", 4),)), Constraint("relu3", split=(("x0", 4),))).stages
+    assert [stage.splits_of(node)[0].axis for node in range(4)] == ["k", "x1", "n", "x0"]
+
+
+def test_an_extent_that_no_degree_divides_stays_whole() -> None:
+    """Seven devices share nothing of a model of even sizes: all compute all of it."""
+    (stage,) = run(devices=7).stages
+    assert stage.splits == ()
+
+
+def test_paper_mode_takes_none() -> None:
+    given = problem(GRAPH, cluster(4), constraints=(Constraint("*", split=()),))
+    with pytest.raises(AutopipeError, match="neither constraints nor stages"):
+        Pase(costs="pase-paper", search_space="paper").requires(given)

@@ -1,0 +1,124 @@
+"""What the strategy promises: within memory, never worse than sharing samples alone, in stages, within a time limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.graph import Graph
+from autopipe.ir.placement import Placement, Split
+from autopipe.passes.cost.fit import device_memory
+from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.cost.stages import stage_costs
+from autopipe.passes.placement.pase.strategy import Pase
+from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
+from tests.passes.placement.pase.random_graphs import graphs, seconds_of
+
+
+def memory_of(given: object, placement: Placement) -> int:
+    return max(device_memory(given, placement, stage_costs(given, placement)))  # type: ignore[arg-type]
+
+
+@settings(max_examples=30)
+@given(graphs(), st.sampled_from([cluster(2), cluster(4, 2), cluster(6)]))
+def test_never_below_data_parallelism(graph: Graph, devices: Cluster) -> None:
+    given = problem(graph, devices)
+    (stage,) = Pase().run(given).stages
+    samples, group = sample_axes(graph), devices.size
+    if all(samples.divides(node, group) for node in range(len(graph.nodes))):
+        shared = samples.splits(range(len(graph.nodes)), group)
+        assert seconds_of(given, stage.splits) <= seconds_of(given, shared)
+
+
+def test_large_layers_are_split_by_columns_and_rows() -> None:
+    """A few samples and large weights: exchanging gradients would cost more than exchanging values."""
+    given = problem(perceptron([512, 2048, 512], batch=8), cluster(4), micro_batches=1)
+    (stage,) = Pase().run(given).stages
+    assert stage.splits_of(0) == (Split("n", 4),)
+    assert stage.splits_of(2) == (Split("k", 4),)
+
+
+@pytest.mark.parametrize("ordering", ["generate_seq", "breadth_first", "min_fill"])
+def test_elimination_finds_the_same(ordering: str) -> None:
+    given = problem(perceptron([64, 256, 64, 256]), cluster(4, 2))
+    (exact,) = Pase().run(given).stages
+    (other,) = Pase(solver="elimination", ordering=ordering).run(given).stages  # type: ignore[arg-type]
+    assert seconds_of(given, exact.splits) == pytest.approx(seconds_of(given, other.splits), rel=1e-12)
+
+
+def test_what_is_found_fits_into_memory_where_the_fastest_does_not() -> None:
+    """With many samples data parallelism is fastest, but each device then holds all parameters."""
+    free = problem(perceptron([1024, 1024, 1024], batch=1024), cluster(4), micro_batches=8)
+    fastest = Pase().run(free)
+    need = memory_of(free, fastest)
+    tight = replace(free, memory_limit=int(need * 0.7))
+    placement = Pase().run(tight)
+    assert memory_of(tight, placement) <= int(need * 0.7)
+    assert seconds_of(free, placement.stages[0].splits) > seconds_of(free, fastest.stages[0].splits)
+
+
+def test_where_nothing_fits_the_least_excess_is_told() -> None:
+    given = problem(perceptron([256, 1024, 256]), cluster(4), memory_limit=1000)
+    with pytest.raises(InfeasibleError, match=r"over the limit of 0.98 KiB, in the placement that needs least"):
+        Pase().run(given)
+
+
+def test_stages_of_equal_groups_are_split_inside() -> None:
+    given = problem(perceptron([512, 2048, 512, 2048, 512], batch=8), cluster(8, 4))
+    first, second = Pase(stages=2).run(given).stages
+    assert (first.devices, second.devices) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert set(first.nodes) | set(second.nodes) == set(range(8))
+    assert first.splits and second.splits
+    assert all(split.degree <= 4 for stage in (first, second) for _, splits in stage.splits for split in splits)
+
+
+def test_more_stages_than_operators() -> None:
+    with pytest.raises(InfeasibleError, match="2 operators cannot be cut into 4 stages"):
+        Pase(stages=4).run(problem(perceptron([8, 8]), cluster(4)))
+
+
+def test_a_parameter_of_two_stages() -> None:
+    builder = Builder(8, 64)
+    weight = builder.parameter("w", (64, 64))
+    data = builder.relu(builder.matmul("x", weight))
+    given = problem(builder.finish(builder.matmul(data, weight)), cluster(4, 2))
+    first, second = stage_costs(given, Pase(stages=2).run(given))
+    assert first.parameter_bytes == second.parameter_bytes, "whole in both, or cut equally"
+
+
+def test_a_moment_is_enough_for_some_answer() -> None:
+    given = problem(perceptron([64, 256, 64, 256]), cluster(4, 2), time_limit=1e-9)
+    Pase().run(given).verify(given.graph)
+
+
+def test_equal_problems_have_equal_answers() -> None:
+    given = problem(perceptron([64, 256, 64, 256]), cluster(6, 3))
+    assert Pase().run(given) == Pase().run(given)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 0}, "stages is 0, and there are 4 devices"),
+        ({"stages": 5}, "stages is 5, and there are 4 devices"),
+        ({"costs": "pase-paper"}, "costs pase-paper and search_space executable do not go together"),
+        ({"search_space": "paper"}, "costs autopipe and search_space paper do not go together"),
+        (
+            {"costs": "pase-paper", "search_space": "paper", "stages": 2},
+            "the paper's search space has neither constraints nor stages",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Pase(**options).requires(problem(perceptron([8, 8]), cluster(4)))  # type: ignore[arg-type]
+
+
+def test_stages_that_cannot_share_the_devices() -> None:
+    with pytest.raises(ConfigurationError, match="4 devices cannot be shared equally by 3 stages"):
+        Pase(stages=3).run(problem(perceptron([8, 8, 8, 8]), cluster(4)))
