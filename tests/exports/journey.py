@@ -133,12 +133,16 @@ def _plan_arguments(journey: Journey, path: Path, folder: Path) -> list[object]:
 
 def dimensions(path: Path) -> list[str]:
     """The flags of `plan` that bind the symbols of axis 1 of a dynamic export's inputs."""
+    return [word for name in symbols(path) for word in ("--dim", f"{name}={SEQUENCE}")]
+
+
+def symbols(path: Path) -> list[str]:
+    """The symbols of axis 1 of a dynamic export's inputs."""
     import onnx
 
     graph = onnx.load(path, load_external_data=False).graph
     shapes = [each.type.tensor_type.shape.dim for each in graph.input]
-    symbols = sorted({shape[1].dim_param for shape in shapes if len(shape) > 1 and shape[1].dim_param})
-    return [word for name in symbols for word in ("--dim", f"{name}={SEQUENCE}")]
+    return sorted({shape[1].dim_param for shape in shapes if len(shape) > 1 and shape[1].dim_param})
 
 
 def _nodes_in_file(path: Path) -> int:
