@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autopipe.ir.dtype import DType
 from autopipe.ir.graph import Attribute, Constant, Graph, Initializer, Node, Parameter, Value
+from tests.distributed.layers import LAYERS
 
 OPSET = 21
 
@@ -72,8 +73,7 @@ _MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "Cast": lambda node, x: x.to(
         {1: torch.float32, 7: torch.int64, 9: torch.bool, 11: torch.float64}[node.integer("to")]
     ),
-    "LayerNormalization": lambda node, x, scale, bias: F.layer_norm(x, scale.shape, scale, bias, 1e-5),
-    "SoftmaxCrossEntropyLoss": lambda node, x, labels: F.cross_entropy(x, labels),
+    **LAYERS,
 }
 
 
