@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autopipe.ir.graph import Graph
@@ -27,7 +27,8 @@ class Origin:
     readers: tuple[int, ...]
     """The origins that read what it writes."""
     writes: int | None
-    """The graph's node that writes its results in its place."""
+    """The graph's node that writes its results in its place, or that was made of it while operators were put together
+    (the transposition of an attention's keys)."""
     renames: int | None
     """The graph's node whose result it only gives another name."""
 
@@ -88,4 +89,26 @@ def origins_of(source: Source, aliases: dict[str, str], graph: Graph) -> Origins
                 renames=producers[0] if producers and writes is None else None,
             )
         )
-    return Origins(tuple(found))
+    return _with_made(Origins(tuple(found)), graph)
+
+
+def _with_made(origins: Origins, graph: Graph) -> Origins:
+    """The origins, with one for each node of the graph that stands between what one of them reads and its owner."""
+    owners = origins.owners()
+    free: dict[tuple[str, int], int] = {}
+    for index in range(len(owners) - 1, -1, -1):
+        origin, owner = origins.nodes[index], owners[index]
+        if origin.writes is None and origin.renames is None and owner is not None:
+            free.update(((own, owner), index) for _, own in origin.values)
+    readers: dict[str, list[int]] = {}
+    for index, node in enumerate(graph.nodes):
+        for name in node.inputs:
+            readers.setdefault(name, []).append(index)
+    nodes = list(origins.nodes)
+    for made in sorted(set(range(len(graph.nodes))) - {each.writes for each in nodes}):
+        own = graph.nodes[made]
+        after = [reader for name in own.outputs for reader in readers.get(name, ())]
+        for found in [free[name, reader] for name in own.inputs for reader in after if (name, reader) in free][:1]:
+            if nodes[found].writes is None:
+                nodes[found] = replace(nodes[found], writes=made)
+    return Origins(tuple(nodes))
