@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autopipe.ir.placement import Placement, Split
+import numpy as np
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import device_memory, out_of_memory
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.stages import StageCost, stage_costs
+from autopipe.passes.placement.pase.configurations import Splits
 from autopipe.passes.placement.pase.tables import Tables
 from autopipe.passes.solvers.min_sum import Answer
 
 Solver = Callable[[Tables, float | None], Answer]
 """Answers tables, within a number of bytes where one is given."""
 
-_ROUNDS = 6
-"""How often the limit that the search is given is corrected by what its answer really takes."""
+_BOUNDS = 8
+"""The most bounds on what comes and goes that are tried where memory is short."""
 
-_CLOSE = 0.02
-"""Of the limit: it is corrected no further than that."""
+_ROUNDS = 3
+"""How often the limit is corrected by what an answer really takes beyond what the model says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,46 +42,61 @@ class Fitted:
 def fit_stage(problem: Problem, placement: Placement, index: int, tables: Tables, solver: Solver) -> Fitted:
     """`placement` with the best splits of stage `index` that its devices hold.
 
-    The model's memory leaves out what comes and goes: how much of the limit that takes is found by trying, as it
-    depends on the splits. Raises InfeasibleError, with the least excess that was met, where nothing fits.
+    What comes and goes is the most that one node needs while it runs. So several bounds on that are tried: under each,
+    configurations that need more are forbidden, and what remains is for the sum of what stays. Raises InfeasibleError,
+    with the least excess that was met, where nothing fits.
     """
-
-    def tried(limit: float | None) -> Fitted:
-        answer = solver(tables, limit)
-        return _measured(problem, _with_splits(placement, index, tables.splits(answer.choice)), index, answer)
-
-    found = tried(None)
-    if found.excess <= 0:
-        return found
-    best, least = None, found
-    above, below = float(found.answer.memory), 0.0
-    limit = above - found.excess
-    for _ in range(_ROUNDS):
-        found = tried(limit)
-        if found.excess <= 0:
-            best = found if best is None else min(best, found, key=lambda each: step_seconds(problem, each.cost))
-            below = max(below, float(found.answer.memory))
-        else:
-            least = min(least, found, key=lambda each: each.excess)
-            above = limit
-        if best is None and not found.answer.fits:
-            break
-        if above - below < _CLOSE * above:
-            break
-        limit = (above + below) / 2 if best is not None else min(limit, float(found.answer.memory)) - found.excess
-    if best is not None:
-        return best
+    found = _measured(problem, placement, index, tables, solver(tables, None))
+    tried = [found]
+    room = min(map(problem.memory_of, placement.stages[index].devices))
+    for most in _bounds_on_passing(tables, found.answer) if found.excess > 0 else ():
+        # What the model does not know: values that several nodes keep in different blocks, buffers of messages.
+        unknown = 0
+        bounded = tables.passing_at_most(most)
+        for _ in range(_ROUNDS):
+            try:
+                answer = solver(bounded, room - most - unknown)
+            except InfeasibleError:
+                break
+            found = _measured(problem, placement, index, tables, answer)
+            tried.append(found)
+            if found.excess <= 0 or not answer.fits:
+                break
+            unknown += found.excess
+    fitting = [each for each in tried if each.excess <= 0]
+    if fitting:
+        return min(fitting, key=lambda each: step_seconds(problem, each.cost))
+    least = min(tried, key=lambda each: each.excess)
     need = problem.memory_of(least.worst) + least.excess
     raise out_of_memory(problem, [index], len(placement.stages), least.worst, need, least=True)
 
 
-def _measured(problem: Problem, placement: Placement, index: int, answer: Answer) -> Fitted:
-    """What a placement takes, whatever the model said."""
-    costs = stage_costs(problem, placement)
-    used = device_memory(problem, placement, costs)
-    devices = placement.stages[index].devices
-    excess, worst = max((used[device] - problem.memory_of(device), device) for device in devices)
-    return Fitted(placement, answer, costs[index], excess, worst)
+def _bounds_on_passing(tables: Tables, answer: Answer) -> list[int]:
+    """From what an answer needs down to what every choice does: what some configuration needs, some if many."""
+    least = max(int(each.min()) for each in tables.passing)
+    most = max(int(each[number]) for each, number in zip(tables.passing, answer.choice, strict=False))
+    between = np.unique(np.concatenate(list({id(each): each for each in tables.passing}.values())))
+    between = between[(between >= least) & (between <= most)]
+    chosen = np.unique(np.linspace(0, len(between) - 1, _BOUNDS).round().astype(int))
+    found: list[int] = between[chosen][::-1].tolist()
+    return found
+
+
+def _measured(problem: Problem, placement: Placement, index: int, tables: Tables, answer: Answer) -> Fitted:
+    """The placement with an answer's splits, and what it takes whatever the model said."""
+    return _with_splits(problem, placement, index, tables.splits(answer.choice), answer)
+
+
+def _with_splits(
+    problem: Problem, placement: Placement, index: int, splits: tuple[tuple[int, Splits], ...], answer: Answer
+) -> Fitted:
+    stages = list(placement.stages)
+    stages[index] = replace(stages[index], splits=splits)
+    found = Placement(tuple(stages))
+    costs = stage_costs(problem, found)
+    used = device_memory(problem, found, costs)
+    excess, worst = max((used[device] - problem.memory_of(device), device) for device in stages[index].devices)
+    return Fitted(found, answer, costs[index], excess, worst)
 
 
 def step_seconds(problem: Problem, cost: StageCost) -> float:
@@ -96,12 +115,6 @@ def or_by_samples(problem: Problem, fitted: Fitted, index: int) -> Fitted:
     if any(not samples.divides(node, len(stage.devices)) for node in stage.nodes):
         return fitted
     splits = samples.splits(stage.nodes, len(stage.devices))
-    other = _measured(problem, _with_splits(fitted.placement, index, splits), index, fitted.answer)
+    other = _with_splits(problem, fitted.placement, index, splits, fitted.answer)
     is_faster = step_seconds(problem, other.cost) < step_seconds(problem, fitted.cost)
     return other if other.excess <= 0 and is_faster else fitted
-
-
-def _with_splits(placement: Placement, index: int, splits: tuple[tuple[int, tuple[Split, ...]], ...]) -> Placement:
-    stages = list(placement.stages)
-    stages[index] = replace(stages[index], splits=splits)
-    return Placement(tuple(stages))

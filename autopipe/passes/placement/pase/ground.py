@@ -9,6 +9,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Problem
 from autopipe.ir.space import Dimension
 from autopipe.passes.cost.kept import Kept, kept_values
+from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.uses import Use
 from autopipe.passes.lower.gradients import differentiable_values
@@ -43,12 +44,22 @@ class Reader:
     position: int
 
 
+@dataclass(frozen=True, slots=True)
+class KeptAgain:
+    """A value that `node` makes backward keep, as `first` did before it: each device keeps the larger block."""
+
+    first: int
+    by_first: Kept
+    node: int
+    by_node: Kept
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Ground:
     """A stage's nodes on its devices, with all that their costs depend on; by node of the whole graph.
 
     `readers` of a value are the stage's nodes that read it, each once for each way in which it wants it. `kept` is what
-    each node makes backward keep, values at the first node that does.
+    each node makes backward keep, values at the first node that does; `kept_again` are the other nodes that do.
     """
 
     problem: Problem
@@ -60,6 +71,9 @@ class Ground:
     gradient: frozenset[str]
     readers: dict[str, tuple[Reader, ...]]
     kept: dict[int, tuple[Kept, ...]]
+    kept_again: tuple[KeptAgain, ...]
+    widths: dict[str, int]
+    """Bytes an element of each value."""
 
     @property
     def graph(self) -> Graph:
@@ -82,7 +96,8 @@ class Ground:
 def ground_of(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], terms: Terms) -> Ground:
     """The ground of `nodes`, ascending, on `devices`."""
     samples = sample_axes(problem.graph)
-    kept = kept_values(problem.graph, samples.uses, problem.precision) if problem.train else None
+    everything = kept_values(problem.graph, samples.uses, problem.precision) if problem.train else ()
+    kept, kept_again = _first_kept(everything, nodes) if problem.train else ({}, ())
     return Ground(
         problem=problem,
         nodes=tuple(nodes),
@@ -92,7 +107,9 @@ def ground_of(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], 
         sample_axes=samples.axes,
         gradient=differentiable_values(problem.graph) if problem.train else frozenset(),
         readers=_readers(problem.graph, samples.uses, nodes),
-        kept=_first_kept(kept, nodes) if kept else {},
+        kept=kept,
+        kept_again=kept_again,
+        widths=element_bytes(problem.graph, samples.uses, problem.precision),
     )
 
 
@@ -105,11 +122,14 @@ def _readers(graph: Graph, uses: tuple[Use, ...], nodes: Sequence[int]) -> dict[
     return {name: tuple(each.values()) for name, each in found.items()}
 
 
-def _first_kept(kept: tuple[tuple[Kept, ...], ...], nodes: Sequence[int]) -> dict[int, tuple[Kept, ...]]:
-    """What is kept by node, without what an earlier node keeps already."""
-    seen: set[tuple[str, int]] = set()
-    found = {}
+def _first_kept(
+    kept: tuple[tuple[Kept, ...], ...], nodes: Sequence[int]
+) -> tuple[dict[int, tuple[Kept, ...]], tuple[KeptAgain, ...]]:
+    """What each node is the first to keep, and what others keep again."""
+    seen: dict[tuple[str, int], tuple[int, Kept]] = {}
+    found, again = {}, []
     for node in nodes:
         found[node] = tuple(each for each in kept[node] if each.key not in seen)
-        seen.update(each.key for each in kept[node])
-    return found
+        again += [KeptAgain(*seen[each.key], node, each) for each in kept[node] if each.key in seen]
+        seen.update((each.key, (node, each)) for each in found[node])
+    return found, tuple(again)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopipe.passes.cost.kept import Kept
 from autopipe.passes.placement.pase.configurations import Splits, configurations
 from autopipe.passes.placement.pase.forms import Form, operand_form, result_form
 from autopipe.passes.placement.pase.ground import Ground
@@ -119,11 +121,36 @@ def kind_costs(
         gradients += held.gradient_s[form.of]
         seconds = seconds + held.update_s[form.of]
         memory += held.bytes[form.of]
-    if problem.train and not terms.recompute:
-        memory += terms.in_flight * kept_bytes(ground.kept[node], kind.configurations)
+    if problem.train:
+        # What recomputation brings back is that of one micro-batch at a time.
+        micro_batches = 1 if terms.recompute else terms.in_flight
+        memory += micro_batches * kept_bytes(ground.kept[node], kind.configurations)
     return seconds, gradients, memory
 
 
 def times_run(ground: Ground, value: str) -> int:
     """How often a micro-batch makes a change of layout of a value: forward, again for backward, and its transpose."""
     return 1 + ground.terms.recompute + (value in ground.gradient)
+
+
+def passing_bytes(kind: Kind) -> NDArray[np.int64]:
+    """For each configuration the bytes of gradients of what a node reads and writes (`memory.gradient_workspace`)."""
+    ground, node = kind.ground, kind.ground.graph.nodes[kind.node]
+    found = np.zeros(len(kind.configurations), dtype=np.int64)
+    if not ground.problem.train or ground.uses[kind.node].row.kind == "view":
+        return found
+    read = {
+        name: kind.reads(place) for place, name in enumerate(node.inputs) if ground.graph.producer(name) is not None
+    }
+    written = {name: kind.leaves(place) for place, name in enumerate(node.outputs) if name}
+    for name, form in (*read.items(), *written.items()):
+        sizes = [math.prod(layout.local_shape()) * ground.widths[name] for layout in form.layouts]
+        found += np.array(sizes, dtype=np.int64)[form.of]
+    return found
+
+
+def more_bytes(first: Kind, by_first: Kept, other: Kind, by_other: Kept) -> NDArray[np.int64]:
+    """By how much the block that `other` keeps of a value exceeds that of `first`; [of first, of other]."""
+    own = kept_bytes([by_other], other.configurations)
+    difference: NDArray[np.int64] = np.maximum(own[None, :] - kept_bytes([by_first], first.configurations)[:, None], 0)
+    return difference

@@ -10,8 +10,8 @@ nodes and equal pairs share their arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.placement.pase.configurations import Splits
 from autopipe.passes.placement.pase.ground import NO_TERMS, Ground, Terms, ground_of
 from autopipe.passes.placement.pase.hubs import Hub, parameter_hub, value_hub
-from autopipe.passes.placement.pase.kinds import Kind, kind_costs, kinds_of, times_run
+from autopipe.passes.placement.pase.kinds import Kind, kind_costs, kinds_of, more_bytes, passing_bytes, times_run
 from autopipe.passes.placement.pase.moves import Floats, Moves
 from autopipe.passes.placement.pase.nodes import Computing
 from autopipe.passes.placement.pase.parameters import Parameters
@@ -40,6 +40,26 @@ class Tables:
     """Seconds of a step, and bytes on a device."""
     gradients: tuple[Floats, ...]
     """Of the model's costs, seconds to exchange gradients once a step."""
+    passing: tuple[NDArray[np.int64], ...]
+    """For each node the bytes that come and go while it runs backward, which the model's memory leaves out."""
+
+    kept_again: tuple[Edge, ...]
+    """The bytes that a pair of nodes adds to the model's memory by keeping one value in different blocks."""
+
+    def passing_at_most(self, most: int) -> Tables:
+        """The same without configurations of nodes that need more than `most` bytes while they run.
+
+        What is kept again counts, too: where memory does not matter, those edges would only be in the way.
+        """
+        known: dict[tuple[int, int], Floats] = {}
+        costs = list(self.model.costs)
+        for place, needs in enumerate(self.passing):
+            key = id(costs[place]), id(needs)
+            if key not in known:
+                known[key] = np.where(needs > most, np.inf, costs[place])
+            costs[place] = known[key]
+        edges = (*self.model.edges, *self.kept_again)
+        return replace(self, model=replace(self.model, costs=tuple(costs), edges=edges), kept_again=())
 
     def splits(self, choice: Sequence[int]) -> tuple[tuple[int, Splits], ...]:
         """The nodes that a choice splits, with their splits, as `Stage.splits` has them."""
@@ -128,7 +148,21 @@ class _Builder:
         seconds = tuple(self._once(("sum", id(a), id(b)), partial(np.add, a, b)) for a, b, _ in self.costs)
         model = MinSum(seconds, tuple(self.edges), tuple(memory for *_, memory in self.costs))
         configurations = tuple(kind.configurations for kind in self.kinds.values())
-        return Tables(self.ground.nodes, configurations, model, tuple(gradients for _, gradients, _ in self.costs))
+        passing = (self._once(("passing", id(kind)), partial(passing_bytes, kind)) for kind in self.kinds.values())
+        gradients = tuple(gradients for _, gradients, _ in self.costs)
+        return Tables(self.ground.nodes, configurations, model, gradients, tuple(passing), tuple(self._kept_again()))
+
+    def _kept_again(self) -> Iterator[Edge]:
+        ground = self.ground
+        micro_batches = 1 if ground.terms.recompute else ground.terms.in_flight
+        for each in ground.kept_again:
+            first, other = self.kinds[each.first], self.kinds[each.node]
+            key = ("kept", id(first), each.by_first.dimensions, id(other), each.by_node.dimensions, each.by_node.bytes)
+            memory = self._once(key, partial(more_bytes, first, each.by_first, other, each.by_node))
+            if memory.any():
+                nothing = self._once(("no seconds", memory.shape), partial(np.zeros, memory.shape))
+                memory = self._once(("times", *key), partial(np.multiply, memory, micro_batches))
+                yield Edge(self.places[each.first], self.places[each.node], nothing, memory)
 
     def _add_variable(self, seconds: Floats, gradients: Floats, memory: NDArray[np.int64]) -> int:
         self.costs.append((seconds, gradients, memory))

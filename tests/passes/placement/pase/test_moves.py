@@ -47,7 +47,7 @@ def seconds_by_steps(devices: Cluster, source: Layout, target: Layout) -> float:
     return sum(relayout_seconds(devices, everyone, step, 4) for step in steps)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_a_table_has_what_each_change_costs(data: st.DataObject) -> None:
     devices = data.draw(st.sampled_from(CLUSTERS))
@@ -60,7 +60,7 @@ def test_a_table_has_what_each_change_costs(data: st.DataObject) -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-15)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_one_step_costs_what_devices_lack(data: st.DataObject) -> None:
     devices = data.draw(st.sampled_from(CLUSTERS))

@@ -42,7 +42,7 @@ def at_random(given: Problem, tables: Tables, seed: int) -> Tables:
     return tables_of(given, allowed=allowed)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(graphs(branches=False), st.sampled_from(CLUSTERS), st.integers(0, 99), st.sampled_from(["sgd", "adamw"]))
 def test_a_line_costs_what_its_stage_costs(graph: Graph, devices: Cluster, seed: int, optimizer: str) -> None:
     given = problem(graph, devices, optimizer=Optimizer(optimizer))
@@ -52,7 +52,7 @@ def test_a_line_costs_what_its_stage_costs(graph: Graph, devices: Cluster, seed:
         assert answer.cost == pytest.approx(expected, rel=1e-9)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(graphs(), st.sampled_from(CLUSTERS), st.sampled_from([Mode.TRAIN, Mode.INFER]))
 def test_with_branches_what_is_found_costs_no_more_than_it_says(graph: Graph, devices: Cluster, mode: Mode) -> None:
     given = problem(graph, devices, mode=mode)
@@ -64,7 +64,7 @@ def test_with_branches_what_is_found_costs_no_more_than_it_says(graph: Graph, de
     assert answer.cost >= expected * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("devices", [cluster(2), cluster(3), cluster(4, 2)])
+@pytest.mark.parametrize("devices", [cluster(2), cluster(3), cluster(2, 1)])
 def test_no_configuration_is_better(devices: Cluster) -> None:
     given = problem(perceptron([12, 24, 12], batch=12), devices)
     tables = tables_of(given)
