@@ -9,7 +9,8 @@ import pytest
 
 from autopipe.cli.bench.pase import cases
 from autopipe.cli.bench.pase.milp import least_by_milp
-from autopipe.cli.bench.pase.published import DEVICES, MODELS
+from autopipe.cli.bench.pase.models import paper_problem
+from autopipe.cli.bench.pase.published import DEVICES, MODELS, STRATEGIES
 from autopipe.passes.solvers.min_sum import Edge, MinSum, solve
 from tests.cli.command_line import CommandLine
 
@@ -35,6 +36,11 @@ def test_every_model_and_number_of_devices_has_cases() -> None:
     }
     assert both <= parts
     assert {name for name, part in parts if part == "Table II"} == {f"{model}/p=32" for model in MODELS}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_layers_of_table_2_are_there(model: str) -> None:
+    assert STRATEGIES[model].keys() <= {node.name for node in paper_problem(model, 4).graph.nodes}
 
 
 def test_the_integer_program_finds_the_least() -> None:

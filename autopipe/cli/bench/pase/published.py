@@ -61,7 +61,7 @@ STRATEGIES: Final[dict[str, dict[str, dict[str, int]]]] = {
         "/fc7/Gemm": {"n": 8, "k": 4},
         "/fc8/Gemm": {"n": 4, "k": 8},
     },
-    "inceptionv3": {"/mixed_a.0/one/0/conv/Conv": {}, "/mixed_e.1/one/0/conv/Conv": {}, "/classifier/Gemm": {}},
+    "inceptionv3": {"/mixed_a.0/one.0/conv/Conv": {}, "/mixed_e.1/one.0/conv/Conv": {}, "/classifier/Gemm": {}},
     "rnnlm": {
         "/embedding/Gather": {"v": 32},
         "/layers.0/LSTM": {"l": 2, "b": 4, "n": 2, "k": 2},

@@ -80,25 +80,24 @@ def _largest() -> Iterator[Row]:
 def _step(model: str, devices: int, cluster: str, strategy: str) -> tuple[float | None, str]:
     """Seconds of a step, None where the strategy is refused; and why, or what else is to be said.
 
-    A pipeline gets the best of several numbers of micro-batches.
+    One stage takes as few micro-batches as memory allows, a pipeline the best number of several.
     """
-    try:
-        placement = placed(model, devices, cluster, strategy)
-        best = _simulated(paper_problem(model, devices, cluster), placement)
-    except InfeasibleError as error:
-        return None, error.message
-    if len(placement.stages) == 1:
-        return best, ""
-    chosen = 1
-    for micro_batches in _MICRO_BATCHES[1:]:
+    found: list[tuple[float, int]] = []
+    refusal = ""
+    for micro_batches in _MICRO_BATCHES:
         problem = paper_problem(model, devices, cluster, micro_batches)
         try:
-            step = _simulated(problem, placed(model, devices, cluster, strategy, micro_batches))
-        except InfeasibleError:
+            placement = placed(model, devices, cluster, strategy, micro_batches)
+            found.append((_simulated(problem, placement), micro_batches))
+        except InfeasibleError as error:
+            refusal = refusal or error.message
             continue
-        if step < best:
-            best, chosen = step, micro_batches
-    return best, f"{_ASSUMPTIONS[cluster]}; a pipeline, best number of micro-batches: {chosen}"
+        if len(placement.stages) == 1:
+            break
+    if not found:
+        return None, refusal
+    step, chosen = min(found)
+    return step, f"{_ASSUMPTIONS[cluster]}; {chosen} micro-batches" if chosen > 1 else ""
 
 
 def _simulated(problem: Problem, placement: Placement) -> float:
