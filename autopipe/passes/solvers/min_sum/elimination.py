@@ -17,6 +17,7 @@ from autopipe.passes.solvers.min_sum.answer import Answer, counted
 from autopipe.passes.solvers.min_sum.blocks import blocks
 from autopipe.passes.solvers.min_sum.model import Array, MinSum, merged
 from autopipe.passes.solvers.min_sum.ordering import Neighbours, neighbours, sequence
+from autopipe.passes.solvers.min_sum.restriction import conditioned
 
 MAX_BYTES = 2 << 30
 """Of all tables together."""
@@ -66,7 +67,7 @@ def eliminate(model: MinSum, ordering: str = "generate_seq", max_bytes: int = MA
     Raises TableTooLargeError before anything is computed where all tables need more than `max_bytes`; InfeasibleError
     where every choice is forbidden; ConfigurationError for an unknown ordering.
     """
-    simple = merged(model)
+    simple = conditioned(merged(model))
     return counted(eliminate_in(simple, sequence(simple, ordering), max_bytes), model)
 
 

@@ -11,9 +11,9 @@ from autopipe.passes.solvers.min_sum.elimination import MAX_BYTES, eliminate_in,
 from autopipe.passes.solvers.min_sum.front import Sieve
 from autopipe.passes.solvers.min_sum.fronts import eliminate_within, least_memory
 from autopipe.passes.solvers.min_sum.model import MinSum, Number
-from autopipe.passes.solvers.min_sum.ordering import smallest_table
+from autopipe.passes.solvers.min_sum.ordering import smallest_table, with_choice
 from autopipe.passes.solvers.min_sum.part import Part
-from autopipe.passes.solvers.min_sum.restriction import chosen, restricted
+from autopipe.passes.solvers.min_sum.restriction import chosen, conditioned, restricted
 
 SHARES = (1.0, 0.3, 0.1, 0.03, 0.01)
 """Of the gap: configurations are eliminated up to the first of these thresholds whose work is allowed."""
@@ -77,12 +77,14 @@ class Unlimited:
             threshold = low + share * (top - low)
             positions = part.within(threshold)
             sizes = [len(places) for places in positions]
-            order = smallest_table(part.around, sizes)
-            takes = size(part.around, sizes, order)
+            around = with_choice(part.around, sizes)
+            order = smallest_table(around, sizes)
+            takes = size(around, sizes, order)
             if takes.work <= work and 8 * takes.entries <= MAX_BYTES:
                 kept = part.at(positions)
                 with suppress(InfeasibleError):
-                    self.offer(chosen(kept, eliminate_in(restricted(self._model, kept), order).choice))
+                    found = eliminate_in(conditioned(restricted(self._model, kept)), order)
+                    self.offer(chosen(kept, found.choice))
                 return self.cutoff if share == 1.0 else min(threshold, self.cutoff), takes.work
         return low, 0.0
 
@@ -126,7 +128,7 @@ class Within:
             few = part.cut(positions)
         except InfeasibleError:
             return threshold, 0.0
-        model = restricted(self._model, few.kept)
+        model = conditioned(restricted(self._model, few.kept))
         sizes = [len(keep) for keep in few.kept]
         sieve = Sieve(
             sizes=sizes,
@@ -138,8 +140,9 @@ class Within:
             room=min(MAX_ROOM, max(1, round(work / LABEL / len(sizes)))),
             threshold=threshold + 2 * part.dual.rounding,
         )
-        pairs = few.dual.pairs()
-        found = eliminate_within(model, smallest_table(few.around, sizes), sieve, pairs)
+        pairs = [pair for pair in few.dual.pairs() if 1 not in pair.shape]
+        order = smallest_table(with_choice(few.around, sizes), sizes)
+        found = eliminate_within(model, order, sieve, pairs)
         if found:
             self.offer(chosen(few.kept, found))
         return max(low, min(sieve.threshold - part.dual.rounding, self.cutoff)), LABEL * sieve.formed

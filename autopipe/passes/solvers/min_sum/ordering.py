@@ -25,6 +25,12 @@ def neighbours(model: MinSum) -> Neighbours:
     return around
 
 
+def with_choice(around: Neighbours, sizes: Sequence[int]) -> Neighbours:
+    """The graph of the nodes that have more than one configuration; the others have no neighbours."""
+    free = {node for node, size in enumerate(sizes) if size > 1}
+    return [near & free if node in free else set() for node, near in enumerate(around)]
+
+
 def breadth_first(around: Neighbours) -> tuple[int, ...]:
     """From the first node of every component outwards."""
     order: list[int] = []

@@ -94,3 +94,28 @@ class Support:
         if not all(len(keep) for keep in left):
             raise InfeasibleError("every choice of configurations has a forbidden one, or a forbidden pair")
         return left
+
+
+def conditioned(model: MinSum) -> MinSum:
+    """A merged model whose nodes of one configuration have no edges: the others bear what those cost."""
+    costs = list(model.costs)
+    memory = None if model.memory is None else list(model.memory)
+    sums: dict[tuple[int, int], tuple[Array, Array]] = {}
+    kept: list[Edge] = []
+
+    def bear(vectors: list[Array], node: int, array: Array) -> None:
+        key = (id(vectors[node]), id(array))
+        if key not in sums:
+            sums[key] = vectors[node], vectors[node] + array.reshape(-1)
+        vectors[node] = sums[key][1]
+
+    for edge in model.edges:
+        if 1 not in edge.costs.shape:
+            kept.append(edge)
+            continue
+        node = edge.source if edge.costs.shape[1] == 1 else edge.target
+        bear(costs, node, edge.costs)
+        if edge.memory is not None:
+            memory = memory or [np.zeros(len(vector), np.int64) for vector in model.costs]
+            bear(memory, node, edge.memory)
+    return MinSum(tuple(costs), tuple(kept), None if memory is None else tuple(memory))
