@@ -1,0 +1,60 @@
+"""The bytes of a step that a plan predicts, that ranks count, and that dry runs of the ranks count."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from autopipe.cli.main import main
+from autopipe.configs.zoo import build, configure
+from autopipe.ir.traffic import KINDS
+from autopipe.passes.lower.traffic import communication_bytes
+from tests.distributed.launching import finish, start
+from tests.distributed.pool import Pools
+from tests.distributed.running import report_lines, schedule_of, write
+from tests.distributed.strategies import random_placement
+from tests.distributed.test_verify import SETTINGS
+from tests.distributed.trained import MICRO_BATCHES
+from tests.distributed.zoo import SAMPLES, small_graph
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("mode", "kinds"), [("train", {"all_reduce", "gradient"}), ("infer", {"all_reduce"})])
+def test_a_plan_its_ranks_and_their_dry_runs_agree(pools: Pools, tmp_path: Path, mode: str, kinds: set[str]) -> None:
+    model, plan = tmp_path / "gpt.onnx", tmp_path / "plan"
+    build(configure("gpt", SETTINGS | {"loss": "true"})).save(model)
+    flags = ["--gpus", "2", "--batch-size", "8", "--micro-batches", "2", "--strategy", "expert", "--mode", mode]
+    assert main(["plan", str(model), *flags, "--set", "strategy.tensor=2", "-o", str(plan), "-q"]) == 0
+    assert main(["codegen", str(plan), "-q"]) == 0
+    predicted = json.loads((plan / "plan.json").read_text(encoding="utf-8"))["summary"]["communication_bytes"]
+    assert {kind for kind in KINDS if predicted[kind]} == kinds
+    report = tmp_path / "report.jsonl"
+    pools.of(2).run(plan / "program", "--device", "cpu", "--steps", 2, "--report", report)
+    assert [line["communication_bytes"] for line in report_lines(report)] == [predicted, predicted]
+    if mode == "train":
+        assert rehearsed(plan / "program", 2) == predicted
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["gpt", "moe", "dlrm"])
+def test_dry_runs_of_random_strategies_count_what_is_predicted(tmp_path: Path, name: str) -> None:
+    graph, loss = small_graph(name)
+    placement = random_placement(Random(name), graph, 4, SAMPLES)
+    schedule = schedule_of(graph, placement, MICRO_BATCHES)
+    write(graph, placement, schedule, loss, tmp_path / "program")
+    assert rehearsed(tmp_path / "program", 4) == communication_bytes(graph, placement, MICRO_BATCHES, 4, loss)
+
+
+def rehearsed(program: Path, ranks: int) -> dict[str, int]:
+    """What dry runs of all ranks count together."""
+    total: Counter[str] = Counter()
+    processes = [start(program, "--dry-run", "--rank", rank, "--json") for rank in range(ranks)]
+    for process in processes:
+        ended = finish(process)
+        assert ended.code == 0, ended.stderr
+        total.update(ended.result["communication_bytes"])
+    return {kind: total[kind] for kind in KINDS}
