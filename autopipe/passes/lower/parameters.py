@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import Box
+from autopipe.ir.layout import Box, Layout
 from autopipe.ir.program import Shard
 from autopipe.passes.lower.shard import ShardedStage
 
@@ -52,5 +53,11 @@ def _blocks(stages: tuple[ShardedStage, ...]) -> Iterator[tuple[str, int, Box, i
     for stage in stages:
         devices = stage.code.devices
         for name, layout in stage.parameters.items():
-            for position, rank in enumerate(devices):
-                yield name, rank, layout.box(position), stage.code.stage
+            for rank, box in zip(devices, _boxes(layout, len(devices)), strict=True):
+                yield name, rank, box, stage.code.stage
+
+
+@lru_cache(maxsize=1024)
+def _boxes(layout: Layout, group: int) -> tuple[Box, ...]:
+    """Every device's block. Layers repeat, so few layouts are asked for often."""
+    return tuple(map(layout.box, range(group)))
