@@ -95,6 +95,8 @@ def _sharding(spec: onnx.ShardingSpecProto, devices: int, where: str) -> Shardin
         raise ModelError(f"its dimension {again} is sharded twice", where=where)
     groups = _groups(spec, where)
     blocks = math.prod(count for _, count in cuts)
+    if blocks == 1 and groups:  # devices listed one by one hold copies
+        groups = (tuple(device for group in groups for device in group),)
     if blocks != len(groups):
         many = str(blocks) if blocks <= MOST_DEVICES else f"over {MOST_DEVICES}"
         raise ModelError(f"it is cut into {many} blocks, but {len(groups)} devices or groups are listed", where=where)

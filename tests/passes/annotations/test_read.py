@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import onnx
+import onnx_ir as ir
 import pytest
 
 from autopipe.ir.errors import ModelError
@@ -45,6 +46,25 @@ def test_what_a_file_says() -> None:
 def test_blocks_are_counted_along_the_last_dimension_first() -> None:
     sharding = Sharding("y", ((0, 2), (-1, 2)), ((5,), (6,), (7,), (8,)))
     assert sharding.places(2) == ((2, {5: 0, 6: 0, 7: 1, 8: 1}), (2, {5: 0, 6: 1, 7: 0, 8: 1}))
+
+
+def test_devices_listed_one_by_one_hold_copies() -> None:
+    proto = linear()
+    spec(proto).ClearField("sharded_dim")
+    (configuration,) = configurations_of(proto)
+    assert configuration.annotations[0].shardings == (Sharding("y", (), ((0, 1, 2, 3),)),)
+
+
+def test_what_onnx_ir_writes_is_read(tmp_path: Path) -> None:
+    built = ir.serde.deserialize_model(model([node("MatMul", "x w", "y")], {"x": [8, 4]}, "y", {"w": floats(4, 6)}))
+    built.ir_version = 11
+    product = built.graph[0]
+    halves = built.add_device_configuration("halves", device_names=("CPU", "CUDA:0"))
+    product.shard(product.outputs[0], configuration=halves, axis=-1, num_shards=2, device_indices=(1, 0))
+    read = read_model(saved(ir.serde.serialize_model(built), tmp_path))
+    (configuration,) = read.configurations
+    assert (configuration.name, configuration.device_names) == ("halves", ("CPU", "CUDA:0"))
+    assert configuration.annotations == (Annotation(0, None, (Sharding("y", ((-1, 2),), ((1,), (0,))),)),)
 
 
 def renamed(proto: onnx.ModelProto) -> None:
