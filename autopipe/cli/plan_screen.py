@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopipe.cli.figures import bytes_text, devices_text, seconds_text
+from autopipe.ir.placement import SplitProof
 from autopipe.ir.plan import Plan, Summary
 from autopipe.passes.pipeline import Planned, Request
 
@@ -33,6 +34,8 @@ def plan_screen(planned: Planned, request: Request, folder: Path) -> Iterator[Re
     yield stage_table(plan)
     yield f"{prediction_line(summary)} of {bytes_text(problem.memory_of(0))}"
     yield traffic_line(summary)
+    if summary.splits is not None:
+        yield splits_line(summary.splits)
     yield schedule_line(plan)
     yield f"plan in {folder}"
     yield f"next: autopipe show {folder}    autopipe codegen {folder}"
@@ -53,6 +56,14 @@ def traffic_line(summary: Summary) -> str:
         return "exchanged in a step: unknown, as some of the splits cannot be executed"
     parts = (f"{kind.replace('_', '-')} {bytes_text(size)}" for kind, size in summary.communication_bytes if size)
     return f"exchanged in a step: {', '.join(parts) or 'nothing'}"
+
+
+def splits_line(proof: SplitProof) -> str:
+    """What is proven of the splits."""
+    counted = seconds_text(proof.cost) if proof.unit == "s" else f"{proof.cost:.6g} {proof.unit}"
+    if proof.optimal:
+        return f"splits: {counted} a step as the search counts, proven the least"
+    return f"splits: {counted} a step as the search counts, at most {proof.gap:.1%} above the least"
 
 
 def schedule_line(plan: Plan) -> str:

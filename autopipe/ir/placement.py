@@ -48,6 +48,24 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitProof:
+    """What a search over splits knows of how good its answer is, by its own count of what a step costs."""
+
+    cost: float
+    lower_bound: float
+    """No other splits, of the same stages, cost less."""
+    optimal: bool
+    """Whether none do, beyond what numbers are rounded by."""
+    unit: str = "s"
+    """What both are counted in."""
+
+    @property
+    def gap(self) -> float:
+        """Share of the cost that lies above what is proven; 0 where it is optimal."""
+        return 0.0 if self.optimal or not self.cost else 1 - self.lower_bound / self.cost
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """A DAG of stages. Edges between stages follow from the graph: see `stage_edges`.
 
@@ -56,6 +74,8 @@ class Placement:
     """
 
     stages: tuple[Stage, ...]
+    proof: SplitProof | None = field(default=None, compare=False)
+    """What is known of the splits, where they were searched."""
 
     @property
     def devices(self) -> int:

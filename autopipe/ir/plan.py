@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autopipe.ir.placement import Placement
+from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.prediction import Prediction
 from autopipe.ir.schedule import Schedule
 
@@ -37,6 +37,8 @@ class Summary:
     communication_bytes: tuple[tuple[str, int], ...] | None
     """What a step's exchanges move over all devices, by kind (`ir/traffic.py`); None where the placement cannot be
     executed."""
+    splits: SplitProof | None = None
+    """What is proven of the splits, where they were searched."""
 
 
 @dataclass(frozen=True, slots=True)

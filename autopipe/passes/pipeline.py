@@ -292,6 +292,7 @@ def _summary(
         optimal=optimal,
         gap=gap,
         communication_bytes=_communication_bytes(problem, placement),
+        splits=placement.proof,
     )
 
 

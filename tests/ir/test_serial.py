@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.ir.placement import Placement, Split, SplitProof, Stage
 from autopipe.ir.plan import Plan, Summary
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
 from autopipe.ir.schedule import Repetend, Schedule, Task
@@ -30,7 +30,7 @@ def a_plan(model):
     stages = (Stage((0, 1, 2, 5), (0,), 4), Stage((3, 4), (1, 2), 4, ((3, split), (4, split)), recompute=True))
     summary = Summary(
         "manual", "1f1b", 3, 2, 2, 4, 2, 0.5, 16.0, 0.25, (10, 20, 20), (("read", 0.1), ("manual", 0.2)), 0.4, False,
-        None, tuple((kind, place) for place, kind in enumerate(KINDS)),
+        None, tuple((kind, place) for place, kind in enumerate(KINDS)), SplitProof(3.0, 2.0, False, "operations"),
     )  # fmt: skip
     prediction = Prediction(
         tuple(

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.ir.placement import Placement
+from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.plan import Plan, Summary
 from autopipe.ir.prediction import Prediction
 from autopipe.ir.problem import Mode
@@ -117,6 +117,7 @@ def summary_form(summary: Summary) -> dict[str, object]:
         "peak_memory_bytes": list(summary.peak_memory_bytes),
         "search_time_s": dict(summary.search_time_s),
         "communication_bytes": None if moved is None else dict(moved),
+        "splits": None if summary.splits is None else {**dataclasses.asdict(summary.splits), "gap": summary.splits.gap},
     }
 
 
@@ -139,4 +140,16 @@ def _summary_of(record: Record) -> Summary:
         optimal=record.at("optimal").boolean(),
         gap=None if gap.value is None else gap.number(),
         communication_bytes=None if moved.value is None else tuple((kind, moved.at(kind).integer(0)) for kind in KINDS),
+        splits=_split_proof_of(record.at("splits")),
+    )
+
+
+def _split_proof_of(record: Record) -> SplitProof | None:
+    if record.value is None:
+        return None
+    return SplitProof(
+        cost=record.at("cost").number(),
+        lower_bound=record.at("lower_bound").number(),
+        optimal=record.at("optimal").boolean(),
+        unit=record.at("unit").text(),
     )

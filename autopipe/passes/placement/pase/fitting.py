@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.ir.placement import Placement
+from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import device_memory, out_of_memory
 from autopipe.passes.cost.splits import sample_axes
@@ -29,10 +29,10 @@ _ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A placement whose stage in question has the splits of `answer`, and what that stage costs."""
+    """A placement with the splits of the stage in question, what is proven of them, and what lowering makes of them."""
 
     placement: Placement
-    answer: Answer
+    proof: SplitProof
     cost: StageCost
     excess: int
     """By how much the fullest of the stage's devices, `worst`, is over its limit."""
@@ -46,10 +46,11 @@ def fit_stage(problem: Problem, placement: Placement, index: int, tables: Tables
     configurations that need more are forbidden, and what remains is for the sum of what stays. Raises InfeasibleError,
     with the least excess that was met, where nothing fits.
     """
-    found = _measured(problem, placement, index, tables, solver(tables, None))
+    fastest = solver(tables, None)
+    found = _measured(problem, placement, index, tables, fastest)
     tried = [found]
     room = min(map(problem.memory_of, placement.stages[index].devices))
-    for most in _bounds_on_passing(tables, found.answer) if found.excess > 0 else ():
+    for most in _bounds_on_passing(tables, fastest) if found.excess > 0 else ():
         # What the model does not know: values that several nodes keep in different blocks, buffers of messages.
         unknown = 0
         bounded = tables.passing_at_most(most)
@@ -65,7 +66,11 @@ def fit_stage(problem: Problem, placement: Placement, index: int, tables: Tables
             unknown += found.excess
     fitting = [each for each in tried if each.excess <= 0]
     if fitting:
-        return min(fitting, key=lambda each: step_seconds(problem, each.cost))
+        best = min(fitting, key=lambda each: step_seconds(problem, each.cost))
+        # Under a bound on what comes and goes an answer is proven for that bound alone.
+        bound = tried[0].proof.lower_bound
+        optimal = best is tried[0] and best.proof.optimal
+        return replace(best, proof=SplitProof(best.proof.cost, bound, optimal))
     least = min(tried, key=lambda each: each.excess)
     need = problem.memory_of(least.worst) + least.excess
     raise out_of_memory(problem, [index], len(placement.stages), least.worst, need, least=True)
@@ -84,11 +89,12 @@ def _bounds_on_passing(tables: Tables, answer: Answer) -> list[int]:
 
 def _measured(problem: Problem, placement: Placement, index: int, tables: Tables, answer: Answer) -> Fitted:
     """The placement with an answer's splits, and what it takes whatever the model said."""
-    return _with_splits(problem, placement, index, tables.splits(answer.choice), answer)
+    proof = SplitProof(float(answer.cost), float(answer.bound), answer.proven)
+    return _with_splits(problem, placement, index, tables.splits(answer.choice), proof)
 
 
 def _with_splits(
-    problem: Problem, placement: Placement, index: int, splits: tuple[tuple[int, Splits], ...], answer: Answer
+    problem: Problem, placement: Placement, index: int, splits: tuple[tuple[int, Splits], ...], proof: SplitProof
 ) -> Fitted:
     stages = list(placement.stages)
     stages[index] = replace(stages[index], splits=splits)
@@ -96,7 +102,7 @@ def _with_splits(
     costs = stage_costs(problem, found)
     used = device_memory(problem, found, costs)
     excess, worst = max((used[device] - problem.memory_of(device), device) for device in stages[index].devices)
-    return Fitted(found, answer, costs[index], excess, worst)
+    return Fitted(found, proof, costs[index], excess, worst)
 
 
 def step_seconds(problem: Problem, cost: StageCost) -> float:
@@ -115,6 +121,9 @@ def or_by_samples(problem: Problem, fitted: Fitted, index: int) -> Fitted:
     if any(not samples.divides(node, len(stage.devices)) for node in stage.nodes):
         return fitted
     splits = samples.splits(stage.nodes, len(stage.devices))
-    other = _with_splits(problem, fitted.placement, index, splits, fitted.answer)
-    is_faster = step_seconds(problem, other.cost) < step_seconds(problem, fitted.cost)
-    return other if other.excess <= 0 and is_faster else fitted
+    other = _with_splits(problem, fitted.placement, index, splits, fitted.proof)
+    seconds = step_seconds(problem, other.cost)
+    if other.excess > 0 or seconds >= step_seconds(problem, fitted.cost):
+        return fitted
+    bound = fitted.proof.lower_bound
+    return replace(other, proof=SplitProof(max(seconds, bound), bound, seconds <= bound))

@@ -6,13 +6,13 @@ Elango, "PaSE: Parallelization Strategies for Efficient DNN Training", IPDPS 202
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
-from autopipe.ir.placement import Placement
+from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import fitted
 from autopipe.passes.placement.pase.fitting import fit_stage, or_by_samples
@@ -78,9 +78,11 @@ class Pase:
         clock = _Clock(problem.time_limit)
         if self.search_space == "paper":
             found = search(problem, lambda model: self._solved(model, None, clock))
-            return fitted(problem, placement_of(problem, found))
+            proof = SplitProof(found.cost, found.bound, found.proven, "operations")
+            return replace(fitted(problem, placement_of(problem, found)), proof=proof)
         skeleton = skeleton_of(problem, self.stages)
         placement = skeleton.placement
+        proofs = []
         for index, (plan, terms) in enumerate(zip(skeleton.plans, skeleton.terms, strict=True)):
             nodes = [node for node, _ in plan.nodes]
             tables = make_tables(problem, nodes, placement.stages[index].devices, terms)
@@ -88,7 +90,8 @@ class Pase:
             if not any(node in terms.allowed for node in placement.stages[index].nodes):
                 best = or_by_samples(problem, best, index)
             placement = best.placement
-        return fitted(problem, placement)
+            proofs.append(best.proof)
+        return replace(fitted(problem, placement), proof=_together(proofs))
 
     def _solver(self, clock: _Clock) -> Callable[[Tables, float | None], Answer]:
         return lambda tables, limit: self._solved(tables.model, limit, clock)
@@ -107,6 +110,12 @@ class Pase:
                 "what elimination finds does not fit into memory, and it knows no limit", hint="take solver: exact"
             )
         return answer
+
+
+def _together(proofs: Sequence[SplitProof]) -> SplitProof:
+    """The proof of all stages: what they cost together."""
+    cost, bound = (sum(figures) for figures in zip(*((each.cost, each.lower_bound) for each in proofs), strict=True))
+    return SplitProof(cost, bound, all(each.optimal for each in proofs))
 
 
 class _Clock:
