@@ -117,7 +117,7 @@ def summary_form(summary: Summary) -> dict[str, object]:
         "peak_memory_bytes": list(summary.peak_memory_bytes),
         "search_time_s": dict(summary.search_time_s),
         "communication_bytes": None if moved is None else dict(moved),
-        "splits": None if summary.splits is None else {**dataclasses.asdict(summary.splits), "gap": summary.splits.gap},
+        "splits": None if summary.splits is None else dataclasses.asdict(summary.splits),
     }
 
 
