@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopipe.ir.errors import ConfigurationError
@@ -13,7 +14,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.space import Space
 from autopipe.passes.annotations.sharding import Annotation, Configuration, Sharding
 from autopipe.passes.cost.uses import uses_of
-from autopipe.passes.frontend.origins import Origins
+from autopipe.passes.frontend.origins import Origin, Origins
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +40,33 @@ def annotated(graph: Graph, placement: Placement, origins: Origins, device_names
             hint="annotate a plan with one pipeline",
         )
     stage_of = placement.stage_of()
+    group_of = {node: placement.stages[stage] for node, stage in stage_of.items()}
+    spaces = [use.space for use in uses_of(graph)]
+    layouts = [_layouts(graph, node, space, group_of[node]) for node, space in enumerate(spaces)]
     owners = origins.owners()
-    uses = uses_of(graph)
     stages = _stages(origins, [None if owner is None else stage_of[owner] for owner in owners])
-    annotations = []
+    annotations = tuple(
+        Annotation(
+            origin.position,
+            stage,
+            () if owner is None else tuple(_shardings(origin, layouts[owner], group_of[owner].devices)),
+        )
+        for origin, owner, stage in zip(origins.nodes, owners, stages, strict=True)
+        if stage is not None
+    )
     told: dict[int, set[str]] = {}
-    for origin, owner, stage in zip(origins.nodes, owners, stages, strict=True):
-        shardings: tuple[Sharding, ...] = ()
+    for origin, owner in zip(origins.nodes, owners, strict=True):
         if owner is not None:
-            its = placement.stages[stage_of[owner]]
-            layouts = _layouts(graph, owner, uses[owner].space, its)
-            shardings = tuple(
-                sharding_of(name, layouts[own], its.devices) for name, own in origin.values if own in layouts
-            )
-            told.setdefault(owner, set()).update(own for _, own in origin.values if own in layouts)
-        if stage is not None:
-            annotations.append(Annotation(origin.position, stage, shardings))
-    known = {origin.writes for origin in origins.nodes}
-    splits = (placement.stages[stage_of[node]].splits_of(node) for node in range(len(graph.nodes)))
-    left_out = (
+            told.setdefault(owner, set()).update(own for _, own in origin.values if own in layouts[owner])
+    written = {origin.writes for origin in origins.nodes}
+    left_out = tuple(
         node.name
-        for index, (node, own) in enumerate(zip(graph.nodes, splits, strict=True))
-        if index not in known or not {split.axis for split in own} <= _axes(node, uses[index].space, told[index])
+        for index, node in enumerate(graph.nodes)
+        if index not in written
+        or not {split.axis for split in group_of[index].splits_of(index)} <= _axes(node, spaces[index], told[index])
     )
     size = len(device_names)
-    return Annotated(Configuration(f"autopipe-{size}", size, device_names, tuple(annotations)), tuple(left_out))
+    return Annotated(Configuration(f"autopipe-{size}", size, device_names, annotations), left_out)
 
 
 def _stages(origins: Origins, own: list[int | None]) -> list[int | None]:
@@ -96,22 +99,23 @@ def _layouts(graph: Graph, node: int, space: Space, stage: Stage) -> dict[str, L
     return {name: layout for name, layout in single.items() if not layout.windows}
 
 
+def _shardings(origin: Origin, layouts: dict[str, Layout], devices: tuple[int, ...]) -> Iterator[Sharding]:
+    for name, own in origin.values:
+        if own in layouts:
+            yield Sharding(name, *_blocks(layouts[own].cuts, devices))
+
+
 def _axes(node: Node, space: Space, tensors: set[str]) -> set[str]:
     """The axes that index any of these tensors."""
     dimensions = zip((*node.inputs, *node.outputs), (*space.operands, *space.results), strict=True)
     return {axis for name, own in dimensions if name in tensors for dimension in own or () for axis in dimension}
 
 
-def sharding_of(tensor: str, layout: Layout, devices: tuple[int, ...]) -> Sharding:
-    """How `devices` in this order hold a tensor in `layout`."""
-    return Sharding(tensor, *_blocks(layout.cuts, devices))
-
-
 @functools.lru_cache(maxsize=4096)
 def _blocks(
     cuts: tuple[MeshAxes, ...], devices: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, ...], ...]]:
-    """`Sharding`'s cuts and devices, of which a model of equal layers has few."""
+    """`Sharding`'s cuts and devices for a layout cut so: a model of equal layers has few."""
     cut = [(dimension, axes) for dimension, axes in enumerate(cuts) if degree_of(axes) > 1]
     blocks: dict[tuple[int, ...], list[int]] = {
         block: [] for block in itertools.product(*(range(degree_of(axes)) for _, axes in cut))

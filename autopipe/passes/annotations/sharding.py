@@ -26,10 +26,6 @@ class Sharding:
         """All devices that hold a block."""
         return frozenset(device for copies in self.devices for device in copies)
 
-    def listing(self) -> tuple[int, ...]:
-        """The devices in the order in which they are listed."""
-        return tuple(device for copies in self.devices for device in copies)
-
     def places(self, rank: int) -> tuple[tuple[int, dict[int, int]], ...]:
         """For each of `rank` dimensions the number of blocks, and by device which one it holds."""
         found: list[tuple[int, dict[int, int]]] = [(1, dict.fromkeys(self.group(), 0)) for _ in range(rank)]
