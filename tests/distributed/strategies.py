@@ -9,8 +9,11 @@ from random import Random
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import are_blocks
 from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.ir.schedule import Schedule
 from autopipe.ir.space import AxisKind, Space
 from autopipe.passes.cost.uses import uses_of
+from tests.distributed.halves import halved
+from tests.distributed.running import schedule_of
 
 SPLIT_NODES = 0.9
 """The share of nodes that are split if they can be."""
@@ -32,6 +35,12 @@ def random_placement(random: Random, graph: Graph, devices: int, samples: int) -
     return Placement(
         tuple(random_stage(random, graph, nodes, group, samples) for nodes, group in zip(parts, groups, strict=True))
     )
+
+
+def random_schedule(random: Random, graph: Graph, placement: Placement, micro_batches: int) -> Schedule:
+    """1F1B or GPipe, backwards whole or in halves."""
+    schedule = schedule_of(graph, placement, micro_batches, random.choice(("1f1b", "gpipe")))
+    return halved(schedule, random.randrange(3)) if random.random() < 0.5 else schedule
 
 
 def random_stage(random: Random, graph: Graph, nodes: Sequence[int], group: Sequence[int], samples: int) -> Stage:

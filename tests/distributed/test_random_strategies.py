@@ -10,10 +10,9 @@ from random import Random
 
 import pytest
 
-from autopipe.ir.placement import Placement
 from tests.distributed.pool import Pools
-from tests.distributed.strategies import random_placement
-from tests.distributed.trained import Trained, check
+from tests.distributed.strategies import random_placement, random_schedule
+from tests.distributed.trained import MICRO_BATCHES, Trained, check
 from tests.distributed.zoo import SIZES, SmallModels
 
 FEW = 2
@@ -25,13 +24,13 @@ SWEPT = ((4, 50), (8, 10), (6, 5), (3, 5))
 @pytest.mark.parametrize("name", SIZES)
 def test_strategies_on_four_ranks(pools: Pools, small_models: SmallModels, tmp_path: Path, name: str) -> None:
     for seed in range(FEW):
-        check(pools, small_models.of(name), drawn(small_models.of(name), 4, seed), tmp_path / str(seed))
+        check_random(pools, small_models.of(name), 4, seed, tmp_path / str(seed))
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["moe", "rnnlm"])
 def test_strategies_on_eight_ranks(pools: Pools, small_models: SmallModels, tmp_path: Path, name: str) -> None:
-    check(pools, small_models.of(name), drawn(small_models.of(name), 8, 0), tmp_path)
+    check_random(pools, small_models.of(name), 8, 0, tmp_path)
 
 
 @pytest.mark.sweep
@@ -42,9 +41,11 @@ def test_many_strategies(
     pools: Pools, small_models: SmallModels, tmp_path: Path, name: str, devices: int, count: int
 ) -> None:
     for seed in range(count):
-        check(pools, small_models.of(name), drawn(small_models.of(name), devices, seed), tmp_path / str(seed))
+        check_random(pools, small_models.of(name), devices, seed, tmp_path / str(seed))
 
 
-def drawn(model: Trained, devices: int, seed: int) -> Placement:
-    """A random strategy, always the same one."""
-    return random_placement(Random(f"{model.name} {devices} {seed}"), model.graph, devices, model.samples)
+def check_random(pools: Pools, model: Trained, devices: int, seed: int, folder: Path) -> None:
+    """Check the strategy and the schedule that a model, a number of devices and a seed stand for."""
+    random = Random(f"{model.name} {devices} {seed}")
+    placement = random_placement(random, model.graph, devices, model.samples)
+    check(pools, model, placement, folder, random_schedule(random, model.graph, placement, MICRO_BATCHES))

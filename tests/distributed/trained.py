@@ -15,6 +15,7 @@ from autopipe.ir.dtype import DType
 from autopipe.ir.graph import FileSlice, Graph, Initializer, Parameter, Storage, Value
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Mode, Problem
+from autopipe.ir.schedule import Schedule
 from autopipe.passes.cost.work import annotate
 from autopipe.passes.lower.traffic import communication_bytes
 from tests.distributed.pool import Pools
@@ -75,10 +76,13 @@ def problem_of(model: Trained, devices: int) -> Problem:
     return Problem(model.graph, annotate(model.graph), links, batch, MICRO_BATCHES, Mode.TRAIN, model.loss)
 
 
-def check(pools: Pools, model: Trained, placement: Placement, folder: Path) -> Step:
-    """Run a step of the placement: loss and gradients are one device's, and the bytes exchanged those predicted."""
+def check(pools: Pools, model: Trained, placement: Placement, folder: Path, schedule: Schedule | None = None) -> Step:
+    """Run a step of the placement, by 1F1B where no schedule is given.
+
+    Loss and gradients are one device's, and the bytes exchanged those predicted.
+    """
     placement.verify(model.graph)
-    schedule = schedule_of(model.graph, placement, MICRO_BATCHES)
+    schedule = schedule or schedule_of(model.graph, placement, MICRO_BATCHES)
     folder.mkdir(exist_ok=True)
     write(model.graph, placement, schedule, model.loss, folder / "program", model=model.file)
     found = run_step(pools, folder / "program", model.batch, *DRAWN)
@@ -88,14 +92,14 @@ def check(pools: Pools, model: Trained, placement: Placement, folder: Path) -> S
     except AssertionError:
         if _TURNING.isdisjoint(node.op for node in model.graph.nodes):
             raise
-        _check_in_double(pools, model, placement, folder)
+        _check_in_double(pools, model, placement, folder, schedule)
     return found
 
 
-def _check_in_double(pools: Pools, model: Trained, placement: Placement, folder: Path) -> None:
+def _check_in_double(pools: Pools, model: Trained, placement: Placement, folder: Path, schedule: Schedule) -> None:
     """The same placement of the same model in double precision, on numbers that are drawn."""
     graph = in_double(model.graph)
-    write(graph, placement, schedule_of(graph, placement, MICRO_BATCHES), model.loss, folder / "double")
+    write(graph, placement, schedule, model.loss, folder / "double")
     found = run_step(pools, folder / "double", None, *DRAWN)
     assert_equal_steps(found, trained(pools, model.name, graph, model.loss).step, 1e-9)
 

@@ -18,7 +18,7 @@ from autopipe.ir.program import Program
 from autopipe.passes.lower import lower
 from tests.distributed.builder import mlp
 from tests.distributed.running import schedule_of, write
-from tests.distributed.test_halves import halved
+from tests.distributed.halves import halved
 
 Golden = Callable[[str, str], None]
 
