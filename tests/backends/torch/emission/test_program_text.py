@@ -17,8 +17,8 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.program import Program
 from autopipe.passes.lower import lower
 from tests.distributed.builder import mlp
-from tests.distributed.running import schedule_of, write
 from tests.distributed.halves import halved
+from tests.distributed.running import schedule_of, write
 
 Golden = Callable[[str, str], None]
 
