@@ -9,10 +9,9 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.passes.placement.pase.placing import in_one_stage
+from autopipe.passes.placement.pase.placing import in_stages
 from autopipe.passes.placement.pase.tables import Tables
 from autopipe.passes.solvers.min_sum import Answer, TableTooLargeError, eliminate
-from autopipe.passes.spmd.wishes import check_wishes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +36,14 @@ class BreadthFirst:
     def run(self, problem: Problem) -> Placement:
         """One stage.
 
-        Raises ConfigurationError for a constraint it does not fulfil, InfeasibleError where tables are too large, with
-        their size, or memory does not hold the placement.
+        Raises ConfigurationError for constraints that cannot be followed, InfeasibleError where tables are too large,
+        with their size, or memory does not hold what is found.
         """
-        placement = in_one_stage(problem, self._eliminated)
-        check_wishes(problem, placement, self.name)
-        return placement
+        return in_stages(problem, 1, self._eliminated)
 
-    def _eliminated(self, tables: Tables) -> Answer:
+    def _eliminated(self, tables: Tables, limit: float | None) -> Answer:
+        if limit is not None:
+            raise InfeasibleError("breadth_first knows no memory limit", hint="take strategy pase")
         try:
             return eliminate(tables.model, ordering="breadth_first")
         except TableTooLargeError as error:

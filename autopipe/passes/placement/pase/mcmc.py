@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
@@ -11,11 +13,10 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.placement.pase.configurations import Splits
-from autopipe.passes.placement.pase.placing import in_one_stage
+from autopipe.passes.placement.pase.placing import in_stages
 from autopipe.passes.placement.pase.tables import Tables
 from autopipe.passes.solvers.min_sum import Answer
 from autopipe.passes.solvers.min_sum.metropolis import walk
-from autopipe.passes.spmd.wishes import check_wishes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +47,28 @@ class Mcmc:
             raise InfeasibleError("the model has no operators to place")
 
     def run(self, problem: Problem) -> Placement:
-        """One stage. Raises ConfigurationError for a constraint it does not fulfil, InfeasibleError for memory."""
-        placement = in_one_stage(problem, lambda tables: self._walk(problem, tables))
-        check_wishes(problem, placement, self.name)
-        return placement
+        """One stage.
 
-    def _walk(self, problem: Problem, tables: Tables) -> Answer:
-        model = tables.model
-        hubs = len(model.costs) - len(tables.nodes)
+        Raises ConfigurationError for constraints that cannot be followed, InfeasibleError where nothing that the walk
+        met fits into memory.
+        """
+        return replace(in_stages(problem, 1, partial(self._walk, problem)), proof=None)
+
+    def _walk(self, problem: Problem, tables: Tables, limit: float | None) -> Answer:
+        hubs = len(tables.model.costs) - len(tables.nodes)
         return walk(
-            model,
+            tables.model,
             [*_data_parallel(problem, tables), *[0] * hubs],
             iterations=self.iterations,
             temperature=self.temperature,
             seed=problem.seed,
             followers=hubs,
-            memory_limit=min(map(problem.memory_of, range(problem.cluster.size))),
+            memory_limit=limit,
         )
 
 
 def _data_parallel(problem: Problem, tables: Tables) -> list[int]:
-    """For each node the configuration that shares its samples among most devices, and splits nothing else."""
+    """For each node the configuration that shares its samples among most devices, and splits nothing else if it may."""
     axes = sample_axes(problem.graph).axes
 
     def degree(node: int, splits: Splits) -> int:
@@ -75,6 +77,10 @@ def _data_parallel(problem: Problem, tables: Tables) -> list[int]:
         return splits[0].degree if splits else 1
 
     return [
-        max(range(len(configurations)), key=lambda number: degree(node, configurations[number]))
-        for node, configurations in zip(tables.nodes, tables.configurations, strict=True)
+        max(
+            (number for number, cost in enumerate(costs) if cost < math.inf),
+            key=lambda number: degree(node, configurations[number]),
+            default=0,
+        )
+        for node, configurations, costs in zip(tables.nodes, tables.configurations, tables.model.costs, strict=False)
     ]

@@ -1,25 +1,39 @@
-"""From a problem to a placement in one stage, whichever search chooses the configurations."""
+"""From a problem to a placement: the splits of each stage in turn, whichever search answers the tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
 
-from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import fitted
-from autopipe.passes.lower.stages import assign_nodes
-from autopipe.passes.placement.pase.ground import Terms
-from autopipe.passes.placement.pase.tables import Tables, make_tables
-from autopipe.passes.solvers.min_sum import Answer
+from autopipe.passes.placement.pase.fitting import Solver, fit_stage, or_by_samples
+from autopipe.passes.placement.pase.skeleton import skeleton_of
+from autopipe.passes.placement.pase.tables import make_tables
 
 
-def in_one_stage(problem: Problem, choose: Callable[[Tables], Answer]) -> Placement:
-    """The model over all devices as `choose` answers its tables. Raises InfeasibleError where memory does not do."""
-    graph = problem.graph
-    devices = tuple(range(problem.cluster.size))
-    stage = Stage(tuple(range(len(graph.nodes))), devices, problem.micro_batch_size)
-    wanted = (problem.loss,) if problem.train and problem.loss is not None else graph.outputs
-    (plan,) = assign_nodes(graph, Placement((stage,)), wanted)
-    tables = make_tables(problem, [node for node, _ in plan.nodes], devices, Terms(given=frozenset(plan.outputs)))
-    splits = tables.splits(choose(tables).choice)
-    return fitted(problem, Placement((Stage(stage.nodes, devices, problem.micro_batch_size, splits),)))
+def in_stages(problem: Problem, count: int, solver: Solver) -> Placement:
+    """The model in `count` stages, each split as `solver` answers, with what is proven of that.
+
+    Raises ConfigurationError naming constraints that contradict one another or cannot be followed, InfeasibleError
+    where memory does not hold any placement, with the least excess, and what `solver` raises.
+    """
+    skeleton = skeleton_of(problem, count)
+    placement = skeleton.placement
+    proofs = []
+    for index, (plan, terms) in enumerate(zip(skeleton.plans, skeleton.terms, strict=True)):
+        nodes = [node for node, _ in plan.nodes]
+        tables = make_tables(problem, nodes, placement.stages[index].devices, terms)
+        best = fit_stage(problem, placement, index, tables, solver)
+        if not any(node in terms.allowed for node in placement.stages[index].nodes):
+            best = or_by_samples(problem, best, index)
+        placement = best.placement
+        proofs.append(best.proof)
+    return replace(fitted(problem, placement), proof=_together(proofs))
+
+
+def _together(proofs: Sequence[SplitProof]) -> SplitProof:
+    """The proof of all stages: what they cost together."""
+    cost, bound = (sum(figures) for figures in zip(*((each.cost, each.lower_bound) for each in proofs), strict=True))
+    return SplitProof(cost, bound, all(each.optimal for each in proofs))

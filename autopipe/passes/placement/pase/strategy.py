@@ -6,7 +6,6 @@ Elango, "PaSE: Parallelization Strategies for Efficient DNN Training", IPDPS 202
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -15,11 +14,9 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import fitted
-from autopipe.passes.placement.pase.fitting import fit_stage, or_by_samples
 from autopipe.passes.placement.pase.paper.placing import placement_of
 from autopipe.passes.placement.pase.paper.search import search
-from autopipe.passes.placement.pase.skeleton import skeleton_of
-from autopipe.passes.placement.pase.tables import Tables, make_tables
+from autopipe.passes.placement.pase.placing import in_stages
 from autopipe.passes.solvers.min_sum import Answer, MinSum, TableTooLargeError, eliminate, solve
 
 
@@ -80,21 +77,7 @@ class Pase:
             found = search(problem, lambda model: self._solved(model, None, clock))
             proof = SplitProof(found.cost, found.bound, found.proven, "operations")
             return replace(fitted(problem, placement_of(problem, found)), proof=proof)
-        skeleton = skeleton_of(problem, self.stages)
-        placement = skeleton.placement
-        proofs = []
-        for index, (plan, terms) in enumerate(zip(skeleton.plans, skeleton.terms, strict=True)):
-            nodes = [node for node, _ in plan.nodes]
-            tables = make_tables(problem, nodes, placement.stages[index].devices, terms)
-            best = fit_stage(problem, placement, index, tables, self._solver(clock))
-            if not any(node in terms.allowed for node in placement.stages[index].nodes):
-                best = or_by_samples(problem, best, index)
-            placement = best.placement
-            proofs.append(best.proof)
-        return replace(fitted(problem, placement), proof=_together(proofs))
-
-    def _solver(self, clock: _Clock) -> Callable[[Tables, float | None], Answer]:
-        return lambda tables, limit: self._solved(tables.model, limit, clock)
+        return in_stages(problem, self.stages, lambda tables, limit: self._solved(tables.model, limit, clock))
 
     def _solved(self, model: MinSum, limit: float | None, clock: _Clock) -> Answer:
         """The answer of the chosen solver, within `limit` bytes."""
@@ -110,12 +93,6 @@ class Pase:
                 "what elimination finds does not fit into memory, and it knows no limit", hint="take solver: exact"
             )
         return answer
-
-
-def _together(proofs: Sequence[SplitProof]) -> SplitProof:
-    """The proof of all stages: what they cost together."""
-    cost, bound = (sum(figures) for figures in zip(*((each.cost, each.lower_bound) for each in proofs), strict=True))
-    return SplitProof(cost, bound, all(each.optimal for each in proofs))
 
 
 class _Clock:

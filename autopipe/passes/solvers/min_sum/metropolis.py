@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.solvers.min_sum.answer import Answer
 from autopipe.passes.solvers.min_sum.model import Array, MinSum, merged
 
@@ -30,8 +31,11 @@ def walk(
     average at the start. The walk ends early when half of its iterations brought nothing better. The last `followers`
     nodes are not proposed: they take what costs least whenever a neighbour changes. A choice over `memory_limit` is
     taken only where it needs less memory than the one before. No bound is known: the answer's is minus infinity.
+    Raises InfeasibleError where the start is forbidden.
     """
     here = _walker(model, start, len(model.costs) - followers, math.inf if memory_limit is None else memory_limit)
+    if here.cost == math.inf:
+        raise InfeasibleError("a walk cannot begin with a choice that is forbidden")
     heat = temperature * here.cost / max(1, here.free)
     drawn = random.Random(seed)
     best, rank, improved = tuple(here.choice), here.rank, 0

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.ir.placement import Placement
+from autopipe.ir.placement import Placement, Split
 from autopipe.ir.problem import Constraint, Problem
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pase.breadth_first import BreadthFirst
 from autopipe.passes.placement.pase.mcmc import Mcmc
 from autopipe.passes.placement.pase.strategy import Pase
-from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
+from tests.passes.cost.graphs import cluster, perceptron, problem
 from tests.passes.placement.pase.paper.models import model_graph, problem_of
 
 
@@ -50,13 +50,20 @@ def test_breadth_first_gives_up_with_the_size_of_its_tables() -> None:
 
 @pytest.mark.parametrize("strategy", [Mcmc(), BreadthFirst()])
 def test_what_they_cannot_do_is_refused(strategy: Mcmc | BreadthFirst) -> None:
-    builder = Builder(8, 512)
-    graph = builder.finish(builder.linear("x", 512))
-    whole = problem(graph, cluster(4), constraints=(Constraint("matmul0", split=()),))
-    with pytest.raises(ConfigurationError, match="asks for split not at all, and this node is split"):
-        strategy.run(whole)
+    graph = perceptron([512, 512])
+    odd = problem(graph, cluster(4), constraints=(Constraint("matmul0", split=(("n", 3),)),))
+    with pytest.raises(ConfigurationError, match="'matmul0'"):
+        strategy.run(odd)
     with pytest.raises(InfeasibleError, match="over the limit"):
         strategy.run(problem(graph, cluster(4, memory=1000)))
+
+
+@pytest.mark.parametrize("strategy", [Mcmc(), BreadthFirst()])
+def test_constraints_are_followed(strategy: Mcmc | BreadthFirst) -> None:
+    wish = Constraint("matmul0", split=(("k", 2),))
+    given = problem(perceptron([512, 512]), cluster(4), constraints=(wish,))
+    (stage,) = strategy.run(given).stages
+    assert stage.splits_of(0) == (Split("k", 2),)
 
 
 def test_options_out_of_range_are_refused(wide: Problem) -> None:
