@@ -1,4 +1,4 @@
-"""Exported models under strategies found, by an expert, and at random, on four ranks against one device."""
+"""Exported models under strategies found, by an expert, and at random, on four and eight ranks against one device."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.exports.export import Export, all_exports, onnx_file
 from tests.exports.journey import symbols
 from tests.exports.light import LIGHT
 
-SAMPLES = 4
-DRAWN_STRATEGIES = 5
+DRAWN_STRATEGIES = {4: 5, 8: 2}
+"""How many random strategies, by the number of ranks."""
 FAST = ("gpt2-dynamo-dynamic-loss", "lstm-torchscript-dynamic-loss", "dlrm-dynamo-dynamic-loss")
 
 EXPORTS = {export.name: export for export in all_exports() if export.loss}
@@ -33,35 +33,36 @@ EXPORTS = {export.name: export for export in all_exports() if export.loss}
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", FAST)
 def test_a_random_strategy(name: str, pools: Pools, tmp_path: Path) -> None:
-    model = trained_export(pools, EXPORTS[name], tmp_path)
+    model = trained_export(pools, EXPORTS[name], 4, tmp_path)
     check(pools, model, random_placement(Random(name), model.graph, 4, model.samples), tmp_path / "random")
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("devices", DRAWN_STRATEGIES)
 @pytest.mark.parametrize("export", EXPORTS.values(), ids=EXPORTS)
-def test_every_export(export: Export, pools: Pools, tmp_path: Path) -> None:
-    model = trained_export(pools, export, tmp_path)
-    for index, placement in enumerate(placements(model)):
+def test_every_export(export: Export, devices: int, pools: Pools, tmp_path: Path) -> None:
+    model = trained_export(pools, export, devices, tmp_path)
+    for index, placement in enumerate(placements(model, devices)):
         check(pools, model, placement, tmp_path / str(index))
 
 
-def placements(model: Trained) -> Iterator[Placement]:
+def placements(model: Trained, devices: int) -> Iterator[Placement]:
     """What PaSE finds, what an expert chooses where devices can share the samples, and random strategies."""
-    problem = problem_of(model, 4)
+    problem = problem_of(model, devices)
     yield Pase().run(problem)
-    if model.samples % 4 == 0:
+    if model.samples % devices == 0:
         yield Expert().run(problem)
-    for seed in range(DRAWN_STRATEGIES):
-        yield random_placement(Random(f"{model.name} {seed}"), model.graph, 4, model.samples)
+    for seed in range(DRAWN_STRATEGIES[devices]):
+        yield random_placement(Random(f"{model.name} {seed}"), model.graph, devices, model.samples)
 
 
-def trained_export(pools: Pools, export: Export, folder: Path) -> Trained:
-    """The export on four samples, or on as many as it fixes."""
+def trained_export(pools: Pools, export: Export, samples: int, folder: Path) -> Trained:
+    """The export on so many samples, or on as many as it fixes."""
     path = onnx_file(export, folder)
     loss = CrossEntropy(LIGHT[export.model]) if export.model in LIGHT else None
     dims = dict.fromkeys(symbols(path), SEQUENCE)
-    model = read_model(path, dims=dims, batch=SAMPLES if export.dynamic else None, loss=loss)
+    model = read_model(path, dims=dims, batch=samples if export.dynamic else None, loss=loss)
     return trained(pools, export.name, model.graph, model.loss, path, batch_for(model.graph))
 
 
