@@ -25,7 +25,10 @@ def _gather(signature: Signature) -> Line:
 
 
 def _along_axis(signature: Signature, scatter: bool) -> Line:
-    """GatherElements and ScatterElements: dimensions of equal extent away from the axis go together."""
+    """GatherElements and ScatterElements: dimensions of equal extent away from the axis go together.
+
+    A device with some rows of the table gives those, and zeros for the others.
+    """
     axis = indexed_axis(signature)
     data, indices = signature.operand(0).shape, signature.operand(1).shape
     shared = [
@@ -35,6 +38,8 @@ def _along_axis(signature: Signature, scatter: bool) -> Line:
     table = [word if same else "1" for word, same in zip(words, shared, strict=True)]
     if scatter:
         return spell([table, table, table], [table])
+    if data[axis] > 1 and signature.operand(0).dtype.is_floating:
+        table[axis] = "v&"
     picked = [
         word if same or place == axis else "1" for place, (word, same) in enumerate(zip(words, shared, strict=True))
     ]
@@ -71,11 +76,12 @@ def _scatter_nd(signature: Signature) -> Line:
 
 
 def _one_hot(signature: Signature) -> Line:
+    """`*i, 1, 1 -> *i v&`: a device with some of the classes knows which they are."""
     rank = len(signature.result().shape)
     axis = positive(signature.node.integer("axis", -1), rank)
     words = names(rank - 1, "i")
     rest = [unindexed(signature.operand(index).shape) for index in (1, 2)]
-    return spell([words, *rest], [[*words[:axis], "1", *words[axis:]]])
+    return spell([words, *rest], [[*words[:axis], "v&", *words[axis:]]])
 
 
 def _tensor_scatter(signature: Signature) -> Line:

@@ -16,7 +16,6 @@ from autopipe.ir.ops.lines import (
     replaced,
     spell,
     unindexed,
-    with_whole,
 )
 from autopipe.ir.ops.row import Line, Operator, Signature
 
@@ -132,8 +131,11 @@ def _reverse_sequence(signature: Signature) -> Line:
 
 
 def _trilu(signature: Signature) -> Line:
+    """`*b r& c& -> *b r c`: devices know where their rows and columns are."""
     rank = len(signature.operand(0).shape)
-    return with_whole(signature, [rank - 2, rank - 1])
+    words = names(rank)
+    rest = [None if value is None else unindexed(value.shape) for value in signature.operands[1:]]
+    return spell([marked(words, [rank - 2, rank - 1], "&"), *rest], [words])
 
 
 def _compress(signature: Signature) -> Line:

@@ -83,8 +83,7 @@ def _marked_along(signature: Signature, axes: tuple[int, ...] | range, mark: str
 
 
 def _softmax(signature: Signature) -> Line:
-    axes = softmax_axes(signature)
-    return _marked_along(signature, axes, "&" if len(axes) == 1 else "!")
+    return _marked_along(signature, softmax_axes(signature), "&")
 
 
 def _softmax_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:

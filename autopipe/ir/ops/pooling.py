@@ -6,6 +6,7 @@ import math
 
 from autopipe.ir.ops.convolution import spatial
 from autopipe.ir.ops.lines import spell
+from autopipe.ir.ops.reduction import extreme_statistics
 from autopipe.ir.ops.row import Line, Operator, Signature
 from autopipe.ir.ops.windows import Window, window_of
 from autopipe.ir.space import Space
@@ -50,6 +51,10 @@ def _global_mean(signature: Signature) -> Line:
     return _global(signature, "~")
 
 
+def _global_largest(signature: Signature) -> Line:
+    return _global(signature, "=" if signature.operand(0).dtype.is_floating else "!")
+
+
 def _global_whole(signature: Signature) -> Line:
     return _global(signature, "!")
 
@@ -80,7 +85,15 @@ POOLING = (
     Operator("AveragePool", pool, "reduction", _window_flops, 1.0),
     Operator("LpPool", pool, "reduction", _window_flops, 2.0, keeps=("0", ">0")),
     Operator("GlobalAveragePool", _global_mean, "reduction", _source_flops, 1.0),
-    Operator("GlobalMaxPool", _global_whole, "reduction", _source_flops, 1.0, keeps=("0", ">0")),
+    Operator(
+        "GlobalMaxPool",
+        _global_largest,
+        "reduction",
+        _source_flops,
+        1.0,
+        keeps=("0", ">0"),
+        statistics=extreme_statistics,
+    ),
     Operator("GlobalLpPool", _global_whole, "reduction", _source_flops, 2.0, keeps=("0", ">0")),
     Operator("MaxUnpool", _unpool, "memory", keeps=("1",), static=(2,)),
 )

@@ -21,10 +21,10 @@ def reduced_axes(signature: Signature) -> tuple[int, ...]:
 
 
 def _reduce(mark: str) -> Callable[[Signature], Line]:
-    """`a r+ -> a 1`, or `a r+ -> a` where dimensions are dropped; whole numbers are not agreed on."""
+    """`a r+ -> a 1`, or `a r+ -> a` where dimensions are dropped; means and more of whole numbers stay whole."""
 
     def line(signature: Signature) -> Line:
-        own = "!" if mark == "=" and not signature.operand(0).dtype.is_floating else mark
+        own = "!" if mark in "=~" and not signature.operand(0).dtype.is_floating else mark
         axes = reduced_axes(signature)
         words = names(len(signature.operand(0).shape))
         if signature.node.integer("keepdims", 1):
@@ -98,6 +98,10 @@ def _told(forward: tuple[int, ...], backward: tuple[int, ...]) -> Statistics:
     return statistics
 
 
+extreme_statistics = _told((1,), (2,))
+"""Of each row the largest; in backward a sum, and how many have a share of it."""
+
+
 def _index_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
     """The extreme of each row, then its place, a whole number of 64 bits."""
     width = single(signature.operand(0).dtype)
@@ -130,8 +134,8 @@ REDUCTION = (
     _row("ReduceL1", "+", 2.0, keeps=("0",)),
     _row("ReduceSumSquare", "+", 2.0, keeps=("0",)),
     _row("ReduceL2", "=", 2.0, keeps=("0", ">0"), statistics=_told((1,), (1,))),
-    _row("ReduceMax", "=", keeps=("0", ">0"), statistics=_told((1,), (2,))),
-    _row("ReduceMin", "=", keeps=("0", ">0"), statistics=_told((1,), (2,))),
+    _row("ReduceMax", "=", keeps=("0", ">0"), statistics=extreme_statistics),
+    _row("ReduceMin", "=", keeps=("0", ">0"), statistics=extreme_statistics),
     _row("ReduceProd", "!", keeps=("0", ">0")),
     _row("ReduceLogSum", "=", statistics=_told((1,), (1,))),
     _row("ReduceLogSumExp", "=", 6.0, keeps=("0", ">0"), statistics=_told((1, 1), (1,))),

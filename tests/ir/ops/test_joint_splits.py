@@ -167,3 +167,31 @@ def test_rows_without_a_norm(values: np.ndarray) -> None:
 
     for found in together([run] * 2):
         torch.testing.assert_close(found, torch.logsumexp(torch.tensor(values), 1))
+
+
+@pytest.mark.parametrize("upper", [0, 1])
+@pytest.mark.parametrize("diagonal", [-2, 0, 1])
+def test_triangles_know_where_they_are(upper: int, diagonal: int) -> None:
+    use = use_of("Trilu", [normal(0, 2, 4, 6), np.array(diagonal)], upper=upper)
+    assert joint_axes(use) == {"d1", "d2"}
+    assert check(use) == 3
+    assert check_pairs(use) == 6
+
+
+def test_softmaxes_over_several_axes() -> None:
+    for op in ("Softmax", "LogSoftmax"):
+        use = use_of(op, [normal(0, 2, 4, 6)], opset=11)
+        assert joint_axes(use) == {"d1", "d2"}
+        assert check(use) == 3
+        assert check_pairs(use) == 6
+
+
+def test_the_largest_of_an_image() -> None:
+    use = use_of("GlobalMaxPool", [normal(0, 2, 3, 4, 6)])
+    assert joint_axes(use) == {"i0", "i1"}
+    assert check(use) == 4
+
+
+def test_means_of_whole_numbers_stay_whole() -> None:
+    use = use_of("ReduceMean", [np.arange(6).reshape(2, 3), np.array([1])])
+    assert use.space.axis("d1").kind is AxisKind.WHOLE

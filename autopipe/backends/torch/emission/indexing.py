@@ -45,6 +45,9 @@ def _counted_from_front(call: Call) -> bool:
 
 
 def _gather_elements(call: Call) -> str:
+    if call.is_split("v"):
+        axis = indexed_axis(call.signature)
+        return f"operators.gather_elements_part({call.arg(0)}, {axis}, {call.arg(1)}, {call.group('v')})"
     function = "torch.gather" if _counted_from_front(call) else "operators.gather_elements"
     return f"{function}({call.arg(0)}, {indexed_axis(call.signature)}, {call.arg(1)})"
 
@@ -83,7 +86,8 @@ def _tensor_scatter(call: Call) -> str:
 def _one_hot(call: Call) -> str:
     axis = positive(call.node.integer("axis", -1), len(call.result().shape))
     depth = call.result().shape[axis]
-    return f"operators.one_hot({call.arg(0)}, {depth}, {call.arg(2)}, {axis})"
+    group = f", {call.group('v')}" if call.is_split("v") else ""
+    return f"operators.one_hot({call.arg(0)}, {depth}, {call.arg(2)}, {axis}{group})"
 
 
 INDEXING: dict[str, Emitter] = {

@@ -139,7 +139,12 @@ def _reverse_sequence(call: Call) -> str:
 
 def _trilu(call: Call) -> str:
     function = "torch.triu" if call.node.integer("upper", 1) else "torch.tril"
-    return f"{function}({call.arg(0)}, {call.scalar(1) or '0'})"
+    rank = len(call.operand(0).shape)
+    diagonal = call.scalar(1) or "0"
+    for axis, sign in ((rank - 2, "+"), (rank - 1, "-")):
+        if call.is_split(f"d{axis}"):
+            diagonal += f" {sign} {call.group(f'd{axis}')}.position * {call.operand(0).shape[axis]}"
+    return f"{function}({call.arg(0)}, {diagonal})"
 
 
 def _compress(call: Call) -> str:

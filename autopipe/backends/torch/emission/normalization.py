@@ -112,7 +112,10 @@ def _softmax(function: str) -> Emitter:
         group = shared(call, (f"d{axis}" for axis in axes))
         if group:
             name = function.removeprefix("F.")
-            return f"operators.{name}_part({call.arg(0)}, {axes.start}, {group})"
+            if len(axes) == 1:
+                return f"operators.{name}_part({call.arg(0)}, {axes.start}, {group})"
+            flat = f"{call.arg(0)}.flatten({axes.start})"
+            return f"operators.{name}_part({flat}, {axes.start}, {group}).reshape({shape})"
         if all(extent == 1 for extent in shape[axes.start + 1 : axes.stop]):
             axis = -1 if axes.start == len(shape) - 1 else axes.start
             return f"{function}({call.arg(0)}, {axis})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopipe.backends.torch.emission.call import Call, Emitter
+from autopipe.backends.torch.emission.call import Call, Emitter, shared
 from autopipe.backends.torch.emission.convolution import each, pads
 from autopipe.ir.dtype import DType
 from autopipe.ir.ops.windows import Window, window_of
@@ -96,6 +96,14 @@ def _global(template: str) -> Emitter:
     return emit
 
 
+def _global_max(call: Call) -> str:
+    axes = tuple(range(2, len(call.operand(0).shape)))
+    group = shared(call, (f"i{axis - 2}" for axis in axes))
+    if group:
+        return f"operators.extreme_part({call.arg(0)}, {axes}, True, True, {group})"
+    return f"torch.amax({call.arg(0)}, {axes}, keepdim=True)"
+
+
 def _unpool(call: Call) -> str:
     inferred = _unpooled(call)
     return f"operators.max_unpool({call.arg(0)}, {call.arg(1)}, {inferred}, {call.result().shape})"
@@ -118,7 +126,7 @@ POOLING: dict[str, Emitter] = {
     "AveragePool": _average_pool,
     "LpPool": _lp_pool,
     "GlobalAveragePool": _global("torch.mean({x}, {axes}, keepdim=True)"),
-    "GlobalMaxPool": _global("torch.amax({x}, {axes}, keepdim=True)"),
+    "GlobalMaxPool": _global_max,
     "GlobalLpPool": _global("torch.linalg.vector_norm({x}, {p}, {axes}, keepdim=True)"),
     "MaxUnpool": _unpool,
 }

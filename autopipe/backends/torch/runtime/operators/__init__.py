@@ -19,7 +19,7 @@ from autopipe.backends.torch.runtime.operators.indexing import (
     tensor_scatter,
 )
 from autopipe.backends.torch.runtime.operators.joint import once
-from autopipe.backends.torch.runtime.operators.joint_indexing import gather_part
+from autopipe.backends.torch.runtime.operators.joint_indexing import gather_elements_part, gather_part
 from autopipe.backends.torch.runtime.operators.joint_losses import (
     cross_entropy_and_logarithms_part,
     cross_entropy_and_logarithms_share,
@@ -96,6 +96,7 @@ __all__ = [
     "dynamic_quantize_linear",
     "extreme_part",
     "gather_elements",
+    "gather_elements_part",
     "gather_nd",
     "gather_part",
     "group_norm_part",

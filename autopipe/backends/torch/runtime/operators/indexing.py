@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from autopipe.backends.torch.runtime.operators.joint import Joint
+
 
 def gather_elements(data: Tensor, dim: int, indices: Tensor) -> Tensor:
     """`torch.gather` with indices that may be negative."""
@@ -64,9 +66,13 @@ def tensor_scatter(past: Tensor, update: Tensor, start: Tensor | None, dim: int,
     return past.scatter(dim, places.reshape(shape).expand(update.shape), update.to(past.dtype))
 
 
-def one_hot(indices: Tensor, depth: int, values: Tensor, dim: int) -> Tensor:
-    """`values[1]` at each index along a new dimension `dim`, `values[0]` elsewhere and for indices out of range."""
+def one_hot(indices: Tensor, depth: int, values: Tensor, dim: int, group: Joint | None = None) -> Tensor:
+    """`values[1]` at each index along a new dimension `dim`, `values[0]` elsewhere and for indices out of range.
+
+    With `group` this rank's `depth` places of that dimension.
+    """
+    first, whole = (0, depth) if group is None else (group.position * depth, group.size * depth)
     places = indices.to(torch.int64).unsqueeze(dim)
     classes = torch.arange(depth, device=indices.device).reshape([-1] + [1] * (indices.dim() - dim))
-    hit = (torch.where(places < 0, places + depth, places)) == classes
+    hit = (torch.where(places < 0, places + whole, places)) == classes + first
     return torch.where(hit, values[1], values[0])
