@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from autopipe.cli.main import main
+from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement, Stage
 from autopipe.passes.placement.expert.strategy import Expert
 from tests.distributed.pool import Pools
+from tests.distributed.test_verify import SETTINGS, here, verified
 from tests.distributed.trained import Trained, check, problem_of
 from tests.distributed.zoo import SmallModels
+
+__all__ = ["here"]
 
 pytestmark = pytest.mark.distributed
 
@@ -47,3 +53,34 @@ def test_two_stages_of_two_by_two(
     assert all([split.degree for split in splits] == [2, 2] for splits in split_both_ways)
     moved = check(pools, model, placement, tmp_path).moved
     assert moved and moved["all_reduce"] and moved["send"] and moved["gradient"]
+
+
+CONSTRAINTS = """
+strategy: {name: manual}
+constraints:
+  - {match: 're:.*(embedding|layers.0).*', stage: 0, devices: [0, 1, 2, 3]}
+  - {match: 're:.(layers.1|norm|head|loss)/.*', stage: 1, devices: [4, 5, 6, 7]}
+  - {match: 're:.*(query|key|value|up|head)/MatMul', split: {b: 2, n: 2}}
+  - {match: 're:.*(output|down)/MatMul', split: {b: 2, k: 2}}
+  - {match: 're:.*(query|key|value|up)/Add', split: {b: 2, x2: 2}}
+  - {match: 're:.*Gelu', split: {b: 2, x2: 2}}
+"""
+
+
+def test_by_hand_from_a_configuration_to_verified_ranks(
+    here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, config, plan = tmp_path / "gpt.onnx", tmp_path / "placed.yaml", tmp_path / "plan"
+    build(configure("gpt", SETTINGS | {"loss": "true"})).save(model)
+    config.write_text(CONSTRAINTS, encoding="utf-8")
+    flags = ["--config", str(config), "--gpus", "8", "--batch-size", "16", "--micro-batches", "4"]
+    assert main(["plan", str(model), *flags, "-o", str(plan), "-q"]) == 0
+    stages = json.loads((plan / "plan.json").read_text(encoding="utf-8"))["placement"]["stages"]
+    assert [stage["devices"] for stage in stages] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    for stage in stages:
+        assert (2, 2) in {tuple(degree for _, degree in each["split"]) for each in stage["splits"]}
+    assert main(["codegen", str(plan), "-q"]) == 0
+    code, checks = verified(plan / "program", capsys)
+    assert code == 0
+    assert float(str(checks["loss of the ranks"]["relative_difference"])) < 1e-5
+    assert float(str(checks["gradients of the ranks"]["relative_difference"])) < 1e-5
