@@ -15,21 +15,20 @@ from tests.distributed.strategies import random_placement, random_schedule
 from tests.distributed.trained import MICRO_BATCHES, Trained, check
 from tests.distributed.zoo import SIZES, SmallModels
 
-FEW = 2
+SMALLEST = [name for name in SIZES if name != "inceptionv3"]
 SWEPT = ((4, 50), (8, 10), (6, 5), (3, 5))
 """Ranks, and strategies drawn on them."""
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", SIZES)
-def test_strategies_on_four_ranks(pools: Pools, small_models: SmallModels, tmp_path: Path, name: str) -> None:
-    for seed in range(FEW):
-        check_random(pools, small_models.of(name), 4, seed, tmp_path / str(seed))
+@pytest.mark.parametrize("name", SMALLEST)
+def test_a_strategy_on_four_ranks(pools: Pools, small_models: SmallModels, tmp_path: Path, name: str) -> None:
+    check_random(pools, small_models.of(name), 4, 0, tmp_path)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["moe", "rnnlm"])
-def test_strategies_on_eight_ranks(pools: Pools, small_models: SmallModels, tmp_path: Path, name: str) -> None:
+def test_a_strategy_on_eight_ranks(pools: Pools, small_models: SmallModels, tmp_path: Path, name: str) -> None:
     check_random(pools, small_models.of(name), 8, 0, tmp_path)
 
 
