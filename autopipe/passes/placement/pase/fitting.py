@@ -39,7 +39,9 @@ class Fitted:
     worst: int
 
 
-def fit_stage(problem: Problem, placement: Placement, index: int, tables: Tables, solver: Solver) -> Fitted:
+def fit_stage(
+    problem: Problem, placement: Placement, index: int, tables: Tables, solver: Solver, overlap: bool = False
+) -> Fitted:
     """`placement` with the best splits of stage `index` that its devices hold.
 
     What comes and goes is the most that one node needs while it runs. So several bounds on that are tried: under each,
@@ -66,7 +68,7 @@ def fit_stage(problem: Problem, placement: Placement, index: int, tables: Tables
             unknown += found.excess
     fitting = [each for each in tried if each.excess <= 0]
     if fitting:
-        best = min(fitting, key=lambda each: step_seconds(problem, each.cost))
+        best = min(fitting, key=lambda each: step_seconds(problem, each.cost, overlap))
         # Under a bound on what comes and goes an answer is proven for that bound alone.
         bound = tried[0].proof.lower_bound
         optimal = best is tried[0] and best.proof.optimal
@@ -105,12 +107,13 @@ def _with_splits(
     return Fitted(found, proof, costs[index], excess, worst)
 
 
-def step_seconds(problem: Problem, cost: StageCost) -> float:
-    """What a stage takes of a step, one thing after the other."""
-    return problem.micro_batches * (cost.forward_s + cost.backward_s) + cost.gradient_s + cost.update_s
+def step_seconds(problem: Problem, cost: StageCost, overlap: bool = False) -> float:
+    """What a stage takes of a step, one thing after the other; `overlap` hides gradients behind the last backward."""
+    gradients = max(0.0, cost.gradient_s - cost.backward_s) if overlap else cost.gradient_s
+    return problem.micro_batches * (cost.forward_s + cost.backward_s) + gradients + cost.update_s
 
 
-def or_by_samples(problem: Problem, fitted: Fitted, index: int) -> Fitted:
+def or_by_samples(problem: Problem, fitted: Fitted, index: int, overlap: bool = False) -> Fitted:
     """The same, or the stage with nothing but its samples shared, where that is faster and fits.
 
     The model counts no latency of gradients' exchange and more than one way of some values, so that data parallelism,
@@ -122,8 +125,8 @@ def or_by_samples(problem: Problem, fitted: Fitted, index: int) -> Fitted:
         return fitted
     splits = samples.splits(stage.nodes, len(stage.devices))
     other = _with_splits(problem, fitted.placement, index, splits, fitted.proof)
-    seconds = step_seconds(problem, other.cost)
-    if other.excess > 0 or seconds >= step_seconds(problem, fitted.cost):
+    seconds = step_seconds(problem, other.cost, overlap)
+    if other.excess > 0 or seconds >= step_seconds(problem, fitted.cost, overlap):
         return fitted
     bound = fitted.proof.lower_bound
     return replace(other, proof=SplitProof(max(seconds, bound), bound, seconds <= bound))

@@ -98,10 +98,22 @@ def _is_reduced_alone(ground: Ground, name: str) -> bool:
     )
 
 
-def kind_costs(
-    kind: Kind, computing: Computing, parameters: Parameters, changes: Changes
-) -> tuple[Floats, Floats, NDArray[np.int64]]:
-    """For each configuration seconds of a step, of these the exchange of gradients alone, and bytes on a device."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Costs:
+    """What each configuration of a variable costs."""
+
+    seconds: Floats
+    """Of a step."""
+    gradients: Floats
+    """Of these, to exchange gradients once a step."""
+    backward: Floats
+    """Of these, one micro-batch's backward."""
+    memory: NDArray[np.int64]
+    """Bytes on a device."""
+
+
+def kind_costs(kind: Kind, computing: Computing, parameters: Parameters, changes: Changes) -> Costs:
+    """What the configurations of a node cost, each by itself."""
     ground, node = kind.ground, kind.node
     terms, problem = ground.terms, ground.problem
     forward, backward = computing.seconds(node, ground.uses[node], kind.configurations)
@@ -125,7 +137,7 @@ def kind_costs(
         # What recomputation brings back is that of one micro-batch at a time.
         micro_batches = 1 if terms.recompute else terms.in_flight
         memory += micro_batches * kept_bytes(ground.kept[node], kind.configurations)
-    return seconds, gradients, memory
+    return Costs(seconds + gradients, gradients, backward if problem.train else np.zeros_like(seconds), memory)
 
 
 def times_run(ground: Ground, value: str) -> int:

@@ -13,8 +13,10 @@ from autopipe.passes.placement.pase.skeleton import skeleton_of
 from autopipe.passes.placement.pase.tables import make_tables
 
 
-def in_stages(problem: Problem, count: int, solver: Solver) -> Placement:
+def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = False) -> Placement:
     """The model in `count` stages, each split as `solver` answers, with what is proven of that.
+
+    `overlap` says whether `solver` counts the exchange of gradients as hidden by the last micro-batch's backward.
 
     Raises ConfigurationError naming constraints that contradict one another or cannot be followed, InfeasibleError
     where memory does not hold any placement, with the least excess, and what `solver` raises.
@@ -25,9 +27,9 @@ def in_stages(problem: Problem, count: int, solver: Solver) -> Placement:
     for index, (plan, terms) in enumerate(zip(skeleton.plans, skeleton.terms, strict=True)):
         nodes = [node for node, _ in plan.nodes]
         tables = make_tables(problem, nodes, placement.stages[index].devices, terms)
-        best = fit_stage(problem, placement, index, tables, solver)
+        best = fit_stage(problem, placement, index, tables, solver, overlap)
         if not any(node in terms.allowed for node in placement.stages[index].nodes):
-            best = or_by_samples(problem, best, index)
+            best = or_by_samples(problem, best, index, overlap)
         placement = best.placement
         proofs.append(best.proof)
     return replace(fitted(problem, placement), proof=_together(proofs))

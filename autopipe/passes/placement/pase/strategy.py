@@ -14,9 +14,11 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import fitted
+from autopipe.passes.placement.pase.overlap import solve_overlapped
 from autopipe.passes.placement.pase.paper.placing import placement_of
 from autopipe.passes.placement.pase.paper.search import search
 from autopipe.passes.placement.pase.placing import in_stages
+from autopipe.passes.placement.pase.tables import Tables
 from autopipe.passes.solvers.min_sum import Answer, MinSum, TableTooLargeError, eliminate, solve
 
 
@@ -36,6 +38,9 @@ class Pase:
     goes with `costs: pase-paper`."""
     stages: int = 1
     """Pipeline stages, of equal groups of devices; splits are searched inside each."""
+
+    overlap: bool = False
+    """Whether the exchange of gradients counts only as far as the last micro-batch's backward does not hide it."""
 
     name: ClassVar[str] = "pase"
 
@@ -77,7 +82,13 @@ class Pase:
             found = search(problem, lambda model: self._solved(model, None, clock))
             proof = SplitProof(found.cost, found.bound, found.proven, "operations")
             return replace(fitted(problem, placement_of(problem, found)), proof=proof)
-        return in_stages(problem, self.stages, lambda tables, limit: self._solved(tables.model, limit, clock))
+
+        def solver(tables: Tables, limit: float | None) -> Answer:
+            if self.overlap:
+                return solve_overlapped(tables, lambda model: self._solved(model, limit, clock))
+            return self._solved(tables.model, limit, clock)
+
+        return in_stages(problem, self.stages, solver, self.overlap)
 
     def _solved(self, model: MinSum, limit: float | None, clock: _Clock) -> Answer:
         """The answer of the chosen solver, within `limit` bytes."""

@@ -22,7 +22,7 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.placement.pase.configurations import Splits
 from autopipe.passes.placement.pase.ground import NO_TERMS, Ground, Terms, ground_of
 from autopipe.passes.placement.pase.hubs import Hub, parameter_hub, value_hub
-from autopipe.passes.placement.pase.kinds import Kind, kind_costs, kinds_of, more_bytes, passing_bytes, times_run
+from autopipe.passes.placement.pase.kinds import Costs, Kind, kind_costs, kinds_of, more_bytes, passing_bytes, times_run
 from autopipe.passes.placement.pase.moves import Floats, Moves
 from autopipe.passes.placement.pase.nodes import Computing
 from autopipe.passes.placement.pase.parameters import Parameters
@@ -40,6 +40,8 @@ class Tables:
     """Seconds of a step, and bytes on a device."""
     gradients: tuple[Floats, ...]
     """Of the model's costs, seconds to exchange gradients once a step."""
+    backwards: tuple[Floats, ...]
+    """Of the model's costs, seconds of one micro-batch's backward."""
     passing: tuple[NDArray[np.int64], ...]
     """For each node the bytes that come and go while it runs backward, which the model's memory leaves out."""
 
@@ -94,7 +96,7 @@ class _Builder:
     changes: Changes
     parameters: Parameters
     places: dict[int, int] = field(default_factory=dict)
-    costs: list[tuple[Floats, Floats, NDArray[np.int64]]] = field(default_factory=list)
+    costs: list[Costs] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     shared: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -116,7 +118,8 @@ class _Builder:
         forms = [self.kinds[each.node].reads(each.position) for each in ground.readers[name]]
         hub = parameter_hub(forms, shape, only_whole=name in ground.terms.whole)
         held = self.parameters.holding(name, hub.layouts)
-        place = self._add_variable(held.update_s, held.gradient_s, held.bytes)
+        costs = Costs(held.update_s + held.gradient_s, held.gradient_s, np.zeros(len(hub.layouts)), held.bytes)
+        place = self._add_variable(costs)
         self._add_readers(place, name, hub)
 
     def add_value(self, name: str) -> None:
@@ -138,19 +141,25 @@ class _Builder:
             self._add_edge(self.places[source], self.places[readers[0].node], matrix)
             return
         hub = self._once(key, lambda: value_hub(left, wanted, size, self.changes, given).times(times))
-        nothing = self._once(("nothing", len(hub.layouts)), lambda: np.zeros(len(hub.layouts)))
-        place = self._add_variable(nothing, nothing, nothing)
+        place = self._add_variable(self._once(("free", len(hub.layouts)), partial(_free, len(hub.layouts))))
         self._add_edge(self.places[source], place, hub.from_source)
         self._add_readers(place, name, hub)
 
     def tables(self) -> Tables:
         """What has been added."""
-        seconds = tuple(self._once(("sum", id(a), id(b)), partial(np.add, a, b)) for a, b, _ in self.costs)
-        model = MinSum(seconds, tuple(self.edges), tuple(memory for *_, memory in self.costs))
+        seconds = tuple(each.seconds for each in self.costs)
+        model = MinSum(seconds, tuple(self.edges), tuple(each.memory for each in self.costs))
         configurations = tuple(kind.configurations for kind in self.kinds.values())
         passing = (self._once(("passing", id(kind)), partial(passing_bytes, kind)) for kind in self.kinds.values())
-        gradients = tuple(gradients for _, gradients, _ in self.costs)
-        return Tables(self.ground.nodes, configurations, model, gradients, tuple(passing), tuple(self._kept_again()))
+        return Tables(
+            nodes=self.ground.nodes,
+            configurations=configurations,
+            model=model,
+            gradients=tuple(each.gradients for each in self.costs),
+            backwards=tuple(each.backward for each in self.costs),
+            passing=tuple(passing),
+            kept_again=tuple(self._kept_again()),
+        )
 
     def _kept_again(self) -> Iterator[Edge]:
         ground = self.ground
@@ -164,8 +173,8 @@ class _Builder:
                 memory = self._once(("times", *key), partial(np.multiply, memory, micro_batches))
                 yield Edge(self.places[each.first], self.places[each.node], nothing, memory)
 
-    def _add_variable(self, seconds: Floats, gradients: Floats, memory: NDArray[np.int64]) -> int:
-        self.costs.append((seconds, gradients, memory))
+    def _add_variable(self, costs: Costs) -> int:
+        self.costs.append(costs)
         return len(self.costs) - 1
 
     def _add_readers(self, place: int, name: str, hub: Hub) -> None:
@@ -181,3 +190,9 @@ class _Builder:
         if key not in self.shared:
             self.shared[key] = make()
         return self.shared[key]
+
+
+def _free(count: int) -> Costs:
+    """A variable of so many choices that cost nothing by themselves."""
+    nothing = np.zeros(count)
+    return Costs(nothing, nothing, nothing, np.zeros(count, dtype=np.int64))

@@ -19,9 +19,10 @@ from autopipe.passes.cost.fit import device_memory
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.pase.configurations import configurations
+from autopipe.passes.placement.pase.fitting import step_seconds
 from autopipe.passes.placement.pase.strategy import Pase
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
-from tests.passes.placement.pase.random_graphs import Splits, graphs, seconds_of
+from tests.passes.placement.pase.random_graphs import Splits, graphs, seconds_of, stage_of
 
 
 def memory_of(given: Problem, placement: Placement) -> int:
@@ -121,6 +122,20 @@ def test_a_moment_is_enough_for_some_answer() -> None:
 def test_equal_problems_have_equal_answers() -> None:
     given = problem(perceptron([64, 256, 64, 256]), cluster(6, 3))
     assert Pase().run(given) == Pase().run(given)
+
+
+@pytest.mark.parametrize("batch", [8, 64, 256])
+def test_gradients_that_backward_hides(batch: int) -> None:
+    """Nothing is better by that count."""
+    given = problem(perceptron([128, 256, 128], batch=batch), cluster(2), micro_batches=1)
+    configured = [configurations(space_of(given.graph, node), 2) for node in given.graph.nodes]
+    every = [tuple(enumerate(each)) for each in itertools.product(*configured)]
+    best = min(step_seconds(given, stage_of(given, each), overlap=True) for each in every)
+    placement = Pase(overlap=True).run(given)
+    found = step_seconds(given, stage_of(given, placement.stages[0].splits), overlap=True)
+    assert found == pytest.approx(best, rel=0.02), "but for latencies that the model does not count"
+    assert placement.proof is not None
+    assert placement.proof.lower_bound <= found
 
 
 @pytest.mark.parametrize(
