@@ -81,7 +81,7 @@ def _apart(
     degrees = []
     rest = blocks
     for axis in dimension:
-        degree = min(rest, extents[axis])
+        degree = max(1, min(rest, extents[axis]))
         if rest % degree or extents[axis] % degree:
             raise ModelError(f"{blocks} shards do not divide its axis {axis!r} of extent {extents[axis]}", where=where)
         degrees.append(degree)

@@ -169,12 +169,15 @@ def test_layouts_that_do_not_fit_the_node_are_refused(
     assert "\n" not in text
 
 
-def test_a_broadcast_dimension_has_no_blocks(tmp_path: Path) -> None:
-    proto = model([node("Add", "x one", "y")], {"x": [4, 6]}, "y", {"one": floats(1, 6)})
+@pytest.mark.parametrize(
+    ("extent", "message"), [(1, "2 shards do not divide its extent 1"), (0, "has no axis there that 2 shards")]
+)
+def test_an_extent_of_one_or_none_has_no_blocks(extent: int, message: str, tmp_path: Path) -> None:
+    proto = model([node("Add", "x one", "y")], {"x": [extent, 6]}, "y", {"one": floats(extent, 6)})
     given = configuration("mine", 2, Annotation(0, 0, (blocks("one", (0, 2), count=2),)))
     proto.configuration.append(configuration_proto(given))
     proto.graph.node[0].device_configurations.append(annotation_proto(given.annotations[0], "mine"))
-    with pytest.raises(ModelError, match="'one', dimension 0: 2 shards do not divide its extent 1"):
+    with pytest.raises(ModelError, match=f"'one', dimension 0: .*{message}"):
         annotated_constraints(read_model(saved(proto, tmp_path)), 2)
 
 
