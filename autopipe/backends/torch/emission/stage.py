@@ -137,6 +137,8 @@ def _collective(operation: Collective, names: _Names, group: int) -> str:
     if step.result.windows:
         name = "window" if step.kind == "slice" else step.kind
         windows = _windows(step.result, operation.source.dtype)
+        if step.source.cuts == step.result.cuts and step.kind == "redistribute":
+            return f"p.group.edges({source}, {_cuts(step.source)}, {windows})"
         return f"p.group.{name}({source}, {_cuts(step.source)}, {_cuts(step.result)}, {windows})"
     if step.kind == "redistribute":
         return f"p.group.redistribute({source}, {_cuts(step.source)}, {_cuts(step.result)})"

@@ -83,6 +83,10 @@ class Group:
         moved: torch.Tensor = _Redistribute.apply(tensor, self, moves, fill)  # type: ignore[no-untyped-call]
         return moved
 
+    def edges(self, tensor: torch.Tensor, cuts: Cuts, windows: Windows, fill: float = 0.0) -> torch.Tensor:
+        """This rank's block with what `windows` read of its neighbours': the same where no axes change."""
+        return self.redistribute(tensor, cuts, cuts, windows, fill)
+
     def window(
         self, tensor: torch.Tensor, source: Cuts, target: Cuts, windows: Windows, fill: float = 0.0
     ) -> torch.Tensor:
