@@ -8,7 +8,7 @@ import time
 PER_SECOND = 4e8
 """Sums compared in a second of a time limit; machines of 2024 do twice as many."""
 CALLS = 5000
-"""Sums that could be compared in the time that it takes to begin with an edge."""
+"""Sums that could be compared in the time that it takes to begin with an edge or a node."""
 
 
 class Budget:

@@ -58,7 +58,7 @@ class Dual:
     @property
     def work(self) -> int:
         """Sums that a sweep compares, or could compare in its time."""
-        return self.cells([len(costs) for costs in self._costs]) + CALLS * len(self._ends)
+        return self.cells([len(costs) for costs in self._costs]) + CALLS * (len(self._ends) + len(self._costs))
 
     def cells(self, sizes: Sequence[int]) -> int:
         """Sums that a sweep compares when the nodes have so many configurations."""

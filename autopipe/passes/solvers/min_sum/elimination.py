@@ -122,9 +122,9 @@ def _least(factors: list[Factor], node: int, scope: tuple[int, ...], known: dict
     """
     axes = {other: axis for axis, other in enumerate((node, *scope))}
     tables = [_spread(factor, axes) for factor in factors]
-    key = tuple(sorted((table.ctypes.data, table.shape, table.strides, table.dtype.char) for table in tables))
+    key = tuple(sorted(place(table) for table in tables))
     if key not in known:
-        known[key] = _summed_least(tables)
+        known[key] = summed_least(tables)
     return known[key]
 
 
@@ -136,7 +136,12 @@ def _spread(factor: Factor, axes: dict[int, int]) -> Array:
     return factor.table.reshape(shape)
 
 
-def _summed_least(tables: list[Array]) -> Array:
+def place(table: Array) -> tuple[object, ...]:
+    """Where an array lies: no two that differ have the same, as long as both are held."""
+    return table.ctypes.data, table.shape, table.strides, table.dtype.char
+
+
+def summed_least(tables: list[Array]) -> Array:
     """The least over the first axis of the sum of tables that are broadcast against each other."""
     shape = np.broadcast_shapes(*(table.shape for table in tables))
     tables = sorted(tables, key=lambda table: table.size)

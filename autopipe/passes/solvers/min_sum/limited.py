@@ -16,12 +16,16 @@ from autopipe.passes.solvers.min_sum.goal import Within
 from autopipe.passes.solvers.min_sum.model import Array, MinSum, Number
 from autopipe.passes.solvers.min_sum.part import Part
 from autopipe.passes.solvers.min_sum.pricing import memory_alone, priced
-from autopipe.passes.solvers.min_sum.restriction import everything
+from autopipe.passes.solvers.min_sum.restriction import chosen, everything, restricted
 from autopipe.passes.solvers.min_sum.search import search
-from autopipe.passes.solvers.min_sum.unlimited import solve_part, solve_unlimited
+from autopipe.passes.solvers.min_sum.unlimited import Beginning, solve_unlimited
 
 FLAT = 1e-9
 """Of a cost: a price whose best choice is better by less tells nothing new."""
+FEW = 4
+"""What is left is searched alone once it is so many times smaller; until then equal layers stay equal."""
+ROUNDS = 3
+"""Pairs of sweeps of the smaller model before the whole one is searched."""
 
 
 def solve_within(model: MinSum, limit: Number, free: Answer, budget: Budget) -> Answer:
@@ -36,10 +40,11 @@ def solve_within(model: MinSum, limit: Number, free: Answer, budget: Budget) -> 
         return Answer(least.choice, cost, cost, least.proven, least.cost, fits=False)
     goal = Within(model, limit, float(free.bound))
     goal.offer(least.choice)
-    bound, kept = _price(model, goal, free, budget)
+    kept = _fitting(model, limit)
+    bound, kept = _price(model, goal, kept, free, budget)
     proven = bound >= goal.cost
     if not proven:
-        reached = search(Part(priced(model, goal.rate), kept), goal, budget)
+        reached = _close(model, goal, kept, budget)
         proven = reached >= goal.cutoff
         bound = max(bound, reached - goal.rate * limit)
     return Answer(goal.choice, goal.cost, bound_of(bound, goal.cost, proven), proven, goal.memory)
@@ -53,34 +58,57 @@ def _fitting(model: MinSum, limit: Number) -> list[Array]:
     return [np.flatnonzero(memory - memory.min() <= spare) for memory in model.memory]
 
 
-def _price(model: MinSum, goal: Within, free: Answer, budget: Budget) -> tuple[float, list[Array]]:
+def _price(model: MinSum, goal: Within, kept: list[Array], free: Answer, budget: Budget) -> tuple[float, list[Array]]:
     """The highest bound of any price, which the goal takes for its own, and what may be in a better choice.
 
     The best choice at a price lies on the lower hull of all pairs of memory and cost. Of a point on either side of the
     limit, the next price is the slope between them; the last is the slope of the hull's edge above the limit.
     """
-    kept = _fitting(model, goal.limit)
     over, under = (free.cost, free.memory), (goal.cost, goal.memory)
     bound = float(free.bound)
     while budget.left and bound < goal.cost and over[0] < under[0]:
         rate = (under[0] - over[0]) / (over[1] - under[1])
-        with_price = priced(model, rate)
-        part = Part(with_price, kept)
-        for forward in (True, False):
-            goal.offer(part.sweep(forward))
-            budget.spend(part.dual.work)
-        positions = part.within(goal.cost + rate * goal.limit)
-        if not all(len(places) for places in positions):
+        begun = Beginning(priced(restricted(model, kept), rate), budget)
+        left = _swept(begun, goal, rate, kept, budget)
+        if left is None:
             return float(goal.cost), kept
-        kept = part.at(positions)
-        found = solve_part(part, with_price, budget)
-        goal.offer(found.choice)
+        found = begun.solve(budget)
+        choice = chosen(kept, found.choice)
+        goal.offer(choice)
         if found.bound - rate * goal.limit > bound:
             bound = float(found.bound) - rate * goal.limit
             goal.rate, goal.bound = rate, float(found.bound)
-        point = (model.cost_of(found.choice), found.memory)
+        point = (model.cost_of(choice), found.memory)
         line = over[0] + rate * over[1]
         if found.cost >= line - FLAT * abs(line):
             break
         over, under = (over, point) if point[1] <= goal.limit else (point, under)
+        if FEW * _cells(model, left) < _cells(model, kept):
+            kept = left
     return bound, kept
+
+
+def _close(model: MinSum, goal: Within, kept: list[Array], budget: Budget) -> float:
+    """Search what may cost no more than the best choice known at the goal's price; the bound at that price."""
+    begun = Beginning(priced(restricted(model, kept), goal.rate), budget)
+    left: list[Array] | None = kept
+    for _ in range(ROUNDS):
+        left = _swept(begun, goal, goal.rate, kept, budget)
+    return goal.cutoff if left is None else search(Part(priced(model, goal.rate), left), goal, budget)
+
+
+def _swept(begun: Beginning, goal: Within, rate: float, kept: list[Array], budget: Budget) -> list[Array] | None:
+    """What is left of `kept`, of which the begun model is, after a sweep forth and one back; None if nothing is."""
+    part, reduction = begun.part, begun.reduction
+    for forward in (True, False):
+        goal.offer(chosen(kept, reduction.expanded(part.sweep(forward))))
+        budget.spend(part.dual.work)
+    cutoff = float(goal.cost) + rate * goal.limit
+    left = list(kept)
+    for node, keep in zip(reduction.nodes, part.at(part.within(cutoff)), strict=True):
+        left[node] = kept[node][keep]
+    return left if all(len(keep) for keep in left) else None
+
+
+def _cells(model: MinSum, kept: list[Array]) -> int:
+    return sum(len(kept[edge.source]) * len(kept[edge.target]) for edge in model.edges)

@@ -10,23 +10,36 @@ from autopipe.passes.solvers.min_sum.budget import Budget
 from autopipe.passes.solvers.min_sum.goal import Unlimited
 from autopipe.passes.solvers.min_sum.model import MinSum
 from autopipe.passes.solvers.min_sum.part import Part
+from autopipe.passes.solvers.min_sum.reduction import reduced
 from autopipe.passes.solvers.min_sum.restriction import everything
 from autopipe.passes.solvers.min_sum.search import search
 
 
+class Beginning:
+    """A merged model made smaller, and all of that as a part to be searched."""
+
+    def __init__(self, model: MinSum, budget: Budget) -> None:
+        """Raises InfeasibleError where every choice is forbidden, as far as pairs show it."""
+        self._model = model
+        self.reduction = reduced(model, sum(edge.costs.size for edge in model.edges))
+        budget.spend(self.reduction.work)
+        self.part = Part(self.reduction.model, everything(self.reduction.model))
+
+    def solve(self, budget: Budget) -> Answer:
+        """The best choice; with bound and gap where the budget ends first.
+
+        Raises InfeasibleError where every choice is forbidden. Where none was found in time, the answer's cost is inf.
+        """
+        goal = Unlimited(self.reduction.model)
+        bound = search(self.part, goal, budget)
+        proven = bound >= goal.cutoff
+        if proven and math.isinf(goal.cost):
+            raise InfeasibleError("every choice of configurations has a forbidden one, or a forbidden pair")
+        choice = self.reduction.expanded(goal.choice)
+        cost = self._model.cost_of(choice)
+        return Answer(choice, cost, bound_of(bound, cost, proven), proven, self._model.memory_of(choice))
+
+
 def solve_unlimited(model: MinSum, budget: Budget) -> Answer:
-    """The best choice of a merged model; with bound and gap where the budget ends first.
-
-    Raises InfeasibleError where every choice is forbidden. Where none was found in time, the answer's cost is inf.
-    """
-    return solve_part(Part(model, everything(model)), model, budget)
-
-
-def solve_part(part: Part, model: MinSum, budget: Budget) -> Answer:
-    """The best choice among the configurations of a part of the model; as `solve_unlimited` otherwise."""
-    goal = Unlimited(model)
-    bound = search(part, goal, budget)
-    proven = bound >= goal.cutoff
-    if proven and math.isinf(goal.cost):
-        raise InfeasibleError("every choice of configurations has a forbidden one, or a forbidden pair")
-    return Answer(goal.choice, goal.cost, bound_of(bound, goal.cost, proven), proven, model.memory_of(goal.choice))
+    """The best choice of a merged model, whatever memory it needs; as `Beginning.solve` otherwise."""
+    return Beginning(model, budget).solve(budget)
