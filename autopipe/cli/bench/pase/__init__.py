@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopipe.cli.bench.pase.methods import methods
+from autopipe.cli.bench.pase.overlap import overlapped
 from autopipe.cli.bench.pase.search_times import search_times
 from autopipe.cli.bench.pase.speedups import speedups
 from autopipe.cli.bench.pase.strategies import strategies
@@ -11,4 +12,4 @@ from autopipe.cli.bench.row import Case
 
 def cases() -> list[Case]:
     """All parts, in the paper's order, and the methods on the tables of Table I after it."""
-    return [*search_times(), *methods(), *strategies(), *speedups()]
+    return [*search_times(), *methods(), *strategies(), *speedups(), *overlapped()]
