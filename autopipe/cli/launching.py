@@ -129,7 +129,7 @@ def rehearsal_table(report: Mapping[str, Any]) -> Table:
         for rank, size in report[f"{way}_bytes"].items():
             table.add_row(f"{way} {'to' if way == 'sent' else 'from'} rank {rank}", f"{size:,} bytes")
     for kind, size in report["communication_bytes"].items():
-        if size:
+        if size and kind != "send":  # Messages are listed by rank.
             table.add_row(kind.replace("_", "-"), f"{size:,} bytes")
     table.add_row("parameters", f"{report['parameters']:,} ({report['parameter_bytes'] / 2**20:.1f} MiB)")
     table.add_row("peak memory", f"{report['peak_memory_bytes'] / 2**20:.0f} MiB")
