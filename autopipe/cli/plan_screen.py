@@ -11,7 +11,8 @@ from rich.table import Table
 from autopipe.cli.figures import bytes_text, devices_text, seconds_text
 from autopipe.ir.placement import SplitProof
 from autopipe.ir.plan import Plan, Summary
-from autopipe.passes.pipeline import Planned, Request
+from autopipe.passes.pipeline import Planned
+from autopipe.passes.request import Request
 
 _MOST_ROWS = 16
 """Stages shown; of more, the first and the last ones."""

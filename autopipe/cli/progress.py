@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from autopipe.cli.dump import dumped
 from autopipe.cli.output import Bar, Output
 from autopipe.ir.errors import ConfigurationError
-from autopipe.passes.pipeline import Request, pass_names
+from autopipe.passes.pipeline import pass_names
+from autopipe.passes.request import Request
 
 
 class Watcher:

@@ -11,7 +11,8 @@ from autopipe.configs.load import resolve_cluster
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import CrossEntropy
-from autopipe.passes.pipeline import Planned, Request
+from autopipe.passes.pipeline import Planned
+from autopipe.passes.request import Request
 
 
 def request_of(configuration: Configuration, model: Path) -> Request:

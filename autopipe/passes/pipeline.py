@@ -2,59 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from autopipe.ir.cluster import Cluster
-from autopipe.ir.errors import AutopipeError, CodegenError, ConfigurationError, InfeasibleError, ModelError
+from autopipe.ir.errors import CodegenError, ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.plan import Plan, Summary
 from autopipe.ir.prediction import Prediction
-from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem
+from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule
 from autopipe.ir.serial.plan_file import plan_digest
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.ir.timeline import Timeline
-from autopipe.passes.annotations.constraints import annotated_constraints
-from autopipe.passes.base import Scheduler, Strategy
-from autopipe.passes.batching import Batching, batchings
+from autopipe.passes.batching import Batching
 from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.uses import uses_of
-from autopipe.passes.cost.work import annotate
-from autopipe.passes.frontend import CrossEntropy, Model, read_model
+from autopipe.passes.frontend import Model
 from autopipe.passes.lower.traffic import communication_bytes
+from autopipe.passes.request import Request, costed, problems_of, read_for
 from autopipe.passes.runner import Observer, Runner, Silent
 from autopipe.passes.schedule.limits import check_memory, lower_bound, quality
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """All that a plan is made from. Where a field is None, the pipeline chooses."""
-
-    model: Path
-    cluster: Cluster
-    strategy: Strategy
-    scheduler: Scheduler
-    dims: tuple[tuple[str, int], ...] = ()
-    batch_axes: tuple[tuple[str, int | None], ...] = ()
-    frozen: tuple[str, ...] = ()
-    mode: Mode | None = None
-    loss: str | CrossEntropy | None = None
-    """The output to minimise, or a loss to add; the model's own where None."""
-    batch_size: int | None = None
-    micro_batches: int | None = None
-    micro_batch_size: int | None = None
-    optimizer: Optimizer = field(default=Optimizer())
-    precision: str = "fp32"
-    recompute: str = "none"
-    memory_limit: int | None = None
-    constraints: tuple[Constraint, ...] = ()
-    time_limit: float | None = None
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +85,8 @@ def reopen(request: Request, plan: Plan) -> Planned:
     `request` must fix what the plan was made with: mode, batch and micro-batches. Raises ConfigurationError where the
     plan does not belong to the model.
     """
-    model = _read(request, plan.summary.micro_batch_size)
-    problem = _costed(request, model, Batching(plan.batch_size, plan.summary.micro_batches))
+    model = read_for(request, plan.summary.micro_batch_size)
+    problem = costed(request, model, Batching(plan.batch_size, plan.summary.micro_batches))
     if problem.graph.digest() != plan.graph_digest:
         raise ConfigurationError(
             f"the plan does not belong to this model: the graph of {request.model} is not the one that was planned",
@@ -144,11 +113,6 @@ def _check_decisions(problem: Problem, plan: Plan) -> None:
         raise ConfigurationError(error.message, hint="plan again", where="placement") from error
 
 
-def first_problem(request: Request, runner: Runner) -> tuple[Model, Problem]:
-    """The problem with the first division of the batch that the model and the strategy take."""
-    return next(_problems(request, runner))
-
-
 def _placed(request: Request, runner: Runner) -> tuple[Model, Problem, Placement]:
     """The placement, of the first division that has one: smaller micro-batches help where memory is short.
 
@@ -156,7 +120,7 @@ def _placed(request: Request, runner: Runner) -> tuple[Model, Problem, Placement
     """
     strategy = request.strategy
     refused: InfeasibleError | None = None
-    for model, problem in _problems(request, runner):
+    for model, problem in problems_of(request, runner):
         try:
             placement = runner.run(
                 strategy.name,
@@ -172,94 +136,6 @@ def _placed(request: Request, runner: Runner) -> tuple[Model, Problem, Placement
             return model, problem, placement
     assert refused is not None, "there is a problem, or an error says why not"
     raise refused
-
-
-def _problems(request: Request, runner: Runner) -> Iterator[tuple[Model, Problem]]:
-    """The problems that the model and the strategy take, with the best division of the batch first.
-
-    Raises the reason against the best division where there is none.
-    """
-    read = runner.run("read", lambda: _read(request, None))
-    refused: list[AutopipeError] = []
-    declined: list[AutopipeError] = []
-    found = False
-    try:
-        for batching in _divisions(request, read):
-            try:
-                model, problem = _divided(request, runner, read, batching)
-            except (ConfigurationError, InfeasibleError, ModelError) as error:
-                refused.append(error)
-                continue
-            try:
-                request.strategy.requires(problem)
-            except (ConfigurationError, InfeasibleError, ModelError) as error:
-                declined.append(error)
-                continue
-            found = True
-            yield model, problem
-    except ConfigurationError as error:
-        refused.insert(0, error)  # That there is no division says more than why one was refused.
-    if not found:
-        raise (declined or refused)[0]
-
-
-def _divided(request: Request, runner: Runner, read: Model, batching: Batching) -> tuple[Model, Problem]:
-    """The model on micro-batches of a division, and its problem."""
-    model = read
-    if read.batch not in (None, batching.micro_batch_size):
-        model = runner.run("read", lambda: _read(request, batching.micro_batch_size))
-    return model, runner.run("cost", partial(_costed, request, model, batching))
-
-
-def _divisions(request: Request, read: Model) -> Iterator[Batching]:
-    """Divisions of the batch, best first; `read` is the model on the samples that its file fixes, else on one.
-
-    One sample may be what the file fixes or what an open batch was bound to: first it is taken for open.
-    """
-    given = request.batch_size, request.micro_batches, request.micro_batch_size
-    owns = (None, 1) if read.batch == 1 else (read.batch or 1,)
-    pipelined = request.strategy.pipelined(read.graph)
-    seen: set[Batching] = set()
-    for own in owns:
-        for batching in batchings(*given, own, request.cluster.size, pipelined):
-            if batching not in seen:
-                seen.add(batching)
-                yield batching
-
-
-def _read(request: Request, micro_batch_size: int | None) -> Model:
-    return read_model(
-        request.model,
-        dims=dict(request.dims),
-        batch=micro_batch_size,
-        batch_axes=dict(request.batch_axes),
-        loss=request.loss,
-        mode=request.mode,
-        frozen=request.frozen,
-    )
-
-
-def _costed(request: Request, model: Model, batching: Batching) -> Problem:
-    if model.mode is Mode.TRAIN and not model.loss:
-        raise ConfigurationError(
-            "the model has no output called 'loss' to train", hint="name one by --set loss=NAME, or use --mode infer"
-        )
-    return Problem(
-        graph=model.graph,
-        work=annotate(model.graph, request.precision),
-        cluster=request.cluster,
-        batch_size=batching.batch_size,
-        micro_batches=batching.micro_batches,
-        mode=model.mode,
-        loss=model.loss or None,
-        optimizer=request.optimizer,
-        precision=request.precision,
-        recompute=request.recompute,
-        memory_limit=request.memory_limit,
-        constraints=(*request.constraints, *annotated_constraints(model, request.cluster.size)),
-        time_limit=request.time_limit,
-        seed=request.seed,
-    )
 
 
 def _summary(

@@ -11,8 +11,9 @@ from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement, Stage
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.lower import lower
-from autopipe.passes.pipeline import Request, make_plan
+from autopipe.passes.pipeline import make_plan
 from autopipe.passes.placement.pipedream.strategy import PipeDream
+from autopipe.passes.request import Request
 from autopipe.passes.schedule.messages import stage_messages
 from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
 

@@ -11,8 +11,8 @@ from autopipe.configs.cluster_file import build_cluster
 from autopipe.configs.presets import cluster_preset
 from autopipe.configs.zoo.model import Setting
 from autopipe.ir.problem import Problem
-from autopipe.passes.pipeline import Request, first_problem
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
+from autopipe.passes.request import Request, first_problem
 from autopipe.passes.runner import Runner, Silent
 from autopipe.passes.schedule.named.gpipe import GPipe
 

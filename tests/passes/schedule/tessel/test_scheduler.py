@@ -12,8 +12,9 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Mode
 from autopipe.ir.schedule import Phase
 from autopipe.ir.serial.plan_file import read_plan, write_plan
-from autopipe.passes.pipeline import Request, make_plan
+from autopipe.passes.pipeline import make_plan
 from autopipe.passes.placement.pipedream.strategy import PipeDream
+from autopipe.passes.request import Request
 from autopipe.passes.schedule.named.gpipe import GPipe
 from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.simulate import simulate

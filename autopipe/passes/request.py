@@ -1,0 +1,139 @@
+"""From a request to the problem that a strategy is given: the model read, its batch divided, its operators costed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
+from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem
+from autopipe.passes.annotations.constraints import annotated_constraints
+from autopipe.passes.base import Scheduler, Strategy
+from autopipe.passes.batching import Batching, batchings
+from autopipe.passes.cost.work import annotate
+from autopipe.passes.frontend import CrossEntropy, Model, read_model
+from autopipe.passes.runner import Runner
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """All that a plan is made from. Where a field is None, the pipeline chooses."""
+
+    model: Path
+    cluster: Cluster
+    strategy: Strategy
+    scheduler: Scheduler
+    dims: tuple[tuple[str, int], ...] = ()
+    batch_axes: tuple[tuple[str, int | None], ...] = ()
+    frozen: tuple[str, ...] = ()
+    mode: Mode | None = None
+    loss: str | CrossEntropy | None = None
+    """The output to minimise, or a loss to add; the model's own where None."""
+    batch_size: int | None = None
+    micro_batches: int | None = None
+    micro_batch_size: int | None = None
+    optimizer: Optimizer = field(default=Optimizer())
+    precision: str = "fp32"
+    recompute: str = "none"
+    memory_limit: int | None = None
+    constraints: tuple[Constraint, ...] = ()
+    time_limit: float | None = None
+    seed: int = 0
+
+
+def first_problem(request: Request, runner: Runner) -> tuple[Model, Problem]:
+    """The problem with the first division of the batch that the model and the strategy take."""
+    return next(problems_of(request, runner))
+
+
+def problems_of(request: Request, runner: Runner) -> Iterator[tuple[Model, Problem]]:
+    """The problems that the model and the strategy take, with the best division of the batch first.
+
+    Raises the reason against the best division where there is none.
+    """
+    read = runner.run("read", lambda: read_for(request, None))
+    refused: list[AutopipeError] = []
+    declined: list[AutopipeError] = []
+    found = False
+    try:
+        for batching in _divisions(request, read):
+            try:
+                model, problem = _divided(request, runner, read, batching)
+            except (ConfigurationError, InfeasibleError, ModelError) as error:
+                refused.append(error)
+                continue
+            try:
+                request.strategy.requires(problem)
+            except (ConfigurationError, InfeasibleError, ModelError) as error:
+                declined.append(error)
+                continue
+            found = True
+            yield model, problem
+    except ConfigurationError as error:
+        refused.insert(0, error)  # That there is no division says more than why one was refused.
+    if not found:
+        raise (declined or refused)[0]
+
+
+def _divided(request: Request, runner: Runner, read: Model, batching: Batching) -> tuple[Model, Problem]:
+    """The model on micro-batches of a division, and its problem."""
+    model = read
+    if read.batch not in (None, batching.micro_batch_size):
+        model = runner.run("read", lambda: read_for(request, batching.micro_batch_size))
+    return model, runner.run("cost", partial(costed, request, model, batching))
+
+
+def _divisions(request: Request, read: Model) -> Iterator[Batching]:
+    """Divisions of the batch, best first; `read` is the model on the samples that its file fixes, else on one.
+
+    One sample may be what the file fixes or what an open batch was bound to: first it is taken for open.
+    """
+    given = request.batch_size, request.micro_batches, request.micro_batch_size
+    owns = (None, 1) if read.batch == 1 else (read.batch or 1,)
+    pipelined = request.strategy.pipelined(read.graph)
+    seen: set[Batching] = set()
+    for own in owns:
+        for batching in batchings(*given, own, request.cluster.size, pipelined):
+            if batching not in seen:
+                seen.add(batching)
+                yield batching
+
+
+def read_for(request: Request, micro_batch_size: int | None) -> Model:
+    """The model on micro-batches of that many samples; on what its file fixes, else one, where that is None."""
+    return read_model(
+        request.model,
+        dims=dict(request.dims),
+        batch=micro_batch_size,
+        batch_axes=dict(request.batch_axes),
+        loss=request.loss,
+        mode=request.mode,
+        frozen=request.frozen,
+    )
+
+
+def costed(request: Request, model: Model, batching: Batching) -> Problem:
+    """The problem that the model poses. Raises ConfigurationError where it is to train and has no loss."""
+    if model.mode is Mode.TRAIN and not model.loss:
+        raise ConfigurationError(
+            "the model has no output called 'loss' to train", hint="name one by --set loss=NAME, or use --mode infer"
+        )
+    return Problem(
+        graph=model.graph,
+        work=annotate(model.graph, request.precision),
+        cluster=request.cluster,
+        batch_size=batching.batch_size,
+        micro_batches=batching.micro_batches,
+        mode=model.mode,
+        loss=model.loss or None,
+        optimizer=request.optimizer,
+        precision=request.precision,
+        recompute=request.recompute,
+        memory_limit=request.memory_limit,
+        constraints=(*request.constraints, *annotated_constraints(model, request.cluster.size)),
+        time_limit=request.time_limit,
+        seed=request.seed,
+    )
