@@ -24,6 +24,8 @@ FLAT = 1e-9
 """Of a cost: a price whose best choice is better by less tells nothing new."""
 FEW = 4
 """What is left is searched alone once it is so many times smaller; until then equal layers stay equal."""
+ONE_PRICE = 0.1
+"""Of the work left: what the search at one price may take; its bound is one even where its answer is not proven."""
 ROUNDS = 3
 """Pairs of sweeps of the smaller model before the whole one is searched."""
 
@@ -72,7 +74,7 @@ def _price(model: MinSum, goal: Within, kept: list[Array], free: Answer, budget:
         left = _swept(begun, goal, rate, kept, budget)
         if left is None:
             return float(goal.cost), kept
-        found = begun.solve(budget)
+        found = begun.solve(budget.share(ONE_PRICE))
         choice = chosen(kept, found.choice)
         goal.offer(choice)
         if found.bound - rate * goal.limit > bound:

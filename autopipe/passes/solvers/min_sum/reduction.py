@@ -54,24 +54,29 @@ class Reduction:
 def reduced(model: MinSum, work: float) -> Reduction:
     """A merged model without its memory, and without the nodes of at most two neighbours.
 
-    The cheapest go first, as long as all of them together take no more than `work`.
+    Those that no other has changed go first, of them the cheapest, so that equal layers stay equal as long as they can;
+    all of them together take no more than `work`.
     """
     reducer = _Reducer(model)
-    heap = [(reducer.work(node), node) for node in range(len(model.costs))]
+    turn = {node: (0, reducer.work(node)) for node in range(len(model.costs))}
+    heap = [(*turn[node], node) for node in turn]
     heapify(heap)
     spent = 0
     gone: list[Eliminated] = []
     while heap:
-        known, node = heappop(heap)
-        if node not in reducer.around or not 1 <= len(reducer.around[node]) <= 2 or known != reducer.work(node):
+        changes, known, node = heappop(heap)
+        if turn.get(node) != (changes, known) or not 1 <= len(reducer.around[node]) <= 2:
             continue
-        spent += reducer.new_work(node)
-        if spent > work:
+        more = reducer.new_work(node)
+        if spent + more > work:
             break
+        spent += more
+        del turn[node]
         each = reducer.eliminate(node)
         gone.append(each)
         for other, _ in each.around:
-            heappush(heap, (reducer.work(other), other))
+            turn[other] = (max(changes, turn[other][0]) + 1, reducer.work(other))
+            heappush(heap, (*turn[other], other))
     return Reduction(*reducer.left(), tuple(gone), spent)
 
 

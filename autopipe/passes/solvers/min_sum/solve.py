@@ -12,6 +12,9 @@ from autopipe.passes.solvers.min_sum.unlimited import solve_unlimited
 def solve(model: MinSum, memory_limit: Number | None = None, time_limit: float | None = None) -> Answer:
     """The best choice whose memory is within the limit (bytes), in at most so many seconds.
 
+    Work is counted, not time: the clock only ends what a slow machine cannot do in its limit. Without one, a minute's
+    work is done at most. What is not proven by then is returned with its bound.
+
     Raises InfeasibleError where every choice is forbidden.
     """
     budget = Budget(time_limit)
