@@ -28,7 +28,7 @@ BASELINES: tuple[Strategy, ...] = (
     OneWeirdTrick(),
     Mcmc(iterations=1000, temperature=0.5),
 )
-FEW = ("alexnet", "dlrm", "gpt", "transformer")
+FEW = ("alexnet", "transformer")
 REST = tuple(pytest.param(name, marks=pytest.mark.sweep) for name in sorted(MODELS) if name not in FEW)
 
 
