@@ -99,11 +99,8 @@ class Pase:
         except TableTooLargeError as error:
             size = error.message.partition(";")[0]
             raise InfeasibleError(size, hint="take another ordering, or solver: exact", where="strategy") from error
-        if limit is not None:
-            raise InfeasibleError(
-                "what elimination finds does not fit into memory, and it knows no limit", hint="take solver: exact"
-            )
-        return answer
+        # It knows no limit: whether its answer keeps one is found afterwards.
+        return replace(answer, fits=limit is None or answer.memory <= limit)
 
 
 class _Clock:

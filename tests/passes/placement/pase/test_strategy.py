@@ -91,6 +91,12 @@ def test_where_nothing_fits_the_least_excess_is_told() -> None:
         Pase().run(given)
 
 
+def test_elimination_says_what_is_missing_where_its_answer_does_not_fit() -> None:
+    given = problem(perceptron([256, 1024, 256]), cluster(4), memory_limit=1000)
+    with pytest.raises(InfeasibleError, match=r"over the limit of 0.98 KiB"):
+        Pase(solver="elimination").run(given)
+
+
 def test_stages_of_equal_groups_are_split_inside() -> None:
     given = problem(perceptron([512, 2048, 512, 2048, 512], batch=8), cluster(8, 4))
     first, second = Pase(stages=2).run(given).stages
