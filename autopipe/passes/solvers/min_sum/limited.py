@@ -26,6 +26,8 @@ FEW = 4
 """What is left is searched alone once it is so many times smaller; until then equal layers stay equal."""
 ONE_PRICE = 0.1
 """Of the work left: what the search at one price may take; its bound is one even where its answer is not proven."""
+COARSE = 0.02
+"""Of the cost: as long as the gap is wider, two more sweeps at a price must do."""
 ROUNDS = 3
 """Pairs of sweeps of the smaller model before the whole one is searched."""
 
@@ -45,7 +47,7 @@ def solve_within(model: MinSum, limit: Number, free: Answer, budget: Budget) -> 
     kept = _fitting(model, limit)
     bound, kept = _price(model, goal, kept, free, budget)
     proven = bound >= goal.cost
-    if not proven:
+    if not proven and budget.left:
         reached = _close(model, goal, kept, budget)
         proven = reached >= goal.cutoff
         bound = max(bound, reached - goal.rate * limit)
@@ -74,15 +76,18 @@ def _price(model: MinSum, goal: Within, kept: list[Array], free: Answer, budget:
         left = _swept(begun, goal, rate, kept, budget)
         if left is None:
             return float(goal.cost), kept
-        found = begun.solve(budget.share(ONE_PRICE))
+        line = over[0] + rate * over[1]
+        line -= FLAT * abs(line)
+        found = begun.solve(budget.share(0.0 if goal.cost - bound > COARSE * abs(goal.cost) else ONE_PRICE))
+        if found.cost >= line and not found.proven:
+            found = begun.solve(budget.share(ONE_PRICE))
         choice = chosen(kept, found.choice)
         goal.offer(choice)
         if found.bound - rate * goal.limit > bound:
             bound = float(found.bound) - rate * goal.limit
             goal.rate, goal.bound = rate, float(found.bound)
         point = (model.cost_of(choice), found.memory)
-        line = over[0] + rate * over[1]
-        if found.cost >= line - FLAT * abs(line):
+        if found.cost >= line:
             break
         over, under = (over, point) if point[1] <= goal.limit else (point, under)
         if FEW * _cells(model, left) < _cells(model, kept):
