@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopipe.ir.placement import Split
 from autopipe.ir.space import AxisKind, Dimension, Space, Windowed
@@ -52,8 +53,7 @@ def whole(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), shape)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class MeshAxis:
+class MeshAxis(NamedTuple):
     """An axis of the mesh that a group's devices form: the device at position P has place (P // stride) % degree."""
 
     degree: int
