@@ -7,7 +7,7 @@ groups, and what either costs, so that what is predicted is what runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,6 +80,11 @@ def mesh_of(splits: Sequence[Split], group: int) -> MeshAxes:
         stride //= split.degree
         found.append(MeshAxis(split.degree, stride))
     return tuple(found)
+
+
+def axes_of(splits: Sequence[Split], group: int) -> dict[str, MeshAxis]:
+    """The axis of the mesh that each split axis of a space lies along, outer to inner."""
+    return {split.axis: axis for split, axis in zip(splits, mesh_of(splits, group), strict=True)}
 
 
 def merged(axes: Iterable[MeshAxis]) -> MeshAxes:
@@ -217,8 +222,19 @@ def operand_layout(
     `windows` are the operand's (`Space.windows_of`). A cut inside a merged dimension is a block only where `is_block`
     says so; callers keep to such splits.
     """
-    axes = {split.axis: axis for split, axis in zip(splits, mesh_of(splits, group), strict=True)}
-    cuts = [merged(axes[name] for name in dimension if name in axes) for dimension in dimensions]
+    return operand_under(dimensions, shape, axes_of(splits, group), windows)
+
+
+def operand_under(
+    dimensions: tuple[Dimension, ...],
+    shape: tuple[int, ...],
+    axes: Mapping[str, MeshAxis],
+    windows: Sequence[Windowed] = (),
+) -> Layout:
+    """The same for splits that are known by their `axes_of`."""
+    cuts = [merged([axes[name] for name in dimension if name in axes]) for dimension in dimensions]
+    if not windows:
+        return Layout(shape, tuple(cuts))
     found: list[Window | None] = [None] * len(shape)
     fill = 0.0
     for each in windows:
@@ -237,14 +253,25 @@ def result_layout(
     space: Space, dimensions: tuple[Dimension, ...], shape: tuple[int, ...], splits: Sequence[Split], group: int
 ) -> Layout:
     """The layout in which a node leaves a result: like an operand's, and partial over split axes that it reduces."""
-    held = operand_layout(dimensions, shape, splits, group)
+    return result_under(space, dimensions, shape, axes_of(splits, group))
+
+
+def result_under(
+    space: Space, dimensions: tuple[Dimension, ...], shape: tuple[int, ...], axes: Mapping[str, MeshAxis]
+) -> Layout:
+    """The same for splits that are known by their `axes_of`."""
+    held = operand_under(dimensions, shape, axes)
     present = {name for dimension in dimensions for name in dimension}
     sums: list[MeshAxis] = []
     means: list[MeshAxis] = []
-    for split, axis in zip(splits, mesh_of(splits, group), strict=True):
-        kind = space.axis(split.axis).kind
-        if split.axis not in present and kind is not AxisKind.AGREED:
+    for name, axis in axes.items():
+        if name in present:
+            continue
+        kind = space.axis(name).kind
+        if kind is not AxisKind.AGREED:
             (means if kind is AxisKind.MEAN else sums).append(axis)
+    if not sums and not means:
+        return held
     return Layout(held.shape, held.cuts, merged(sums), merged(means))
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.layout import Layout, mesh_of, operand_layout, result_layout
+from autopipe.ir.layout import Layout, MeshAxis, axes_of, operand_under, result_under
 from autopipe.ir.space import Space
 from autopipe.passes.placement.pase.configurations import Splits
+
+_Axes = dict[str, MeshAxis]
+"""Those of the mesh, by the axes of a space that lie along them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,35 +25,76 @@ class Form:
     of: NDArray[np.int64]
 
 
-def operand_form(
-    graph: Graph, node: Node, position: int, space: Space, configurations: Sequence[Splits], group: int
-) -> Form:
-    """How a node wants its operand at `position`."""
-    shape, dimensions = graph.type_of(node.inputs[position]).shape, space.operands[position] or ()
-    own = {name for dimension in dimensions for name in dimension}
-    windows = space.windows_of(position)
-    own |= {each.axis for each in windows}
-    return _form(configurations, group, own, lambda splits: operand_layout(dimensions, shape, splits, group, windows))
+@dataclass(frozen=True, slots=True, eq=False)
+class Forms:
+    """The forms of nodes on `group` devices.
 
+    But for windows how a tensor is cut does not depend on its extents: those cut alike are worked out once. Equal
+    configurations are to be the same object.
+    """
 
-def result_form(
-    graph: Graph, node: Node, position: int, space: Space, configurations: Sequence[Splits], group: int
-) -> Form:
-    """How a node leaves its result at `position`, shares of sums and means included."""
-    shape, dimensions = graph.type_of(node.outputs[position]).shape, space.results[position] or ()
-    own = {axis.name for axis in space.axes}
-    return _form(configurations, group, own, lambda splits: result_layout(space, dimensions, shape, splits, group))
+    group: int
+    _axes: dict[int, tuple[tuple[Splits, ...], list[_Axes]]] = field(default_factory=dict)
+    """Configurations, held so that their place stays their own, and the axes of each."""
+    _known: dict[Hashable, Form] = field(default_factory=dict)
 
+    def operand(
+        self, graph: Graph, node: Node, position: int, space: Space, configurations: tuple[Splits, ...]
+    ) -> Form:
+        """How a node wants its operand at `position`."""
+        shape, dimensions = graph.type_of(node.inputs[position]).shape, space.operands[position] or ()
+        windows = space.windows_of(position)
+        own = {name for dimension in dimensions for name in dimension} | {each.axis for each in windows}
 
-def _form(configurations: Sequence[Splits], group: int, own: set[str], make: Callable[[Splits], Layout]) -> Form:
-    """The layouts that `make` gives, asked once for configurations that agree on where the axes `own` lie."""
-    found: dict[Layout, int] = {}
-    known: dict[object, int] = {}
-    places = []
-    for splits in configurations:
-        key = tuple(pair for pair in zip(splits, mesh_of(splits, group), strict=True) if pair[0].axis in own)
-        if key not in known:
-            layout = make(splits)
-            known[key] = found.setdefault(layout, len(found))
-        places.append(known[key])
-    return Form(tuple(found), np.array(places, dtype=np.int64))
+        def make(axes: _Axes) -> Layout:
+            return operand_under(dimensions, shape, axes, windows)
+
+        return self._form(configurations, shape, (dimensions, windows, shape if windows else ()), own, make)
+
+    def result(self, graph: Graph, node: Node, position: int, space: Space, configurations: tuple[Splits, ...]) -> Form:
+        """How a node leaves its result at `position`, shares of sums and means included."""
+        shape, dimensions = graph.type_of(node.outputs[position]).shape, space.results[position] or ()
+        kinds = tuple((axis.name, axis.kind) for axis in space.axes)
+
+        def make(axes: _Axes) -> Layout:
+            return result_under(space, dimensions, shape, axes)
+
+        return self._form(configurations, shape, (dimensions, kinds), {name for name, _ in kinds}, make)
+
+    def _form(
+        self,
+        configurations: tuple[Splits, ...],
+        shape: tuple[int, ...],
+        cutting: Hashable,
+        own: set[str],
+        make: Callable[[_Axes], Layout],
+    ) -> Form:
+        """The layouts that `make` gives, which depend on `cutting` and on where the axes `own` lie."""
+        alike = id(configurations), cutting
+        key = (*alike, shape)
+        if key not in self._known:
+            if alike not in self._known:
+                self._known[alike] = self._made(configurations, own, make)
+            form = self._known[alike]
+            if form.layouts[0].shape != shape:
+                layouts = (Layout(shape, each.cuts, each.sums, each.means) for each in form.layouts)
+                form = Form(tuple(layouts), form.of)
+            self._known[key] = form
+        return self._known[key]
+
+    def _made(self, configurations: tuple[Splits, ...], own: set[str], make: Callable[[_Axes], Layout]) -> Form:
+        found: dict[Layout, int] = {}
+        known: dict[object, int] = {}
+        places = []
+        for axes in self._axes_of(configurations):
+            key = tuple([item for item in axes.items() if item[0] in own])
+            if key not in known:
+                layout = make(axes)
+                known[key] = found.setdefault(layout, len(found))
+            places.append(known[key])
+        return Form(tuple(found), np.array(places, dtype=np.int64))
+
+    def _axes_of(self, configurations: tuple[Splits, ...]) -> list[_Axes]:
+        if id(configurations) not in self._axes:
+            self._axes[id(configurations)] = configurations, [axes_of(each, self.group) for each in configurations]
+        return self._axes[id(configurations)][1]

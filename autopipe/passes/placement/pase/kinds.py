@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from autopipe.passes.cost.kept import Kept
 from autopipe.passes.placement.pase.configurations import Splits, configurations
-from autopipe.passes.placement.pase.forms import Form, operand_form, result_form
+from autopipe.passes.placement.pase.forms import Form, Forms
 from autopipe.passes.placement.pase.ground import Ground
 from autopipe.passes.placement.pase.moves import Floats
 from autopipe.passes.placement.pase.nodes import Computing, kept_bytes
@@ -26,6 +26,8 @@ class Kind:
     ground: Ground
     node: int
     configurations: tuple[Splits, ...]
+    forms: Forms
+    """Of all kinds together."""
     _forms: dict[tuple[str, int], Form] = field(default_factory=dict)
 
     def reads(self, position: int) -> Form:
@@ -39,9 +41,8 @@ class Kind:
     def _form(self, what: str, position: int) -> Form:
         if (what, position) not in self._forms:
             graph, space = self.ground.graph, self.ground.uses[self.node].space
-            make = operand_form if what == "operand" else result_form
-            node, group = graph.nodes[self.node], len(self.ground.devices)
-            self._forms[what, position] = make(graph, node, position, space, self.configurations, group)
+            make = self.forms.operand if what == "operand" else self.forms.result
+            self._forms[what, position] = make(graph, graph.nodes[self.node], position, space, self.configurations)
         return self._forms[what, position]
 
 
@@ -49,11 +50,12 @@ def kinds_of(ground: Ground) -> tuple[Kind, ...]:
     """The kind of each of the ground's nodes."""
     known: dict[Hashable, Kind] = {}
     spaces: dict[Hashable, tuple[Splits, ...]] = {}
+    forms = Forms(len(ground.devices))
     found = []
     for node in ground.nodes:
         key = _key(ground, node)
         if key not in known:
-            known[key] = Kind(ground, node, _configurations(ground, node, spaces))
+            known[key] = Kind(ground, node, _configurations(ground, node, spaces), forms)
         found.append(known[key])
     return tuple(found)
 
@@ -61,10 +63,14 @@ def kinds_of(ground: Ground) -> tuple[Kind, ...]:
 def _configurations(ground: Ground, node: int, known: dict[Hashable, tuple[Splits, ...]]) -> tuple[Splits, ...]:
     if node in ground.terms.allowed:
         return ground.terms.allowed[node]
-    use, outermost = ground.uses[node], ground.sample_axes[node]
-    key = id(use), outermost
+    space, outermost, group = ground.uses[node].space, ground.sample_axes[node], len(ground.devices)
+    # Extents matter by the degrees that divide them; where several axes make up a dimension, also by what is left.
+    axes = tuple((axis.name, axis.kind, math.gcd(axis.extent, group)) for axis in space.axes)
+    tensors = (*space.operands, *space.results)
+    mixed = tuple(tensor for tensor in tensors if tensor and any(len(dimension) > 1 for dimension in tensor))
+    key = axes, outermost, (mixed, tuple(axis.extent for axis in space.axes)) if mixed else ()
     if key not in known:
-        known[key] = configurations(use.space, len(ground.devices), outermost)
+        known[key] = configurations(space, group, outermost)
     return known[key]
 
 
