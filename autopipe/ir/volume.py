@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.layout import Layout, MeshAxes, MeshAxis, degree_of, merged
+from autopipe.ir.layout import Layout, MeshAxes, MeshAxis, Window, degree_of, merged
 
 
 def lacking(source: Layout, target: Layout, group: int) -> NDArray[np.int64]:
@@ -28,14 +28,18 @@ def of_neighbours(layout: Layout, size: int) -> Layout:
 
     Where neighbours' blocks do not make up one block, it is the smallest that has them all.
     """
-    cuts = tuple(_outer(axes, size) for axes in layout.cuts)
-    if not layout.windows:
-        return Layout(layout.shape, cuts)
-    windows = tuple(
-        window.joined(degree_of(axes) // degree_of(outer)) if window is not None and outer else None
-        for window, axes, outer in zip(layout.windows, layout.cuts, cuts, strict=True)
-    )
-    return Layout(layout.shape, cuts, windows=windows)
+    windows = layout.windows or (None,) * len(layout.cuts)
+    cut = [cut_by_neighbours(axes, window, size) for axes, window in zip(layout.cuts, windows, strict=True)]
+    cuts = tuple(axes for axes, _ in cut)
+    return Layout(layout.shape, cuts, windows=tuple(window for _, window in cut) if layout.windows else ())
+
+
+def cut_by_neighbours(axes: MeshAxes, window: Window | None, size: int) -> tuple[MeshAxes, Window | None]:
+    """The same along one dimension, cut by `axes` and read through `window`, if by any."""
+    outer = _outer(axes, size)
+    if window is None or not outer:
+        return outer, None
+    return outer, window.joined(degree_of(axes) // degree_of(outer))
 
 
 def _outer(axes: MeshAxes, size: int) -> MeshAxes:

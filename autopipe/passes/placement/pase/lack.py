@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.layout import Layout, MeshAxes, Window, degree_of
+from autopipe.ir.volume import cut_by_neighbours
 
 _Floats = NDArray[np.float64]
 _Integers = NDArray[np.int64]
@@ -34,18 +35,36 @@ class Places:
     windows: list[Window | None]
     of: _Integers
 
-    def spread(self, table: NDArray[Any], targets: Places) -> NDArray[Any]:
-        """A table of ways, [own, of the targets], as one of layouts."""
-        found: NDArray[Any] = table[self.of][:, targets.of]
+    def by_neighbours(self, size: int) -> Places:
+        """The same with each `size` neighbouring devices counted as one."""
+        found = [cut_by_neighbours(*way, size) for way in zip(self.axes, self.windows, strict=True)]
+        return Places([axes for axes, _ in found], [window for _, window in found], self.of)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair:
+    """One dimension of `extent` cells: how sources cut it, and how targets do."""
+
+    held: Places
+    wanted: Places
+    extent: int
+
+    def by_neighbours(self, size: int) -> Pair:
+        """The same with each `size` neighbouring devices counted as one (`ir/volume.py`)."""
+        return Pair(self.held.by_neighbours(size), self.wanted.by_neighbours(size), self.extent)
+
+    def spread(self, table: NDArray[Any]) -> NDArray[Any]:
+        """A table of ways, [of sources, of targets], as one of layouts."""
+        found: NDArray[Any] = table[self.held.of][:, self.wanted.of]
         return found
 
 
-def places_by_dimension(sources: Sequence[Layout], targets: Sequence[Layout]) -> list[tuple[Places, Places, int]]:
-    """For each dimension that some layout cuts: how sources cut it, how targets do, and its extent."""
+def pairs_by_dimension(sources: Sequence[Layout], targets: Sequence[Layout]) -> list[Pair]:
+    """Those dimensions that some layout cuts."""
     found = (
-        (_places(sources, place), _places(targets, place), extent) for place, extent in enumerate(targets[0].shape)
+        Pair(_places(sources, place), _places(targets, place), extent) for place, extent in enumerate(targets[0].shape)
     )
-    return [(held, wanted, extent) for held, wanted, extent in found if held.axes != [()] or wanted.axes != [()]]
+    return [pair for pair in found if pair.held.axes != [()] or pair.wanted.axes != [()]]
 
 
 def _places(layouts: Sequence[Layout], dimension: int) -> Places:
@@ -57,30 +76,28 @@ def _places(layouts: Sequence[Layout], dimension: int) -> Places:
     return Places([axes for axes, _ in known], [window for _, window in known], np.array(of, dtype=np.int64))
 
 
-def lack_of(sources: Sequence[Layout], targets: Sequence[Layout], group: int) -> Lack:
-    """For each pair what `group` positions need under the target and do not have under the source.
+def lack_of(pairs: Sequence[Pair], shape: tuple[int, int], group: int) -> Lack:
+    """For each of [sources, targets] what `group` positions need under the target and do not have under the source.
 
     Along one dimension blocks mostly either contain one another or do not meet. Where that is so for all dimensions,
     the position that has least has the product of what the dimensions' worst positions have; elsewhere all are asked.
     """
-    shape = len(sources), len(targets)
     least, regular = np.ones(shape), np.ones(shape, dtype=bool)
-    need, dimensions = np.ones(len(targets)), np.zeros(shape, dtype=np.int64)
-    pairs = places_by_dimension(sources, targets)
-    tables = [_Overlap.of(held, wanted, group, extent) for held, wanted, extent in pairs]
-    for (held, wanted, _), table in zip(pairs, tables, strict=True):
-        least *= held.spread(table.common.min(axis=2), wanted)
-        regular &= held.spread(table.regular, wanted)
-        need *= table.need.max(axis=1)[wanted.of]
-        dimensions += held.spread(np.any(table.need > table.common, axis=2), wanted)
+    need, dimensions = np.ones(shape[1]), np.zeros(shape, dtype=np.int64)
+    tables = [_Overlap.of(pair, group) for pair in pairs]
+    for pair, table in zip(pairs, tables, strict=True):
+        least *= pair.spread(table.common.min(axis=2))
+        regular &= pair.spread(table.regular)
+        need *= table.need.max(axis=1)[pair.wanted.of]
+        dimensions += pair.spread(np.any(table.need > table.common, axis=2))
     cells = math.prod(table.extent for table in tables)
     share = (need - least) / cells
     rows, columns = np.nonzero(~regular)
     if len(rows):
         needed, had = np.ones((len(rows), group)), np.ones((len(rows), group))
-        for (held, wanted, _), table in zip(pairs, tables, strict=True):
-            needed *= table.need[wanted.of[columns]]
-            had *= table.common[held.of[rows], wanted.of[columns]]
+        for pair, table in zip(pairs, tables, strict=True):
+            needed *= table.need[pair.wanted.of[columns]]
+            had *= table.common[pair.held.of[rows], pair.wanted.of[columns]]
         share[rows, columns] = (needed - had).max(axis=1) / cells
     return Lack(share, dimensions)
 
@@ -98,8 +115,9 @@ class _Overlap:
     """[ways of sources, ways of targets]: whether all positions need as much and have all or nothing of some part."""
 
     @staticmethod
-    def of(held: Places, wanted: Places, group: int, extent: int) -> _Overlap:
-        """For `group` positions; `extent` is the dimension's own, in whose elements windows count."""
+    def of(pair: Pair, group: int) -> _Overlap:
+        """For `group` positions. Windows count in the dimension's own elements, even blocks in the fewest that do."""
+        held, wanted, extent = pair.held, pair.wanted, pair.extent
         if not any(wanted.windows):
             extent = math.lcm(*map(degree_of, (*held.axes, *wanted.axes)))
         have_from, have_to = _ranges(held, group, extent)

@@ -15,14 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.layout import Layout, MeshAxes, MeshAxis, degree_of
-from autopipe.ir.volume import of_neighbours
+from autopipe.ir.layout import Layout, MeshAxes, degree_of
 from autopipe.passes.cost.relayout import link_levels
 from autopipe.passes.lower.relayout import steps_between
-from autopipe.passes.placement.pase.lack import lack_of, places_by_dimension
+from autopipe.passes.placement.pase.lack import Pair, lack_of, pairs_by_dimension
 
 Floats = NDArray[np.float64]
-_Integers = NDArray[np.int64]
 _Truths = NDArray[np.bool_]
 
 
@@ -49,31 +47,34 @@ class Moves:
 
     def _affine(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> tuple[Floats, Floats]:
         """Seconds at once and a byte of the tensor, for each pair."""
-        fixed = np.zeros((len(sources), len(targets)))
-        per_byte = np.zeros_like(fixed)
-        apart = _gathers_apart(sources, targets, len(self.devices))
+        shape = len(sources), len(targets)
+        pairs = pairs_by_dimension(sources, targets)
+        fixed, per_byte = np.zeros(shape), np.zeros(shape)
+        apart = _gathers_apart(pairs, shape, len(self.devices))
+        apart &= np.array([not layout.windows for layout in targets])
         for size, link in link_levels(self.cluster, self.devices):
-            have, need = ([of_neighbours(layout, size) for layout in each] for each in (sources, targets))
-            lack = lack_of(have, need, len(self.devices) // size)
+            lack = lack_of([pair.by_neighbours(size) for pair in pairs], shape, len(self.devices) // size)
             fixed += np.where(apart, lack.dimensions, lack.share > 0) * link.latency_s
             per_byte += lack.share / link.bandwidth_bytes_per_s
         return fixed, per_byte
 
 
-def _gathers_apart(sources: Sequence[Layout], targets: Sequence[Layout], group: int) -> _Truths:
-    """Which pairs are made by cutting and then gathering one dimension after the other (see `steps_between`)."""
+def _gathers_apart(pairs: Sequence[Pair], shape: tuple[int, int], group: int) -> _Truths:
+    """Which of [sources, targets] are made by cutting and then gathering one dimension after the other.
+
+    See `steps_between`.
+    """
     divisors = tuple(count for count in range(1, group + 1) if group % count == 0)
-    apart = _nested(sources, targets, divisors)
-    apart &= np.array([not layout.windows for layout in targets])
-    leaving = np.zeros(apart.shape, dtype=np.int64)
-    wanted_marks = np.zeros(len(targets), dtype=np.int64)
-    for held, wanted, _ in places_by_dimension(sources, targets):
-        ways = np.array([[_one_way(have, want) for want in wanted.axes] for have in held.axes])
-        has, wants = (np.array([_marks(axes, divisors) for axes in each.axes]) for each in (held, wanted))
+    apart = _nested(pairs, shape, divisors)
+    leaving = np.zeros(shape, dtype=np.int64)
+    wanted_marks = np.zeros(shape[1], dtype=np.int64)
+    for pair in pairs:
+        ways = np.array([[_one_way(have, want) for want in pair.wanted.axes] for have in pair.held.axes])
+        has, wants = (np.array([_marks(axes, divisors) for axes in each.axes]) for each in (pair.held, pair.wanted))
         left = np.where(ways == "all_gather", has[:, None] & ~wants[None], 0)
-        apart &= held.spread(ways != "", wanted)
-        leaving |= held.spread(left, wanted)
-        wanted_marks |= wants[wanted.of]
+        apart &= pair.spread(ways != "")
+        leaving |= pair.spread(left)
+        wanted_marks |= wants[pair.wanted.of]
     found: _Truths = np.logical_and(apart, leaving & wanted_marks == 0)
     return found
 
@@ -99,22 +100,23 @@ def _marks(axes: MeshAxes, divisors: tuple[int, ...]) -> int:
     )
 
 
-def _nested(sources: Sequence[Layout], targets: Sequence[Layout], divisors: tuple[int, ...]) -> _Truths:
+def _nested(pairs: Sequence[Pair], shape: tuple[int, int], divisors: tuple[int, ...]) -> _Truths:
     """Which pairs' axes begin and end at strides of which each divides the next."""
-
-    def bounds(layouts: Sequence[Layout]) -> _Integers:
-        each = ({bound for axes in layout.cuts for axis in axes for bound in _ends(axis)} for layout in layouts)
-        return np.array([sum(1 << divisors.index(bound) for bound in found) for found in each], dtype=np.int64)
-
-    together = bounds(sources)[:, None] | bounds(targets)[None]
+    together = np.zeros(shape, dtype=np.int64)
+    for pair in pairs:
+        held, wanted = (np.array([_bounds(axes, divisors) for axes in each.axes]) for each in (pair.held, pair.wanted))
+        together |= pair.spread(held[:, None] | wanted[None])
     known, places = np.unique(together, return_inverse=True)
     nests = [_is_chain([count for place, count in enumerate(divisors) if mark >> place & 1]) for mark in known.tolist()]
     found: _Truths = np.array(nests, dtype=bool)[places.reshape(together.shape)]
     return found
 
 
-def _ends(axis: MeshAxis) -> tuple[int, int]:
-    return axis.stride, axis.stride * axis.degree
+@lru_cache(maxsize=1 << 16)
+def _bounds(axes: MeshAxes, divisors: tuple[int, ...]) -> int:
+    """A bit for each divisor of the group at which an axis begins or ends."""
+    ends = {end for axis in axes for end in (axis.stride, axis.stride * axis.degree)}
+    return sum(1 << divisors.index(end) for end in ends)
 
 
 def _is_chain(bounds: Sequence[int]) -> bool:
