@@ -23,6 +23,9 @@ Solver = Callable[[Tables, float | None], Answer]
 _BOUNDS = 8
 """The most bounds on what comes and goes that are tried where memory is short."""
 
+_APART = 0.01
+"""Of a device's memory: by how much bounds differ at least, to be worth a search each."""
+
 _ROUNDS = 3
 """How often the limit is corrected by what an answer really takes beyond what the model says."""
 
@@ -52,7 +55,11 @@ def fit_stage(
     found = _measured(problem, placement, index, tables, fastest)
     tried = [found]
     room = min(map(problem.memory_of, placement.stages[index].devices))
-    for most in _bounds_on_passing(tables, fastest) if found.excess > 0 else ():
+    before = room
+    for most in _bounds_on_passing(tables, fastest, room) if found.excess > 0 else ():
+        if tried[-1].excess <= 0 and before - most < _APART * room:
+            break
+        before = most
         # What the model does not know: values that several nodes keep in different blocks, buffers of messages.
         unknown = 0
         bounded = tables.passing_at_most(most)
@@ -78,13 +85,14 @@ def fit_stage(
     raise out_of_memory(problem, [index], len(placement.stages), least.worst, need, least=True)
 
 
-def _bounds_on_passing(tables: Tables, answer: Answer) -> list[int]:
-    """From what an answer needs down to what every choice does: what some configuration needs, some if many."""
+def _bounds_on_passing(tables: Tables, answer: Answer, room: int) -> list[int]:
+    """From what an answer needs down to what every choice does: all that some configuration needs, well apart."""
     least = max(int(each.min()) for each in tables.passing)
     most = max(int(each[number]) for each, number in zip(tables.passing, answer.choice, strict=False))
     between = np.unique(np.concatenate(list({id(each): each for each in tables.passing}.values())))
     between = between[(between >= least) & (between <= most)]
-    chosen = np.unique(np.linspace(0, len(between) - 1, _BOUNDS).round().astype(int))
+    count = min(_BOUNDS, 2 + int((most - least) / (_APART * room)))
+    chosen = np.unique(np.linspace(0, len(between) - 1, count).round().astype(int))
     found: list[int] = between[chosen][::-1].tolist()
     return found
 

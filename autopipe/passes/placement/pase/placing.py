@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.fit import fitted
+from autopipe.passes.cost.fit import fitted, out_of_memory
+from autopipe.passes.cost.memory import state_of
 from autopipe.passes.placement.pase.fitting import Solver, fit_stage, or_by_samples
 from autopipe.passes.placement.pase.skeleton import skeleton_of
 from autopipe.passes.placement.pase.tables import make_tables
@@ -21,6 +22,7 @@ def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = Fals
     Raises ConfigurationError naming constraints that contradict one another or cannot be followed, InfeasibleError
     where memory does not hold any placement, with the least excess, and what `solver` raises.
     """
+    _check_memory(problem, count)
     skeleton = skeleton_of(problem, count)
     placement = skeleton.placement
     proofs = []
@@ -33,6 +35,19 @@ def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = Fals
         placement = best.placement
         proofs.append(best.proof)
     return replace(fitted(problem, placement), proof=_together(proofs))
+
+
+def _check_memory(problem: Problem, count: int) -> None:
+    """Raise InfeasibleError where not even equal shares of what must be kept fit: no search is needed to tell.
+
+    Several stages may drop what they keep and compute it again, one stage needs all of it at once in any case.
+    """
+    parameters = state_of(problem, ((each.value.name, 1) for each in problem.graph.parameters)).total
+    kept = sum(each.kept_bytes for each in problem.work) if problem.train and count == 1 else 0
+    least = (parameters + kept) // problem.cluster.size
+    most = max(range(problem.cluster.size), key=problem.memory_of)
+    if least > problem.memory_of(most):
+        raise out_of_memory(problem, list(range(count)), count, most, least, least=True)
 
 
 def _together(proofs: Sequence[SplitProof]) -> SplitProof:

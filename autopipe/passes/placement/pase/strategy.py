@@ -21,6 +21,10 @@ from autopipe.passes.placement.pase.placing import in_stages
 from autopipe.passes.placement.pase.tables import Tables
 from autopipe.passes.solvers.min_sum import Answer, MinSum, TableTooLargeError, eliminate, solve
 
+_PATIENCE_S = 2.0
+"""Of work within a memory limit, where there is no time limit: several limits are tried, and for a Llama of 80 layers
+on 64 devices five times the work finds steps shorter by a thousandth."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pase:
@@ -93,7 +97,9 @@ class Pase:
     def _solved(self, model: MinSum, limit: float | None, clock: _Clock) -> Answer:
         """The answer of the chosen solver, within `limit` bytes."""
         if self.solver == "exact":
-            return solve(model, limit, clock.left())
+            return (
+                solve(model, limit, clock.left()) if limit is None else solve(model, limit, clock.half(), _PATIENCE_S)
+            )
         try:
             answer = eliminate(model, self.ordering)
         except TableTooLargeError as error:
@@ -112,3 +118,8 @@ class _Clock:
     def left(self) -> float | None:
         """Seconds, at least a moment; None without a limit."""
         return None if self._end is None else max(0.01, self._end - time.monotonic())
+
+    def half(self) -> float | None:
+        """Half of them, for one of several searches."""
+        left = self.left()
+        return None if left is None else left / 2

@@ -16,9 +16,9 @@ PATIENCE_S = 60.0
 class Budget:
     """What is left of a time limit."""
 
-    def __init__(self, seconds: float | None) -> None:
+    def __init__(self, seconds: float | None, patience: float = PATIENCE_S) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
-        self._work = (PATIENCE_S if seconds is None else seconds) * PER_SECOND
+        self._work = (patience if seconds is None else seconds) * PER_SECOND
         self._whole: Budget | None = None
         self._spent = 0.0
 

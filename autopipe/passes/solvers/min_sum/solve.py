@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from autopipe.passes.solvers.min_sum.answer import Answer, counted
-from autopipe.passes.solvers.min_sum.budget import Budget
+from autopipe.passes.solvers.min_sum.budget import PATIENCE_S, Budget
 from autopipe.passes.solvers.min_sum.limited import solve_within
 from autopipe.passes.solvers.min_sum.model import MinSum, Number, merged
 from autopipe.passes.solvers.min_sum.unlimited import solve_unlimited
 
 
-def solve(model: MinSum, memory_limit: Number | None = None, time_limit: float | None = None) -> Answer:
+def solve(
+    model: MinSum,
+    memory_limit: Number | None = None,
+    time_limit: float | None = None,
+    patience: float = PATIENCE_S,
+) -> Answer:
     """The best choice whose memory is within the limit (bytes), in at most so many seconds.
 
-    Work is counted, not time: the clock only ends what a slow machine cannot do in its limit. Without one, a minute's
-    work is done at most. What is not proven by then is returned with its bound.
+    Work is counted, not time: the clock only ends what a slow machine cannot do in its limit. Without one, the work of
+    `patience` seconds is done at most. What is not proven by then is returned with its bound.
 
     Raises InfeasibleError where every choice is forbidden.
     """
-    budget = Budget(time_limit)
+    budget = Budget(time_limit, patience)
     simple = merged(model)
     answer = solve_unlimited(simple, budget)
     if memory_limit is not None and answer.memory > memory_limit:
