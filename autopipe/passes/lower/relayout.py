@@ -45,16 +45,11 @@ def reductions(source: Layout, target: Layout) -> tuple[Relayout, ...]:
     The last step's result has no shares left; the axes that cut one dimension of `target` inside of those that cut it
     now are scattered along it, all others reduced to copies. The blocks of both are even.
     """
-    cuts = list(source.cuts)
-    left = list(source.partial_over)
+    cuts, left = list(source.cuts), source.partial_over
     found = []
     held = source
-    for dimension, (now, wanted) in enumerate(zip(source.cuts, target.cuts, strict=True)):
-        inside = _inside(now, wanted, left)
-        if not inside:
-            continue
-        left = _without(left, inside)
-        cuts[dimension] = merged(now + inside)
+    for inside, dimension, rest in scattered(source.cuts, left, target.cuts):
+        cuts[dimension], left = merged(cuts[dimension] + inside), rest
         result = _shares(source, tuple(cuts), left)
         found.append(Relayout("reduce_scatter", held, result, inside, dimension))
         held = result
@@ -64,32 +59,50 @@ def reductions(source: Layout, target: Layout) -> tuple[Relayout, ...]:
     return tuple(found)
 
 
-def _inside(now: MeshAxes, wanted: MeshAxes, shares: list[MeshAxis]) -> MeshAxes:
+def scattered(
+    cuts: tuple[MeshAxes, ...], shares: MeshAxes, target: tuple[MeshAxes, ...]
+) -> Iterator[tuple[MeshAxes, int, MeshAxes]]:
+    """How shares over the axes `shares` are scattered from `cuts` on the way to those of `target`.
+
+    The axes along which they are, of which dimension, and the axes over which shares are left then; outer to inner.
+    """
+    for dimension, (now, wanted) in enumerate(zip(cuts, target, strict=True)):
+        inside = scattered_along(now, wanted, shares)
+        if inside:
+            shares = _without(shares, inside)
+            yield inside, dimension, shares
+
+
+@lru_cache(maxsize=1 << 16)
+def scattered_along(now: MeshAxes, wanted: MeshAxes, shares: MeshAxes) -> MeshAxes:
     """The axes that cut a dimension in `wanted` inside of `now`, if the value is shared out over exactly these."""
+    if now == wanted or not wanted or not shares:
+        return ()
     atoms = _chain([*now, *wanted, *shares])
     if atoms is None:
         return ()
     have, want = _split(now, atoms), _split(wanted, atoms)
     if len(want) <= len(have) or want[: len(have)] != have:
         return ()
-    free = set(_split(tuple(shares), atoms))
+    free = set(_split(shares, atoms))
     inside = list(itertools.takewhile(free.__contains__, want[len(have) :]))
     return merged(inside)
 
 
-def _without(axes: list[MeshAxis], taken: MeshAxes) -> list[MeshAxis]:
+@lru_cache(maxsize=1 << 16)
+def _without(axes: MeshAxes, taken: MeshAxes) -> MeshAxes:
     """`axes` but for those in `taken`."""
     atoms = _chain([*axes, *taken])
     assert atoms is not None, (axes, taken)
     gone = set(_split(taken, atoms))
-    return [axis for axis in _split(tuple(axes), atoms) if axis not in gone]
+    return tuple(axis for axis in _split(axes, atoms) if axis not in gone)
 
 
-def _shares(source: Layout, cuts: tuple[MeshAxes, ...], left: list[MeshAxis]) -> Layout:
+def _shares(source: Layout, cuts: tuple[MeshAxes, ...], left: MeshAxes) -> Layout:
     """The layout when shares are left over the axes `left` of those that `source` has."""
     atoms = _chain([*source.sums, *source.means, *left])
     assert atoms is not None, (source, left)
-    rest = set(_split(tuple(left), atoms))
+    rest = set(_split(left, atoms))
     sums, means = (merged(axis for axis in _split(axes, atoms) if axis in rest) for axes in (source.sums, source.means))
     return Layout(source.shape, cuts, sums, means)
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.layout import Layout, MeshAxes
+from autopipe.ir.layout import Layout, MeshAxes, degree_of, merged
 from autopipe.passes.cost.communication import Cost
 from autopipe.passes.cost.relayout import reduction_cost
-from autopipe.passes.lower.relayout import reductions
+from autopipe.passes.lower.relayout import scattered, scattered_along
+from autopipe.passes.placement.pase.lack import Pair, pairs_by_dimension
 from autopipe.passes.placement.pase.moves import Floats, Moves
 
 _Addition = tuple[tuple[str, MeshAxes, int], ...]
@@ -37,7 +38,6 @@ class Changes:
     moves: Moves
     _costs: dict[tuple[str, MeshAxes], Cost] = field(default_factory=dict)
     _ways: dict[Hashable, _Ways] = field(default_factory=dict)
-    _scattered: dict[Hashable, MeshAxes] = field(default_factory=dict)
 
     def to_reader(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float) -> Floats:
         """From each of `sources`, shares of sums among them, to each of `targets`, which nobody but it wants.
@@ -49,7 +49,7 @@ class Changes:
         evens = [target.even() for target in targets]
         key = tuple((each.cuts, each.sums, each.means) for each in sources), tuple(each.cuts for each in evens)
         if key not in self._ways:
-            self._ways[key] = self._found(sources, evens)
+            self._ways[key] = _found(sources, evens)
         ways = self._ways[key]
         adding = np.array([self._seconds(addition, size_bytes) for addition in ways.additions])
         moving = self.moves.seconds(ways.held, targets, size_bytes)
@@ -68,45 +68,46 @@ class Changes:
             self._costs[kind, over] = reduction_cost(self.moves.cluster, self.moves.devices, kind, over)
         return self._costs[kind, over]
 
-    def _found(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> _Ways:
-        """How shares are added up for each pair: equally for all targets along whose cuts they scatter equally."""
-        additions: dict[_Addition, int] = {}
-        held: dict[Layout, int] = {}
-        addition_of = np.zeros((len(sources), len(targets)), dtype=np.int64)
-        held_of = np.zeros_like(addition_of)
-        for row, source in enumerate(sources):
-            of = self._alike(source, targets)
-            for first in np.unique(of, return_index=True)[1].tolist():
-                addition, left = _addition(source, targets[first])
-                alike = of == of[first]
-                addition_of[row, alike] = additions.setdefault(addition, len(additions))
-                held_of[row, alike] = held.setdefault(left, len(held))
-        return _Ways(list(additions), list(held), addition_of, held_of)
 
-    def _alike(self, source: Layout, targets: Sequence[Layout]) -> NDArray[np.int64]:
-        """A number for each target, the same for those along whose dimensions `source` is scattered equally."""
-        if not source.is_partial:
-            return np.zeros(len(targets), dtype=np.int64)
-        shares = source.partial_over
-        numbers: dict[tuple[MeshAxes, ...], int] = {}
-        columns = []
-        for now, wanted in zip(source.cuts, zip(*(target.cuts for target in targets), strict=True), strict=True):
-            inside = {each: self._inside(shares, now, each) for each in set(wanted)}
-            columns.append([inside[each] for each in wanted])
-        return np.array([numbers.setdefault(key, len(numbers)) for key in zip(*columns, strict=True)], dtype=np.int64)
+def _found(sources: Sequence[Layout], targets: Sequence[Layout]) -> _Ways:
+    """How shares are added up for each pair: equally for all targets along whose cuts they scatter equally."""
+    additions: dict[_Addition, int] = {}
+    held: dict[Layout, int] = {}
+    addition_of = np.zeros((len(sources), len(targets)), dtype=np.int64)
+    held_of = np.zeros_like(addition_of)
+    pairs = pairs_by_dimension(sources, targets)
+    for row, source in enumerate(sources):
+        of = _alike(source.partial_over, pairs, row, len(targets))
+        for first in np.unique(of, return_index=True)[1].tolist():
+            addition, left = _addition(source, targets[first])
+            alike = of == of[first]
+            addition_of[row, alike] = additions.setdefault(addition, len(additions))
+            held_of[row, alike] = held.setdefault(left, len(held))
+    return _Ways(list(additions), list(held), addition_of, held_of)
 
-    def _inside(self, shares: MeshAxes, now: MeshAxes, wanted: MeshAxes) -> MeshAxes:
-        """Along which axes one dimension is scattered on the way from `now` to `wanted`."""
-        key = shares, now, wanted
-        if key not in self._scattered:
-            (step, *_) = reductions(Layout((1,), (now,), shares), Layout((1,), (wanted,)))
-            self._scattered[key] = step.over if step.kind == "reduce_scatter" else ()
-        return self._scattered[key]
+
+def _alike(shares: MeshAxes, pairs: Sequence[Pair], row: int, targets: int) -> NDArray[np.int64]:
+    """A number for each target, the same for those along whose dimensions the source of a row is scattered equally."""
+    found = np.zeros(targets, dtype=np.int64)
+    for pair in pairs if shares else ():
+        now = pair.held.axes[pair.held.of[row]]
+        known: dict[MeshAxes, int] = {}
+        ways = [known.setdefault(scattered_along(now, wanted, shares), len(known)) for wanted in pair.wanted.axes]
+        if len(known) > 1:
+            found = found * len(known) + np.array(ways)[pair.wanted.of]
+    return found
 
 
 def _addition(source: Layout, target: Layout) -> tuple[_Addition, Layout]:
-    """What adds up the shares of `source` on the way to `target`, and what is held then."""
+    """What adds up the shares of `source` on the way to `target`, and what is held then (see `reductions`)."""
     if not source.is_partial:
         return (), source
-    steps = reductions(source, target)
-    return tuple((step.kind, step.over, step.source.parts) for step in steps), steps[-1].result
+    cuts, parts, left = list(source.cuts), source.parts, source.partial_over
+    steps = []
+    for inside, dimension, rest in scattered(source.cuts, left, target.cuts):
+        steps.append(("reduce_scatter", inside, parts))
+        cuts[dimension], left = merged(cuts[dimension] + inside), rest
+        parts *= degree_of(inside)
+    if left:
+        steps.append(("all_reduce", merged(left), parts))
+    return tuple(steps), Layout(source.shape, tuple(cuts))
