@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import importlib
 import json
 import os
@@ -20,6 +21,9 @@ from autopipe.ir.errors import AutopipeError, ConfigurationError
 INTERNAL_ERROR: Final = 70
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
+YOUNG_OBJECTS: Final = 100_000
+"""New objects between two looks for cycles. Graphs and tables are many small values without any: the default of 700
+costs a search an eighth of its time."""
 RUN_EXTRA: Final = frozenset({"torch", "safetensors"})
 """Modules that come with the extra `run`; everything else autopipe imports is always installed."""
 
@@ -78,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command line 2, an interrupt 130, anything else 70. With --json the error also goes to stdout as one object,
     with --debug the traceback to stderr.
     """
+    gc.set_threshold(YOUNG_OBJECTS)
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = words[: words.index("--")] if "--" in words else words
     try:
