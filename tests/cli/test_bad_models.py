@@ -215,21 +215,13 @@ def _infinite_weights(folder: Path) -> None:
     saved(model([node("MatMul", "x w", "y")], {"x": [2, 3]}, "y", {"w": weights}), folder)
 
 
-def _annotated(folder: Path) -> None:
-    proto = linear()
-    proto.configuration.add(name="", num_devices=-3)
-    proto.graph.node[0].device_configurations.add(configuration_id="nowhere", pipeline_stage=-7)
-    (folder / MODEL).write_bytes(proto.SerializeToString())
-
-
 @pytest.mark.parametrize(
     ("prepare", "warning"),
     [
         (_infinite_weights, ""),
-        (_annotated, "warning: the file's multi-device annotations are ignored"),
         (lambda folder: _weights_at(folder, "gone.bin"), "at random"),
     ],
-    ids=["weights that are no numbers", "device annotations", "weights absent"],
+    ids=["weights that are no numbers", "weights absent"],
 )
 def test_what_is_survived_is_planned(
     command_line: CommandLine, prepare: Callable[[Path], object], warning: str

@@ -44,9 +44,14 @@ class Use:
         return space_of(self.graph, self.node)
 
 
+MOST_PARTS = 32
+"""Every part is a thread: an extent of 997 would be that many."""
+
+
 def divisible_axes(space: Space) -> Iterator[Axis]:
-    """Axes that the row says can be split and that are long enough."""
-    return (axis for axis in space.axes if axis.kind is not AxisKind.WHOLE and axis.extent > 1)
+    """Axes that the row says can be split, long enough and into few parts."""
+    able = (axis for axis in space.axes if axis.kind is not AxisKind.WHOLE and axis.extent > 1)
+    return (axis for axis in able if smallest_factor(axis.extent) <= MOST_PARTS)
 
 
 def smallest_factor(extent: int) -> int:

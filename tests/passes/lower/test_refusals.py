@@ -47,10 +47,11 @@ def test_uneven_splits() -> None:
 
 def test_whole_axes() -> None:
     builder = Builder()
-    loss = builder.mean_square(builder.node("ReduceMax", builder.parameter((4, 4)), builder.constant([1])))
+    window = {"pads": (1, 1), "strides": (1,), "dilations": (1,)}
+    loss = builder.mean_square(builder.node("Conv", builder.input((4, 3, 8)), builder.parameter((4, 3, 3)), **window))
     graph = builder.graph(loss)
     axis = next(axis.name for axis in _space(graph, 0).axes if axis.kind.value == "whole")
-    with pytest.raises(CodegenError, match=f"ReduceMax cannot be split along '{axis}'"):
+    with pytest.raises(CodegenError, match=f"Conv cannot be split along '{axis}'"):
         lower(graph, *two_devices(graph, (0, (Split(axis, 2),))), loss)
 
 
