@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_models import all_choices, models
 
-from autopipe.passes.solvers.min_sum import Edge, MinSum, budget, search, solve
+from autopipe.passes.solvers.min_sum import Edge, MinSum, search, solve
 
 
 def check(model: MinSum, share: float) -> None:
@@ -42,14 +42,13 @@ def test_cutting_in_two_finds_it_where_few_labels_may_be_formed(model: MinSum, s
         check(model, share)
 
 
-def test_a_limit_of_work_ends_the_search_with_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "PATIENCE_S", 0.1)
+def test_a_limit_of_work_ends_the_search_with_a_bound() -> None:
     rng = np.random.default_rng(0)
     pairs = [(u, v) for u in range(20) for v in range(u)]
     edges = tuple(Edge(u, v, rng.integers(0, 1000, (12, 12))) for u, v in pairs)
     vectors = tuple(rng.integers(0, 1000, 12) for _ in range(20))
     memory = tuple(rng.integers(0, 100, 12) for _ in range(20))
-    answer = solve(MinSum(vectors, edges, memory), memory_limit=500)
+    answer = solve(MinSum(vectors, edges, memory), memory_limit=500, patience=0.1)
     assert answer.fits and answer.memory <= 500
     assert not answer.proven
     assert answer.bound < answer.cost

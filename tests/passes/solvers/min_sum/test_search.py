@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from random_models import all_choices, models
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.solvers.min_sum import Answer, Edge, MinSum, budget, eliminate, goal, search, solve
+from autopipe.passes.solvers.min_sum import Answer, Edge, MinSum, eliminate, goal, search, solve
 
 
 def check(model: MinSum, solver: Callable[[MinSum], Answer]) -> None:
@@ -48,16 +48,15 @@ def everyone(nodes: int, configurations: int) -> MinSum:
     return MinSum(tuple(rng.integers(0, 1000, configurations) for _ in range(nodes)), edges)
 
 
-def test_a_limit_ends_the_search_with_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_ends_the_search_with_a_bound() -> None:
     """A limit of work, which no clock looks at: the answer is the same each time."""
     model = everyone(20, 12)
     small = everyone(6, 12)
     assert solve(small).cost == eliminate(small).cost
-    monkeypatch.setattr(budget, "PATIENCE_S", 0.02)
-    answer = solve(model)
+    answer = solve(model, patience=0.02)
     assert not answer.proven
     assert answer.bound < answer.cost == model.cost_of(answer.choice)
     assert answer.gap == (answer.cost - answer.bound) / answer.cost
     assert isinstance(answer.cost, int) and isinstance(answer.bound, int)
-    assert solve(model) == answer
+    assert solve(model, patience=0.02) == answer
     assert solve(model, time_limit=1e-9).choice
