@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autopipe.ir.placement import Split
 from autopipe.ir.space import AxisKind, Dimension, Space, Windowed
@@ -97,6 +100,18 @@ def merged(axes: Iterable[MeshAxis]) -> MeshAxes:
             axis = MeshAxis(found.pop().degree * axis.degree, axis.stride)
         found.append(axis)
     return tuple(found)
+
+
+Positions = TypeVar("Positions", int, NDArray[np.int64])
+"""The position of a device in its group, or of several."""
+
+
+def place_along(axes: MeshAxes, position: Positions) -> Positions:
+    """Where devices stand along several axes, outer to inner, counted as one."""
+    index = position - position
+    for axis in axes:
+        index = index * axis.degree + position // axis.stride % axis.degree
+    return index
 
 
 def degree_of(axes: Iterable[MeshAxis]) -> int:
@@ -197,10 +212,7 @@ class Layout:
         """What the device at `position` of the group holds; blocks read through windows may stick out of the tensor."""
         starts, stops = [], []
         for block, axes in zip(self.blocks(), self.cuts, strict=True):
-            index = 0
-            for axis in axes:
-                index = index * axis.degree + axis.place(position)
-            starts.append(index * block.step + block.offset)
+            starts.append(place_along(axes, position) * block.step + block.offset)
             stops.append(starts[-1] + block.length)
         return Box(tuple(starts), tuple(stops))
 

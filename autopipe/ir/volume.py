@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.layout import Layout, MeshAxes, MeshAxis, Window, degree_of, merged
+from autopipe.ir.layout import Layout, MeshAxes, MeshAxis, Window, degree_of, merged, place_along
 
 
 def lacking(source: Layout, target: Layout, group: int) -> NDArray[np.int64]:
@@ -68,9 +68,6 @@ def _ranges(layout: Layout, group: int) -> tuple[NDArray[np.int64], NDArray[np.i
     starts = np.zeros((group, len(layout.shape)), dtype=np.int64)
     stops = np.zeros_like(starts)
     for dimension, (block, axes) in enumerate(zip(layout.blocks(), layout.cuts, strict=True)):
-        index = np.zeros(group, dtype=np.int64)
-        for axis in axes:
-            index = index * axis.degree + positions // axis.stride % axis.degree
-        starts[:, dimension] = index * block.step + block.offset
+        starts[:, dimension] = place_along(axes, positions) * block.step + block.offset
         stops[:, dimension] = starts[:, dimension] + block.length
     return np.maximum(starts, 0), np.minimum(stops, layout.shape)

@@ -13,6 +13,12 @@ from autopipe.passes.cost.memory import static_memory
 from autopipe.passes.cost.stages import StageCost, stage_costs
 
 
+def check_operators(problem: Problem) -> None:
+    """Raise InfeasibleError for an empty model."""
+    if not problem.graph.nodes:
+        raise InfeasibleError("the model has no operators to place")
+
+
 def in_flight(problem: Problem, placement: Placement) -> tuple[int, ...]:
     """Micro-batches that each stage keeps under 1F1B: its place from the end on the longest way there."""
     if not problem.train:

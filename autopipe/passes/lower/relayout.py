@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -184,7 +184,12 @@ def _atoms(source: Layout, target: Layout) -> tuple[tuple[MeshAxes, ...], tuple[
 def _chain(axes: Iterable[MeshAxis]) -> list[int] | None:
     """The strides at which axes begin and end, ascending; None where one does not divide the next."""
     found = sorted({bound for axis in axes for bound in (axis.stride, axis.stride * axis.degree)})
-    return found if all(large % small == 0 for small, large in itertools.pairwise(found)) else None
+    return found if is_chain(found) else None
+
+
+def is_chain(bounds: Sequence[int]) -> bool:
+    """Whether each of ascending strides divides the next: axes that begin and end there nest."""
+    return all(large % small == 0 for small, large in itertools.pairwise(bounds))
 
 
 def _split(axes: MeshAxes, bounds: list[int]) -> MeshAxes:

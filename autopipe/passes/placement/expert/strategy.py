@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
-from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.ops import operator_of
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.fit import fitted
+from autopipe.passes.cost.fit import check_operators, fitted
 from autopipe.passes.placement.expert.one_weird_trick import by_one_weird_trick
 from autopipe.passes.placement.expert.recurrent import data_and_pipeline
 from autopipe.passes.placement.expert.tensor_parallel import tensor_parallel
@@ -43,8 +43,7 @@ class Expert:
         """Raise ConfigurationError for a negative degree, InfeasibleError for an empty model."""
         if self.tensor < 0:
             raise ConfigurationError(f"tensor is {self.tensor}", hint="it must be 0 or more", where="strategy")
-        if not problem.graph.nodes:
-            raise InfeasibleError("the model has no operators to place")
+        check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
         """The placement.

@@ -9,6 +9,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
+from autopipe.passes.cost.fit import check_operators
 from autopipe.passes.placement.pase.placing import in_stages
 from autopipe.passes.placement.pase.tables import Tables
 from autopipe.passes.solvers.min_sum import Answer, TableTooLargeError, eliminate
@@ -30,8 +31,7 @@ class BreadthFirst:
 
     def requires(self, problem: Problem) -> None:
         """Raise InfeasibleError for an empty model."""
-        if not problem.graph.nodes:
-            raise InfeasibleError("the model has no operators to place")
+        check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
         """One stage.

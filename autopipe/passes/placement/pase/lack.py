@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.layout import Layout, MeshAxes, Window, degree_of
+from autopipe.ir.layout import Layout, MeshAxes, Window, degree_of, place_along
 from autopipe.ir.volume import cut_by_neighbours
 
 _Floats = NDArray[np.float64]
@@ -135,11 +135,8 @@ def _ranges(places: Places, group: int, extent: int) -> tuple[_Floats, _Floats]:
     starts, stops = np.zeros((len(places.axes), group)), np.zeros((len(places.axes), group))
     positions = np.arange(group)
     for way, (axes, window) in enumerate(zip(places.axes, places.windows, strict=True)):
-        index = np.zeros(group)
-        for axis in axes:
-            index = index * axis.degree + positions // axis.stride % axis.degree
         even = extent // degree_of(axes)
         block = window or Window(even, 0, even)
-        starts[way] = index * block.step + block.offset
+        starts[way] = place_along(axes, positions) * block.step + block.offset
         stops[way] = starts[way] + block.length
     return np.maximum(starts, 0), np.minimum(stops, extent)

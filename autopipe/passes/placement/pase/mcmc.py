@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
-from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
+from autopipe.passes.cost.fit import check_operators
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.placement.pase.configurations import Splits
 from autopipe.passes.placement.pase.placing import in_stages
@@ -43,8 +44,7 @@ class Mcmc:
         """Raise ConfigurationError for options out of range, InfeasibleError for an empty model."""
         if self.iterations < 0 or self.temperature < 0:
             raise ConfigurationError("iterations and temperature must be 0 or more", where="strategy")
-        if not problem.graph.nodes:
-            raise InfeasibleError("the model has no operators to place")
+        check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
         """One stage.

@@ -6,7 +6,6 @@ change of layout costs seconds at once and seconds a byte of the whole tensor, a
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.layout import Layout, MeshAxes, degree_of
 from autopipe.passes.cost.relayout import link_levels
-from autopipe.passes.lower.relayout import steps_between
+from autopipe.passes.lower.relayout import is_chain, steps_between
 from autopipe.passes.placement.pase.lack import Pair, lack_of, pairs_by_dimension
 
 Floats = NDArray[np.float64]
@@ -107,7 +106,7 @@ def _nested(pairs: Sequence[Pair], shape: tuple[int, int], divisors: tuple[int, 
         held, wanted = (np.array([_bounds(axes, divisors) for axes in each.axes]) for each in (pair.held, pair.wanted))
         together |= pair.spread(held[:, None] | wanted[None])
     known, places = np.unique(together, return_inverse=True)
-    nests = [_is_chain([count for place, count in enumerate(divisors) if mark >> place & 1]) for mark in known.tolist()]
+    nests = [is_chain([count for place, count in enumerate(divisors) if mark >> place & 1]) for mark in known.tolist()]
     found: _Truths = np.array(nests, dtype=bool)[places.reshape(together.shape)]
     return found
 
@@ -117,7 +116,3 @@ def _bounds(axes: MeshAxes, divisors: tuple[int, ...]) -> int:
     """A bit for each divisor of the group at which an axis begins or ends."""
     ends = {end for axis in axes for end in (axis.stride, axis.stride * axis.degree)}
     return sum(1 << divisors.index(end) for end in ends)
-
-
-def _is_chain(bounds: Sequence[int]) -> bool:
-    return all(large % small == 0 for small, large in itertools.pairwise(bounds))

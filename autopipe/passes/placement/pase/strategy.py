@@ -13,7 +13,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.fit import fitted
+from autopipe.passes.cost.fit import check_operators, fitted
 from autopipe.passes.placement.pase.overlap import solve_overlapped
 from autopipe.passes.placement.pase.paper.placing import placement_of
 from autopipe.passes.placement.pase.paper.search import search
@@ -72,8 +72,7 @@ class Pase:
                 hint="take search_space: executable",
                 where="strategy",
             )
-        if not problem.graph.nodes:
-            raise InfeasibleError("the model has no operators to place")
+        check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
         """The placement.

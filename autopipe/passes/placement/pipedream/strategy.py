@@ -13,7 +13,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.chain import make_chain
 from autopipe.passes.cost.constraints import wishes_of
-from autopipe.passes.cost.fit import out_of_memory
+from autopipe.passes.cost.fit import check_operators, out_of_memory
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.placement.pipedream.obey import Rule, groups_of, ruled, rules_of
 from autopipe.passes.placement.pipedream.prices import Prices
@@ -47,8 +47,7 @@ class PipeDream:
         """Raise InfeasibleError where there is nothing to place, ConfigurationError for options out of range."""
         if self.max_stages is not None and self.max_stages < 1:
             raise ConfigurationError(f"max_stages is {self.max_stages}", hint="it must be at least 1", where="strategy")
-        if not problem.graph.nodes:
-            raise InfeasibleError("the model has no operators to place")
+        check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
         """The chain with the least estimated step time.

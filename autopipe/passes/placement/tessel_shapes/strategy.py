@@ -15,7 +15,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.chain import Chain
-from autopipe.passes.cost.fit import fitted
+from autopipe.passes.cost.fit import check_operators, fitted
 from autopipe.passes.placement.tessel_shapes.branches import find_meeting
 from autopipe.passes.placement.tessel_shapes.cuts import even_stages
 from autopipe.passes.placement.tessel_shapes.devices import shared_out, visited
@@ -60,8 +60,7 @@ class TesselShapes:
             raise ConfigurationError(
                 "tessel_shapes follows no constraints", hint="strategy manual follows any", where="constraints"
             )
-        if not problem.graph.nodes:
-            raise InfeasibleError("the model has no operators to place")
+        check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
         """The placement. Raises InfeasibleError where the model does not have the shape or memory does not hold it."""
