@@ -77,8 +77,8 @@ class Constraint:
 class Problem:
     """A costed graph of one micro-batch on one cluster, and the limits that an answer must keep.
 
-    `graph` is one evaluation: `batch_size / micro_batches` samples. `work` has one entry a node. `memory_limit` is in
-    bytes a device (the device's own memory where the user gives none).
+    `graph` is one evaluation: `batch_size / micro_batches` samples, of which stages may take fewer at once. `work` has
+    one entry a node. `memory_limit` is in bytes a device (the device's own memory where the user gives none).
     """
 
     graph: Graph
@@ -96,10 +96,13 @@ class Problem:
     constraints: tuple[Constraint, ...] = ()
     time_limit: float | None = None
     seed: int = 0
+    micro_batch_sizes: tuple[int, ...] = ()
+    """Sizes that a strategy may choose its stages' micro-batches from: divisors of the graph's samples, ascending. ()
+    where the size is given; stages then have the graph's."""
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of one evaluation of the graph."""
+        """Samples of one evaluation of the graph: the largest micro-batch that a stage may have."""
         return self.batch_size // self.micro_batches
 
     @property

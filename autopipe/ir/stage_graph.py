@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, stage_edges
 from autopipe.ir.problem import Problem
 
@@ -21,15 +22,21 @@ class StageGraph:
     """(source, target), sorted, each once; both ends in one pipeline."""
     pipelines: tuple[int, ...] = ()
     """The pipeline of each stage; () where there is but one."""
+    turns: tuple[int, ...] = ()
+    """Micro-batches that each stage runs for one of the problem's; () where all stages run those of the problem."""
 
     @staticmethod
     def of(problem: Problem, placement: Placement) -> StageGraph:
-        """The stage graph of a placement on the problem's cluster."""
+        """The stage graph of a placement on the problem's cluster.
+
+        Raises InfeasibleError where a stage's micro-batches are no equal parts of the problem's.
+        """
         return StageGraph(
             problem.cluster.size,
             tuple(stage.devices for stage in placement.stages),
             stage_edges(problem.graph, placement),
             pipelines_of(placement),
+            turns_of(placement, problem.micro_batch_size),
         )
 
     @property
@@ -42,8 +49,17 @@ class StageGraph:
         """Number of pipelines that take micro-batches in turn."""
         return 1 + max(self.pipelines, default=0)
 
+    def turns_at(self, stage: int) -> int:
+        """Micro-batches that a stage runs for one of the problem's."""
+        return self.turns[stage] if self.turns else 1
+
     def micro_batches_of(self, stage: int, micro_batches: int) -> range:
-        """The micro-batches that a stage runs, of `micro_batches` in all: m runs on pipeline m mod their number."""
+        """The micro-batches that a stage runs where the problem has `micro_batches`.
+
+        Of several pipelines, m runs on pipeline m mod their number; there is but one where stages take turns.
+        """
+        if self.turns:
+            return range(micro_batches * self.turns[stage])
         first = self.pipelines[stage] if self.pipelines else 0
         return range(first, micro_batches, self.pipeline_count)
 
@@ -51,6 +67,28 @@ class StageGraph:
 def pipelines_of(placement: Placement) -> tuple[int, ...]:
     """The pipeline of each stage; () where there is but one."""
     return tuple(stage.pipeline for stage in placement.stages) if placement.pipelines > 1 else ()
+
+
+def turns_of(placement: Placement, micro_batch_size: int) -> tuple[int, ...]:
+    """Micro-batches that each stage runs for one of `micro_batch_size` samples; () where it is one for each.
+
+    Number n of a stage with micro-batches of b samples has the step's samples from n * b on, b of them. Raises
+    InfeasibleError where one does not divide `micro_batch_size`, or where several pipelines have different ones.
+    """
+    sizes = tuple(stage.micro_batch_size for stage in placement.stages)
+    for index, size in enumerate(sizes):
+        if micro_batch_size % size:
+            raise InfeasibleError(
+                f"stage {index} has micro-batches of {size} samples, which do not divide those of {micro_batch_size}"
+            )
+    if set(sizes) <= {micro_batch_size}:
+        return ()
+    if placement.pipelines > 1:
+        raise InfeasibleError(
+            f"stages have micro-batches of {min(sizes)} and {micro_batch_size} samples, but with several pipelines "
+            "all have to have the same"
+        )
+    return tuple(micro_batch_size // size for size in sizes)
 
 
 def depths_to_end(stages: int, edges: Iterable[tuple[int, int]]) -> tuple[int, ...]:

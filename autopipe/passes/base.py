@@ -12,6 +12,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule
+from autopipe.passes.batching import Division
 
 
 class Strategy(Protocol):
@@ -19,8 +20,8 @@ class Strategy(Protocol):
 
     name: ClassVar[str]
 
-    def pipelined(self, graph: Graph) -> bool:
-        """Whether it makes several stages of this graph, which only several micro-batches keep busy at once."""
+    def division(self, graph: Graph) -> Division:
+        """How it wants the samples of a step divided, where the user leaves it open."""
 
     def requires(self, problem: Problem) -> None:
         """Raise AutopipeError, in one line, where the problem cannot be taken."""

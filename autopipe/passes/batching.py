@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,12 +17,27 @@ MOST_MICRO_BATCHES = 2**16
 """Every micro-batch is a task on every device that a schedule lists."""
 
 
+class Division(enum.Enum):
+    """How a strategy wants a step's samples divided where the user leaves it open."""
+
+    MANY = "many"
+    """Into so many micro-batches that a pipeline is busy."""
+    FEW = "few"
+    """Into as few as memory takes: nothing is pipelined."""
+    OWN = "own"
+    """As the strategy says: it chooses the micro-batches of each stage, up to the largest there can be."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """A step's samples, and how many evaluations of the graph they make."""
+    """A step's samples, and how many evaluations of the graph they make.
+
+    `sizes` are the samples that stages may have in a micro-batch, ascending, where a strategy chooses.
+    """
 
     batch_size: int
     micro_batches: int
+    sizes: tuple[int, ...] = ()
 
     @property
     def micro_batch_size(self) -> int:
@@ -35,15 +51,15 @@ def batchings(
     micro_batch_size: int | None,
     own: int | None,
     devices: int,
-    pipelined: bool = True,
+    division: Division = Division.MANY,
 ) -> Iterator[Batching]:
     """The divisions that respect what is given, best first.
 
     `own` is the batch that the model's file fixes: a micro-batch is a part of it. Where no batch is given it is the
     file's own, one of it for each micro-batch asked for; without one, a sample a micro-batch. Where the number of
     micro-batches is open, it is the largest divisor of the batch that is at most `AUTO_PER_DEVICE` times the devices
-    (1 on one device), then smaller ones, then larger ones; where nothing is `pipelined` it is as small as memory takes.
-    Raises ConfigurationError for what does not divide.
+    (1 on one device), then smaller ones, then larger ones; with a `division` other than `MANY` the smallest comes
+    first. Raises ConfigurationError for what does not divide.
     """
     most = 1 if devices == 1 else AUTO_PER_DEVICE * devices
     if micro_batch_size is not None:
@@ -56,8 +72,9 @@ def batchings(
         if not counts:
             raise _not_of_own(batch, own)
         nearest = sorted(counts, key=lambda count: (count > most, abs(count - most)))
-        for count in nearest if pipelined else sorted(counts):
-            yield Batching(batch, count)
+        for count in nearest if division is Division.MANY else sorted(counts):
+            sizes = tuple(size for size in _divisors(batch // count) if batch // size in counts)
+            yield Batching(batch, count, sizes if division is Division.OWN else ())
 
 
 def _of_size(size: int, batch_size: int | None, micro_batches: int | None, own: int | None, most: int) -> Batching:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from functools import partial
 
 from autopipe.ir.errors import CodegenError, ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement
@@ -14,12 +14,12 @@ from autopipe.ir.schedule import Schedule
 from autopipe.ir.serial.plan_file import plan_digest
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.ir.timeline import Timeline
-from autopipe.passes.batching import Batching
+from autopipe.passes.batching import Batching, Division
 from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.uses import uses_of
 from autopipe.passes.frontend import Model
 from autopipe.passes.lower.traffic import communication_bytes
-from autopipe.passes.request import Request, costed, problems_of, read_for
+from autopipe.passes.request import Request, costed, divided, problems_of, read_for
 from autopipe.passes.runner import Observer, Runner, Silent
 from autopipe.passes.schedule.limits import check_memory, lower_bound, quality
 from autopipe.passes.schedule.predict import predict
@@ -109,6 +109,7 @@ def _check_decisions(problem: Problem, plan: Plan) -> None:
         raise ConfigurationError(f"the plan places nodes that the graph of {len(problem.graph.nodes)} nodes has not")
     try:
         plan.placement.verify(problem.graph)
+        StageGraph.of(problem, plan.placement)
     except InfeasibleError as error:
         raise ConfigurationError(error.message, hint="plan again", where="placement") from error
 
@@ -116,26 +117,57 @@ def _check_decisions(problem: Problem, plan: Plan) -> None:
 def _placed(request: Request, runner: Runner) -> tuple[Model, Problem, Placement]:
     """The placement, of the first division that has one: smaller micro-batches help where memory is short.
 
-    They do so for a strategy that is not pipelined, and therefore begins with the largest.
+    They do so for a strategy that wants as few as there can be, and therefore begins with the largest.
     """
-    strategy = request.strategy
     refused: InfeasibleError | None = None
     for model, problem in problems_of(request, runner):
         try:
-            placement = runner.run(
-                strategy.name,
-                partial(strategy.run, problem),
-                partial(strategy.requires, problem),
-                partial(Placement.verify, graph=problem.graph),
-            )
+            placement = _answer(request, runner, problem)
         except InfeasibleError as error:
-            if strategy.pipelined(problem.graph):
+            if request.strategy.division(problem.graph) is not Division.FEW:
                 raise
             refused = error
         else:
-            return model, problem, placement
+            return _with_chosen_size(request, runner, model, problem, placement)
     assert refused is not None, "there is a problem, or an error says why not"
     raise refused
+
+
+def _answer(request: Request, runner: Runner, problem: Problem) -> Placement:
+    """What the strategy says."""
+    strategy = request.strategy
+    return runner.run(
+        strategy.name,
+        lambda: strategy.run(problem),
+        lambda: strategy.requires(problem),
+        lambda found: found.verify(problem.graph),
+    )
+
+
+def _with_chosen_size(
+    request: Request, runner: Runner, model: Model, problem: Problem, placement: Placement
+) -> tuple[Model, Problem, Placement]:
+    """The model and the problem on the micro-batches that the strategy chose, the largest where stages differ.
+
+    Where the frontend leaves other operators in a model of so few samples, the strategy is asked again, for those.
+    """
+    while problem.micro_batch_sizes:
+        size = math.lcm(*(stage.micro_batch_size for stage in placement.stages))
+        if size == problem.micro_batch_size:
+            break
+        sizes = tuple(each for each in problem.micro_batch_sizes if size % each == 0)
+        batching = Batching(problem.batch_size, problem.batch_size // size, sizes)
+        model, smaller = divided(request, runner, model, batching)
+        same = _nodes(smaller) == _nodes(problem)
+        problem = smaller
+        if not same:
+            placement = _answer(request, runner, problem)
+    return model, problem, placement
+
+
+def _nodes(problem: Problem) -> list[tuple[str, str, tuple[str, ...]]]:
+    """What tells the nodes of a graph from those of another, whatever their shapes."""
+    return [(node.op, node.name, node.outputs) for node in problem.graph.nodes]
 
 
 def _summary(

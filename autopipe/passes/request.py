@@ -61,7 +61,7 @@ def problems_of(request: Request, runner: Runner) -> Iterator[tuple[Model, Probl
     try:
         for batching in _divisions(request, read):
             try:
-                model, problem = _divided(request, runner, read, batching)
+                model, problem = divided(request, runner, read, batching)
             except (ConfigurationError, InfeasibleError, ModelError) as error:
                 refused.append(error)
                 continue
@@ -78,7 +78,7 @@ def problems_of(request: Request, runner: Runner) -> Iterator[tuple[Model, Probl
         raise (declined or refused)[0]
 
 
-def _divided(request: Request, runner: Runner, read: Model, batching: Batching) -> tuple[Model, Problem]:
+def divided(request: Request, runner: Runner, read: Model, batching: Batching) -> tuple[Model, Problem]:
     """The model on micro-batches of a division, and its problem."""
     model = read
     if read.batch not in (None, batching.micro_batch_size):
@@ -93,10 +93,10 @@ def _divisions(request: Request, read: Model) -> Iterator[Batching]:
     """
     given = request.batch_size, request.micro_batches, request.micro_batch_size
     owns = (None, 1) if read.batch == 1 else (read.batch or 1,)
-    pipelined = request.strategy.pipelined(read.graph)
+    division = request.strategy.division(read.graph)
     seen: set[Batching] = set()
     for own in owns:
-        for batching in batchings(*given, own, request.cluster.size, pipelined):
+        for batching in batchings(*given, own, request.cluster.size, division):
             if batching not in seen:
                 seen.add(batching)
                 yield batching
@@ -136,4 +136,5 @@ def costed(request: Request, model: Model, batching: Batching) -> Problem:
         constraints=(*request.constraints, *annotated_constraints(model, request.cluster.size)),
         time_limit=request.time_limit,
         seed=request.seed,
+        micro_batch_sizes=batching.sizes,
     )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.passes.batching import Batching, batchings
+from autopipe.passes.batching import Batching, Division, batchings
 
 
 def first(**given):
@@ -69,3 +69,26 @@ def test_open_divisions_are_all_there_are_best_first(batch_size, devices, own):
     most = 4 * devices if devices > 1 else 1
     within = [count for count in fitting if count <= most]
     assert found[0] == (max(within) if within else min(fitting))
+
+
+@given(st.integers(1, 200), st.integers(1, 16), st.none() | st.integers(1, 12))
+def test_a_strategy_that_chooses_begins_with_the_largest_and_may_have_all_that_divide_it(batch_size, devices, own):
+    every = [batch_size // each.micro_batches for each in open_divisions(batch_size, own, devices)]
+    if not every:
+        return
+    first = next(batchings(batch_size, None, None, own, devices, Division.OWN))
+    largest = batch_size // first.micro_batches
+    assert largest == max(every)
+    assert first.sizes == tuple(size for size in sorted(every) if largest % size == 0)
+
+
+def open_divisions(batch_size, own, devices):
+    try:
+        return list(batchings(batch_size, None, None, own, devices))
+    except ConfigurationError:
+        return []
+
+
+@pytest.mark.parametrize("given", [{"micro_batches": 8}, {"micro_batch_size": 2}])
+def test_given_micro_batches_leave_a_strategy_no_choice(given):
+    assert first(**given, division=Division.OWN).sizes == ()

@@ -9,13 +9,14 @@ from pathlib import Path
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Mode
-from autopipe.passes.frontend.batches import mixing_nodes, rebatched
+from autopipe.ir.rebatch import rebatched
 from autopipe.passes.frontend.clean import cleaned, without_unread
 from autopipe.passes.frontend.dimensions import bind_inputs
 from autopipe.passes.frontend.fuse import fused
 from autopipe.passes.frontend.interpret import interpret
 from autopipe.passes.frontend.load import Source, load, located
 from autopipe.passes.frontend.losses import CrossEntropy, own_loss, require_loss, with_cross_entropy
+from autopipe.passes.frontend.mixing import mixing_nodes
 from autopipe.passes.frontend.model import Model
 from autopipe.passes.frontend.origins import origins_of
 from autopipe.passes.frontend.parameters import roles_of

@@ -9,6 +9,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
+from autopipe.passes.batching import Division
 from autopipe.passes.cost.constraints import BATCH_AXIS, Wish, wishes_of
 from autopipe.passes.cost.fit import fitted
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
@@ -20,9 +21,9 @@ class DataParallel:
 
     name: ClassVar[str] = "data_parallel"
 
-    def pipelined(self, graph: Graph) -> bool:
+    def division(self, graph: Graph) -> Division:
         """It makes one stage."""
-        return False
+        return Division.FEW
 
     def requires(self, problem: Problem) -> None:
         """Raise InfeasibleError unless the devices share a micro-batch equally."""

@@ -11,6 +11,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
 from autopipe.ir.problem import Problem
+from autopipe.passes.batching import Division
 from autopipe.passes.cost.constraints import Wish, wishes_of
 from autopipe.passes.cost.fit import fitted
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
@@ -32,9 +33,9 @@ class Manual:
 
     name: ClassVar[str] = "manual"
 
-    def pipelined(self, graph: Graph) -> bool:
+    def division(self, graph: Graph) -> Division:
         """It may make several stages."""
-        return True
+        return Division.MANY
 
     def requires(self, problem: Problem) -> None:
         """Raise ConfigurationError where there is no constraint to follow."""

@@ -147,7 +147,7 @@ def test_memory_is_checked_and_recomputation_turned_on_where_it_helps() -> None:
     assert fitted(loose, placement) == placement
     tight = replace(loose, memory_limit=max(used) - 1)
     assert fitted(tight, placement) == placement, "a schedule may keep fewer micro-batches than 1F1B"
-    least = max(device_memory(replace(loose, micro_batches=1), placement, stage_costs(loose, placement)))
+    least = max(device_memory(replace(loose, batch_size=8, micro_batches=1), placement, stage_costs(loose, placement)))
     assert fitted(replace(loose, memory_limit=least), placement) == placement
     with pytest.raises(InfeasibleError, match=r"stage 1 of 2 needs .* on device 1, 1 bytes over the limit"):
         fitted(replace(loose, memory_limit=least - 1), placement)

@@ -10,6 +10,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
+from autopipe.passes.batching import Division
 from autopipe.passes.cost.fit import fitted
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.spmd.network import Network
@@ -28,9 +29,9 @@ class OneWeirdTrick:
 
     name: ClassVar[str] = "one_weird_trick"
 
-    def pipelined(self, graph: Graph) -> bool:
+    def division(self, graph: Graph) -> Division:
         """It makes one stage."""
-        return False
+        return Division.FEW
 
     def requires(self, problem: Problem) -> None:
         """Raise InfeasibleError for a model without convolutions, or samples that devices cannot share equally."""

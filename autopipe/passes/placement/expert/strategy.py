@@ -11,6 +11,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.ops import operator_of
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
+from autopipe.passes.batching import Division
 from autopipe.passes.cost.fit import check_operators, fitted
 from autopipe.passes.placement.expert.one_weird_trick import by_one_weird_trick
 from autopipe.passes.placement.expert.recurrent import data_and_pipeline
@@ -35,9 +36,10 @@ class Expert:
 
     name: ClassVar[str] = "expert"
 
-    def pipelined(self, graph: Graph) -> bool:
+    def division(self, graph: Graph) -> Division:
         """Recurrent layers become stages."""
-        return any((row := operator_of(node)) is not None and row.kind == "recurrent" for node in graph.nodes)
+        recurrent = any((row := operator_of(node)) is not None and row.kind == "recurrent" for node in graph.nodes)
+        return Division.MANY if recurrent else Division.FEW
 
     def requires(self, problem: Problem) -> None:
         """Raise ConfigurationError for a negative degree, InfeasibleError for an empty model."""

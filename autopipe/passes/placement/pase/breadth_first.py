@@ -9,6 +9,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
+from autopipe.passes.batching import Division
 from autopipe.passes.cost.fit import check_operators
 from autopipe.passes.placement.pase.placing import in_stages
 from autopipe.passes.placement.pase.tables import Tables
@@ -25,9 +26,9 @@ class BreadthFirst:
 
     name: ClassVar[str] = "breadth_first"
 
-    def pipelined(self, graph: Graph) -> bool:
+    def division(self, graph: Graph) -> Division:
         """It makes one stage."""
-        return False
+        return Division.FEW
 
     def requires(self, problem: Problem) -> None:
         """Raise InfeasibleError for an empty model."""

@@ -11,6 +11,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
+from autopipe.passes.batching import Division
 from autopipe.passes.cost.fit import check_operators
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.placement.pase.configurations import Splits
@@ -36,9 +37,9 @@ class Mcmc:
 
     name: ClassVar[str] = "mcmc"
 
-    def pipelined(self, graph: Graph) -> bool:
+    def division(self, graph: Graph) -> Division:
         """It makes one stage."""
-        return False
+        return Division.FEW
 
     def requires(self, problem: Problem) -> None:
         """Raise ConfigurationError for options out of range, InfeasibleError for an empty model."""

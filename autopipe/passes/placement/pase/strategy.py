@@ -13,6 +13,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.problem import Problem
+from autopipe.passes.batching import Division
 from autopipe.passes.cost.fit import check_operators, fitted
 from autopipe.passes.placement.pase.overlap import solve_overlapped
 from autopipe.passes.placement.pase.paper.placing import placement_of
@@ -48,9 +49,9 @@ class Pase:
 
     name: ClassVar[str] = "pase"
 
-    def pipelined(self, graph: Graph) -> bool:
-        """Whether several stages are asked for."""
-        return self.stages > 1
+    def division(self, graph: Graph) -> Division:
+        """A pipeline's, where several stages are asked for."""
+        return Division.MANY if self.stages > 1 else Division.FEW
 
     def requires(self, problem: Problem) -> None:
         """Raise ConfigurationError for options that do not go together, InfeasibleError for an empty model."""

@@ -11,6 +11,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
+from autopipe.passes.batching import Division
 from autopipe.passes.cost.chain import make_chain
 from autopipe.passes.cost.constraints import wishes_of
 from autopipe.passes.cost.fit import check_operators, out_of_memory
@@ -39,9 +40,9 @@ class PipeDream:
 
     name: ClassVar[str] = "pipedream"
 
-    def pipelined(self, graph: Graph) -> bool:
+    def division(self, graph: Graph) -> Division:
         """It may make several stages."""
-        return True
+        return Division.MANY
 
     def requires(self, problem: Problem) -> None:
         """Raise InfeasibleError where there is nothing to place, ConfigurationError for options out of range."""

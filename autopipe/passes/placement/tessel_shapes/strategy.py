@@ -14,6 +14,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
+from autopipe.passes.batching import Division
 from autopipe.passes.cost.chain import Chain
 from autopipe.passes.cost.fit import check_operators, fitted
 from autopipe.passes.placement.tessel_shapes.branches import find_meeting
@@ -44,9 +45,9 @@ class TesselShapes:
 
     name: ClassVar[str] = "tessel_shapes"
 
-    def pipelined(self, graph: Graph) -> bool:
+    def division(self, graph: Graph) -> Division:
         """It may make several stages."""
-        return True
+        return Division.MANY
 
     def requires(self, problem: Problem) -> None:
         """Raise ConfigurationError for options out of range or constraints, InfeasibleError for an empty model."""

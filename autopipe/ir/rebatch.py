@@ -1,4 +1,4 @@
-"""The graph of a smaller micro-batch, where an exporter baked the batch into its shapes."""
+"""The graph of a smaller micro-batch: where an exporter baked the batch into its shapes, or stages differ in theirs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from autopipe.ir.batch import BatchAxes, Samples, batch_axes_of
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Constant, Graph, Node, Value
-from autopipe.ir.ops import operator_of, signature_of, space_of
+from autopipe.ir.ops import operator_of, space_of
 from autopipe.ir.space import NotationError
 
 TARGETS = frozenset({"Reshape", "Expand"})
@@ -17,7 +17,7 @@ TARGETS = frozenset({"Reshape", "Expand"})
 
 
 def rebatched(graph: Graph, size: int) -> Graph:
-    """The graph of one evaluation on `size` samples, made from that on a multiple of it.
+    """The graph of one evaluation on `size` samples, made from that on a multiple of it; nodes keep their indices.
 
     Every dimension that counts samples shrinks in proportion, merged ones included. Raises ConfigurationError where
     `size` does not divide the graph's batch, ModelError where a constant differs from sample to sample or a parameter
@@ -59,23 +59,6 @@ def rebatched(graph: Graph, size: int) -> Graph:
     )
     _check(result)
     return result
-
-
-def mixing_nodes(graph: Graph) -> tuple[Node, ...]:
-    """The nodes that let a sample's result depend on other samples, so that micro-batches change what is computed.
-
-    Operators that say so themselves (batch statistics, means over labels that may be ignored), and products of two
-    batches, such as the scores of a contrastive loss.
-    """
-    axes = batch_axes_of(graph)
-    found = []
-    for node, samples in zip(graph.nodes, axes.nodes, strict=True):
-        operator = operator_of(node)
-        together = max((len(axes.values.get(name, ())) for name in node.inputs), default=0)
-        meets = len({each.axis for each in samples}) > max(together, 1)
-        if meets or (operator is not None and operator.mixes_samples(signature_of(graph, node))):
-            found.append(node)
-    return tuple(found)
 
 
 def _shrunk(value: Value, places: tuple[Samples, ...], batch: int, size: int) -> Value:
