@@ -50,6 +50,14 @@ class Box:
             tuple(stop - base for stop, base in zip(self.stops, outer.starts, strict=True)),
         )
 
+    def beside(self, source: Box, target: Box) -> Box:
+        """The block that lies in `target` as this one lies in `source`."""
+        distances = tuple(stop - start for start, stop in zip(source.starts, target.starts, strict=True))
+        return Box(
+            tuple(start + distance for start, distance in zip(self.starts, distances, strict=True)),
+            tuple(stop + distance for stop, distance in zip(self.stops, distances, strict=True)),
+        )
+
 
 def whole(shape: tuple[int, ...]) -> Box:
     """The box that is the whole tensor."""
@@ -116,7 +124,10 @@ def place_along(axes: MeshAxes, position: Positions) -> Positions:
 
 def degree_of(axes: Iterable[MeshAxis]) -> int:
     """How many places axes have together."""
-    return math.prod(axis.degree for axis in axes)
+    degree = 1
+    for axis in axes:
+        degree *= axis.degree
+    return degree
 
 
 def members(axes: MeshAxes, position: int) -> tuple[int, ...]:
@@ -184,7 +195,7 @@ class Layout:
     @property
     def parts(self) -> int:
         """Into how many blocks the tensor is cut."""
-        return math.prod(map(degree_of, self.cuts))
+        return degree_of(axis for axes in self.cuts for axis in axes)
 
     def reduced(self) -> Layout:
         """The same blocks when shares have been added up."""
@@ -207,6 +218,11 @@ class Layout:
     def local_shape(self) -> tuple[int, ...]:
         """Shape of one device's block."""
         return tuple(block.length for block in self.blocks())
+
+    @property
+    def local_elements(self) -> int:
+        """Number of elements of one device's block."""
+        return math.prod(self.local_shape()) if self.windows else math.prod(self.shape) // self.parts
 
     def box(self, position: int) -> Box:
         """What the device at `position` of the group holds; blocks read through windows may stick out of the tensor."""

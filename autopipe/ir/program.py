@@ -95,8 +95,30 @@ class StageCode:
     recompute: bool = False
     pipeline: int = 0
     """Of the placement's pipelines the one it belongs to."""
+    turns: int = 1
+    """Micro-batches that it makes of each of the program's, of samples in equal number."""
     deferred: tuple[int, ...] = ()
     """Nodes whose parameters' gradients are left to the second half of a split backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Every `of`-th micro-batch of a stage, from number `index` on: those of which a wire carries something."""
+
+    index: int = 0
+    of: int = 1
+
+    def has(self, micro_batch: int) -> bool:
+        """Whether it is one of them."""
+        return micro_batch % self.of == self.index
+
+    def message(self, micro_batch: int) -> int:
+        """The number of the message that carries something of this micro-batch."""
+        return micro_batch // self.of
+
+    def micro_batch(self, message: int) -> int:
+        """The micro-batch that a message carries something of."""
+        return message * self.of + self.index
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +127,8 @@ class Piece:
 
     `channel` numbers the pieces of a program: messages of one channel arrive in the order in which they are sent.
     `tensor` names the value; `sent` is the block in coordinates of the sender's local tensor, `received` in the
-    receiver's. `needs_gradient` says that its gradient travels the same way back.
+    receiver's. `needs_gradient` says that its gradient travels the same way back. Where the stages' micro-batches are
+    unequal, it is sent after those of `source_turn` and needed by those of `target_turn`.
     """
 
     channel: int
@@ -117,11 +140,13 @@ class Piece:
     sent: Box
     received: Box
     needs_gradient: bool
+    source_turn: Turn = Turn()
+    target_turn: Turn = Turn()
 
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """What passes from one rank to another: one piece of every micro-batch, and its gradient back.
+    """What passes from one rank to another: one piece of every micro-batch of its turn, and its gradient back.
 
     `buffers` and `gradient_buffers` are how many messages the target, and of gradients the source, holds at once.
     """
@@ -246,7 +271,7 @@ class OutputPlace:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A value that the graph gives, and where each pipeline has it."""
+    """A value that the graph gives, of a micro-batch of the stage that gives it, and where each pipeline has it."""
 
     value: Value
     places: tuple[OutputPlace, ...]
@@ -266,7 +291,10 @@ class InputRange:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Everything that code is generated from."""
+    """Everything that code is generated from.
+
+    A step is `micro_batches` times `micro_batch_size` samples; a stage may take its own in several `turns` each.
+    """
 
     world_size: int
     train: bool
@@ -280,3 +308,9 @@ class Program:
     ranks: tuple[RankCode, ...]
     channels: tuple[Channel, ...]
     """Those between different ranks, by number."""
+
+    def micro_batches_of(self, stage: int) -> range:
+        """The micro-batches that a stage runs in a step: m runs on pipeline m mod their number."""
+        code = self.stages[stage]
+        pipelines = 1 + max(each.pipeline for each in self.stages)
+        return range(code.pipeline, self.micro_batches * code.turns, pipelines)

@@ -29,10 +29,11 @@ from autopipe.passes.lower.executable import check_tasks
 from autopipe.passes.lower.halves import split_backwards
 from autopipe.passes.lower.inputs import input_ranges
 from autopipe.passes.lower.order import instructions, sections
-from autopipe.passes.lower.parts import parts_of, wanted_values
+from autopipe.passes.lower.parts import Parts, parts_of, wanted_values
 from autopipe.passes.lower.posting import Talking, sending_orders
 from autopipe.passes.lower.proof import prove
 from autopipe.passes.lower.shard import ShardedStage
+from autopipe.passes.lower.sizes import micro_batch_size
 
 
 def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | None) -> Program:
@@ -46,16 +47,16 @@ def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | No
     stages, codes = parts.stages, tuple(stage.code for stage in parts.stages)
     batch = batch_axes_of(graph)
     wired = _wired(graph, stages, parts.pieces, schedule.devices)
-    steps = _steps(wired, schedule)
+    steps = _steps(wired, schedule, tuple(code.turns for code in codes))
     program = Program(
         world_size=schedule.devices,
         train=loss is not None,
         micro_batches=schedule.micro_batches,
-        micro_batch_size=placement.stages[0].micro_batch_size,
+        micro_batch_size=micro_batch_size(graph, placement),
         loss=loss,
         parameters=graph.parameters,
         inputs=input_ranges(graph),
-        outputs=tuple(_output(graph, name, stages, batch) for name in wanted_values(graph, loss)),
+        outputs=tuple(_output(parts, name, batch) for name in wanted_values(graph, loss)),
         stages=split_backwards(graph, codes, schedule),
         ranks=tuple(
             RankCode(rank, tuple(wired[rank]), parts.shards[rank], *step.sections) for rank, step in enumerate(steps)
@@ -85,9 +86,9 @@ class _Step:
     held: Held
 
 
-def _steps(wired: list[list[StageOnRank]], schedule: Schedule) -> list[_Step]:
+def _steps(wired: list[list[StageOnRank]], schedule: Schedule, turns: tuple[int, ...]) -> list[_Step]:
     """The step of every rank."""
-    orders = sending_orders(schedule)
+    orders = sending_orders(schedule, turns)
     known: dict[tuple[tuple[Task, ...], Talking], _Step] = {}
     found = []
     for rank, tasks in enumerate(schedule.tasks):
@@ -136,9 +137,10 @@ def _talking(rank: int, wired: list[StageOnRank]) -> Talking:
     return Talking(frozenset(sends), frozenset(receives))
 
 
-def _output(graph: Graph, name: str, stages: tuple[ShardedStage, ...], batch: BatchAxes) -> Output:
-    giving = sorted((stage for stage in stages if name in stage.outputs), key=lambda stage: stage.code.pipeline)
+def _output(parts: Parts, name: str, batch: BatchAxes) -> Output:
+    giving = sorted((stage for stage in parts.stages if name in stage.outputs), key=lambda stage: stage.code.pipeline)
     places = {stage.code.pipeline: _place(stage, name) for stage in reversed(giving)}
+    graph = parts.graphs[giving[0].code.stage]
     return Output(graph.type_of(name), tuple(places[each] for each in sorted(places)), _batch_axis(graph, name, batch))
 
 

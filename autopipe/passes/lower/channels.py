@@ -7,10 +7,10 @@ is put together for the first task that uses it; a whole tensor is used as it ca
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopipe.ir.graph import Value
-from autopipe.ir.program import Channel, Instruction, Piece, StageCode, Verb
+from autopipe.ir.program import Channel, Instruction, Piece, StageCode, Turn, Verb
 
 _FIRST_USES = {Verb.RECEIVE: (Verb.FORWARD,), Verb.RECEIVE_GRADIENT: (Verb.BACKWARD, Verb.INPUT_GRADIENT)}
 _LAST_USES = (Verb.FORWARD, Verb.BACKWARD, Verb.WEIGHT_GRADIENT)
@@ -21,32 +21,39 @@ _Asked = tuple[int, Verb, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The most messages that a rank holds at once, by the receive that asks for them."""
+    """How long a rank holds messages, by the receive that asks for them: each micro-batch's, from and to which place
+    among the rank's instructions.
+    """
 
-    in_blocks: dict[_Asked, int]
-    whole: dict[_Asked, int]
+    in_blocks: dict[_Asked, list[tuple[int, int, int]]]
+    whole: dict[_Asked, list[tuple[int, int, int]]]
+    _known: dict[tuple[_Asked, bool, Turn], int] = field(default_factory=dict, repr=False)
 
-    def of(self, stage: int, verb: Verb, source: int, whole: bool) -> int:
-        """For what `stage` receives from stage `source`, in whole tensors or in blocks."""
-        most = self.whole if whole else self.in_blocks
-        return max(most.get((stage, verb, each), 0) for each in (source, None))
+    def of(self, stage: int, verb: Verb, source: int, whole: bool, turn: Turn) -> int:
+        """The most messages held at once of those that `stage` receives in `turn` from stage `source`, in whole tensors
+        or in blocks.
+        """
+        return max(self._most((stage, verb, each), whole, turn) for each in (source, None))
+
+    def _most(self, asked: _Asked, whole: bool, turn: Turn) -> int:
+        key = asked, whole, turn
+        if key not in self._known:
+            spans = (self.whole if whole else self.in_blocks).get(asked, [])
+            self._known[key] = _most_at_once((start, end) for each, start, end in spans if turn.has(each))
+        return self._known[key]
 
 
 def held_messages(instructions: Sequence[Instruction]) -> Held:
     """What one rank's instructions make it hold."""
     places = {(each.verb, each.stage, each.micro_batch): place for place, each in enumerate(instructions)}
-    in_blocks: dict[_Asked, list[tuple[int, int]]] = {}
-    whole: dict[_Asked, list[tuple[int, int]]] = {}
+    held = Held({}, {})
     for place, each in enumerate(instructions):
         if each.verb in _FIRST_USES:
             asked = each.stage, each.verb, each.source
-            for spans, uses in ((in_blocks, _FIRST_USES[each.verb]), (whole, _LAST_USES)):
+            for spans, uses in ((held.in_blocks, _FIRST_USES[each.verb]), (held.whole, _LAST_USES)):
                 end = max(places.get((use, each.stage, each.micro_batch), place) for use in uses)
-                spans.setdefault(asked, []).append((place, end))
-    return Held(
-        {asked: _most_at_once(spans) for asked, spans in in_blocks.items()},
-        {asked: _most_at_once(spans) for asked, spans in whole.items()},
-    )
+                spans.setdefault(asked, []).append((each.micro_batch, place, end))
+    return held
 
 
 def _most_at_once(spans: Iterable[tuple[int, int]]) -> int:
@@ -67,11 +74,12 @@ def channels_of(pieces: Iterable[Piece], stages: Sequence[StageCode], held: Sequ
         if source == target:
             continue
         whole = piece.received.shape == _shape(stages[piece.target_stage].inputs, piece.tensor)
-        buffers = held[target].of(piece.target_stage, Verb.RECEIVE, piece.source_stage, whole)
+        buffers = held[target].of(piece.target_stage, Verb.RECEIVE, piece.source_stage, whole, piece.target_turn)
         gradients = 0
         if piece.needs_gradient:
             whole = piece.sent.shape == _shape(stages[piece.source_stage].outputs, piece.tensor)
-            gradients = held[source].of(piece.source_stage, Verb.RECEIVE_GRADIENT, piece.target_stage, whole)
+            verb, turn = Verb.RECEIVE_GRADIENT, piece.source_turn
+            gradients = held[source].of(piece.source_stage, verb, piece.target_stage, whole, turn)
         found.append(Channel(piece.channel, source, target, buffers, gradients))
     return tuple(found)
 

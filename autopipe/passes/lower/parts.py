@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
@@ -11,6 +11,7 @@ from autopipe.ir.program import Piece, Shard
 from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.lower.parameters import parameter_shards, torn_parameters
 from autopipe.passes.lower.shard import Demands, ShardedStage, shard_stage
+from autopipe.passes.lower.sizes import stage_graphs, stage_turns, with_numbered_constants
 from autopipe.passes.lower.stages import assign_nodes
 from autopipe.passes.lower.transfers import transfer_pieces
 
@@ -19,6 +20,8 @@ from autopipe.passes.lower.transfers import transfer_pieces
 class Parts:
     """All of a program that does not depend on its schedule; `shards` are by rank."""
 
+    graphs: tuple[Graph, ...]
+    """The graph of each stage's own micro-batch."""
     stages: tuple[ShardedStage, ...]
     pieces: tuple[Piece, ...]
     shards: tuple[tuple[Shard, ...], ...]
@@ -29,13 +32,18 @@ class Parts:
 def parts_of(graph: Graph, placement: Placement, devices: int, loss: str | None) -> Parts:
     """The parts of the program that trains with `loss`, or gives all of the graph's outputs.
 
-    Raises CodegenError for splits that cannot be executed.
+    Raises CodegenError for splits and micro-batches that cannot be executed.
     """
     wanted = wanted_values(graph, loss)
-    stages = _sharded(graph, placement, wanted)
+    turns, graphs = stage_turns(graph, placement), stage_graphs(graph, placement)
+    stages = _sharded(graph, placement, graphs, wanted)
+    codes = with_numbered_constants([stage.code for stage in stages], graphs, graph)
+    stages = tuple(
+        replace(stage, code=replace(code, turns=each)) for stage, code, each in zip(stages, codes, turns, strict=True)
+    )
     differentiable = differentiable_values(graph) if loss is not None else frozenset()
-    pieces = transfer_pieces(graph, stages, differentiable)
-    return Parts(stages, pieces, parameter_shards(graph, devices, stages), differentiable)
+    pieces = transfer_pieces(graph, placement, stages, differentiable)
+    return Parts(graphs, stages, pieces, parameter_shards(graph, devices, stages), differentiable)
 
 
 def wanted_values(graph: Graph, loss: str | None) -> tuple[str, ...]:
@@ -43,8 +51,10 @@ def wanted_values(graph: Graph, loss: str | None) -> tuple[str, ...]:
     return (loss,) if loss is not None else tuple(dict.fromkeys(graph.outputs))
 
 
-def _sharded(graph: Graph, placement: Placement, wanted: Sequence[str]) -> tuple[ShardedStage, ...]:
-    """The stages' local forwards.
+def _sharded(
+    graph: Graph, placement: Placement, graphs: tuple[Graph, ...], wanted: Sequence[str]
+) -> tuple[ShardedStage, ...]:
+    """The stages' local forwards, each of its own of `graphs`.
 
     A parameter that stages would cut differently is held whole by all of them: its gradient is a sum over equal blocks.
     """
@@ -53,8 +63,8 @@ def _sharded(graph: Graph, placement: Placement, wanted: Sequence[str]) -> tuple
 
     def shard(whole: frozenset[str]) -> tuple[ShardedStage, ...]:
         return tuple(
-            shard_stage(graph, number, stage, nodes, Demands(whole, shares))
-            for number, (stage, nodes) in enumerate(zip(placement.stages, assigned, strict=True))
+            shard_stage(own, number, stage, nodes, Demands(whole, shares))
+            for number, (own, stage, nodes) in enumerate(zip(graphs, placement.stages, assigned, strict=True))
         )
 
     stages = shard(frozenset())

@@ -20,8 +20,27 @@ ASKED_FOR = {
 }
 """How a task asks for what it needs; a task of the same kind on another stage sends it."""
 
-SendingOrders = Mapping[tuple[int, Verb], tuple[int, ...]]
-"""By stage and verb of the receivers, the micro-batches in the order in which the stage sends them."""
+
+@dataclass(frozen=True, slots=True)
+class SendingOrders:
+    """The order in which each stage sends; the devices of a stage run its tasks together, so it has but one."""
+
+    sent: Mapping[tuple[int, Verb], tuple[int, ...]]
+    """By stage and verb of the receivers, the micro-batches in that order."""
+    turns: tuple[int, ...]
+    """Micro-batches that each stage makes of one of the program's."""
+
+    def reaching(self, stage: int, verb: Verb, source: int) -> tuple[int, ...]:
+        """The micro-batches of `stage` in the order in which all is there that they need of `source`."""
+        sent = self.sent.get((source, verb), ())
+        own, other = self.turns[stage], self.turns[source]
+        if own == other:
+            return sent
+        latest: dict[int, int] = {}
+        for place, micro_batch in enumerate(sent):
+            for reached in range(micro_batch * own // other, -((micro_batch + 1) * own // -other)):
+                latest[reached] = place
+        return tuple(sorted(latest, key=lambda each: (latest[each], each)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +53,15 @@ class Talking:
     """(stage, verb, stage that sends) of all that comes from other ranks."""
 
 
-def sending_orders(schedule: Schedule) -> SendingOrders:
-    """The order in which each stage sends; the devices of a stage run its tasks together, so it has but one."""
+def sending_orders(schedule: Schedule, turns: tuple[int, ...]) -> SendingOrders:
+    """The order in which each stage of a schedule sends."""
     found: dict[tuple[int, Verb], dict[int, None]] = {}
     for order in schedule.tasks:
         for task in order:
             verb = ASKED_FOR.get(task.phase)
             if verb is not None:
                 found.setdefault((task.stage, verb), {})[task.micro_batch] = None
-    return {key: tuple(order) for key, order in found.items()}
+    return SendingOrders({key: tuple(order) for key, order in found.items()}, turns)
 
 
 def postings(tasks: Sequence[Task], talking: Talking, orders: SendingOrders) -> list[list[Instruction]]:
@@ -77,7 +96,7 @@ def _sources(talking: Talking, orders: SendingOrders) -> Iterator[tuple[int, Ver
         sources.setdefault((stage, verb), []).append(source)
     for (stage, verb), several in sources.items():
         # A stage whose pipeline gets no micro-batch, since the step has too few, sends nothing.
-        sent = {source: orders.get((source, verb), ()) for source in several}
+        sent = {source: orders.reaching(stage, verb, source) for source in several}
         if len(set(sent.values())) == 1:
             yield stage, verb, None, sent[several[0]]
         else:

@@ -104,12 +104,16 @@ def _with_recomputed(graph: Graph, nodes: set[int], recomputed: frozenset[int]) 
 
 
 def _splits(graph: Graph, placement: Placement, stage_of: dict[int, int], node: int, stage: Stage) -> tuple[Split, ...]:
-    """The splits of a node on a stage's group: its own where it lives there, else the same axis over this group."""
+    """The splits of a node on a stage's group: its own where it lives there, else the same axis over this group.
+
+    Where micro-batches differ, so do the extents that count samples: the group must divide its own.
+    """
     home = placement.stages[stage_of[node]]
     if home is stage:
         return stage.splits_of(node)
     degree = len(stage.devices)
     own = home.splits_of(node)
-    if degree == 1 or len(own) != 1:
+    unequal = stage.micro_batch_size != home.micro_batch_size
+    if degree == 1 or len(own) != 1 or (unequal and stage.micro_batch_size % degree):
         return ()
     return (Split(own[0].axis, degree),) if is_block(space_of(graph, graph.nodes[node]), own[0].axis, degree) else ()

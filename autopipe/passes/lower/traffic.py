@@ -31,9 +31,9 @@ def communication_bytes(
     """
     parts = parts_of(graph, placement, devices, loss)
     total: Counter[str] = Counter()
-    for stage in parts.stages:
-        forward, backward = _stage_bytes(graph, stage.code, parts.differentiable, widths or {})
-        times = len(range(stage.code.pipeline, micro_batches, placement.pipelines))
+    for own, stage in zip(parts.graphs, parts.stages, strict=True):
+        forward, backward = _stage_bytes(own, stage.code, parts.differentiable, widths or {})
+        times = len(range(stage.code.pipeline, micro_batches * stage.code.turns, placement.pipelines))
         again = stage.code.recompute and loss is not None
         for kind in forward | backward:
             total[kind] += times * ((1 + again) * forward[kind] + backward[kind])
@@ -128,8 +128,9 @@ def _sent_bytes(graph: Graph, parts: Parts, placement: Placement, micro_batches:
     total = 0
     for piece in parts.pieces:
         if piece.source_rank != piece.target_rank:
-            pipeline = placement.stages[piece.source_stage].pipeline
-            times = len(range(pipeline, micro_batches, placement.pipelines))
+            code = parts.stages[piece.source_stage].code
+            sent = range(code.pipeline, micro_batches * code.turns, placement.pipelines * piece.source_turn.of)
+            times = len(sent)
             size = piece.sent.elements * graph.type_of(piece.tensor).dtype.itemsize
             total += times * (1 + piece.needs_gradient) * size
     return total

@@ -4,44 +4,57 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import Layout
+from autopipe.ir.placement import Placement
 from autopipe.ir.program import Piece
 from autopipe.passes.lower.shard import ShardedStage
+from autopipe.passes.lower.shared_samples import Shared, shared_blocks
 
 
 def transfer_pieces(
-    graph: Graph, stages: tuple[ShardedStage, ...], differentiable: frozenset[str]
+    graph: Graph, placement: Placement, stages: tuple[ShardedStage, ...], differentiable: frozenset[str]
 ) -> tuple[Piece, ...]:
-    """All pieces that cross between stages in one micro-batch, by target stage, then value, then target rank."""
+    """All pieces that cross between stages, by target stage, then value, then turn, then target rank.
+
+    Raises CodegenError for values that cannot be shared out among micro-batches of different sizes.
+    """
     producers = {(stage.code.pipeline, name): number for number, stage in enumerate(stages) for name in stage.outputs}
+    sizes = [stage.micro_batch_size for stage in placement.stages]
+    batch = batch_axes_of(graph) if len(set(sizes)) > 1 else BatchAxes(0, (), {})
     pieces: list[Piece] = []
     for target, stage in enumerate(stages):
         for name, need in stage.inputs.items():
             if graph.producer(name) is not None:
                 source = producers[stage.code.pipeline, name]
-                pieces.extend(_value_pieces(name, source, target, stages, need, name in differentiable))
+                hold = stages[source].outputs[name]
+                sent, received = (sizes[source], hold.shape), (sizes[target], need.shape)
+                for shared in shared_blocks(graph, batch, name, sent, received):
+                    pieces.extend(_value_pieces(name, source, target, stages, shared, name in differentiable))
     return tuple(replace(piece, channel=channel) for channel, piece in enumerate(pieces))
 
 
 def _value_pieces(
-    name: str, source: int, target: int, stages: tuple[ShardedStage, ...], need: Layout, needs_gradient: bool
+    name: str, source: int, target: int, stages: tuple[ShardedStage, ...], shared: Shared, needs_gradient: bool
 ) -> list[Piece]:
     senders, receivers = stages[source].code.devices, stages[target].code.devices
-    hold = stages[source].outputs[name]
+    hold, need = stages[source].outputs[name], stages[target].inputs[name]
     if hold.is_partial:
         raise CodegenError(f"{name!r} leaves stage {source} as partial sums")
     held = [hold.box(position) for position in range(len(senders))]
     pieces = []
     for position, receiver in enumerate(receivers):
-        wanted = need.box(position)
+        own = need.box(position)
+        wanted = own.intersect(shared.received)
+        if wanted is None:
+            continue
         # Copies are asked of the holders in turn, so that no one sender serves all receivers.
         for box in dict.fromkeys(held):
-            common = box.intersect(wanted)
+            common = box.intersect(wanted.beside(shared.received, shared.sent))
             if common is None:
                 continue
-            holders = [rank for rank, own in zip(senders, held, strict=True) if own == box]
+            holders = [rank for rank, each in zip(senders, held, strict=True) if each == box]
             sender = receiver if receiver in holders else holders[position % len(holders)]
             pieces.append(
                 Piece(
@@ -52,8 +65,10 @@ def _value_pieces(
                     source_rank=sender,
                     target_rank=receiver,
                     sent=common.within(box),
-                    received=common.within(wanted),
+                    received=common.beside(shared.sent, shared.received).within(own),
                     needs_gradient=needs_gradient,
+                    source_turn=shared.source_turn,
+                    target_turn=shared.target_turn,
                 )
             )
     return pieces

@@ -17,7 +17,7 @@ from tests.distributed.running import one_device
 
 def two_devices(graph: Graph, *splits: tuple[int, tuple[Split, ...]]) -> tuple[Placement, Schedule]:
     order = (Task(0, Phase.FORWARD, 0), Task(0, Phase.BACKWARD, 0))
-    stage = Stage(tuple(range(len(graph.nodes))), (0, 1), 4, splits)
+    stage = Stage(tuple(range(len(graph.nodes))), (0, 1), graph.inputs[0].shape[0], splits)
     return Placement((stage,)), Schedule(1, (order, order))
 
 
@@ -55,11 +55,23 @@ def test_whole_axes() -> None:
         lower(graph, *two_devices(graph, (0, (Split(axis, 2),))), loss)
 
 
-def test_stages_with_unequal_micro_batches() -> None:
+def test_micro_batches_that_do_not_divide() -> None:
     graph, loss = mlp(1)
-    placement = Placement((Stage((0,), (0,), 4), Stage((1, 2, 3), (0,), 2)))
+    placement = Placement((Stage((0,), (0,), 4), Stage((1, 2, 3), (0,), 3)))
     _, schedule = one_device(graph, 1, True, 4)
-    with pytest.raises(CodegenError, match="micro-batches of 2 and 4 samples"):
+    with pytest.raises(CodegenError, match="stage 1 has micro-batches of 3 samples, which do not divide those of 4"):
+        lower(graph, placement, schedule, loss)
+
+
+def test_a_mean_of_micro_batches_that_others_would_read_in_other_portions() -> None:
+    builder = Builder()
+    products = [builder.node("MatMul", builder.input((4, 5)), builder.parameter((5, 5))) for _ in range(2)]
+    means = [builder.mean_square(each) for each in products]
+    loss = builder.node("Add", *means)
+    graph = builder.graph(loss)
+    placement = Placement((Stage((0, 1, 2), (0,), 2), Stage((3, 4, 5, 6), (0,), 4)))
+    _, schedule = one_device(graph, 1, True, 4)
+    with pytest.raises(CodegenError, match="'v3' goes from micro-batches of 2 samples to ones of 4, but its samples"):
         lower(graph, placement, schedule, loss)
 
 

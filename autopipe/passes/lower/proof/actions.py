@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from autopipe.ir.errors import CodegenError
+from autopipe.ir.program import Turn
 from autopipe.passes.lower.proof.lanes import Door, Lane, Wait
+
+_Each = TypeVar("_Each")
+ByTurn = tuple[tuple[_Each, ...], ...]
+"""What concerns a micro-batch: that at its index modulo the length."""
+
+
+def by_turn(found: Iterable[tuple[Turn, _Each]]) -> ByTurn[_Each]:
+    """What concerns each micro-batch, of things that concern those of a turn."""
+    each = tuple(found)
+    period = math.lcm(*(turn.of for turn, _ in each))
+    return tuple(tuple(one for turn, one in each if turn.has(index)) for index in range(period))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,15 +37,15 @@ class Part:
 class Asking:
     """Posts receives."""
 
-    lanes: tuple[Lane, ...]
+    lanes: ByTurn[Lane]
 
     def run(self, micro_batch: int, rank: int, awake: list[int]) -> None:
         """Raises CodegenError where one is posted out of turn."""
-        for lane in self.lanes:
-            lane.ask(micro_batch)
+        for lane in self.lanes[micro_batch % len(self.lanes)]:
+            lane.ask(lane.asks.message(micro_batch))
 
-    def meets(self, what: Lane | Door) -> bool:
-        """Whether it gives others what they wait for."""
+    def meets(self, wait: Wait, micro_batch: int) -> bool:
+        """Whether it gives another rank what that waits for."""
         return False
 
 
@@ -38,7 +53,7 @@ class Asking:
 class Sending:
     """Sends what a task has computed."""
 
-    lanes: tuple[Lane, ...]
+    lanes: ByTurn[Lane]
     after: Part
 
     def run(self, micro_batch: int, rank: int, awake: list[int]) -> None:
@@ -46,15 +61,31 @@ class Sending:
         if micro_batch not in self.after.done:
             task = f"{self.after.name}{micro_batch}"
             raise CodegenError(f"the results of {task} are sent before it has run", where=f"rank {rank}")
-        for lane in self.lanes:
-            lane.send(micro_batch)
+        for lane in self.lanes[micro_batch % len(self.lanes)]:
+            lane.send(lane.sends.message(micro_batch))
             if lane.sleeper is not None:
                 awake.append(lane.sleeper)
                 lane.sleeper = None
 
-    def meets(self, what: Lane | Door) -> bool:
-        """Whether it gives others what they wait for."""
-        return what in self.lanes
+    def meets(self, wait: Wait, micro_batch: int) -> bool:
+        """Whether it gives another rank what that waits for."""
+        lane = wait.what
+        if not isinstance(lane, Lane) or lane not in self.lanes[micro_batch % len(self.lanes)]:
+            return False
+        return lane.sends.message(micro_batch) == wait.number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Handed:
+    """What a task gets from another of its own rank: used at once, so `part` must have run on it."""
+
+    part: Part
+    gives: Turn
+    uses: Turn
+
+    def giver(self, micro_batch: int) -> int:
+        """The micro-batch of `part` that a micro-batch of the task uses."""
+        return self.gives.micro_batch(self.uses.message(micro_batch))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,24 +93,25 @@ class Running:
     """Runs a task, when all is there that it needs."""
 
     name: str
-    before: tuple[Part, ...]
-    """What must have run on this rank: what it hands over is used at once."""
-    lanes: tuple[Lane, ...]
+    before: ByTurn[Handed]
+    lanes: ByTurn[Lane]
     door: Door | None
     does: tuple[Part, ...]
 
     def run(self, micro_batch: int, rank: int, awake: list[int]) -> Wait | None:
         """What it waits for, if anything. Raises CodegenError where that was never asked for."""
-        for part in self.before:
-            if micro_batch not in part.done:
-                self._refuse(micro_batch, rank, f"runs before {part.name}{micro_batch}, whose results it uses")
-        for lane in self.lanes:
-            if micro_batch not in lane.expected:
-                sent = f"what {lane.task(micro_batch)} of rank {lane.source} sends"
+        for handed in self.before[micro_batch % len(self.before)]:
+            if (giver := handed.giver(micro_batch)) not in handed.part.done:
+                self._refuse(micro_batch, rank, f"runs before {handed.part.name}{giver}, whose results it uses")
+        lanes = self.lanes[micro_batch % len(self.lanes)]
+        for lane in lanes:
+            message = lane.asks.message(micro_batch)
+            if message not in lane.expected:
+                sent = f"what {lane.task(message)} of rank {lane.source} sends"
                 self._refuse(micro_batch, rank, f"uses {sent}, which is not asked for before")
-            if micro_batch not in lane.arrived:
+            if message not in lane.arrived:
                 lane.sleeper = rank
-                return Wait(f"{self.name}{micro_batch}", micro_batch, lane)
+                return Wait(f"{self.name}{micro_batch}", message, lane)
         if self.door is not None:
             if not self.door.enter(rank, micro_batch):
                 return Wait(f"{self.name}{micro_batch}", micro_batch, self.door)
@@ -88,13 +120,13 @@ class Running:
             if micro_batch in part.done:
                 self._refuse(micro_batch, rank, "runs twice")
             part.done.add(micro_batch)
-        for lane in self.lanes:
+        for lane in lanes:
             lane.used += 1
         return None
 
-    def meets(self, what: Lane | Door) -> bool:
-        """Whether it gives others what they wait for."""
-        return what is self.door
+    def meets(self, wait: Wait, micro_batch: int) -> bool:
+        """Whether it gives another rank what that waits for."""
+        return wait.what is self.door and wait.number == micro_batch
 
     def _refuse(self, micro_batch: int, rank: int, reason: str) -> None:
         raise CodegenError(f"{self.name}{micro_batch} {reason}", where=f"rank {rank}")

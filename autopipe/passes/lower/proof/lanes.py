@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autopipe.ir.errors import CodegenError
+from autopipe.ir.program import Turn
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """The messages of one channel in one direction, by micro-batch. They arrive in the order in which they are sent."""
+    """The messages of one channel in one direction, by number. They arrive in the order in which they are sent."""
 
     channel: int
     source: int
@@ -18,6 +19,10 @@ class Lane:
     """Rank that asks."""
     sender: str
     """What is sent: stage and phase of the task, such as `2F`."""
+    sends: Turn
+    """The sender's micro-batches that a message is made of."""
+    asks: Turn
+    """The receiver's micro-batches that use one."""
     sent: list[int] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)
@@ -26,16 +31,16 @@ class Lane:
     sleeper: int | None = None
     """The rank that sleeps until something is sent."""
 
-    def send(self, micro_batch: int) -> None:
+    def send(self, message: int) -> None:
         """Put a message on its way. Raises CodegenError where the other end asks for another one."""
-        self.sent.append(micro_batch)
-        self.arrived.add(micro_batch)
+        self.sent.append(message)
+        self.arrived.add(message)
         self._check(len(self.sent) - 1)
 
-    def ask(self, micro_batch: int) -> None:
+    def ask(self, message: int) -> None:
         """Post a receive. Raises CodegenError where the other end sends another message."""
-        self.asked.append(micro_batch)
-        self.expected.add(micro_batch)
+        self.asked.append(message)
+        self.expected.add(message)
         self._check(len(self.asked) - 1)
 
     def _check(self, place: int) -> None:
@@ -46,9 +51,9 @@ class Lane:
                 hint="messages of a channel arrive in the order in which they are sent",
             )
 
-    def task(self, micro_batch: int) -> str:
+    def task(self, message: int) -> str:
         """The task whose result a message is."""
-        return f"{self.sender}{micro_batch}"
+        return f"{self.sender}{self.sends.micro_batch(message)}"
 
 
 @dataclass(slots=True, eq=False)
@@ -72,13 +77,15 @@ class Door:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Why a rank does not go on: `what` has no message, or misses a rank, for the micro-batch of `task`."""
+    """Why a rank does not go on in `task`: a lane lacks a message, a door a rank; `number` is the message's, or the
+    micro-batch's.
+    """
 
     task: str
-    micro_batch: int
+    number: int
     what: Lane | Door
 
     @property
     def rank(self) -> int:
         """The rank that is waited for."""
-        return self.what.source if isinstance(self.what, Lane) else self.what.missing(self.micro_batch)
+        return self.what.source if isinstance(self.what, Lane) else self.what.missing(self.number)

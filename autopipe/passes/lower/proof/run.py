@@ -65,7 +65,7 @@ def _check_waits(waits: dict[int, Wait], scripts: list[Script]) -> None:
 def _waiting(rank: int, wait: Wait) -> str:
     what = f"rank {wait.rank}"
     if isinstance(wait.what, Lane):
-        what = f"{wait.what.task(wait.micro_batch)} of {what}"
+        what = f"{wait.what.task(wait.number)} of {what}"
     elif isinstance(wait.what, Door):
         what += " to join in"
     return f"rank {rank} would wait in {wait.task} for {what}"
@@ -82,9 +82,8 @@ def _check_lanes(stages: Stages) -> None:
 
 def _check_complete(program: Program, rank: RankCode, script: Script) -> None:
     """Raise CodegenError unless each task has run on each of its stage's micro-batches."""
-    pipelines = 1 + max(stage.pipeline for stage in program.stages)
     for wired in rank.stages:
-        due = range(program.stages[wired.stage].pipeline, program.micro_batches, pipelines)
+        due = program.micro_batches_of(wired.stage)
         for letter in "FBW" if program.train else "F":
             for micro_batch in sorted(script.part(wired.stage, letter).done.symmetric_difference(due)):
                 reason = "never runs" if micro_batch in due else "does not belong to the step"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from autopipe.ir.program import Instruction, Loop, Piece, Program, RankCode, StageOnRank, Verb
-from autopipe.passes.lower.proof.actions import Action, Asking, Part, Running, Sending
+from autopipe.ir.program import Instruction, Loop, Piece, Program, RankCode, StageOnRank, Turn, Verb
+from autopipe.passes.lower.proof.actions import Action, Asking, ByTurn, Handed, Part, Running, Sending, by_turn
 from autopipe.passes.lower.proof.lanes import Door, Lane, Wait
 
 _LETTERS = {
@@ -29,9 +29,10 @@ class Stages:
         """Of a piece, or of its gradient, which travels back."""
         found = self.lanes.get((piece.channel, gradient))
         if found is None:
-            ends = (piece.source_rank, piece.source_stage), (piece.target_rank, piece.target_stage)
-            (source, stage), (target, _) = reversed(ends) if gradient else ends
-            found = Lane(piece.channel, source, target, f"{stage}{'B' if gradient else 'F'}")
+            first = piece.source_rank, piece.source_stage, piece.source_turn
+            last = piece.target_rank, piece.target_stage, piece.target_turn
+            (source, stage, sends), (target, _, asks) = (last, first) if gradient else (first, last)
+            found = Lane(piece.channel, source, target, f"{stage}{'B' if gradient else 'F'}", sends, asks)
             self.lanes[piece.channel, gradient] = found
         return found
 
@@ -61,10 +62,7 @@ class Script:
 
     def will_meet(self, wait: Wait) -> bool:
         """Whether what is still to run here sends, or joins in, what another rank waits for."""
-        return any(
-            micro_batch == wait.micro_batch and action.meets(wait.what)
-            for action, micro_batch in self.steps[self.position :]
-        )
+        return any(action.meets(wait, micro_batch) for action, micro_batch in self.steps[self.position :])
 
     def last_gradients(self) -> list[int]:
         """Stages in the order in which their last gradients of parameters are computed."""
@@ -105,30 +103,42 @@ class Script:
             case Verb.FORWARD:
                 return self._forward(wired)
             case Verb.WEIGHT_GRADIENT:
-                return Running(f"{stage}W", (self.part(stage, "B"),), (), None, (self.part(stage, "W"),))
+                before = Handed(self.part(stage, "B"), Turn(), Turn())
+                return Running(f"{stage}W", ((before,),), ((),), None, (self.part(stage, "W"),))
             case _:
                 return self._backward(wired, verb)
 
     def _forward(self, wired: StageOnRank) -> Running:
         stage, own = wired.stage, self.rank
-        before = (self.part(piece.source_stage, "F") for piece in wired.receives if piece.source_rank == own)
-        door = self._stages.door(stage, Verb.FORWARD)
-        return Running(f"{stage}F", tuple(before), self._lanes(wired.receives, False), door, (self.part(stage, "F"),))
+        before = (
+            (piece.target_turn, Handed(self.part(piece.source_stage, "F"), piece.source_turn, piece.target_turn))
+            for piece in wired.receives
+            if piece.source_rank == own
+        )
+        door, does = self._stages.door(stage, Verb.FORWARD), (self.part(stage, "F"),)
+        return Running(f"{stage}F", by_turn(before), self._lanes(wired.receives, False), door, does)
 
     def _backward(self, wired: StageOnRank, verb: Verb) -> Running:
         stage = wired.stage
-        handed = (piece for piece in wired.sends if piece.needs_gradient and piece.target_rank == self.rank)
-        before = self.part(stage, "F"), *(self.part(piece.target_stage, "B") for piece in handed)
+        before = [(Turn(), Handed(self.part(stage, "F"), Turn(), Turn()))]
+        before += (
+            (piece.source_turn, Handed(self.part(piece.target_stage, "B"), piece.target_turn, piece.source_turn))
+            for piece in wired.sends
+            if piece.needs_gradient and piece.target_rank == self.rank
+        )
         does = [self.part(stage, "B")] + [self.part(stage, "W")] * (verb is Verb.BACKWARD)
         lanes, door = self._lanes(wired.sends, True), self._stages.door(stage, verb)
-        return Running(f"{stage}{_LETTERS[verb]}", before, lanes, door, tuple(does))
+        return Running(f"{stage}{_LETTERS[verb]}", by_turn(before), lanes, door, tuple(does))
 
     def _lanes(
         self, pieces: tuple[Piece, ...], gradient: bool, wanted: Callable[[Piece], bool] = lambda piece: True
-    ) -> tuple[Lane, ...]:
-        """The lanes, between different ranks, of the wanted pieces or of their gradients."""
-        return tuple(
-            self._stages.lane(piece, gradient)
+    ) -> ByTurn[Lane]:
+        """The lanes, between different ranks, of the wanted pieces or of their gradients, by this rank's turns."""
+        return by_turn(
+            (self._own_turn(piece), self._stages.lane(piece, gradient))
             for piece in pieces
             if piece.source_rank != piece.target_rank and (piece.needs_gradient or not gradient) and wanted(piece)
         )
+
+    def _own_turn(self, piece: Piece) -> Turn:
+        return piece.source_turn if piece.source_rank == self.rank else piece.target_turn
