@@ -65,13 +65,14 @@ def test_micro_batches_that_do_not_divide() -> None:
 
 def test_a_mean_of_micro_batches_that_others_would_read_in_other_portions() -> None:
     builder = Builder()
-    products = [builder.node("MatMul", builder.input((4, 5)), builder.parameter((5, 5))) for _ in range(2)]
-    means = [builder.mean_square(each) for each in products]
-    loss = builder.node("Add", *means)
+    first, second = (
+        builder.mean_square(builder.node("MatMul", builder.input((4, 5)), builder.parameter((5, 5)))) for _ in range(2)
+    )
+    loss = builder.node("Add", first, second)
     graph = builder.graph(loss)
     placement = Placement((Stage((0, 1, 2), (0,), 2), Stage((3, 4, 5, 6), (0,), 4)))
     _, schedule = one_device(graph, 1, True, 4)
-    with pytest.raises(CodegenError, match="'v3' goes from micro-batches of 2 samples to ones of 4, but its samples"):
+    with pytest.raises(CodegenError, match="'v2' goes from micro-batches of 2 samples to ones of 4, but its samples"):
         lower(graph, placement, schedule, loss)
 
 
