@@ -25,17 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Cluster, Link
-
-
-@dataclass(frozen=True, slots=True)
-class Affine:
-    """`fixed_s + per_byte_s * bytes` seconds."""
-
-    fixed_s: float
-    per_byte_s: float
-
-    def __add__(self, other: Affine) -> Affine:
-        return Affine(self.fixed_s + other.fixed_s, self.per_byte_s + other.per_byte_s)
+from autopipe.ir.costs import Affine
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +38,7 @@ class Cost:
         """Seconds for `size_bytes`; nothing takes no time."""
         if size_bytes <= 0:
             return 0.0
-        return min(way.fixed_s + way.per_byte_s * size_bytes for way in self.ways)
+        return min(way.seconds(size_bytes) for way in self.ways)
 
     def seconds_each(self, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
         """The same for an array of sizes."""

@@ -1,0 +1,1 @@
+"""Measuring what operators, tasks and exchanges take on the device at hand."""

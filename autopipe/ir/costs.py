@@ -1,0 +1,193 @@
+"""What was measured on devices: seconds by operator and local shapes, by exchange and size, and what else tasks take.
+
+`autopipe profile` makes it, `plan --costs` uses it, `ir/serial/cost_file.py` writes and reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from autopipe.ir.graph import Attribute, Value
+from autopipe.ir.ops import qualified_name
+from autopipe.ir.ops.row import Signature
+from autopipe.ir.placement import Split
+
+EXCHANGES = ("send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+"""What is measured between ranks: messages, and collectives by the size of their group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """`fixed_s + per_byte_s * bytes` seconds."""
+
+    fixed_s: float
+    per_byte_s: float
+
+    def __add__(self, other: Affine) -> Affine:
+        return Affine(self.fixed_s + other.fixed_s, self.per_byte_s + other.per_byte_s)
+
+    def seconds(self, size_bytes: float) -> float:
+        """Seconds for `size_bytes` bytes."""
+        return self.fixed_s + self.per_byte_s * size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The median of several runs."""
+
+    seconds: float
+    spread: float
+    """Distance between the quartiles, as a share of the median."""
+    repetitions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operator on one device: what its time depends on, as far as is known while planning.
+
+    `operands` and `results` are local types such as `float32[8,64]`, "" where absent; `attributes` those that the file
+    states. `gradients` are the places of the operands whose gradients backward gives.
+    """
+
+    operator: str
+    attributes: tuple[tuple[str, Attribute], ...]
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    gradients: tuple[int, ...]
+    precision: str
+
+
+def operation_of(signature: Signature, gradients: Iterable[int], precision: str) -> Operation:
+    """The operation that one use of an operator is; `gradients` are places of operands."""
+    return Operation(
+        operator=qualified_name(signature.node),
+        attributes=signature.node.attributes,
+        operands=tuple(map(_type_text, signature.operands)),
+        results=tuple(map(_type_text, signature.results)),
+        gradients=tuple(gradients),
+        precision=precision,
+    )
+
+
+def _type_text(value: Value | None) -> str:
+    return "" if value is None else f"{value.dtype.value}[{','.join(map(str, value.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class OperationCost:
+    """What one operation took, with the figures that a roofline goes by: what other operators are judged by."""
+
+    operation: Operation
+    kind: str
+    """Class of the operator, as `ir.ops.row.Operator.kind`."""
+    flops: tuple[float, float]
+    """Of forward and of backward."""
+    moved_bytes: tuple[float, float]
+    """Read and written by forward and by backward."""
+    forward: Timing
+    backward: Timing | None
+    """None where it was not measured, as for inference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One operation to measure: a node as one device sees it, whole or its share under `splits`."""
+
+    operation: Operation
+    signature: Signature
+    """With local shapes."""
+    splits: tuple[Split, ...]
+    below: tuple[int | None, ...]
+    """For each operand of whole numbers that indexes something, how many there are to choose from."""
+    parameters: tuple[int, ...]
+    """Places of the operands that are parameters: their gradients stay."""
+    kind: str
+    flops: tuple[float, float]
+    moved_bytes: tuple[float, float]
+
+    def cost(self, forward: Timing, backward: Timing | None) -> OperationCost:
+        """What it took, measured."""
+        return OperationCost(self.operation, self.kind, self.flops, self.moved_bytes, forward, backward)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCosts:
+    """What a rank's step takes besides its operators."""
+
+    forward_s: float
+    """Of one stage's forward of one micro-batch: finding the arguments, handing over the results."""
+    backward_s: float
+    """Of its backward: starting autograd, handing back the gradients."""
+    accumulate: tuple[float, Affine]
+    """Adding a micro-batch's gradients to those before: seconds a tensor, and by bytes of gradients."""
+    updates: tuple[tuple[str, float, Affine], ...]
+    """An optimizer's update: its name, seconds a tensor, and seconds by bytes of parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeCost:
+    """Messages or collectives of a group of ranks on one machine, and the line through what they took.
+
+    Bytes are those of `passes/cost/communication.py`: of one message; of what each rank holds before an all-reduce,
+    a reduce-scatter, an all-to-all; of what each holds after an all-gather.
+    """
+
+    kind: str
+    """One of `EXCHANGES`."""
+    ranks: int
+    fit: Affine
+    samples: tuple[tuple[int, Timing], ...]
+    """What was measured, by bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCosts:
+    """All that was measured on one kind of device."""
+
+    device: str
+    measured: tuple[str, ...]
+    """How, a line for each run of the profiler: what ran where."""
+    operations: tuple[OperationCost, ...] = ()
+    tasks: TaskCosts | None = None
+    exchanges: tuple[ExchangeCost, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The measured costs of several kinds of devices, each with a name of its own."""
+
+    devices: tuple[DeviceCosts, ...]
+
+    def of(self, device: str) -> DeviceCosts | None:
+        """What was measured on the device called `device`; on the only one where there is but one."""
+        if len(self.devices) == 1:
+            return self.devices[0]
+        return next((each for each in self.devices if each.device == device), None)
+
+
+_Entry = TypeVar("_Entry")
+
+
+def merged(parts: Iterable[Costs]) -> Costs:
+    """All that the parts hold; where two measured the same, the later one counts."""
+    found: dict[str, DeviceCosts] = {}
+    for part in parts:
+        for each in part.devices:
+            found[each.device] = _joined(found[each.device], each) if each.device in found else each
+    return Costs(tuple(found.values()))
+
+
+def _joined(first: DeviceCosts, second: DeviceCosts) -> DeviceCosts:
+    return DeviceCosts(
+        device=first.device,
+        measured=tuple(dict.fromkeys((*first.measured, *second.measured))),
+        operations=_latest((*first.operations, *second.operations), lambda each: each.operation),
+        tasks=second.tasks or first.tasks,
+        exchanges=_latest((*first.exchanges, *second.exchanges), lambda each: (each.kind, each.ranks)),
+    )
+
+
+def _latest(entries: tuple[_Entry, ...], key: Callable[[_Entry], object]) -> tuple[_Entry, ...]:
+    return tuple({key(each): each for each in entries}.values())
