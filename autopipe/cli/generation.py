@@ -57,12 +57,13 @@ def _provenance(planned: Planned) -> Provenance:
 
 
 def _stage_titles(planned: Planned, program: Program) -> tuple[str, ...]:
-    return tuple(_stage_title(stage, len(program.stages)) for stage in program.stages)
+    return tuple(_stage_title(program, stage) for stage in program.stages)
 
 
-def _stage_title(stage: StageCode, count: int) -> str:
-    devices = ", ".join(map(str, stage.devices))
-    return f"Stage {stage.stage} of {count}, on device{'s' if len(stage.devices) > 1 else ''} {devices}."
+def _stage_title(program: Program, stage: StageCode) -> str:
+    devices = ("devices " if len(stage.devices) > 1 else "device ") + ", ".join(map(str, stage.devices))
+    size = f", micro-batches of {program.micro_batch_size // stage.turns}" if stage.turns > 1 else ""
+    return f"Stage {stage.stage} of {len(program.stages)}, on {devices}{size}."
 
 
 def _rank_titles(planned: Planned, program: Program) -> tuple[str, ...]:

@@ -81,11 +81,12 @@ def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
 
 def _stage(stage: StageCode) -> dict[str, Any]:
     """With the sub-meshes of its group along which its ranks exchange anything."""
-    return {
+    found: dict[str, Any] = {
         "ranks": list(stage.devices),
         "pipeline": stage.pipeline,
         "meshes": [[[axis.degree, axis.stride] for axis in axes] for axes in meshes_of(stage)],
     }
+    return found if stage.turns == 1 else found | {"turns": stage.turns}
 
 
 def _output(output: Output, program: Program) -> dict[str, Any]:

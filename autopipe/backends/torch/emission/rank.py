@@ -12,6 +12,7 @@ from autopipe.ir.program import (
     Section,
     StageCode,
     StageOnRank,
+    Turn,
     Verb,
 )
 
@@ -54,13 +55,13 @@ def _stage(program: Program, rank: int, wired: StageOnRank) -> str:
     ]
     lines += [
         f"    runtime.Receive({arguments[piece.tensor]!r}, {_piece(piece, piece.source_rank, piece.source_stage)}"
-        f"{_part(piece.received, code.inputs[_position(code, piece)].shape)}),"
+        f"{_part(piece.received, code.inputs[_position(code, piece)].shape)}{_turn(piece.target_turn)}),"
         for piece in wired.receives
     ]
     outputs = [value.name for value in code.outputs]
     for piece in wired.sends:
         position = outputs.index(piece.tensor)
-        part = _part(piece.sent, code.outputs[position].shape)
+        part = _part(piece.sent, code.outputs[position].shape) + _turn(piece.source_turn)
         lines.append(f"    runtime.Send({position}, {_piece(piece, piece.target_rank, piece.target_stage)}{part}),")
     if program.loss in outputs:
         share = _loss_share(program, wired.stage)
@@ -84,6 +85,10 @@ def _part(box: Box, shape: tuple[int, ...]) -> str:
     return "" if box.shape == shape else f", box={_slices(box)}"
 
 
+def _turn(turn: Turn) -> str:
+    return "" if turn.of == 1 else f", turn=({turn.index}, {turn.of})"
+
+
 def _slices(box: Box) -> str:
     return repr(tuple(zip(box.starts, box.stops, strict=True)))
 
@@ -92,7 +97,7 @@ def _loss_share(program: Program, stage: int) -> float:
     """This rank's share in the step's loss for each micro-batch: shares of all ranks and micro-batches add up to it."""
     output = next(each for each in program.outputs if each.value.name == program.loss)
     place = next(each for each in output.places if each.stage == stage)
-    return 1.0 / (program.micro_batches * place.copies)
+    return 1.0 / (program.micro_batches * program.stages[stage].turns * place.copies)
 
 
 def _step(rank: RankCode) -> str:

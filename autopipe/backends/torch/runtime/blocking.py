@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import astuple
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopipe.backends.torch.runtime.stage import Stage
 from autopipe.backends.torch.runtime.turns import End, Message, Turn, turns_of
-from autopipe.backends.torch.runtime.wiring import Receive, Send
+from autopipe.backends.torch.runtime.wiring import Receive, Send, of_message
 from autopipe.ir.schedule import Phase, Task
 
 if TYPE_CHECKING:
@@ -107,17 +107,22 @@ class Turns:
             stage = self._rank.stages[end.target_stage]
             wire = next(each for each in stage.receives if each.channel == end.channel)
         sends = message.ranks[0] == number
-        (stage.give if sends else stage.ask)(wire, message.micro_batch).wait()
+        (stage.give if sends else stage.ask)(wire, of_message(wire.turn, message.number)).wait()
 
     def _agree(self) -> list[Turn]:
         """Tell the others this rank's tasks and channels, and order those of all."""
-        own = {"tasks": [str(task) for task in self._tasks], "ends": [astuple(end) for end in self._ends()]}
+        number, stages, train = self._rank.number, self._rank.stages.values(), self._rank.train
+        own = {
+            "tasks": [str(task) for task in self._tasks],
+            "sends": [
+                (wire.channel, stage.number, number, wire.stage, wire.rank, wire.gradient and train, wire.turn)
+                for stage in stages
+                for wire in stage.sends
+            ],
+            "receives": [(wire.channel, wire.turn) for stage in stages for wire in stage.receives],
+        }
         every = [json.loads(data) for data in self._rank.transport.gather_bytes(json.dumps(own).encode())]
-        ends = sorted((End(*end) for each in every for end in each["ends"]), key=lambda end: end.channel)
-        return turns_of([[Task.parse(task) for task in each["tasks"]] for each in every], ends)[self._rank.number]
-
-    def _ends(self) -> Iterable[End]:
-        number = self._rank.number
-        for stage in self._rank.stages.values():
-            for wire in stage.sends:
-                yield End(wire.channel, stage.number, number, wire.stage, wire.rank, wire.gradient and self._rank.train)
+        arrives = {channel: tuple(turn) for each in every for channel, turn in each["receives"]}
+        ends = (End(*sent) for sent in sorted(sent for each in every for sent in each["sends"]))
+        whole = [replace(end, source_turn=tuple(end.source_turn), target_turn=arrives[end.channel]) for end in ends]
+        return turns_of([[Task.parse(task) for task in each["tasks"]] for each in every], whole)[number]

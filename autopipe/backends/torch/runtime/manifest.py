@@ -87,7 +87,7 @@ class OutputPlace:
 
 @dataclass(frozen=True, slots=True)
 class OutputEntry:
-    """An output of the graph."""
+    """An output of the graph, of one micro-batch of the stage that gives it."""
 
     name: str
     dtype: str
@@ -108,6 +108,8 @@ class StageEntry:
     ranks: tuple[int, ...]
     pipeline: int
     meshes: tuple[Axes, ...]
+    turns: int = 1
+    """Micro-batches that it makes of each of the manifest's."""
 
     def groups(self) -> set[tuple[int, ...]]:
         """All sets of ranks, ascending, that exchange anything."""
@@ -162,10 +164,14 @@ class Manifest:
         """Samples of a step."""
         return self.micro_batches * self.micro_batch_size
 
+    def micro_batches_at(self, stage: int) -> int:
+        """The micro-batches, of the size that a stage takes, that a step has."""
+        return self.micro_batches * self.stages[stage].turns
+
     def micro_batches_of(self, stage: int) -> range:
-        """The micro-batches of a step that a stage runs: m runs on pipeline m mod their number."""
+        """Those of them that the stage runs: m runs on pipeline m mod their number."""
         pipelines = 1 + max(entry.pipeline for entry in self.stages)
-        return range(self.stages[stage].pipeline, self.micro_batches, pipelines)
+        return range(self.stages[stage].pipeline, self.micro_batches_at(stage), pipelines)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -233,11 +239,20 @@ def _manifest(folder: Path, raw: dict[str, Any]) -> Manifest:
                 tuple(each["ranks"]),
                 int(each["pipeline"]),
                 tuple(tuple((degree, stride) for degree, stride in axes) for axes in each["meshes"]),
+                _turns(each, raw),
             )
             for each in raw["stages"]
         ),
         channels=tuple(ChannelEntry(**each) for each in raw["channels"]),
     )
+
+
+def _turns(stage: dict[str, Any], raw: dict[str, Any]) -> int:
+    """1 where the stage takes the micro-batches as they are."""
+    turns = _count(stage, "turns") if "turns" in stage else 1
+    if raw["micro_batch_size"] % turns:
+        raise ValueError(f"micro-batches of {raw['micro_batch_size']} samples are taken in {turns} turns")
+    return turns
 
 
 def _count(raw: dict[str, Any], key: str) -> int:

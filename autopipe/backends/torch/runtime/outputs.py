@@ -85,10 +85,10 @@ class OutputCollector:
         return None
 
     def _whole(self, entry: OutputEntry, parts: list[tuple[OutputPlace, OutputShard, torch.Tensor]]) -> torch.Tensor:
-        """The output of every micro-batch of every step, one after the other."""
+        """The output of every micro-batch, of the stage that gives it, of every step, one after the other."""
         place, _, part = parts[0]
         steps = len(part) // len(self._manifest.micro_batches_of(place.stage))
-        whole = torch.zeros((steps, self._manifest.micro_batches, *entry.shape), dtype=part.dtype)
+        whole = torch.zeros((steps, self._manifest.micro_batches_at(place.stage), *entry.shape), dtype=part.dtype)
         for place, shard, part in parts:
             own = self._manifest.micro_batches_of(place.stage)
             region = (slice(start, stop) for start, stop in zip(shard.starts, shard.stops, strict=True))

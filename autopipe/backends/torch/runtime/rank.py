@@ -30,7 +30,7 @@ from autopipe.backends.torch.runtime.recording import record_gradients
 from autopipe.backends.torch.runtime.report import Reporter
 from autopipe.backends.torch.runtime.stage import Stage
 from autopipe.backends.torch.runtime.transport import Transport
-from autopipe.backends.torch.runtime.wiring import Slices, Wire
+from autopipe.backends.torch.runtime.wiring import Data, Wire
 from autopipe.ir.errors import ConfigurationError
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -185,15 +185,16 @@ class Rank:
         dtype = _AUTOCAST.get(self.manifest.precision)
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
-    def read(self, name: str, micro_batch: int, box: Slices) -> torch.Tensor:
-        """A block of a graph input for one micro-batch of this step, on the device."""
-        entry = self._inputs[name]
+    def read(self, stage: int, micro_batch: int, data: Data) -> torch.Tensor:
+        """What a stage reads of a graph input for one of its micro-batches of this step, on the device."""
+        entry = self._inputs[data.name]
         batch_size = self.manifest.batch_size
-        sample = self.steps_done * batch_size + micro_batch * self.manifest.micro_batch_size
-        block = torch.from_numpy(read_block(self.source, self.manifest, entry, sample, box))
+        size = batch_size // self.manifest.micro_batches_at(stage)
+        sample = self.steps_done * batch_size + micro_batch * size
+        block = torch.from_numpy(read_block(self.source, self.manifest, entry, sample, data.box))
         return block.to(self.device, torch_dtype(entry.dtype), non_blocking=True)
 
     def collect(self, stage: int, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None:
         """Keep what this stage gives of the graph's outputs."""
-        counted = self.steps_done * self.manifest.micro_batches + micro_batch
+        counted = self.steps_done * self.manifest.micro_batches_at(stage) + micro_batch
         self.collector.keep(stage, counted, self.number, results)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -13,12 +13,23 @@ from autopipe.backends.torch.runtime.later import Waiting, compute_all
 from autopipe.backends.torch.runtime.parameters import Arguments
 from autopipe.backends.torch.runtime.pending import Arrival, Departure
 from autopipe.backends.torch.runtime.recomputation import RandomState
-from autopipe.backends.torch.runtime.wiring import Data, Loss, Receive, Recompute, Send, Wire
+from autopipe.backends.torch.runtime.wiring import (
+    Data,
+    Loss,
+    Receive,
+    Recompute,
+    Send,
+    Wire,
+    message,
+    of_message,
+    takes,
+)
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank
 
 Tensors = dict[str, torch.Tensor]
+_End = TypeVar("_End", Receive, Send)
 
 
 @dataclass(slots=True)
@@ -68,12 +79,17 @@ class Stage:
 
     def receive(self, micro_batch: int, source: int | None = None) -> None:
         """Post the receives of the arguments that come from other ranks, all or those of one stage."""
-        for wire in self.receives:
+        for wire in self._due(self.receives, micro_batch):
             if self._is_remote(wire) and source in (None, wire.stage):
                 self.ask(wire, micro_batch)
 
     def _is_remote(self, wire: Receive | Send) -> bool:
         return wire.rank != self._rank.number
+
+    @staticmethod
+    def _due(wires: tuple[_End, ...], micro_batch: int) -> list[_End]:
+        """The wires that carry something of a micro-batch."""
+        return [wire for wire in wires if takes(wire.turn, micro_batch)]
 
     def ask(self, wire: Receive | Send, micro_batch: int) -> Arrival:
         """Post the receive of what comes along a wire: an argument, or the gradient of a result."""
@@ -101,7 +117,9 @@ class Stage:
         if self._rank.train:
             self._kept[micro_batch] = Kept(arguments, () if self._recomputes else results, random)
         self._leaving[micro_batch, False] = {
-            wire.channel: part(results[wire.result].detach(), wire.box) for wire in self.sends if self._is_remote(wire)
+            wire.channel: part(results[wire.result].detach(), wire.box)
+            for wire in self._due(self.sends, micro_batch)
+            if self._is_remote(wire)
         }
         if self._loss is not None:
             self.losses[micro_batch] = results[self._loss.result].detach()
@@ -119,10 +137,10 @@ class Stage:
         found: Tensors = {}
         parts: dict[str, list[Block]] = {}
         for data in self._data:
-            found[data.argument] = self._rank.read(data.name, micro_batch, data.box)
+            found[data.argument] = self._rank.read(self.number, micro_batch, data)
         arrivals = self._arriving.pop((micro_batch, False), {})
         handed = self._handed.pop(micro_batch, {})
-        for wire in self.receives:
+        for wire in self._due(self.receives, micro_batch):
             tensor = arrivals[wire.channel].wait() if self._is_remote(wire) else handed[wire.channel]
             parts.setdefault(wire.argument, []).append((tensor, wire.box))
         gradients = {wire.argument for wire in self.receives if wire.gradient}
@@ -133,25 +151,26 @@ class Stage:
 
     def _hand_over(self, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None:
         """Give results to stages on this same rank."""
-        for wire in self.sends:
+        for wire in self._due(self.sends, micro_batch):
             if not self._is_remote(wire):
                 block = part(results[wire.result].detach(), wire.box)
-                self._rank.stages[wire.stage].take(micro_batch, wire.channel, block)
+                self._rank.stages[wire.stage].take(message(wire.turn, micro_batch), wire.channel, block)
 
-    def take(self, micro_batch: int, channel: int, tensor: torch.Tensor) -> None:
-        """An argument from a stage on this rank."""
+    def take(self, number: int, channel: int, tensor: torch.Tensor) -> None:
+        """The message of this `number` on a channel from a stage on this rank: an argument."""
+        wire = next(wire for wire in self.receives if wire.channel == channel)
         # A copy, because requires_grad is set on what arrives, and two stages may share the tensor.
-        self._handed.setdefault(micro_batch, {})[channel] = tensor.clone()
+        self._handed.setdefault(of_message(wire.turn, number), {})[channel] = tensor.clone()
 
     def send(self, micro_batch: int) -> None:
         """Start sending the results that other ranks need."""
-        for wire in self.sends:
+        for wire in self._due(self.sends, micro_batch):
             if self._is_remote(wire):
                 self.give(wire, micro_batch)
 
     def receive_gradient(self, micro_batch: int, source: int | None = None) -> None:
         """Post the receives of the results' gradients, all or those of one stage."""
-        for wire in self.sends:
+        for wire in self._due(self.sends, micro_batch):
             if wire.gradient and self._is_remote(wire) and source in (None, wire.stage):
                 self.ask(wire, micro_batch)
 
@@ -202,7 +221,7 @@ class Stage:
         self._hand_back(micro_batch, gradients)
         self._leaving[micro_batch, True] = {
             wire.channel: part(gradients[wire.argument], wire.box)
-            for wire in self.receives
+            for wire in self._due(self.receives, micro_batch)
             if wire.gradient and self._is_remote(wire)
         }
 
@@ -232,19 +251,20 @@ class Stage:
 
     def _hand_back(self, micro_batch: int, gradients: Tensors) -> None:
         """Give gradients to stages on this same rank."""
-        for wire in self.receives:
+        for wire in self._due(self.receives, micro_batch):
             if wire.gradient and not self._is_remote(wire):
                 block = part(gradients[wire.argument], wire.box)
-                self._rank.stages[wire.stage].take_gradient(micro_batch, wire.channel, block)
+                self._rank.stages[wire.stage].take_gradient(message(wire.turn, micro_batch), wire.channel, block)
 
-    def take_gradient(self, micro_batch: int, channel: int, tensor: torch.Tensor) -> None:
-        """The gradient of a result from a stage on this rank."""
+    def take_gradient(self, number: int, channel: int, tensor: torch.Tensor) -> None:
+        """The message of this `number` on a channel from a stage on this rank: the gradient of a result."""
         wire = next(wire for wire in self.sends if wire.channel == channel)
-        self._kept[micro_batch].gradients.setdefault(wire.result, []).append((tensor, wire.box))
+        kept = self._kept[of_message(wire.turn, number)]
+        kept.gradients.setdefault(wire.result, []).append((tensor, wire.box))
 
     def send_gradient(self, micro_batch: int) -> None:
         """Start sending the arguments' gradients to where the arguments came from."""
-        for wire in self.receives:
+        for wire in self._due(self.receives, micro_batch):
             if wire.gradient and self._is_remote(wire):
                 self.give(wire, micro_batch)
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from autopipe.backends.torch.runtime import wiring
 from autopipe.ir.schedule import Phase, Task
 
 _UNITS = {Phase.FORWARD: 1, Phase.BACKWARD: 2, Phase.INPUT_GRADIENT: 1, Phase.WEIGHT_GRADIENT: 1}
@@ -28,15 +29,17 @@ class End:
     target_rank: int
     gradient: bool
     """Whether gradients come back."""
+    source_turn: wiring.Turn = wiring.EVERY
+    target_turn: wiring.Turn = wiring.EVERY
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message on a channel: of a micro-batch, forwards or, as gradient, back."""
+    """One message on a channel, forwards or, as gradient, back; `number` counts those of its direction in a step."""
 
     end: End
     gradient: bool
-    micro_batch: int
+    number: int
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -72,12 +75,14 @@ class _Merge:
         for rank, tasks in enumerate(lists):
             for stage in {task.stage for task in tasks}:
                 self._ranks.setdefault(stage, []).append(rank)
-        self._sources: dict[tuple[int, bool], set[int]] = {}
-        """By stage, and whether of gradients, the stages whose messages its tasks need."""
+        self._sources: dict[tuple[int, bool], set[tuple[wiring.Turn, int, wiring.Turn]]] = {}
+        """By stage, and whether of gradients, the stages whose messages its tasks need: its turn, stage, their turn."""
         for end in ends:
-            self._sources.setdefault((end.target_stage, False), set()).add(end.source_stage)
+            forward = end.target_turn, end.source_stage, end.source_turn
+            self._sources.setdefault((end.target_stage, False), set()).add(forward)
             if end.gradient:
-                self._sources.setdefault((end.source_stage, True), set()).add(end.target_stage)
+                backward = end.source_turn, end.target_stage, end.target_turn
+                self._sources.setdefault((end.source_stage, True), set()).add(backward)
 
     def next_task(self) -> Task | None:
         """The task that can start first; None at the end."""
@@ -93,8 +98,9 @@ class _Merge:
         backward = task.phase is not Phase.FORWARD
         phases = (Phase.BACKWARD, Phase.INPUT_GRADIENT) if backward else (Phase.FORWARD,)
         return all(
-            any(Task(stage, phase, task.micro_batch) in self._done for phase in phases)
-            for stage in self._sources.get((task.stage, backward), ())
+            any(Task(stage, phase, _meeting(own, other, task.micro_batch)) in self._done for phase in phases)
+            for own, stage, other in self._sources.get((task.stage, backward), ())
+            if wiring.takes(own, task.micro_batch)
         )
 
     def _start(self, task: Task) -> int:
@@ -118,5 +124,11 @@ class _Merge:
         backward = task.phase is not Phase.FORWARD
         for end in self._ends:
             leaves = end.gradient and end.target_stage == task.stage if backward else end.source_stage == task.stage
-            if leaves and end.source_rank != end.target_rank:
-                yield Message(end, backward, task.micro_batch)
+            turn = end.target_turn if backward else end.source_turn
+            if leaves and wiring.takes(turn, task.micro_batch) and end.source_rank != end.target_rank:
+                yield Message(end, backward, wiring.message(turn, task.micro_batch))
+
+
+def _meeting(own: wiring.Turn, other: wiring.Turn, micro_batch: int) -> int:
+    """The micro-batch, of a stage that has its turn `other`, that meets a micro-batch at its `own` turn."""
+    return wiring.of_message(other, wiring.message(own, micro_batch))

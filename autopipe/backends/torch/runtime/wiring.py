@@ -8,6 +8,29 @@ Slices = tuple[tuple[int, int], ...]
 """A block of a tensor: (start, stop) in each dimension."""
 
 
+Turn = tuple[int, int]
+"""(index, of): every `of`-th micro-batch of a stage, from number `index` on. A wire of a stage whose neighbour has
+micro-batches of another size carries something of those alone."""
+EVERY: Turn = (0, 1)
+
+
+def takes(turn: Turn, micro_batch: int) -> bool:
+    """Whether it is the turn of a micro-batch."""
+    index, of = turn
+    return micro_batch % of == index
+
+
+def message(turn: Turn, micro_batch: int) -> int:
+    """The number of the message that carries something of a micro-batch."""
+    return micro_batch // turn[1]
+
+
+def of_message(turn: Turn, number: int) -> int:
+    """The micro-batch that the message of this number carries something of."""
+    index, of = turn
+    return number * of + index
+
+
 @dataclass(frozen=True, slots=True)
 class Data:
     """An argument read from the batch: the block `box` of one micro-batch of the graph input `name`."""
@@ -27,6 +50,7 @@ class Receive:
     channel: int
     gradient: bool = True
     box: Slices | None = None
+    turn: Turn = EVERY
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +63,7 @@ class Send:
     channel: int
     gradient: bool = True
     box: Slices | None = None
+    turn: Turn = EVERY
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ def ends_of(program: Program) -> list[End]:
             piece.target_stage,
             piece.target_rank,
             piece.needs_gradient,
+            (piece.source_turn.index, piece.source_turn.of),
+            (piece.target_turn.index, piece.target_turn.of),
         )
         for rank in program.ranks
         for stage in rank.stages
@@ -71,7 +73,7 @@ def test_ranks_that_wait_for_every_message_come_to_their_end(case: Case) -> None
         before, after = (target, source) if gradient else (source, target)
         phases = (Phase.BACKWARD, Phase.INPUT_GRADIENT) if gradient else (Phase.FORWARD,)
         ran, runs = (
-            next(place[task] for phase in phases if (task := Task(stage, phase, message.micro_batch)) in place)
+            next(place[task] for phase in phases if (task := Task(stage, phase, message.number)) in place)
             for stage in (before, after)
         )
         assert ran < place[message] < runs
@@ -95,4 +97,4 @@ def test_a_message_stands_right_behind_its_task() -> None:
 
 
 def _word(turn: Turn) -> str:
-    return f"{'<' if turn.gradient else '>'}{turn.micro_batch}" if isinstance(turn, Message) else str(turn)
+    return f"{'<' if turn.gradient else '>'}{turn.number}" if isinstance(turn, Message) else str(turn)
