@@ -114,15 +114,20 @@ class Turns:
         number, stages, train = self._rank.number, self._rank.stages.values(), self._rank.train
         own = {
             "tasks": [str(task) for task in self._tasks],
-            "sends": [
-                (wire.channel, stage.number, number, wire.stage, wire.rank, wire.gradient and train, wire.turn)
+            "ends": [
+                (wire.channel, stage.number, number, wire.stage, wire.rank, wire.gradient and train)
                 for stage in stages
                 for wire in stage.sends
             ],
-            "receives": [(wire.channel, wire.turn) for stage in stages for wire in stage.receives],
+            "leaving": [(wire.channel, wire.turn) for stage in stages for wire in stage.sends],
+            "arriving": [(wire.channel, wire.turn) for stage in stages for wire in stage.receives],
         }
         every = [json.loads(data) for data in self._rank.transport.gather_bytes(json.dumps(own).encode())]
-        arrives = {channel: tuple(turn) for each in every for channel, turn in each["receives"]}
-        ends = (End(*sent) for sent in sorted(sent for each in every for sent in each["sends"]))
-        whole = [replace(end, source_turn=tuple(end.source_turn), target_turn=arrives[end.channel]) for end in ends]
-        return turns_of([[Task.parse(task) for task in each["tasks"]] for each in every], whole)[number]
+        leaving, arriving = (
+            {channel: tuple(turn) for each in every for channel, turn in each[way]} for way in ("leaving", "arriving")
+        )
+        ends = [
+            replace(End(*end), source_turn=leaving[end[0]], target_turn=arriving[end[0]])
+            for end in sorted(end for each in every for end in each["ends"])
+        ]
+        return turns_of([[Task.parse(task) for task in each["tasks"]] for each in every], ends)[number]
