@@ -10,8 +10,8 @@ import numpy as np
 from autopipe.ir.errors import ConfigurationError
 from autopipe.passes.cost.chain import Chain
 from autopipe.passes.cost.constraints import BATCH_AXIS, Wish
+from autopipe.passes.cost.ranges import Matrix
 from autopipe.passes.cost.splits import SampleAxes
-from autopipe.passes.placement.pipedream.ranges import Matrix
 from autopipe.passes.placement.pipedream.search import Price
 
 

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Device, Link
+from autopipe.passes.cost.chain_tables import Tables
 from autopipe.passes.cost.communication import Cost, all_reduce
-from autopipe.passes.placement.pipedream.ranges import Matrix
+from autopipe.passes.cost.ranges import Matrix
 from autopipe.passes.placement.pipedream.search import Piece
-from autopipe.passes.placement.pipedream.tables import Tables
 
 
 class Prices:

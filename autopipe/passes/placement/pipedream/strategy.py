@@ -13,14 +13,14 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.chain import make_chain
+from autopipe.passes.cost.chain_tables import make_tables
 from autopipe.passes.cost.constraints import wishes_of
 from autopipe.passes.cost.fit import check_operators, out_of_memory
+from autopipe.passes.cost.ranges import Matrix
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.placement.pipedream.obey import Rule, groups_of, ruled, rules_of
 from autopipe.passes.placement.pipedream.prices import Prices
-from autopipe.passes.placement.pipedream.ranges import Matrix
 from autopipe.passes.placement.pipedream.search import Piece, Price, search
-from autopipe.passes.placement.pipedream.tables import make_tables
 
 _MOST_BLOCKS = 224
 """Cuts that the search considers: its time grows with their square."""

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.passes.placement.pipedream.ranges import (
+from autopipe.passes.cost.ranges import (
     distinct_sums,
     incoming_sums,
     outgoing_sums,

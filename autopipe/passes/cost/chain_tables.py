@@ -15,9 +15,7 @@ from autopipe.passes.cost.communication import Cost
 from autopipe.passes.cost.kept import kept_values
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.precision import element_bytes
-from autopipe.passes.cost.roofline import accumulate_seconds, node_seconds, update_seconds
-from autopipe.passes.cost.splits import SampleAxes, sample_axes
-from autopipe.passes.placement.pipedream.ranges import (
+from autopipe.passes.cost.ranges import (
     Matrix,
     distinct_sums,
     incoming_sums,
@@ -25,6 +23,8 @@ from autopipe.passes.placement.pipedream.ranges import (
     range_maxima,
     range_sums,
 )
+from autopipe.passes.cost.roofline import accumulate_seconds, node_seconds, update_seconds
+from autopipe.passes.cost.splits import SampleAxes, sample_axes
 
 
 @dataclass(frozen=True, slots=True)
