@@ -11,7 +11,8 @@ import math
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.ops import operator_of, space_of
+from autopipe.ir.ops import operator_of
+from autopipe.ir.ops.spaces import Spaces
 from autopipe.ir.space import AxisKind, Dimension, Space
 
 
@@ -79,10 +80,10 @@ def batch_axes_of(graph: Graph) -> BatchAxes:
     extents = [graph.type_of(name).shape[axis] for name, axis in graph.batch_axes]
     batch = extents[0] if extents else 0
     values: dict[str, set[Samples]] = {name: {Samples(axis)} for name, axis in graph.batch_axes}
-    spaces: dict[int, Space] = {}
     nodes: list[tuple[NodeSamples, ...]] = [()] * len(graph.nodes)
     if batch <= 1:
         return BatchAxes(batch, tuple(nodes), _ordered(values))
+    spaces = Spaces(graph)
     fixed = {value.name for value in graph.inputs}
     consumers = graph.consumers()
     # Forwards in one go; only what is learnt backwards is visited again.
@@ -94,8 +95,6 @@ def batch_axes_of(graph: Graph) -> BatchAxes:
         node = graph.nodes[index]
         if operator_of(node) is None or not any(name in values for name in (*node.inputs, *node.outputs)):
             continue
-        if index not in spaces:
-            spaces[index] = space_of(graph, node)
         found = _node_samples(node, spaces[index], values, batch)
         if found == nodes[index]:
             continue

@@ -9,7 +9,8 @@ import numpy as np
 from autopipe.ir.batch import BatchAxes, Samples, batch_axes_of
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Constant, Graph, Node, Value
-from autopipe.ir.ops import operator_of, space_of
+from autopipe.ir.ops import operator_of
+from autopipe.ir.ops.spaces import Spaces
 from autopipe.ir.space import NotationError
 
 TARGETS = frozenset({"Reshape", "Expand"})
@@ -37,8 +38,9 @@ def rebatched(graph: Graph, size: int) -> Graph:
                 f"parameter {parameter.value.name!r} has an entry for each of the {axes.batch} samples",
                 hint="export with a batch of one micro-batch",
             )
+    spaces = Spaces(graph)
     for index, node in enumerate(graph.nodes):
-        if operator_of(node) is not None and (lost := axes.lost(graph, space_of(graph, node), index)) is not None:
+        if operator_of(node) is not None and (lost := axes.lost(graph, spaces[index], index)) is not None:
             raise ModelError(
                 f"{node.op} does not keep the samples of {lost!r} apart, so the batch cannot shrink",
                 hint="export with a symbolic batch dimension, or with a batch of one micro-batch",
@@ -112,11 +114,12 @@ def _sliced(constant: Constant, axes: BatchAxes, size: int) -> Constant:
 
 def _check(graph: Graph) -> None:
     """Raise ModelError where a node does not fit the smaller shapes."""
-    for node in graph.nodes:
+    spaces = Spaces(graph)
+    for index, node in enumerate(graph.nodes):
         if operator_of(node) is None:
             raise ModelError(f"{node.op} is not supported, so the batch cannot shrink", where=repr(node.name))
         try:
-            space_of(graph, node)
+            spaces[index]
         except NotationError as error:
             raise ModelError(
                 f"{node.op} cannot run on a smaller batch than it was exported with",

@@ -10,6 +10,7 @@ from autopipe.ir.graph import Graph, Node
 from autopipe.ir.layout import Layout, replicated
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
+from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.uses import Use, uses_of
 from autopipe.passes.lower.exchanges import Laid, laid, taken_layouts
 from autopipe.passes.lower.stages import assign_nodes
@@ -40,12 +41,14 @@ class Assigned:
 class StageWork:
     """A stage's nodes in topological order, recomputed ones included, and what its group holds of what they read.
 
-    `given` are values it computes that others want, `received` those that other stages compute, `parameters` those it
-    reads, each with the number of parts in which the group holds it; `layouts` says how it holds parameters. Nodes that
-    want one in different layouts, or stages a parameter, make every device hold it whole.
+    `problem` is the problem on the stage's own micro-batches: nodes and layouts are of its graph. `given` are values it
+    computes that others want, `received` those that other stages compute, `parameters` those it reads, each with the
+    number of parts in which the group holds it; `layouts` says how it holds parameters. Nodes that want one in
+    different layouts, or stages a parameter, make every device hold it whole.
     """
 
     stage: Stage
+    problem: Problem
     nodes: tuple[Assigned, ...]
     given: dict[str, int]
     received: dict[str, int]
@@ -56,23 +59,27 @@ class StageWork:
 def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
     """The work of each stage, in order: nodes that no wanted output depends on are left out."""
     graph = problem.graph
-    uses = uses_of(graph)
-    sharing = _sharings(graph)
     wanted = (problem.loss,) if problem.train and problem.loss is not None else graph.outputs
     plans = assign_nodes(graph, placement, wanted)
+    problems = problems_of_stages(problem, placement)
+    assigners = {own.micro_batch_size: _assigner(own.graph) for own in problems}
     assigned = [
-        tuple(
-            Assigned(index, graph.nodes[index], uses[index], sharing(index, uses[index], splits, len(stage.devices)))
-            for index, splits in plan.nodes
-        )
-        for stage, plan in zip(placement.stages, plans, strict=True)
+        tuple(assigners[own.micro_batch_size](index, splits, len(stage.devices)) for index, splits in plan.nodes)
+        for stage, own, plan in zip(placement.stages, problems, plans, strict=True)
     ]
-    taken = [taken_layouts(graph, list(map(laid_as, nodes))) for nodes in assigned]
+    taken = [taken_layouts(own.graph, list(map(laid_as, nodes))) for own, nodes in zip(problems, assigned, strict=True)]
     torn = _torn(graph, taken)
     return tuple(
-        _stage_work(graph, stage, nodes, plan.outputs, _whole(graph, read, torn))
-        for stage, plan, nodes, read in zip(placement.stages, plans, assigned, taken, strict=True)
+        _stage_work(own, stage, nodes, plan.outputs, _whole(graph, read, torn))
+        for own, stage, plan, nodes, read in zip(problems, placement.stages, plans, assigned, taken, strict=True)
     )
+
+
+def problems_of_stages(problem: Problem, placement: Placement) -> tuple[Problem, ...]:
+    """For each stage the problem on its own micro-batches; equal sizes share one."""
+    sizes = [stage.micro_batch_size for stage in placement.stages]
+    by_size = {size: resized(problem, size) for size in sizes}
+    return tuple(by_size[size] for size in sizes)
 
 
 def laid_as(each: Assigned) -> Laid:
@@ -86,8 +93,9 @@ def _whole(graph: Graph, layouts: dict[str, Layout], names: frozenset[str]) -> d
 
 
 def _stage_work(
-    graph: Graph, stage: Stage, nodes: tuple[Assigned, ...], outputs: tuple[str, ...], read: dict[str, Layout]
+    problem: Problem, stage: Stage, nodes: tuple[Assigned, ...], outputs: tuple[str, ...], read: dict[str, Layout]
 ) -> StageWork:
+    graph = problem.graph
     written = {
         name: layout.parts
         for each in nodes
@@ -97,6 +105,7 @@ def _stage_work(
     layouts = {name: layout for name, layout in read.items() if graph.parameter(name) is not None}
     return StageWork(
         stage=stage,
+        problem=problem,
         nodes=nodes,
         given={name: written[name] for name in outputs if name in written},
         received={name: layout.parts for name, layout in read.items() if graph.producer(name) is not None},
@@ -115,21 +124,26 @@ def _torn(graph: Graph, read: list[dict[str, Layout]]) -> frozenset[str]:
     return frozenset(name for name, found in wanted.items() if len(found) > 1)
 
 
-def _sharings(graph: Graph) -> Callable[[int, Use, tuple[Split, ...], int], Sharing]:
-    """A function from a node, its use, its splits and its group's size to their sharing; equal ones are made once."""
+def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], Assigned]:
+    """A function from a node, its splits and its group's size to the node as the group has it."""
+    uses = uses_of(graph)
     known: dict[tuple[int, tuple[Split, ...], int], Sharing] = {}
 
-    def sharing(index: int, use: Use, splits: tuple[Split, ...], group: int) -> Sharing:
+    def assigned(index: int, splits: tuple[Split, ...], group: int) -> Assigned:
+        use = uses[index]
         key = (id(use), splits, group)
-        found = known.get(key)
-        if found is None:
-            degrees = {split.axis: split.degree for split in splits}
-            names = use.space.extents()
-            # An axis that the node lacks only shares its work: code generation refuses it, by name.
-            own = tuple(split for split in splits if split.axis in names)
-            form = laid(graph, index, use.space, own, group)
-            share = 1.0 / math.prod(degrees.values())
-            found = known[key] = Sharing(degrees, share, form.operands, form.results)
-        return found
+        sharing = known.get(key)
+        if sharing is None:
+            sharing = known[key] = _sharing(graph, index, use, splits, group)
+        return Assigned(index, graph.nodes[index], use, sharing)
 
-    return sharing
+    return assigned
+
+
+def _sharing(graph: Graph, index: int, use: Use, splits: tuple[Split, ...], group: int) -> Sharing:
+    degrees = {split.axis: split.degree for split in splits}
+    names = use.space.extents()
+    # An axis that the node lacks only shares its work: code generation refuses it, by name.
+    own = tuple(split for split in splits if split.axis in names)
+    form = laid(graph, index, use.space, own, group)
+    return Sharing(degrees, 1.0 / math.prod(degrees.values()), form.operands, form.results)

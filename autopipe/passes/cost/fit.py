@@ -8,7 +8,8 @@ from dataclasses import replace
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.stage_graph import StageGraph, depths_to_end
+from autopipe.ir.stage_graph import StageGraph
+from autopipe.passes.cost.in_flight import stages_in_flight
 from autopipe.passes.cost.memory import static_memory
 from autopipe.passes.cost.stages import StageCost, stage_costs
 
@@ -20,13 +21,17 @@ def check_operators(problem: Problem) -> None:
 
 
 def in_flight(problem: Problem, placement: Placement) -> tuple[int, ...]:
-    """Micro-batches that each stage keeps under 1F1B: its place from the end on the longest way there."""
+    """Micro-batches that each stage keeps under 1F1B: its place from the end on the longest way there.
+
+    Where they differ in size, those that hold as many samples as GraphPipe's Table 2 asks for.
+    """
     if not problem.train:
         return (1,) * len(placement.stages)
     graph = StageGraph.of(problem, placement)
-    places = depths_to_end(len(placement.stages), graph.edges)
-    own = (len(graph.micro_batches_of(stage, problem.micro_batches)) for stage in range(len(places)))
-    return tuple(map(min, places, own))
+    sizes = [stage.micro_batch_size for stage in placement.stages]
+    samples = stages_in_flight((1,) * len(sizes), sizes, graph.edges)
+    own = (len(graph.micro_batches_of(stage, problem.micro_batches)) for stage in range(len(sizes)))
+    return tuple(min(each // size, count) for each, size, count in zip(samples, sizes, own, strict=True))
 
 
 def fitted(problem: Problem, placement: Placement) -> Placement:

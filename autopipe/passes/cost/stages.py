@@ -71,19 +71,38 @@ class StageCost:
 
 
 def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]:
-    """The cost of each stage of `placement`, in order."""
+    """The cost of each stage of `placement`, in order, on micro-batches of its own size.
+
+    Raises ConfigurationError or ModelError where the graph's batch cannot be cut into those.
+    """
     works = stage_work(problem, placement)
-    uses = uses_of(problem.graph)
-    widths = element_bytes(problem.graph, uses, problem.precision)
-    kept = kept_values(problem.graph, uses, problem.precision)
     owned = _owned(works)
     groups = _gradient_groups(problem, works, owned)
     crossing = frozenset(name for work in works for name in work.received)
-    differentiable = differentiable_values(problem.graph)
+    tensors = {work.problem.micro_batch_size: work.problem for work in works}
+    known = {size: _Tensors.of(own) for size, own in tensors.items()}
     return tuple(
-        _stage_cost(problem, work, state_of(problem, own.items()), kept, widths, crossing, differentiable, gradients)
+        _stage_cost(work, state_of(problem, own.items()), known[work.problem.micro_batch_size], crossing, gradients)
         for work, own, gradients in zip(works, owned, groups, strict=True)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """What is known of the tensors of a graph, for all stages that run it."""
+
+    kept: tuple[tuple[Kept, ...], ...]
+    """For each node what backward needs of it."""
+    widths: dict[str, int]
+    """Bytes of an element."""
+    differentiable: frozenset[str]
+
+    @staticmethod
+    def of(problem: Problem) -> _Tensors:
+        graph = problem.graph
+        uses = uses_of(graph)
+        kept = kept_values(graph, uses, problem.precision)
+        return _Tensors(kept, element_bytes(graph, uses, problem.precision), differentiable_values(graph))
 
 
 def edge_bytes(problem: Problem, placement: Placement) -> dict[tuple[int, int], int]:
@@ -95,24 +114,22 @@ def edge_bytes(problem: Problem, placement: Placement) -> dict[tuple[int, int], 
 
 
 def _stage_cost(
-    problem: Problem,
     work: StageWork,
     state: State,
-    kept: tuple[tuple[Kept, ...], ...],
-    widths: dict[str, int],
+    tensors: _Tensors,
     crossing: frozenset[str],
-    differentiable: frozenset[str],
     gradients: dict[tuple[int, ...], int],
 ) -> StageCost:
+    problem, widths = work.problem, tensors.widths
     graph, recompute = problem.graph, work.stage.recompute and problem.train
-    forward, backward, weight_gradient = _compute_seconds(problem, work, differentiable)
-    exchange = exchange_seconds(graph, problem.cluster, work, differentiable)
-    backward += _accumulate_seconds(problem, work, state_of(problem, work.parameters.items()))
-    weight_gradient += _accumulate_seconds(problem, work, waiting_state(problem, work))
+    forward, backward, weight_gradient = _compute_seconds(work, tensors.differentiable)
+    exchange = exchange_seconds(graph, problem.cluster, work, tensors.differentiable)
+    backward += _accumulate_seconds(work, state_of(problem, work.parameters.items()))
+    weight_gradient += _accumulate_seconds(work, waiting_state(problem, work))
     received, sent = received_bytes(graph, work), sent_bytes(graph, work, crossing)
     held = transient = 0
     if problem.train:
-        everything = kept_bytes(work, kept)
+        everything = kept_bytes(work, tensors.kept)
         held = received if recompute else everything
         transient = gradient_workspace(graph, work, widths) + (everything if recompute else 0)
     else:
@@ -124,19 +141,20 @@ def _stage_cost(
         else 0.0,
         weight_gradient_s=weight_gradient if problem.train else 0.0,
         gradient_s=sum((all_reduce(problem.cluster, group).seconds(size) for group, size in gradients.items()), 0.0),
-        update_s=_update_seconds(problem, work, state),
+        update_s=_update_seconds(work, state),
         parameter_bytes=state.parameter_bytes,
         gradient_bytes=state.gradient_bytes,
         optimizer_bytes=state.optimizer_bytes,
         kept_bytes=held,
-        weight_kept_bytes=weight_kept_bytes(graph, work, kept, widths) if problem.train else 0,
+        weight_kept_bytes=weight_kept_bytes(graph, work, tensors.kept, widths) if problem.train else 0,
         transient_bytes=transient,
         buffer_bytes=(received + sent) * (2 if problem.train else 1),
     )
 
 
-def _compute_seconds(problem: Problem, work: StageWork, gradient: frozenset[str]) -> tuple[float, float, float]:
+def _compute_seconds(work: StageWork, gradient: frozenset[str]) -> tuple[float, float, float]:
     """Seconds of the nodes' forward, backward, and of that the part of the second half, on the slowest device."""
+    problem = work.problem
     nodes = [problem.work[each.index] for each in work.nodes]
     shares = np.array([each.sharing.share for each in work.nodes])
     devices = {problem.cluster.devices[device] for device in work.stage.devices}
@@ -146,14 +164,15 @@ def _compute_seconds(problem: Problem, work: StageWork, gradient: frozenset[str]
     return forward, backward, max(float((each * halves).sum()) for _, each in seconds)
 
 
-def _accumulate_seconds(problem: Problem, work: StageWork, state: State) -> float:
+def _accumulate_seconds(work: StageWork, state: State) -> float:
     """Seconds a micro-batch of adding up gradients, on the slowest device."""
-    devices = (problem.cluster.devices[device] for device in work.stage.devices)
-    repeats = 1 - 1 / problem.micro_batches
+    devices = (work.problem.cluster.devices[device] for device in work.stage.devices)
+    repeats = 1 - 1 / work.problem.micro_batches
     return repeats * max(accumulate_seconds(device, state.gradient_bytes) for device in devices)
 
 
-def _update_seconds(problem: Problem, work: StageWork, state: State) -> float:
+def _update_seconds(work: StageWork, state: State) -> float:
+    problem = work.problem
     devices = (problem.cluster.devices[device] for device in work.stage.devices)
     return max(update_seconds(device, state.gradient_bytes, problem.optimizer.states) for device in devices)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.ops import operator_of, qualified_name, signature_of
 from autopipe.ir.ops.row import Operator
+from autopipe.ir.ops.spaces import use_keys
 from autopipe.ir.space import Space
 
 
@@ -27,29 +28,14 @@ def uses_of(graph: Graph) -> tuple[Use, ...]:
     Nodes that agree in operator, attributes, tensor types and constants share one `Use`: a model of equal layers is
     worked out once a layer's kind. Raises ModelError for an operator without a row.
     """
-    constants = {each.value.name: (each.array.dtype.str, each.array.tobytes()) for each in graph.constants}
-    known: dict[Any, Use] = {}
+    known: dict[Hashable, Use] = {}
     found = []
-    for node in graph.nodes:
-        key = (
-            qualified_name(node),
-            node.attributes,
-            tuple([_type(graph, name) for name in node.inputs]),
-            tuple([_type(graph, name) for name in node.outputs]),
-            tuple([constants.get(name) for name in node.inputs]),
-        )
+    for node, key in zip(graph.nodes, use_keys(graph), strict=True):
         use = known.get(key)
         if use is None:
             use = known[key] = _use(graph, node)
         found.append(use)
     return tuple(found)
-
-
-def _type(graph: Graph, name: str) -> tuple[object, tuple[int, ...]] | None:
-    if not name:
-        return None
-    value = graph.type_of(name)
-    return value.dtype.name, value.shape
 
 
 def _use(graph: Graph, node: Node) -> Use:

@@ -10,7 +10,9 @@ import pytest
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.stage_graph import StageGraph
+from autopipe.passes.cost.fit import in_flight
 from autopipe.passes.cost.resized import resized
+from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.cost.work import annotate
 from tests.passes.cost.graphs import cluster, perceptron, problem
 
@@ -52,3 +54,12 @@ def test_stages_of_sizes_that_do_not_divide_are_refused():
     whole = problem(perceptron([16] * 4), cluster(2))
     with pytest.raises(InfeasibleError, match="stage 1 has micro-batches of 3 samples, which do not divide those of 8"):
         StageGraph.of(whole, placed(whole, (8, 3)))
+
+
+def test_a_stage_costs_what_its_own_micro_batches_cost():
+    whole = problem(perceptron([64] * 4), cluster(2))
+    mixed = stage_costs(whole, placed(whole, (2, 8)))
+    small = resized(whole, 2)
+    assert mixed[0] == stage_costs(small, placed(small, (2, 2)))[0]
+    assert mixed[1] == stage_costs(whole, placed(whole, (8, 8)))[1]
+    assert in_flight(whole, placed(whole, (2, 8))) == (8, 1), "twice what the next one takes at once"
