@@ -10,7 +10,7 @@ from rich.table import Table
 
 from autopipe.cli.figures import bytes_text, devices_text, seconds_text
 from autopipe.ir.placement import SplitProof
-from autopipe.ir.plan import Plan, Summary
+from autopipe.ir.plan import CostCoverage, Plan, Summary
 from autopipe.passes.pipeline import Planned
 from autopipe.passes.request import Request
 
@@ -37,6 +37,8 @@ def plan_screen(planned: Planned, request: Request, folder: Path) -> Iterator[Re
     yield traffic_line(summary)
     if summary.splits is not None:
         yield splits_line(summary.splits)
+    if summary.costs is not None:
+        yield costs_line(summary.costs)
     yield schedule_line(plan)
     yield f"plan in {folder}"
     yield f"next: autopipe show {folder}    autopipe codegen {folder}"
@@ -65,6 +67,14 @@ def splits_line(proof: SplitProof) -> str:
     if proof.optimal:
         return f"splits: {counted} a step as the search counts, proven the least"
     return f"splits: {counted} a step as the search counts, at most {proof.gap:.1%} above the least"
+
+
+def costs_line(costs: CostCoverage) -> str:
+    """How far measured costs went."""
+    line = f"costs: {costs.measured} of {costs.measured + costs.judged} nodes as measured"
+    if not costs.judged:
+        return line
+    return f"{line}, {costs.judged} by the roofline times what the measured ones took over it"
 
 
 def schedule_line(plan: Plan) -> str:

@@ -8,8 +8,11 @@ from pathlib import Path
 from autopipe.cli.choices import chosen_scheduler, chosen_strategy
 from autopipe.configs.configuration import Configuration, Loss
 from autopipe.configs.load import resolve_cluster
+from autopipe.ir.costs import Costs
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.problem import Mode
+from autopipe.ir.serial.cost_file import read_costs
+from autopipe.passes.cost.measured import measured_cluster
 from autopipe.passes.frontend import CrossEntropy
 from autopipe.passes.pipeline import Planned
 from autopipe.passes.request import Request
@@ -17,11 +20,11 @@ from autopipe.passes.request import Request
 
 def request_of(configuration: Configuration, model: Path) -> Request:
     """The request for a plan of `model`. Raises ConfigurationError or InfeasibleError for what cannot be asked for."""
-    if configuration.costs != "roofline":
-        raise ConfigurationError(f"plans are made with the roofline costs, not {configuration.costs!r}", where="costs")
+    costs = _costs(configuration)
+    cluster = resolve_cluster(configuration)
     return Request(
         model=model,
-        cluster=resolve_cluster(configuration),
+        cluster=cluster if costs is None else measured_cluster(cluster, costs),
         strategy=chosen_strategy(configuration),
         scheduler=chosen_scheduler(configuration),
         dims=configuration.model.dims,
@@ -39,7 +42,17 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         constraints=tuple(constraint.for_problem() for constraint in configuration.constraints),
         time_limit=configuration.time_limit,
         seed=configuration.seed,
+        costs=costs,
     )
+
+
+def _costs(configuration: Configuration) -> Costs | None:
+    """What was measured, where plans are not made with the roofline alone."""
+    if configuration.costs == "roofline":
+        return None
+    if configuration.costs == "pase-paper":
+        raise ConfigurationError(f"plans are not made with {configuration.costs!r} costs", where="costs")
+    return read_costs(Path(configuration.costs))
 
 
 def _loss(configuration: Configuration) -> str | CrossEntropy | None:

@@ -170,7 +170,8 @@ class Configuration:
     costs: Literal["roofline", "pase-paper"] | Annotated[str, FilePath()] = field(
         default="roofline", metadata={"flag": "--costs"}
     )
-    """What operators cost. Plans are made with `roofline`: operations and bytes against the cluster's figures."""
+    """What operators and exchanges cost: `roofline`, operations and bytes against the cluster's figures, or a file that
+    `autopipe profile` wrote."""
 
     strategy: Choice = field(default=Choice("pipedream"), metadata={"flag": "--strategy"})
     """The strategy that makes the placement, with its options."""

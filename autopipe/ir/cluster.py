@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autopipe.ir.costs import ExchangeCost, TaskCosts
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp64")
@@ -37,6 +38,9 @@ class Device:
 
     efficiency: tuple[tuple[str, float], ...]
     """Fraction of the peak (or of the bandwidth) reached, by operator class; above 0, at most 1."""
+
+    tasks: TaskCosts | None = None
+    """What tasks take besides their operators, where that was measured."""
 
     def peak(self, precision: str) -> float:
         """FLOP/s in `precision`; a narrower one that the device has no units for runs at the rate of fp32.
@@ -111,6 +115,9 @@ class Cluster:
 
     levels: tuple[Level, ...]
     """From the innermost (devices in a node) to the outermost (nodes in the cluster)."""
+
+    collectives: tuple[ExchangeCost, ...] = ()
+    """What collectives of ranks in one node take, where that was measured."""
 
     def __post_init__(self) -> None:
         if not self.devices or not self.levels:

@@ -113,6 +113,18 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorCosts:
+    """What something done to tensors one by one takes."""
+
+    per_tensor_s: float
+    per_byte_s: float
+
+    def seconds(self, tensors: int, size_bytes: float) -> float:
+        """Seconds for so many tensors of `size_bytes` bytes together."""
+        return self.per_tensor_s * tensors + self.per_byte_s * size_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class TaskCosts:
     """What a rank's step takes besides its operators."""
 
@@ -120,10 +132,10 @@ class TaskCosts:
     """Of one stage's forward of one micro-batch: finding the arguments, handing over the results."""
     backward_s: float
     """Of its backward: starting autograd, handing back the gradients."""
-    accumulate: tuple[float, Affine]
-    """Adding a micro-batch's gradients to those before: seconds a tensor, and by bytes of gradients."""
-    updates: tuple[tuple[str, float, Affine], ...]
-    """An optimizer's update: its name, seconds a tensor, and seconds by bytes of parameters."""
+    accumulate: TensorCosts
+    """Adding a micro-batch's gradients to those before, by bytes of gradients."""
+    updates: tuple[TensorCosts, ...]
+    """An optimizer's update, by bytes of parameters: without states, with one (momentum), with two (AdamW)."""
 
 
 @dataclass(frozen=True, slots=True)

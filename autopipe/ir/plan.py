@@ -10,6 +10,16 @@ from autopipe.ir.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
+class CostCoverage:
+    """For how many nodes a plan went by measured costs."""
+
+    measured: int
+    """Nodes whose own operation was measured."""
+    judged: int
+    """Nodes that take what the roofline says, times how much longer than that the measured ones took."""
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """The figures of a plan that users compare; the keys of `summary` in `plan.json`."""
 
@@ -39,6 +49,8 @@ class Summary:
     executed."""
     splits: SplitProof | None = None
     """What is proven of the splits, where they were searched."""
+    costs: CostCoverage | None = None
+    """How far measured costs went, where the plan was made with some."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from autopipe.ir.cluster import Cluster
+from autopipe.ir.costs import Costs
 from autopipe.ir.graph import Graph
 
 
@@ -14,6 +15,21 @@ class Mode(enum.Enum):
 
     TRAIN = "train"
     INFER = "infer"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one node takes on one kind of device: as measured, or as the roofline says but for a factor."""
+
+    device: str
+    """Name of the device in the cluster."""
+    known: bool
+    """Whether the node's own operation was measured."""
+    points: tuple[tuple[float, float, float], ...] = ()
+    """The part of the node that a device does, its seconds of forward and of backward; ascending. () where the
+    roofline's count."""
+    scale: tuple[float, float] = (1.0, 1.0)
+    """What the roofline's seconds of forward and backward are multiplied by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +48,8 @@ class Work:
     backward_bytes: float
     kept_bytes: int
     """Bytes of values that this node makes backward keep, counted at the first node that does."""
+    measured: tuple[Measured, ...] = ()
+    """What it takes on each kind of device, where measured costs are planned with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +117,8 @@ class Problem:
     micro_batch_sizes: tuple[int, ...] = ()
     """Sizes that a strategy may choose its stages' micro-batches from: divisors of the graph's samples, ascending. ()
     where the size is given; stages then have the graph's."""
+    costs: Costs | None = None
+    """What was measured, where plans are not made with the roofline alone."""
 
     @property
     def micro_batch_size(self) -> int:

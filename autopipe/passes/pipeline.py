@@ -15,6 +15,7 @@ from autopipe.ir.serial.plan_file import plan_digest
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.batching import Batching, Division
+from autopipe.passes.cost.measured import coverage
 from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.uses import uses_of
 from autopipe.passes.frontend import Model
@@ -201,6 +202,7 @@ def _summary(
         gap=gap,
         communication_bytes=_communication_bytes(problem, placement),
         splits=placement.proof,
+        costs=coverage(problem),
     )
 
 

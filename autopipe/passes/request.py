@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from autopipe.ir.cluster import Cluster
+from autopipe.ir.costs import Costs
 from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
 from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem
 from autopipe.passes.annotations.constraints import annotated_constraints
 from autopipe.passes.base import Scheduler, Strategy
 from autopipe.passes.batching import Batching, batchings
-from autopipe.passes.cost.work import annotate
+from autopipe.passes.cost.measured import costed_work
 from autopipe.passes.frontend import CrossEntropy, Model, read_model
 from autopipe.passes.runner import Runner
 
@@ -42,6 +43,8 @@ class Request:
     constraints: tuple[Constraint, ...] = ()
     time_limit: float | None = None
     seed: int = 0
+    costs: Costs | None = None
+    """What was measured on the cluster's devices; their figures alone count where None."""
 
 
 def first_problem(request: Request, runner: Runner) -> tuple[Model, Problem]:
@@ -123,7 +126,7 @@ def costed(request: Request, model: Model, batching: Batching) -> Problem:
         )
     return Problem(
         graph=model.graph,
-        work=annotate(model.graph, request.precision),
+        work=costed_work(model.graph, request.precision, request.cluster, request.costs),
         cluster=request.cluster,
         batch_size=batching.batch_size,
         micro_batches=batching.micro_batches,
@@ -137,4 +140,5 @@ def costed(request: Request, model: Model, batching: Batching) -> Problem:
         time_limit=request.time_limit,
         seed=request.seed,
         micro_batch_sizes=batching.sizes,
+        costs=request.costs,
     )

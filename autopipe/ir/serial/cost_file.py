@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 from autopipe.ir.costs import (
@@ -15,6 +16,7 @@ from autopipe.ir.costs import (
     Operation,
     OperationCost,
     TaskCosts,
+    TensorCosts,
     Timing,
 )
 from autopipe.ir.dtype import DType
@@ -24,6 +26,7 @@ from autopipe.ir.serial.record import Record, read_record
 FORMAT = "autopipe.costs/1"
 _TYPE = re.compile(rf"(?:(?:{'|'.join(each.value for each in DType)})\[(?:\d{{1,15}}(?:,\d{{1,15}})*)?\])?")
 _MOST_RANKS = 2**20
+_STATES = 3
 
 
 def costs_text(costs: Costs) -> str:
@@ -146,26 +149,28 @@ def _timing_of(record: Record) -> Timing:
 
 
 def _tasks_form(tasks: TaskCosts) -> dict[str, object]:
-    each, line = tasks.accumulate
     return {
         "forward_s": tasks.forward_s,
         "backward_s": tasks.backward_s,
-        "accumulate": {"per_tensor_s": each} | _affine_form(line),
-        "updates": {name: {"per_tensor_s": each} | _affine_form(line) for name, each, line in tasks.updates},
+        "accumulate": asdict(tasks.accumulate),
+        "updates": [asdict(each) for each in tasks.updates],
     }
 
 
 def _tasks_of(record: Record) -> TaskCosts:
+    updates = tuple(map(_tensors_of, record.at("updates").items()))
+    if len(updates) != _STATES:
+        record.at("updates").refuse(f"{_STATES} entries: an optimizer without states, with one, with two")
     return TaskCosts(
         forward_s=_at_least_zero(record.at("forward_s")),
         backward_s=_at_least_zero(record.at("backward_s")),
-        accumulate=_by_tensor(record.at("accumulate")),
-        updates=tuple((name, *_by_tensor(each)) for name, each in record.at("updates").members()),
+        accumulate=_tensors_of(record.at("accumulate")),
+        updates=updates,
     )
 
 
-def _by_tensor(record: Record) -> tuple[float, Affine]:
-    return _at_least_zero(record.at("per_tensor_s")), _affine_of(record)
+def _tensors_of(record: Record) -> TensorCosts:
+    return TensorCosts(_at_least_zero(record.at("per_tensor_s")), _at_least_zero(record.at("per_byte_s")))
 
 
 def _exchange_form(cost: ExchangeCost) -> dict[str, object]:

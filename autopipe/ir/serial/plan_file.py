@@ -10,7 +10,7 @@ from pathlib import Path
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, SplitProof
-from autopipe.ir.plan import Plan, Summary
+from autopipe.ir.plan import CostCoverage, Plan, Summary
 from autopipe.ir.prediction import Prediction
 from autopipe.ir.problem import Mode
 from autopipe.ir.schedule import Schedule
@@ -112,12 +112,14 @@ def summary_form(summary: Summary) -> dict[str, object]:
     """A summary as a dict with its fields' names."""
     form = {field.name: getattr(summary, field.name) for field in dataclasses.fields(summary)}
     moved = summary.communication_bytes
+    costs = form.pop("costs")
     return {
         **form,
         "peak_memory_bytes": list(summary.peak_memory_bytes),
         "search_time_s": dict(summary.search_time_s),
         "communication_bytes": None if moved is None else dict(moved),
         "splits": None if summary.splits is None else dataclasses.asdict(summary.splits),
+        **({} if costs is None else {"costs": dataclasses.asdict(costs)}),
     }
 
 
@@ -141,7 +143,12 @@ def _summary_of(record: Record) -> Summary:
         gap=None if gap.value is None else gap.number(),
         communication_bytes=None if moved.value is None else tuple((kind, moved.at(kind).integer(0)) for kind in KINDS),
         splits=_split_proof_of(record.at("splits")),
+        costs=_coverage_of(record.at("costs")) if record.has("costs") else None,
     )
+
+
+def _coverage_of(record: Record) -> CostCoverage:
+    return CostCoverage(record.at("measured").integer(), record.at("judged").integer())
 
 
 def _split_proof_of(record: Record) -> SplitProof | None:

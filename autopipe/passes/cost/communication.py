@@ -72,7 +72,7 @@ def all_reduce(cluster: Cluster, group: Sequence[int], beside: Sequence[int] = (
         halves = _gather(size, link)
         return [half + half + rest for half in halves for rest in up_and_down(outer)]
 
-    return _cost(cluster, group, _all_reduce, up_and_down, beside)
+    return _cost(cluster, "all_reduce", group, _all_reduce, up_and_down, beside)
 
 
 def all_gather(cluster: Cluster, group: Sequence[int], beside: Sequence[int] = ()) -> Cost:
@@ -84,12 +84,12 @@ def all_gather(cluster: Cluster, group: Sequence[int], beside: Sequence[int] = (
             return _gather(size, link)
         return [inner + rest for inner in _gather(size, link) for rest in outwards(outer)]
 
-    return _cost(cluster, group, _gather, outwards, beside)
+    return _cost(cluster, "all_gather", group, _gather, outwards, beside)
 
 
 def reduce_scatter(cluster: Cluster, group: Sequence[int], beside: Sequence[int] = ()) -> Cost:
     """Sum of one tensor of `bytes` a device, left in shards: an all-gather run backwards."""
-    return all_gather(cluster, group, beside)
+    return _measured(cluster, "reduce_scatter", group) or all_gather(cluster, group, beside)
 
 
 def broadcast(cluster: Cluster, group: Sequence[int]) -> Cost:
@@ -101,7 +101,7 @@ def broadcast(cluster: Cluster, group: Sequence[int]) -> Cost:
             return _broadcast(size, link)
         return [inner + rest for inner in _broadcast(size, link) for rest in inwards(outer)]
 
-    return _cost(cluster, group, _broadcast, inwards)
+    return _cost(cluster, "broadcast", group, _broadcast, inwards)
 
 
 def all_to_all(cluster: Cluster, group: Sequence[int]) -> Cost:
@@ -117,11 +117,21 @@ def all_to_all(cluster: Cluster, group: Sequence[int]) -> Cost:
             inside *= size
         return [found]
 
-    return _cost(cluster, group, _exchange, by_level)
+    return _cost(cluster, "all_to_all", group, _exchange, by_level)
+
+
+def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Cost | None:
+    """What was measured of a collective of so many ranks in one node."""
+    if not cluster.collectives or len({cluster.node(device) for device in group}) > 1:
+        return None
+    ranks = len(set(group))
+    fits = (each.fit for each in cluster.collectives if each.kind == kind and each.ranks == ranks)
+    return next((Cost((fit,)) for fit in fits), None)
 
 
 def _cost(
     cluster: Cluster,
+    kind: str,
     group: Sequence[int],
     flat: _Flat,
     by_level: Callable[[list[tuple[int, Link]]], list[Affine]],
@@ -130,6 +140,9 @@ def _cost(
     members = tuple(sorted(set(group)))
     if len(members) < 2:
         return FREE
+    measured = _measured(cluster, kind, members)
+    if measured is not None:
+        return measured
     links = tuple(_links(cluster, members, beside))
     crossed = {_level(cluster, first, second) for first, second in itertools.pairwise(members)}
     slowest = min((links[level] for level in crossed), key=lambda link: (_rate(link), -link.latency_s))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from autopipe.ir.problem import Problem
 from autopipe.ir.rebatch import rebatched
-from autopipe.passes.cost.work import annotate
+from autopipe.passes.cost.measured import costed_work
 
 
 def resized(problem: Problem, size: int) -> Problem:
@@ -21,7 +21,7 @@ def resized(problem: Problem, size: int) -> Problem:
     return replace(
         problem,
         graph=graph,
-        work=annotate(graph, problem.precision),
+        work=costed_work(graph, problem.precision, problem.cluster, problem.costs),
         micro_batches=problem.batch_size // size,
         micro_batch_sizes=tuple(each for each in problem.micro_batch_sizes if size % each == 0),
     )

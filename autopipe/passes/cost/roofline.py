@@ -24,8 +24,32 @@ def node_seconds(
     """Seconds of forward and of backward of each node on `device`, which does `shares` of it (1 / degree).
 
     Products use the peak of `precision`, other operators that of fp32. Views take no time, and no backward of a node
-    without gradients does. Raises ConfigurationError where the device states no figure for an operator class.
+    without gradients does. What was measured on the device counts in place of that (`Work.measured`). Raises
+    ConfigurationError where the device states no figure for an operator class.
     """
+    forward, backward = _roofline(work, device, precision, shares)
+    if any(each.measured for each in work):
+        _measure(work, device.name, np.broadcast_to(shares, len(work)), forward, backward)
+    return forward, backward
+
+
+def _measure(work: Sequence[Work], device: str, shares: np.ndarray, forward: Seconds, backward: Seconds) -> None:
+    """Put what was measured in place of the roofline's seconds; between measured shares time is linear."""
+    for index, each in enumerate(work):
+        for found in each.measured:
+            if found.device == device and found.points:
+                at, ahead, back = zip(*found.points, strict=True)
+                forward[index] = np.interp(shares[index], at, ahead)
+                backward[index] = np.interp(shares[index], at, back)
+            elif found.device == device:
+                forward[index] *= found.scale[0]
+                backward[index] *= found.scale[1]
+
+
+def _roofline(
+    work: Sequence[Work], device: Device, precision: str, shares: float | np.ndarray
+) -> tuple[Seconds, Seconds]:
+    """What the device's figures say."""
     rates = {kind: _rates(device, precision, kind) for kind in {each.kind for each in work}}
     figures = np.array(
         [
@@ -42,15 +66,19 @@ def node_seconds(
     return forward, backward
 
 
-def accumulate_seconds(device: Device, gradient_bytes: float) -> float:
+def accumulate_seconds(device: Device, gradient_bytes: float, tensors: int = 1) -> float:
     """Seconds of adding a micro-batch's gradients to those before: two operands read, their sum written."""
+    if device.tasks is not None:
+        return device.tasks.accumulate.seconds(tensors, gradient_bytes)
     return 3 * gradient_bytes / (device.bandwidth_bytes_per_s * device.fraction("elementwise"))
 
 
-def update_seconds(device: Device, parameter_bytes: float, states: int) -> float:
+def update_seconds(device: Device, parameter_bytes: float, states: int, tensors: int = 1) -> float:
     """Seconds of an optimizer's update: parameter and states read and written, gradient read, in one fused launch."""
     if not parameter_bytes:
         return 0.0
+    if device.tasks is not None:
+        return device.tasks.updates[states].seconds(tensors, parameter_bytes)
     moved = parameter_bytes * (3 + 2 * states)
     bandwidth = device.bandwidth_bytes_per_s * device.fraction("elementwise")
     return moved / bandwidth + device.launch_latency_s
