@@ -21,7 +21,7 @@ from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.ir.stage_graph import StageGraph, pipelines_of
+from autopipe.ir.stage_graph import StageGraph, pipelines_of, turns_of
 from autopipe.passes.lower import lower
 from autopipe.passes.schedule.named.gpipe import order_gpipe
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
@@ -61,7 +61,9 @@ def schedule_of(
 def stage_graph(graph: Graph, placement: Placement) -> StageGraph:
     """The stage graph of a placement on as many devices as it uses."""
     groups = tuple(stage.devices for stage in placement.stages)
-    return StageGraph(placement.devices, groups, stage_edges(graph, placement), pipelines_of(placement))
+    samples = next(graph.type_of(name).shape[axis] for name, axis in graph.batch_axes)
+    turns = turns_of(placement, samples)
+    return StageGraph(placement.devices, groups, stage_edges(graph, placement), pipelines_of(placement), turns)
 
 
 def forwards_first(graph: Graph, placement: Placement, micro_batches: int) -> Schedule:
