@@ -62,7 +62,8 @@ def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
     wanted = (problem.loss,) if problem.train and problem.loss is not None else graph.outputs
     plans = assign_nodes(graph, placement, wanted)
     problems = problems_of_stages(problem, placement)
-    assigners = {own.micro_batch_size: _assigner(own.graph) for own in problems}
+    by_size = {own.micro_batch_size: own.graph for own in problems}
+    assigners = {size: _assigner(own) for size, own in by_size.items()}
     assigned = [
         tuple(assigners[own.micro_batch_size](index, splits, len(stage.devices)) for index, splits in plan.nodes)
         for stage, own, plan in zip(placement.stages, problems, plans, strict=True)
