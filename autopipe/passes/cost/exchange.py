@@ -7,17 +7,19 @@ all-reduce, reduce-scatter for all-gather and the reverse, nothing for a cut; an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import merged, mesh_of
+from autopipe.ir.layout import MeshAxes, merged, mesh_of
 from autopipe.ir.ops import signature_of
+from autopipe.ir.ops.row import Signature
 from autopipe.ir.ops.statistics import joint_splits
 from autopipe.ir.placement import Split
-from autopipe.passes.cost.assignment import Assigned, StageWork, laid_as
+from autopipe.passes.cost.assignment import StageWork, laid_as
 from autopipe.passes.cost.relayout import reduction_cost, relayout_seconds
+from autopipe.passes.cost.uses import Use
 from autopipe.passes.lower.exchanges import Exchange, taken_layouts, with_exchanges
 
 
@@ -43,7 +45,10 @@ def exchange_seconds(graph: Graph, cluster: Cluster, work: StageWork, gradient: 
         seconds = relayout_seconds(cluster, devices, exchange.step, width)
         total += Exchanged(seconds, seconds * (exchange.value in gradient))
     for each in work.nodes:
-        total += statistics_seconds(graph, cluster, devices, each)
+        if joint_splits(each.use.space, each.sharing.degrees):
+            total += statistics_seconds(
+                cluster, devices, each.use, signature_of(graph, each.node), each.sharing.degrees
+            )
     return total
 
 
@@ -55,15 +60,15 @@ def exchanges_of(graph: Graph, work: StageWork) -> Iterable[Exchange]:
     return (step for step in steps if isinstance(step, Exchange))
 
 
-def statistics_seconds(graph: Graph, cluster: Cluster, devices: tuple[int, ...], each: Assigned) -> Exchanged:
-    """What a node split along a joint axis tells the group."""
-    total = Exchanged()
-    space, degrees = each.use.space, each.sharing.degrees
-    if not joint_splits(space, degrees):
-        return total
-    mesh = mesh_of([Split(*item) for item in degrees.items()], len(devices))
-    for told in each.use.row.statistics(signature_of(graph, each.node), space, degrees):
-        over = merged(place for axis, place in zip(degrees, mesh, strict=True) if axis in told.axes)
+def statistics_seconds(
+    cluster: Cluster, devices: tuple[int, ...], use: Use, signature: Signature, degrees: Mapping[str, int]
+) -> Exchanged:
+    """What a node that is split by `degrees`, along joint axes among others, tells the group."""
+    forward = backward = 0.0
+    mesh: MeshAxes = ()
+    for told in use.row.statistics(signature, use.space, degrees):
+        mesh = mesh or mesh_of([Split(*item) for item in degrees.items()], len(devices))
+        over = merged([place for axis, place in zip(degrees, mesh, strict=True) if axis in told.axes])
         seconds = told.times * reduction_cost(cluster, devices, told.kind, over).seconds(told.bytes)
-        total += Exchanged(0.0, seconds) if told.backward else Exchanged(seconds, 0.0)
-    return total
+        forward, backward = (forward, backward + seconds) if told.backward else (forward + seconds, backward)
+    return Exchanged(forward, backward)

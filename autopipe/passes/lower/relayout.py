@@ -69,14 +69,14 @@ def scattered(
     for dimension, (now, wanted) in enumerate(zip(cuts, target, strict=True)):
         inside = scattered_along(now, wanted, shares)
         if inside:
-            shares = _without(shares, inside)
+            shares = without(shares, inside)
             yield inside, dimension, shares
 
 
 @lru_cache(maxsize=1 << 16)
 def scattered_along(now: MeshAxes, wanted: MeshAxes, shares: MeshAxes) -> MeshAxes:
     """The axes that cut a dimension in `wanted` inside of `now`, if the value is shared out over exactly these."""
-    if now == wanted or not wanted or not shares:
+    if now == wanted or not shares or not is_cut_further(now, wanted):
         return ()
     atoms = _chain([*now, *wanted, *shares])
     if atoms is None:
@@ -89,8 +89,18 @@ def scattered_along(now: MeshAxes, wanted: MeshAxes, shares: MeshAxes) -> MeshAx
     return merged(inside)
 
 
+def is_cut_further(now: MeshAxes, wanted: MeshAxes) -> bool:
+    """Whether `wanted` cuts a dimension along the axes of `now`, outer to inner, and maybe others inside of these."""
+    if not now:
+        return True
+    if len(now) > len(wanted) or now[:-1] != wanted[: len(now) - 1]:
+        return False
+    inner, other = now[-1], wanted[len(now) - 1]
+    return inner.stride * inner.degree == other.stride * other.degree and inner.stride % other.stride == 0
+
+
 @lru_cache(maxsize=1 << 16)
-def _without(axes: MeshAxes, taken: MeshAxes) -> MeshAxes:
+def without(axes: MeshAxes, taken: MeshAxes) -> MeshAxes:
     """`axes` but for those in `taken`."""
     atoms = _chain([*axes, *taken])
     assert atoms is not None, (axes, taken)

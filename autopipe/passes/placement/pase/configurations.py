@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from autopipe.ir.layout import are_blocks
 from autopipe.ir.placement import Split
@@ -21,7 +21,9 @@ def configurations(space: Space, group: int, outermost: str | None = None) -> tu
     """
     axes = sorted(space.axes, key=lambda axis: axis.name != outermost)
     splittable = [axis for axis in axes if axis.kind is not AxisKind.WHOLE and axis.extent > 1]
-    found = (splits for splits in _shared_out(splittable, group) if are_blocks(space, splits))
+    found: Iterable[Splits] = _shared_out(splittable, group)
+    if any(len(dimension) > 1 for tensor in (*space.operands, *space.results) for dimension in tensor or ()):
+        found = (splits for splits in found if are_blocks(space, splits))
     return tuple(sorted(found, key=len))
 
 

@@ -128,8 +128,7 @@ def kind_costs(kind: Kind, computing: Computing, parameters: Parameters, changes
         if _is_reduced_alone(ground, name):
             left = kind.leaves(position)
             size = ground.graph.type_of(name).bytes
-            added = [changes.to_all([layout], [layout.reduced()], size)[0, 0] for layout in left.layouts]
-            seconds = seconds + np.array(added)[left.of] * times_run(ground, name)
+            seconds = seconds + changes.to_copies(left.layouts, size)[left.of] * times_run(ground, name)
     seconds = seconds * problem.micro_batches
     gradients = np.zeros_like(seconds)
     memory = np.zeros(len(seconds), dtype=np.int64)
@@ -162,7 +161,7 @@ def passing_bytes(kind: Kind) -> NDArray[np.int64]:
     }
     written = {name: kind.leaves(place) for place, name in enumerate(node.outputs) if name}
     for name, form in (*read.items(), *written.items()):
-        sizes = [math.prod(layout.local_shape()) * ground.widths[name] for layout in form.layouts]
+        sizes = [layout.local_elements * ground.widths[name] for layout in form.layouts]
         found += np.array(sizes, dtype=np.int64)[form.of]
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,13 +45,14 @@ class Places:
 class Pair:
     """One dimension of `extent` cells: how sources cut it, and how targets do."""
 
+    dimension: int
     held: Places
     wanted: Places
     extent: int
 
     def by_neighbours(self, size: int) -> Pair:
         """The same with each `size` neighbouring devices counted as one (`ir/volume.py`)."""
-        return Pair(self.held.by_neighbours(size), self.wanted.by_neighbours(size), self.extent)
+        return replace(self, held=self.held.by_neighbours(size), wanted=self.wanted.by_neighbours(size))
 
     def spread(self, table: NDArray[Any]) -> NDArray[Any]:
         """A table of ways, [of sources, of targets], as one of layouts."""
@@ -62,7 +63,8 @@ class Pair:
 def pairs_by_dimension(sources: Sequence[Layout], targets: Sequence[Layout]) -> list[Pair]:
     """Those dimensions that some layout cuts."""
     found = (
-        Pair(_places(sources, place), _places(targets, place), extent) for place, extent in enumerate(targets[0].shape)
+        Pair(place, _places(sources, place), _places(targets, place), extent)
+        for place, extent in enumerate(targets[0].shape)
     )
     return [pair for pair in found if pair.held.axes != [()] or pair.wanted.axes != [()]]
 

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.layout import Layout, MeshAxes, degree_of
+from autopipe.ir.layout import Layout, MeshAxes
 from autopipe.passes.cost.relayout import link_levels
-from autopipe.passes.lower.relayout import is_chain, steps_between
+from autopipe.passes.lower.relayout import is_chain, is_cut_further
 from autopipe.passes.placement.pase.lack import Pair, lack_of, pairs_by_dimension
 
 Floats = NDArray[np.float64]
@@ -68,25 +68,15 @@ def _gathers_apart(pairs: Sequence[Pair], shape: tuple[int, int], group: int) ->
     leaving = np.zeros(shape, dtype=np.int64)
     wanted_marks = np.zeros(shape[1], dtype=np.int64)
     for pair in pairs:
-        ways = np.array([[_one_way(have, want) for want in pair.wanted.axes] for have in pair.held.axes])
+        cut = np.array([[is_cut_further(have, want) for want in pair.wanted.axes] for have in pair.held.axes])
+        gathered = np.array([[is_cut_further(want, have) for want in pair.wanted.axes] for have in pair.held.axes])
         has, wants = (np.array([_marks(axes, divisors) for axes in each.axes]) for each in (pair.held, pair.wanted))
-        left = np.where(ways == "all_gather", has[:, None] & ~wants[None], 0)
-        apart &= pair.spread(ways != "")
+        left = np.where(gathered, has[:, None] & ~wants[None], 0)
+        apart &= pair.spread(cut | gathered)
         leaving |= pair.spread(left)
         wanted_marks |= wants[pair.wanted.of]
     found: _Truths = np.logical_and(apart, leaving & wanted_marks == 0)
     return found
-
-
-@lru_cache(maxsize=1 << 16)
-def _one_way(have: MeshAxes, want: MeshAxes) -> str:
-    """The one kind of step that brings a dimension from `have` to `want`: slice or all_gather; "" if it is another."""
-    if have == want:
-        return "slice"
-    extent = degree_of(have) * degree_of(want)
-    (step, *_) = steps_between(Layout((extent,), (have,)), Layout((extent,), (want,)))
-    # A slice may come before a gather, but then the dimension is redistributed.
-    return step.kind if step.kind in ("slice", "all_gather") and step.result.cuts == (want,) else ""
 
 
 @lru_cache(maxsize=1 << 16)

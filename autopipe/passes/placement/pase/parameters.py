@@ -41,7 +41,9 @@ class Parameters:
 
         Gradients go at the bandwidth of their group: many parameters share one exchange, and its latency is no one's.
         """
-        states = [state_of(self.problem, ((name, layout.parts),)) for layout in layouts]
+        parts = [layout.parts for layout in layouts]
+        by_parts = {count: state_of(self.problem, ((name, count),)) for count in set(parts)}
+        states = [by_parts[count] for count in parts]
         gradients = np.array([state.gradient_bytes for state in states], dtype=float)
         return Holding(
             gradient_s=gradients * np.array([self._rate(layout) for layout in layouts]),

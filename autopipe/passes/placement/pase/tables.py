@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.problem import Problem
+from autopipe.passes.placement.pase.adding import Collectives
 from autopipe.passes.placement.pase.configurations import Splits
 from autopipe.passes.placement.pase.ground import NO_TERMS, Ground, Terms, ground_of
 from autopipe.passes.placement.pase.hubs import Hub, parameter_hub, value_hub
@@ -76,7 +77,8 @@ def make_tables(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...]
     """
     ground = ground_of(problem, nodes, devices, terms)
     kinds = kinds_of(ground)
-    changes, parameters = Changes(Moves(problem.cluster, devices)), Parameters(problem, devices)
+    changes = Changes(Moves(problem.cluster, devices), Collectives(problem.cluster, devices))
+    parameters = Parameters(problem, devices)
     builder = _Builder(ground, dict(zip(ground.nodes, kinds, strict=True)), changes, parameters)
     builder.add_nodes()
     for name in ground.readers:

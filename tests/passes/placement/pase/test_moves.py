@@ -12,6 +12,7 @@ from autopipe.ir.layout import Layout, MeshAxis, Window, merged, mesh_of, replic
 from autopipe.ir.placement import Split
 from autopipe.passes.cost.relayout import moving_seconds, relayout_seconds
 from autopipe.passes.lower.relayout import reductions, steps_between
+from autopipe.passes.placement.pase.adding import Collectives
 from autopipe.passes.placement.pase.moves import Moves
 from autopipe.passes.placement.pase.reducing import Changes
 from tests.passes.cost.graphs import cluster
@@ -54,7 +55,8 @@ def test_a_table_has_what_each_change_costs(data: st.DataObject) -> None:
     shape = (devices.size * 4, devices.size * 2)
     sources = data.draw(st.lists(layouts(devices.size, shape, True), min_size=1, max_size=6, unique=True))
     targets = data.draw(st.lists(layouts(devices.size, shape, False), min_size=1, max_size=6, unique=True))
-    changes = Changes(Moves(devices, tuple(range(devices.size))))
+    everyone = tuple(range(devices.size))
+    changes = Changes(Moves(devices, everyone), Collectives(devices, everyone))
     found = changes.to_reader(sources, targets, 4 * shape[0] * shape[1])
     wanted = [[seconds_by_steps(devices, source, target) for target in targets] for source in sources]
     np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-15)
