@@ -61,8 +61,10 @@ def _check_optimizer(optimizer: Optimizer, document: Entry) -> None:
 def _check_constraint(constraint: Constraint, gpus: int | None, index: int, where: str) -> None:
     path = f"constraints[{index}]"
     _check_pattern(constraint.match, f"{path}.match", where)
-    if constraint.stage is None and constraint.devices is None and constraint.split is None:
-        raise ConfigurationError(f"{path} decides nothing", hint="give it stage, devices or split", where=where)
+    decided = constraint.stage, constraint.devices, constraint.split, constraint.micro_batch_size
+    if all(each is None for each in decided):
+        hint = "give it stage, devices, split or micro_batch_size"
+        raise ConfigurationError(f"{path} decides nothing", hint=hint, where=where)
     if not isinstance(constraint.devices, tuple):
         return
     if not constraint.devices or len(set(constraint.devices)) < len(constraint.devices):

@@ -122,10 +122,16 @@ class Constraint:
     """Which of several pipelines this is for. Each holds the whole model in stages of its own, numbered from 0, and
     they take micro-batches in turn."""
 
+    micro_batch_size: Count | None = None
+    """Samples of a micro-batch of the nodes' stage, a divisor of those of the step's micro-batches. Strategy `manual`
+    follows it."""
+
     def for_problem(self) -> problem.Constraint:
         """The same as the passes know it, where no devices stand for all of them."""
         devices = () if self.devices == "all" else self.devices
-        return problem.Constraint(self.match, self.stage, devices, self.split, self.pipeline)
+        return problem.Constraint(
+            self.match, self.stage, devices, self.split, self.pipeline, micro_batch_size=self.micro_batch_size
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class Constraint:
     them open; devices () are all of them. `split` is degrees by axis of the iteration space, outer to inner over the
     stage's devices; under () every device computes the nodes whole. `pipeline` says which of several pipelines the
     wish is for: see `Placement`. Where `nodes` is given, the wish is for the nodes of these names and no others, and
-    `match` says in words where it comes from.
+    `match` says in words where it comes from. `micro_batch_size` is the samples of a micro-batch of the nodes' stage.
     """
 
     match: str
@@ -89,6 +89,7 @@ class Constraint:
     split: tuple[tuple[str, int], ...] | None = None
     pipeline: int = 0
     nodes: tuple[str, ...] | None = None
+    micro_batch_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

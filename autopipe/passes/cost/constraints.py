@@ -30,11 +30,12 @@ class Wish:
         return f"the constraint on {self.constraint.match!r}"
 
 
-def wishes_of(problem: Problem, pipelines: int = 1) -> tuple[Wish, ...]:
+def wishes_of(problem: Problem, pipelines: int = 1, own_sizes: bool = False) -> tuple[Wish, ...]:
     """The problem's constraints in order, for a strategy that makes so many pipelines.
 
-    Raises ConfigurationError for one that matches no node, with the nearest name, for devices or pipelines that do not
-    exist, and for two that ask different things of one node.
+    `own_sizes` says that its stages may have micro-batches of different sizes. Raises ConfigurationError for one that
+    matches no node, with the nearest name, for devices or pipelines that do not exist, for micro-batches that there
+    cannot be, and for two that ask different things of one node.
     """
     positions = {node.name: index for index, node in enumerate(problem.graph.nodes)}
     wishes = tuple(_wish(problem, constraint, positions) for constraint in problem.constraints)
@@ -46,7 +47,26 @@ def wishes_of(problem: Problem, pipelines: int = 1) -> tuple[Wish, ...]:
             f"{foreign} is for pipeline {foreign.constraint.pipeline}, but this strategy makes {pipelines}",
             hint="strategy manual makes as many as constraints ask for",
         )
+    for wish in wishes:
+        _check_size(problem, wish, own_sizes)
     return wishes
+
+
+def _check_size(problem: Problem, wish: Wish, own_sizes: bool) -> None:
+    size, largest = wish.constraint.micro_batch_size, problem.micro_batch_size
+    if size is None or size == largest:
+        return
+    if not own_sizes:
+        raise ConfigurationError(
+            f"{wish} asks for micro-batches of {size} samples, but with this strategy all stages have those of "
+            f"{largest} samples",
+            hint="strategy manual makes stages with micro-batches of their own",
+        )
+    if largest % size:
+        raise ConfigurationError(
+            f"{wish} asks for micro-batches of {size} samples, which do not divide the step's of {largest}",
+            hint="set micro_batch_size to a multiple of all that constraints ask for",
+        )
 
 
 def _check_agreement(problem: Problem, wishes: list[Wish]) -> None:
@@ -69,6 +89,7 @@ _ASKED: dict[str, Callable[[Wish], object]] = {
     "stages": lambda wish: wish.constraint.stage,
     "devices": lambda wish: wish.devices,
     "splits": lambda wish: wish.constraint.split,
+    "micro-batch sizes": lambda wish: wish.constraint.micro_batch_size,
 }
 
 

@@ -11,6 +11,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
 from autopipe.ir.problem import Problem
+from autopipe.ir.rebatch import rebatched
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.constraints import Wish, wishes_of
 from autopipe.passes.cost.fit import fitted
@@ -26,7 +27,8 @@ class Manual:
     inputs starts in stage 0, and one that reads parameters alone joins the first stage that reads it. Where no stage
     is given devices, stages share the devices equally, in order. A stage on several devices shares out its samples,
     where they divide, unless a constraint splits a node otherwise: along several axes, if it names several, outer to
-    inner over the stage's devices, and alike on the devices that the degrees leave over.
+    inner over the stage's devices, and alike on the devices that the degrees leave over. A stage has micro-batches of
+    as many samples as a constraint on any of its nodes asks for, others those of the step.
 
     Constraints may be for several pipelines, which take micro-batches in turn: each is placed as if it were alone.
     """
@@ -58,7 +60,7 @@ class Manual:
                 f"constraints are for pipeline {max(asked)}, but none is for pipeline {missing}",
                 hint="number pipelines from 0",
             )
-        wishes = wishes_of(problem, len(asked))
+        wishes = wishes_of(problem, len(asked), own_sizes=True)
         stages: list[Stage] = []
         for pipeline in sorted(asked):
             own = tuple(wish for wish in wishes if wish.constraint.pipeline == pipeline)
@@ -75,15 +77,19 @@ def _pipeline(problem: Problem, wishes: tuple[Wish, ...]) -> Iterator[Stage]:
     if empty is not None:
         raise ConfigurationError(f"the constraints leave stage {empty} of {count} without nodes")
     devices = _devices(problem, wishes, stage_of, count)
-    samples = sample_axes(problem.graph)
-    splits = wished_splits(wishes, samples)
+    sizes = _sizes(problem, wishes, stage_of, count)
+    whole = sample_axes(problem.graph)
+    smaller = {size: sample_axes(rebatched(problem.graph, size)) for size in {*sizes} - {problem.micro_batch_size}}
+    samples = {problem.micro_batch_size: whole, **smaller}
+    splits = wished_splits(wishes, whole)
     _check_degrees(problem.graph, splits, stage_of, devices)
-    for nodes, group in zip(members, devices, strict=True):
+    for nodes, group, size in zip(members, devices, sizes, strict=True):
+        _check_extents(samples[size], nodes, splits, size)
         yield Stage(
             nodes=nodes,
             devices=group,
-            micro_batch_size=problem.micro_batch_size,
-            splits=_splits(samples, nodes, len(group), splits),
+            micro_batch_size=size,
+            splits=_splits(samples[size], nodes, len(group), splits),
             recompute=problem.train and problem.recompute == "full",
         )
 
@@ -150,6 +156,35 @@ def _devices(problem: Problem, wishes: tuple[Wish, ...], stage_of: list[int], co
             hint="give devices to every stage or to none",
         )
     return [asked[stage].devices or () for stage in range(count)]
+
+
+def _sizes(problem: Problem, wishes: tuple[Wish, ...], stage_of: list[int], count: int) -> list[int]:
+    """Samples of a micro-batch of each stage: those of its nodes' constraints, else of the step's."""
+    asked: dict[int, Wish] = {}
+    for wish in wishes:
+        size = wish.constraint.micro_batch_size
+        for stage in dict.fromkeys(stage_of[node] for node in wish.nodes) if size is not None else ():
+            other = asked.setdefault(stage, wish)
+            if other.constraint.micro_batch_size != size:
+                raise ConfigurationError(f"{other} and {wish} ask for different micro-batches of stage {stage}")
+    found = (asked[stage].constraint.micro_batch_size if stage in asked else None for stage in range(count))
+    return [size or problem.micro_batch_size for size in found]
+
+
+def _check_extents(
+    samples: SampleAxes, nodes: tuple[int, ...], splits: dict[int, tuple[Split, ...]], size: int
+) -> None:
+    """Raise ConfigurationError for a node that cannot be split so on micro-batches of `size` samples."""
+    for node in nodes:
+        for split in splits.get(node, ()):
+            extent = samples.uses[node].space.axis(split.axis).extent
+            if extent % split.degree:
+                raise ConfigurationError(
+                    f"constraints split axis {split.axis!r} into {split.degree} parts, which on micro-batches of {size}"
+                    f" samples do not divide its extent {extent}",
+                    hint="ask for larger micro-batches, or for fewer parts",
+                    where=repr(samples.graph.nodes[node].name),
+                )
 
 
 def _check_degrees(

@@ -27,6 +27,35 @@ def test_nodes_without_a_stage_follow_what_they_read() -> None:
     assert [stage.devices for stage in answer.stages] == [(0,), (1,)]
 
 
+def test_stages_with_micro_batches_of_their_own() -> None:
+    """On two samples a stage of two devices shares them; on one, all its devices compute the same."""
+    devices = Constraint("re:.*[0-3]", devices=(0, 1)), Constraint("matmul4", stage=1, devices=(2, 3))
+    first, second = place(*devices, Constraint("relu7", micro_batch_size=2), devices=4).stages
+    assert (first.micro_batch_size, second.micro_batch_size) == (8, 2)
+    assert second.splits_of(6) == (Split("m", 2),)
+    first, second = place(*devices, Constraint("re:.*[4-7]", micro_batch_size=1), devices=4).stages
+    assert (first.micro_batch_size, second.micro_batch_size, second.splits) == (8, 1, ())
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        ((Constraint("*", micro_batch_size=3),), "micro-batches of 3 samples, which do not divide the step's of 8"),
+        (
+            (Constraint("matmul4", stage=0, micro_batch_size=2), Constraint("relu7", micro_batch_size=1)),
+            "'matmul4' and the constraint on 'relu7' ask for different micro-batches of stage 0",
+        ),
+        (
+            (Constraint("matmul4", stage=0, split=(("b", 2),), devices=(0, 1)), Constraint("*", micro_batch_size=1)),
+            "axis 'm' into 2 parts, which on micro-batches of 1 samples do not divide its extent 1",
+        ),
+    ],
+)
+def test_micro_batches_that_there_cannot_be(constraints: tuple[Constraint, ...], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        place(*constraints)
+
+
 def test_nodes_that_read_no_other_join_their_first_reader() -> None:
     builder = Builder(8, 16)
     weight = builder.node("Transpose", (builder.parameter("w", (16, 16)),), (16, 16), perm=(1, 0))
