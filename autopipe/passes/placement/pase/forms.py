@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,8 +34,8 @@ class Forms:
     """
 
     group: int
-    _axes: dict[int, tuple[tuple[Splits, ...], list[_Axes]]] = field(default_factory=dict)
-    """Configurations, held so that their place stays their own, and the axes of each."""
+    _lying: dict[int, tuple[tuple[Splits, ...], _Lying]] = field(default_factory=dict)
+    """Configurations, held so that their place stays their own, and where axes lie in them."""
     _known: dict[Hashable, Form] = field(default_factory=dict)
 
     def operand(
@@ -83,18 +83,43 @@ class Forms:
         return self._known[key]
 
     def _made(self, configurations: tuple[Splits, ...], own: set[str], make: Callable[[_Axes], Layout]) -> Form:
+        lying = self._lying_of(configurations)
+        firsts, case_of = lying.cases(own)
         found: dict[Layout, int] = {}
-        known: dict[object, int] = {}
-        places = []
-        for axes in self._axes_of(configurations):
-            key = tuple([item for item in axes.items() if item[0] in own])
-            if key not in known:
-                layout = make(axes)
-                known[key] = found.setdefault(layout, len(found))
-            places.append(known[key])
-        return Form(tuple(found), np.array(places, dtype=np.int64))
+        places = [found.setdefault(make(lying.axes[first]), len(found)) for first in firsts.tolist()]
+        return Form(tuple(found), np.array(places, dtype=np.int64)[case_of])
 
-    def _axes_of(self, configurations: tuple[Splits, ...]) -> list[_Axes]:
-        if id(configurations) not in self._axes:
-            self._axes[id(configurations)] = configurations, [axes_of(each, self.group) for each in configurations]
-        return self._axes[id(configurations)][1]
+    def _lying_of(self, configurations: tuple[Splits, ...]) -> _Lying:
+        if id(configurations) not in self._lying:
+            self._lying[id(configurations)] = configurations, _lying_in(configurations, self.group)
+        return self._lying[id(configurations)][1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Lying:
+    """Where the axes of a space lie in each of its configurations."""
+
+    axes: list[_Axes]
+    numbers: dict[str, NDArray[np.int64]]
+    """For each axis that some configuration splits, a number for where it lies, [configurations]."""
+    different: int
+    """How many numbers there are."""
+
+    def cases(self, own: set[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The first configurations of those in which the axes `own` lie alike, ascending; and of which each one is."""
+        codes = np.zeros(len(self.axes), dtype=np.int64)
+        for name in sorted(own & self.numbers.keys()):
+            codes = np.unique(codes * self.different + self.numbers[name], return_inverse=True)[1]
+        _, firsts, of = np.unique(codes, return_index=True, return_inverse=True)
+        order = np.argsort(firsts)
+        return firsts[order], np.argsort(order)[of]
+
+
+def _lying_in(configurations: Sequence[Splits], group: int) -> _Lying:
+    axes = [axes_of(each, group) for each in configurations]
+    known: dict[MeshAxis | None, int] = {None: 0}
+    numbers = {
+        name: np.array([known.setdefault(each.get(name), len(known)) for each in axes], dtype=np.int64)
+        for name in dict.fromkeys(name for each in axes for name in each)
+    }
+    return _Lying(axes, numbers, len(known))

@@ -10,18 +10,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.layout import Layout, MeshAxes, Window, degree_of, place_along
+from autopipe.ir.layout import Layout, MeshAxes, Window
 from autopipe.ir.volume import cut_by_neighbours
+from autopipe.passes.placement.pase.overlaps import Overlap, overlap_between
 
-_Floats = NDArray[np.float64]
 _Integers = NDArray[np.int64]
+
+_AT_ONCE = 2048
+"""Changes of layout whose positions are all asked at once: few enough to stay in a processor's cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lack:
     """What devices lack, [sources, targets]."""
 
-    share: _Floats
+    share: NDArray[np.float64]
     """Of the device that lacks most, as a share of the whole tensor."""
     dimensions: _Integers
     """The number of dimensions along which a device lacks something."""
@@ -86,59 +89,29 @@ def lack_of(pairs: Sequence[Pair], shape: tuple[int, int], group: int) -> Lack:
     """
     least, regular = np.ones(shape), np.ones(shape, dtype=bool)
     need, dimensions = np.ones(shape[1]), np.zeros(shape, dtype=np.int64)
-    tables = [_Overlap.of(pair, group) for pair in pairs]
-    for pair, table in zip(pairs, tables, strict=True):
-        least *= pair.spread(table.common.min(axis=2))
-        regular &= pair.spread(table.regular)
-        need *= table.need.max(axis=1)[pair.wanted.of]
-        dimensions += pair.spread(np.any(table.need > table.common, axis=2))
-    cells = math.prod(table.extent for table in tables)
+    overlaps = [_overlap_of(pair, group) for pair in pairs]
+    for pair, overlap in zip(pairs, overlaps, strict=True):
+        least *= pair.spread(overlap.least)
+        if not overlap.regular.all():
+            regular &= pair.spread(overlap.regular)
+        need *= overlap.need.max(axis=1)[pair.wanted.of]
+        dimensions += pair.spread(overlap.lacks)
+    cells = math.prod(overlap.extent for overlap in overlaps)
     share = (need - least) / cells
     rows, columns = np.nonzero(~regular)
-    if len(rows):
-        needed, had = np.ones((len(rows), group)), np.ones((len(rows), group))
-        for pair, table in zip(pairs, tables, strict=True):
-            needed *= table.need[pair.wanted.of[columns]]
-            had *= table.common[pair.held.of[rows], pair.wanted.of[columns]]
-        share[rows, columns] = (needed - had).max(axis=1) / cells
+    needed = np.ones((shape[1], group))
+    for pair, overlap in zip(pairs, overlaps, strict=True):
+        needed *= overlap.need[pair.wanted.of]
+    for start in range(0, len(rows), _AT_ONCE):
+        row, column = rows[start : start + _AT_ONCE], columns[start : start + _AT_ONCE]
+        had = np.ones((len(row), group))
+        for pair, overlap in zip(pairs, overlaps, strict=True):
+            had *= overlap.common[pair.held.of[row], pair.wanted.of[column]]
+        share[row, column] = (needed[column] - had).max(axis=1) / cells
     return Lack(share, dimensions)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Overlap:
-    """Along one dimension of `extent` cells what each position needs and has of it, for each pair of ways to cut it."""
-
-    extent: int
-    need: _Floats
-    """[ways of targets, positions] cells."""
-    common: _Floats
-    """[ways of sources, ways of targets, positions] cells."""
-    regular: NDArray[np.bool_]
-    """[ways of sources, ways of targets]: whether all positions need as much and have all or nothing of some part."""
-
-    @staticmethod
-    def of(pair: Pair, group: int) -> _Overlap:
-        """For `group` positions. Windows count in the dimension's own elements, even blocks in the fewest that do."""
-        held, wanted, extent = pair.held, pair.wanted, pair.extent
-        if not any(wanted.windows):
-            extent = math.lcm(*map(degree_of, (*held.axes, *wanted.axes)))
-        have_from, have_to = _ranges(held, group, extent)
-        need_from, need_to = _ranges(wanted, group, extent)
-        need = np.maximum(need_to - need_from, 0.0)
-        ends = np.minimum(have_to[:, None], need_to[None])
-        common = np.maximum(ends - np.maximum(have_from[:, None], need_from[None]), 0.0)
-        most = common.max(axis=2, keepdims=True)
-        regular = np.all((common == 0) | (common == most), axis=2) & np.all(need == need[:, :1], axis=1)
-        return _Overlap(extent, need, common, regular)
-
-
-def _ranges(places: Places, group: int, extent: int) -> tuple[_Floats, _Floats]:
-    """Where the block of each position begins and ends within the dimension, [ways, positions]."""
-    starts, stops = np.zeros((len(places.axes), group)), np.zeros((len(places.axes), group))
-    positions = np.arange(group)
-    for way, (axes, window) in enumerate(zip(places.axes, places.windows, strict=True)):
-        even = extent // degree_of(axes)
-        block = window or Window(even, 0, even)
-        starts[way] = place_along(axes, positions) * block.step + block.offset
-        stops[way] = starts[way] + block.length
-    return np.maximum(starts, 0), np.minimum(stops, extent)
+def _overlap_of(pair: Pair, group: int) -> Overlap:
+    windows = any(pair.wanted.windows)
+    held, wanted = (tuple(zip(each.axes, each.windows, strict=True)) for each in (pair.held, pair.wanted))
+    return overlap_between(held, wanted, pair.extent if windows else 0, group)
