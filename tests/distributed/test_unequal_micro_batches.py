@@ -5,27 +5,36 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
 from autopipe.ir.batch import batch_axes_of
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.passes.lower.traffic import communication_bytes
-from tests.distributed.builder import Builder, mlp
+from tests.distributed.builder import Builder, evaluate, mlp
 from tests.distributed.pool import Pools
-from tests.distributed.portions import random_order
+from tests.distributed.portions import forwards_first, random_order
 from tests.distributed.running import (
     assert_equal_steps,
     batch_of,
+    drawn_parameters,
     expected_step,
+    micro_batches_of,
+    run_forward,
     run_step,
     stage_graph,
     write,
 )
+from tests.distributed.trained import MICRO_BATCHES
+from tests.distributed.trained import check as check_model
+from tests.distributed.zoo import SmallModels
 
 pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-9
+Parts = tuple[tuple[range, tuple[int, ...], int], ...]
+"""Nodes, devices and samples a micro-batch of each stage."""
 
 
 def check(pools: Pools, graph: Graph, loss: str, placement: Placement, folder: Path, *options: str) -> None:
@@ -129,3 +138,62 @@ def test_samples_inside_a_dimension_with_others(pools: Pools, tmp_path: Path) ->
             stage_of(graph, nodes, (rank,), size) for nodes, rank, size in zip(parts, (0, 1), (1, 4), strict=True)
         )
         check(pools, graph, loss, Placement(tuple(stages)), tmp_path / f"program{outer}")
+
+
+@pytest.mark.parametrize(("sizes", "degree"), [((1, 2, 4), 2), ((4, 2, 1), 2), ((2, 4, 1), 1)])
+def test_outputs_of_inference(pools: Pools, tmp_path: Path, sizes: tuple[int, int, int], degree: int) -> None:
+    """Samples are in order again, whichever stage gives an output, in micro-batches of whichever size."""
+    builder = Builder()
+    hidden = builder.node("Tanh", builder.node("MatMul", builder.input((4, 4)), builder.parameter((4, 4))))
+    middle = builder.node("Tanh", builder.node("MatMul", hidden, builder.parameter((4, 4))))
+    last = builder.node("Transpose", builder.node("MatMul", middle, builder.parameter((4, 3))), perm=(1, 0))
+    graph = builder.graph(hidden, middle, last)
+    parts, groups = (range(2), range(2, 4), range(4, 6)), ((0,), (1, 2)[:degree], (3,))
+    stages = (stage_of(graph, *each) for each in zip(parts, groups, sizes, strict=True))
+    placement = Placement(tuple(stages))
+    schedule = random_order(Random(repr(sizes)), stage_graph(graph, placement), 3, train=False)
+    write(graph, placement, schedule, None, tmp_path / "program")
+    batch = batch_of(graph, 3)
+    found = run_forward(pools, tmp_path / "program", batch)
+    parameters = drawn_parameters(graph, tmp_path / "program")
+    micro_batches = [evaluate(graph, parameters | inputs) for inputs in micro_batches_of(graph, batch, 3)]
+    for name, axis in ((hidden, 0), (middle, 0), (last, 1)):
+        expected = np.concatenate([values[name].numpy() for values in micro_batches], axis)
+        np.testing.assert_allclose(found[name], expected, rtol=TOLERANCE)
+
+
+ZOO = {
+    "two-branch": ((range(22), (0,), 1), (range(22, 44), (1,), 4), (range(44, 49), (2, 3), 2)),
+    "mmt": ((range(29), (0, 1), 2), (range(29, 58), (2,), 4), (range(58, 63), (3,), 1)),
+    "dlrm": ((range(4), (0,), 4), (range(4, 8), (1,), 1), (range(8, 12), (2,), 2), (range(12, 22), (3, 0), 4)),
+    "candle-uno": ((range(4), (0,), 1), (range(4, 12), (1,), 2), (range(12, 17), (2,), 1), (range(17, 21), (3,), 4)),
+}
+ON_EIGHT = {
+    "two-branch": (
+        (range(12), (0, 1), 2), (range(12, 22), (2,), 1), (range(22, 35), (3,), 4), (range(35, 44), (4, 5), 4),
+        (range(44, 49), (6, 7), 2),
+    ),
+    "mmt": (
+        (range(29), (0, 1, 2, 3), 4), (range(29, 45), (4, 5), 2), (range(45, 58), (6,), 1), (range(58, 63), (7,), 4),
+    ),
+}  # fmt: skip
+
+
+def placed(graph: Graph, parts: Parts, recompute: bool = False) -> Placement:
+    return Placement(tuple(stage_of(graph, *part, recompute) for part in parts))
+
+
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_models_of_the_zoo(pools: Pools, small_models: SmallModels, tmp_path: Path, name: str, recompute: bool) -> None:
+    model = small_models.of(name, 4)
+    placement = placed(model.graph, ZOO[name], recompute)
+    schedule = random_order(Random(name), stage_graph(model.graph, placement), MICRO_BATCHES)
+    check_model(pools, model, placement, tmp_path, schedule)
+
+
+@pytest.mark.parametrize("name", ON_EIGHT)
+def test_models_of_the_zoo_on_eight_ranks(pools: Pools, small_models: SmallModels, tmp_path: Path, name: str) -> None:
+    model = small_models.of(name, 4)
+    placement = placed(model.graph, ON_EIGHT[name])
+    check_model(pools, model, placement, tmp_path, forwards_first(stage_graph(model.graph, placement), MICRO_BATCHES))
