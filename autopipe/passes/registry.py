@@ -22,6 +22,7 @@ STRATEGIES = {
     "one_weird_trick": "autopipe.passes.placement.expert.one_weird_trick:OneWeirdTrick",
     "pase": "autopipe.passes.placement.pase.strategy:Pase",
     "pipedream": "autopipe.passes.placement.pipedream.strategy:PipeDream",
+    "piper": "autopipe.passes.placement.piper.strategy:Piper",
     "tessel_shapes": "autopipe.passes.placement.tessel_shapes.strategy:TesselShapes",
 }
 """Where each built-in strategy's class lives."""

@@ -7,7 +7,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
-from autopipe.passes.spmd.regions import tensor_splits
+from autopipe.passes.spmd.groups import group_splits
 from autopipe.passes.spmd.replicas import check_samples, replicated_network, with_samples_split
 
 
@@ -47,14 +47,5 @@ def _largest(problem: Problem, samples: SampleAxes) -> tuple[int, dict[int, tupl
 
 def _shared(graph: Graph, samples: SampleAxes, devices: int, degree: int) -> dict[int, tuple[Split, ...]]:
     """The splits of the nodes that a group's `degree` devices share."""
-    if degree == 1:
-        return {}
     network = replicated_network(graph, devices // degree, samples)
-    nodes = range(len(graph.nodes))
-    tables = frozenset(
-        graph.nodes[node].inputs[0]
-        for node in nodes
-        if samples.uses[node].row.kind == "memory" and samples.axes[node] is not None
-    )
-    cut = tensor_splits(network, nodes, degree, tables & network.weights.keys(), lambda node: False)
-    return {node: network.splits(node, split.axis, degree) for node, (split,) in cut}
+    return group_splits(network, degree, range(len(graph.nodes)))

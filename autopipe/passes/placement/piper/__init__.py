@@ -1,0 +1,1 @@
+"""Stages by dynamic programming over the downsets of the operator graph."""

@@ -1,0 +1,165 @@
+"""A graph's nodes joined into blocks that no cut parts: about a layer each, branches apart.
+
+Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN Parallelization" (NeurIPS 2021), section 4,
+takes layers as they come; a graph of ONNX has operators, an order of magnitude more.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopipe.ir.graph import Graph
+from autopipe.ir.placement import recomputed_nodes
+from autopipe.passes.cost.roofline import Seconds
+
+SHARE = 1 / 30
+"""The most of all work that nodes joined into one block may make up."""
+
+LIGHT = SHARE / 16
+"""A block with less of all work stands for nothing that a device could be given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Sets of nodes in a topological order of the blocks, and what each needs."""
+
+    nodes: tuple[tuple[int, ...], ...]
+    """The nodes of each block, ascending."""
+    needs: tuple[int, ...]
+    """For each block the blocks that it reads from, bit b for block b."""
+
+
+def join_nodes(graph: Graph, seconds: Seconds) -> Blocks:
+    """The graph as blocks. `seconds` weighs each node.
+
+    What is joined first is what exchanges most bytes, then what is light. Two blocks are joined where that keeps the
+    same order: the second needs nothing but the first and what the first needs, or the first is light and nothing but
+    what needs the second needs it. Nodes that every stage computes for itself follow the first that reads them.
+    """
+    joining = _Joining(graph, seconds)
+    joining.run()
+    return joining.blocks()
+
+
+class _Joining:
+    """Blocks while they are joined; a block goes by one of its nodes."""
+
+    def __init__(self, graph: Graph, seconds: Seconds) -> None:
+        self.graph = graph
+        self.apart = recomputed_nodes(graph)
+        self.members = {node: [node] for node in range(len(graph.nodes)) if node not in self.apart}
+        total = float(sum(seconds[node] for node in self.members)) or 1.0
+        self.weight = {node: float(seconds[node]) / total for node in self.members}
+        self.before: dict[int, set[int]] = {node: set() for node in self.members}
+        self.after: dict[int, set[int]] = {node: set() for node in self.members}
+        self.readers: dict[str, set[int]] = {}
+        self.written: dict[int, set[str]] = {node: set() for node in self.members}
+        self.read: dict[int, set[str]] = {node: set() for node in self.members}
+        self.joined: set[int] = set()
+        for name, reading in graph.consumers().items():
+            producer = graph.producer(name)
+            if producer is None or producer in self.apart:
+                continue
+            self.readers[name] = {reader for reader in reading if reader not in self.apart}
+            self.written[producer].add(name)
+            for reader in self.readers[name]:
+                self.read[reader].add(name)
+                self.before[reader].add(producer)
+                self.after[producer].add(reader)
+        self.ancestors: dict[int, int] = {}
+        for node in self.members:
+            own = 0
+            for producer in self.before[node]:
+                own |= self.ancestors[producer] | 1 << producer
+            self.ancestors[node] = own
+
+    def run(self) -> None:
+        """Join blocks until no two may be."""
+        waiting = [self._entry(first, second) for second in self.members for first in self.before[second]]
+        heapq.heapify(waiting)
+        while waiting:
+            entry = heapq.heappop(waiting)
+            _, _, first, second = entry
+            if first in self.joined or second in self.joined or not self._may_join(first, second):
+                continue
+            if entry != self._entry(first, second):
+                continue  # It was put in again as something around it changed.
+            self._join(first, second)
+            for changed in dict.fromkeys(self._around(first)):
+                heapq.heappush(waiting, self._entry(*changed))
+
+    def _entry(self, first: int, second: int) -> tuple[float, float, int, int]:
+        """How many bytes fewer would enter and leave the two as one, the most first; of equals the lightest."""
+        saved = 0
+        for name in self.read[second] & (self.written[first] | self.read[first]):
+            inside = name in self.written[first] and self.readers[name] <= {first, second}
+            saved += self.graph.type_of(name).bytes * (2 if inside else 1)
+        return -float(saved), self.weight[first] + self.weight[second], first, second
+
+    def _may_join(self, first: int, second: int) -> bool:
+        one, two = self.weight[first], self.weight[second]
+        if one + two > SHARE and min(one, two) > LIGHT:
+            return False
+        if all(self.ancestors[first] >> other & 1 for other in self.before[second] - {first}):
+            return True
+        return one <= LIGHT and all(self.ancestors[other] >> second & 1 for other in self.after[first] - {second})
+
+    def _join(self, first: int, second: int) -> None:
+        self.joined.add(second)
+        self.members[first] += self.members.pop(second)
+        self.weight[first] += self.weight.pop(second)
+        for name in self.read.pop(second):
+            self.readers[name].discard(second)
+            self.readers[name].add(first)
+            self.read[first].add(name)
+        self.written[first] |= self.written.pop(second)
+        for other in self.before.pop(second):
+            self.after[other].discard(second)
+            if other != first:
+                self.after[other].add(first)
+                self.before[first].add(other)
+        for other in self.after.pop(second):
+            self.before[other].discard(second)
+            self.before[other].add(first)
+            self.after[first].add(other)
+        self.ancestors[first] = (self.ancestors[first] | self.ancestors[second]) & ~(1 << first | 1 << second)
+
+    def _around(self, block: int) -> Iterator[tuple[int, int]]:
+        """The pairs of blocks whose bytes or needs change as others become part of `block`."""
+        for other in sorted(self.before[block]):
+            yield other, block
+            for beside in sorted(self.after[other]):
+                yield other, beside
+        for after in sorted(self.after[block]):
+            for other in sorted(self.before[after]):
+                yield other, after
+
+    def blocks(self) -> Blocks:
+        """What came of it, each block after all that it needs; of those that could be next the first in the graph."""
+        left = {block: len(before) for block, before in self.before.items()}
+        ready = [(min(self.members[block]), block) for block, count in left.items() if not count]
+        heapq.heapify(ready)
+        order: list[int] = []
+        while ready:
+            _, block = heapq.heappop(ready)
+            order.append(block)
+            for after in self.after[block]:
+                left[after] -= 1
+                if not left[after]:
+                    heapq.heappush(ready, (min(self.members[after]), after))
+        place = {block: number for number, block in enumerate(order)}
+        nodes = [list(self.members[block]) for block in order] or [[]]
+        self._follow(nodes)
+        needs = tuple(sum(1 << place[other] for other in self.before[block]) for block in order)
+        return Blocks(tuple(tuple(sorted(each)) for each in nodes), needs)
+
+    def _follow(self, nodes: list[list[int]]) -> None:
+        """Put the nodes that stood apart with the first block that reads them."""
+        block_of = {node: number for number, each in enumerate(nodes) for node in each}
+        consumers = self.graph.consumers()
+        for node in sorted(self.apart, reverse=True):
+            readers = (reader for name in self.graph.nodes[node].outputs for reader in consumers.get(name, ()))
+            block_of[node] = min((block_of[reader] for reader in readers), default=0)
+            nodes[block_of[node]].append(node)

@@ -1,0 +1,180 @@
+"""The price of every stage between two downsets, for each way in which a group may share it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopipe.ir.cluster import Device
+from autopipe.ir.problem import Problem
+from autopipe.passes.cost.communication import all_reduce
+from autopipe.passes.cost.roofline import update_seconds
+from autopipe.passes.cost.splits import SampleAxes, sample_axes
+from autopipe.passes.placement.piper.blocks import Blocks
+from autopipe.passes.placement.piper.downsets import Chosen, Downsets, Figures
+from autopipe.passes.placement.piper.figures import BlockFigures, Sums, block_figures
+from autopipe.passes.placement.piper.messages import Messages
+from autopipe.passes.placement.piper.sharing import Sharing, sharings
+
+ANY_PLACE = np.iinfo(np.int16).max
+"""A stage that fits wherever it stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Stages shared in one way: pairs of downsets, seconds a micro-batch, and the farthest place from the end, counted
+    from 1, at which memory holds each."""
+
+    sharing: Sharing
+    recompute: bool
+    pairs: NDArray[np.int64]
+    seconds: Figures
+    farthest: NDArray[np.int16]
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """What is the same for micro-batches of any size: blocks, their downsets, and what passes between them."""
+
+    blocks: Blocks
+    downsets: Downsets
+    received: Messages
+    sent: Messages
+    samples: int
+    """Those that messages are counted for."""
+
+
+class Prices:
+    """Prices of stages for the micro-batches of one problem.
+
+    A stage receives and sends over the slowest link that there is, since where it stands is not known, and is as slow
+    as on the slowest device.
+    """
+
+    def __init__(self, problem: Problem, chains: Chains) -> None:
+        self.problem, self.chains = problem, chains
+        cluster = problem.cluster
+        self.link = cluster.slowest_link(range(cluster.size))
+        self.limit = min(map(problem.memory_of, range(cluster.size)))
+
+    @cached_property
+    def _shared(self) -> list[tuple[Sharing, BlockFigures]]:
+        problem, blocks = self.problem, self.chains.blocks
+        ways = sharings(problem, blocks, self.samples)
+        return [(sharing, block_figures(problem, blocks, sharing)) for sharing in ways]
+
+    @cached_property
+    def samples(self) -> SampleAxes:
+        """The batch axes of the problem's graph."""
+        return sample_axes(self.problem.graph)
+
+    @property
+    def least_s(self) -> float:
+        """Seconds that some stage takes at least: an even share of what all blocks take."""
+        size = self.problem.cluster.size
+        compute = (
+            (figures.forward_s.sum() + figures.backward_s.sum()) * sharing.devices / size
+            for sharing, figures in self._shared
+        )
+        return float(min(compute))
+
+    @property
+    def most_s(self) -> float:
+        """Seconds that no stage exceeds."""
+        chains, whole = self.chains, np.array([len(self.chains.downsets.inner) - len(self.chains.downsets.holds) + 1])
+        messages = sum(
+            each.count.max() * self.link.latency_s
+            + (each.cut.max() + each.whole.max()) / self.link.bandwidth_bytes_per_s
+            for each in (chains.received, chains.sent)
+        )
+        found = (
+            float((2 * figures.forward_s + figures.backward_s).sum())
+            + float(self._step_seconds(sharing, figures, whole).max())
+            for sharing, figures in self._shared
+        )
+        return max(found) + float(messages)
+
+    def options(self, most_s: float) -> list[Option]:
+        """All stages that take no more than `most_s` and fit somewhere; smaller groups first."""
+        found = []
+        for sharing, figures in self._shared:
+            for recompute in self._recomputations():
+                option = self._option(sharing, figures, recompute, most_s)
+                if len(option.pairs):
+                    found.append(option)
+        return found
+
+    def _recomputations(self) -> tuple[bool, ...]:
+        wanted = self.problem.recompute if self.problem.train else "none"
+        return {"none": (False,), "full": (True,)}.get(wanted, (False, True))
+
+    def _option(self, sharing: Sharing, figures: BlockFigures, recompute: bool, most_s: float) -> Option:
+        compute = figures.backward_s + figures.forward_s * (2 if recompute else 1)
+        seconds = Sums(compute).over(self.chains.downsets, slice(None))
+        chosen = np.flatnonzero(seconds <= most_s)
+        seconds = (
+            seconds[chosen] + self._step_seconds(sharing, figures, chosen) + self._message_seconds(sharing, chosen)
+        )
+        quick = seconds <= most_s
+        chosen, seconds = chosen[quick], seconds[quick]
+        farthest = self._farthest(sharing, figures, recompute, chosen)
+        fits = farthest > 0
+        return Option(sharing, recompute, chosen[fits], seconds[fits], farthest[fits])
+
+    def _message_seconds(self, sharing: Sharing, chosen: Chosen) -> Figures:
+        found = np.zeros(1)
+        for messages in (self.chains.received, self.chains.sent)[: 2 if self.problem.train else 1]:
+            size = messages.local_bytes(self._share(sharing), chosen)
+            found = found + messages.count[chosen] * self.link.latency_s + size / self.link.bandwidth_bytes_per_s
+        return found
+
+    def _share(self, sharing: Sharing) -> float:
+        """The part that a replica's micro-batch is of the samples that messages are counted for."""
+        return self.problem.micro_batch_size / self.chains.samples / sharing.replicas
+
+    def _step_seconds(self, sharing: Sharing, figures: BlockFigures, chosen: Chosen) -> Figures:
+        """A micro-batch's share of the end of a step: summing gradients over replicas, updating parameters."""
+        if not self.problem.train:
+            return np.zeros(1)
+        cluster, downsets = self.problem.cluster, self.chains.downsets
+        whole = figures.gradients.over(downsets, chosen)
+        cut = figures.cut_gradients.over(downsets, chosen)
+        seconds = all_reduce(cluster, range(sharing.devices)).seconds_each(whole)
+        seconds = seconds + all_reduce(cluster, range(0, sharing.devices, sharing.tensor)).seconds_each(cut)
+        seconds = seconds + max((self._update(device, whole + cut) for device in set(cluster.devices)), key=np.sum)
+        found: Figures = seconds / self.problem.micro_batches
+        return found
+
+    def _update(self, device: Device, gradients: Figures) -> Figures:
+        per_byte = update_seconds(device, 1.0, self.problem.optimizer.states) - device.launch_latency_s
+        found: Figures = gradients * per_byte + device.launch_latency_s * (gradients > 0)
+        return found
+
+    def _farthest(
+        self, sharing: Sharing, figures: BlockFigures, recompute: bool, chosen: NDArray[np.int64]
+    ) -> NDArray[np.int16]:
+        """The farthest place from the end at which each stage fits; 0 for none. At place k it keeps k micro-batches."""
+        downsets, train = self.chains.downsets, self.problem.train
+        received = self.chains.received.local_bytes(self._share(sharing), chosen)
+        buffers = received + self.chains.sent.local_bytes(self._share(sharing), chosen)
+        always = figures.state.over(downsets, chosen) + self._workspace(figures, chosen) + (1 + train) * buffers
+        each = figures.kept.over(downsets, chosen) if train else np.zeros_like(always)
+        if recompute:
+            always, each = always + each, received
+        room = self.limit - always + 1e-3  # Sums of bytes are whole numbers, but for rounding.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            count = np.where(each > 0, np.floor(room / each), np.inf)
+        count = np.where(room < 0, 0, np.where(count >= self.problem.micro_batches, ANY_PLACE, count))
+        return np.minimum(count, ANY_PLACE).astype(np.int16)
+
+    def _workspace(self, figures: BlockFigures, chosen: Chosen) -> Figures:
+        """The most that one of a stage's blocks needs."""
+        downsets = self.chains.downsets
+        found = np.zeros(len(downsets.inner[chosen]))
+        for size in np.unique(figures.workspace):
+            count = downsets.holds[:, figures.workspace == size].sum(axis=1)
+            found[downsets.difference(count, chosen) > 0] = size
+        return found

@@ -1,0 +1,77 @@
+"""The ways in which a group of devices may share a stage: its samples, its layers, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.ir.problem import Problem
+from autopipe.passes.cost.communication import all_gather
+from autopipe.passes.cost.roofline import node_seconds
+from autopipe.passes.cost.splits import SampleAxes
+from autopipe.passes.placement.piper.blocks import Blocks
+from autopipe.passes.spmd.groups import group_splits
+from autopipe.passes.spmd.replicas import NodeSplits, replicated_network, with_samples_split
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """`replicas` share the samples, each of them `tensor` neighbouring devices that share layers; `splits` by block."""
+
+    replicas: int
+    tensor: int
+    splits: tuple[NodeSplits, ...]
+
+    @property
+    def devices(self) -> int:
+        """The size of the group."""
+        return self.replicas * self.tensor
+
+    def placement(self, problem: Problem, blocks: Blocks) -> Placement:
+        """Each block as a stage by itself, all on the first devices."""
+        devices = tuple(range(self.devices))
+        pairs = zip(blocks.nodes, self.splits, strict=True)
+        return Placement(tuple(Stage(nodes, devices, problem.micro_batch_size, splits) for nodes, splits in pairs))
+
+
+def sharings(problem: Problem, blocks: Blocks, samples: SampleAxes) -> Iterator[Sharing]:
+    """All of them, the smallest groups first.
+
+    Layers are shared inside a node of the cluster. A group fits into a node or has whole nodes, so that what it takes
+    does not depend on where it stands.
+    """
+    node = problem.cluster.devices_per_node
+    for devices in range(1, problem.cluster.size + 1):
+        if devices > node and devices % node:
+            continue
+        for tensor in range(1, min(devices, node) + 1):
+            if devices % tensor == 0 and node % tensor == 0:
+                try:
+                    yield _sharing(problem, blocks, samples, devices // tensor, tensor)
+                except InfeasibleError:
+                    continue  # Some node's samples cannot be cut into so many equal parts.
+
+
+def _sharing(problem: Problem, blocks: Blocks, samples: SampleAxes, replicas: int, tensor: int) -> Sharing:
+    """Raises InfeasibleError where so many replicas cannot share the samples, or nothing can be shared by layers."""
+    graph = problem.graph
+    if problem.micro_batch_size % replicas or (replicas > 1 and not graph.batch_axes):
+        raise InfeasibleError(f"{replicas} replicas cannot share {problem.micro_batch_size} samples")
+    network = replicated_network(graph, replicas, samples)
+    gather = all_gather(problem.cluster, range(tensor))
+    forward, backward = node_seconds(problem.work, problem.cluster.devices[0], problem.precision, 1 / replicas)
+
+    def pays(node: int) -> bool:
+        """Whether gathering a product's result, and its gradient, takes less than what is saved by sharing it."""
+        saved = float(forward[node] + backward[node]) * (1 - 1 / tensor)
+        size = sum(graph.type_of(name).bytes for name in graph.nodes[node].outputs if name)
+        return 2 * gather.seconds(size / replicas) < saved
+
+    found: list[dict[int, tuple[Split, ...]]] = [group_splits(network, tensor, nodes, pays) for nodes in blocks.nodes]
+    if tensor > 1 and not any(found):
+        raise InfeasibleError(f"no layer can be shared by {tensor} devices")
+    pairs = zip(blocks.nodes, found, strict=True)
+    splits = tuple(with_samples_split(samples, nodes, replicas, own) for nodes, own in pairs)
+    return Sharing(replicas, tensor, splits)
