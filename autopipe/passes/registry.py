@@ -17,6 +17,7 @@ STRATEGIES = {
     "breadth_first": "autopipe.passes.placement.pase.breadth_first:BreadthFirst",
     "data_parallel": "autopipe.passes.placement.data_parallel:DataParallel",
     "expert": "autopipe.passes.placement.expert.strategy:Expert",
+    "graphpipe": "autopipe.passes.placement.graphpipe.strategy:GraphPipe",
     "manual": "autopipe.passes.placement.manual:Manual",
     "mcmc": "autopipe.passes.placement.pase.mcmc:Mcmc",
     "one_weird_trick": "autopipe.passes.placement.expert.one_weird_trick:OneWeirdTrick",

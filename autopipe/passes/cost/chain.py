@@ -85,7 +85,7 @@ def make_chain(
     order = linear_order(graph)
     place = np.empty(len(order), dtype=np.int64)
     place[list(order)] = np.arange(len(order))
-    cuts = _choose_cuts(_crossing_bytes(graph, place), seconds[list(order)], limit)
+    cuts = choose_cuts(crossing_bytes(graph, place), seconds[list(order)], limit)
     places = [place[list(group)] for group in groups]
     edges = [int(edge) for each in places for edge in (each.min(), each.max() + 1)]
     cuts = sorted({0, *cuts, *edges, len(order)})
@@ -94,7 +94,7 @@ def make_chain(
     return Chain(order, tuple(cuts), np.cumsum(starts)[place])
 
 
-def _crossing_bytes(graph: Graph, place: NDArray[np.int64]) -> NDArray[np.float64]:
+def crossing_bytes(graph: Graph, place: NDArray[np.int64]) -> NDArray[np.float64]:
     """For each place p the bytes of the values produced before it and read at it or after."""
     recomputed = recomputed_nodes(graph)
     change = np.zeros(len(place) + 1)
@@ -110,7 +110,7 @@ def _crossing_bytes(graph: Graph, place: NDArray[np.int64]) -> NDArray[np.float6
     return crossing
 
 
-def _choose_cuts(crossing: NDArray[np.float64], seconds: NDArray[np.float64], limit: int) -> list[int]:
+def choose_cuts(crossing: NDArray[np.float64], seconds: NDArray[np.float64], limit: int) -> list[int]:
     """Places to cut: half of them spread evenly over the work, the others wherever the fewest bytes cross."""
     count = len(seconds)
     if count <= limit:

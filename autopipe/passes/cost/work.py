@@ -6,6 +6,7 @@ from autopipe.ir.graph import Graph, Node
 from autopipe.ir.problem import Work
 from autopipe.passes.cost.kept import kept_values
 from autopipe.passes.cost.precision import element_bytes
+from autopipe.passes.cost.splits import SampleAxes
 from autopipe.passes.cost.uses import Use, uses_of
 from autopipe.passes.lower.gradients import differentiable_values
 
@@ -19,12 +20,32 @@ def annotate(graph: Graph, precision: str = "fp32") -> tuple[Work, ...]:
     Raises ModelError for an operator without a row.
     """
     uses = uses_of(graph)
-    gradient = differentiable_values(graph)
     widths = element_bytes(graph, uses, precision)
-    sizes = {name: width * graph.type_of(name).elements for name, width in widths.items()}
+    sizes = {name: float(width * graph.type_of(name).elements) for name, width in widths.items()}
+    return _annotated(graph, uses, precision, sizes, [use.flops for use in uses])
+
+
+def annotate_share(graph: Graph, samples: SampleAxes, precision: str, share: float) -> tuple[Work, ...]:
+    """The work of every node on `share` of the graph's samples, as `annotate` of a graph of so many would have it.
+
+    Bytes that backward keeps are those of all samples.
+    """
+    widths = element_bytes(graph, samples.uses, precision)
+    sizes = {
+        name: width * graph.type_of(name).elements * (share if samples.carries(name) else 1.0)
+        for name, width in widths.items()
+    }
+    flops = [use.flops * (share if own else 1.0) for use, own in zip(samples.uses, samples.batch.nodes, strict=True)]
+    return _annotated(graph, samples.uses, precision, sizes, flops)
+
+
+def _annotated(
+    graph: Graph, uses: tuple[Use, ...], precision: str, sizes: dict[str, float], flops: list[float]
+) -> tuple[Work, ...]:
+    gradient = differentiable_values(graph)
     seen: set[tuple[str, int]] = set()
     found = []
-    for node, use, kept in zip(graph.nodes, uses, kept_values(graph, uses, precision), strict=True):
+    for node, use, count, kept in zip(graph.nodes, uses, flops, kept_values(graph, uses, precision), strict=True):
         new = {each.key: each.bytes for each in kept if each.key not in seen}
         seen |= new.keys()
         moved = 0 if use.row.kind in _NO_WORK else _moved(node, use, sizes)
@@ -32,8 +53,8 @@ def annotate(graph: Graph, precision: str = "fp32") -> tuple[Work, ...]:
         found.append(
             Work(
                 kind=use.row.kind,
-                forward_flops=use.flops,
-                backward_flops=use.row.backward * use.flops * share,
+                forward_flops=count,
+                backward_flops=use.row.backward * count * share,
                 forward_bytes=moved,
                 backward_bytes=(use.row.backward * moved + _cleared(node, use, sizes, gradient)) * share,
                 kept_bytes=sum(new.values()),
@@ -42,7 +63,7 @@ def annotate(graph: Graph, precision: str = "fp32") -> tuple[Work, ...]:
     return tuple(found)
 
 
-def _moved(node: Node, use: Use, sizes: dict[str, int]) -> float:
+def _moved(node: Node, use: Use, sizes: dict[str, float]) -> float:
     """Bytes read and written by forward. Copies read no more than they write: a lookup reads the rows it returns."""
     read = [sizes[name] for name in dict.fromkeys(node.inputs) if name]
     written = sum(sizes[name] for name in node.outputs if name)
@@ -51,12 +72,12 @@ def _moved(node: Node, use: Use, sizes: dict[str, int]) -> float:
     return float(sum(read) + written)
 
 
-def _cleared(node: Node, use: Use, sizes: dict[str, int], gradient: frozenset[str]) -> int:
+def _cleared(node: Node, use: Use, sizes: dict[str, float], gradient: frozenset[str]) -> float:
     """Bytes of zeros that backward writes where a copy read only parts: the gradient of a table is as large as it."""
     if use.row.kind != "memory":
-        return 0
+        return 0.0
     written = sum(sizes[name] for name in node.outputs if name)
-    return sum(max(0, sizes[name] - written) for name in dict.fromkeys(node.inputs) if name in gradient)
+    return sum(max(0.0, sizes[name] - written) for name in dict.fromkeys(node.inputs) if name in gradient)
 
 
 def _gradient_share(node: Node, use: Use, gradient: frozenset[str]) -> float:

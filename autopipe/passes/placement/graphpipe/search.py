@@ -1,0 +1,179 @@
+"""The dynamic programme: the fewest devices on which every stage meets a target, by how much its source keeps.
+
+Jeon et al., "GraphPipe" (2024), Algorithm 1, asks for the fewest samples in flight on a given number of devices. Here
+it is the other way round, which is the same question: for each number of micro-batches in flight at the source (its
+*level*, under 1F1B one more than the highest level of its successors) the fewest devices. Devices of parts in series
+and in parallel then both add up, and one table serves all numbers of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopipe.passes.placement.graphpipe.line import Region, Run
+
+Devices = NDArray[np.int16]
+
+NEVER = 10_000
+"""More devices than there are, and so few that two of them add up in 16 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stage of an answer: blocks `start` to `stop - 1`, with at most `level` micro-batches in flight."""
+
+    start: int
+    stop: int
+    level: int
+
+
+class Front:
+    """What lies to the right of a place in the line, as a stage that ends there sees it.
+
+    `devices[level, place]` is the fewest devices for all that lies from `place` on, in such a way that the highest
+    level among the successors of a stage that ends at `place` is `level`. An entry that needs no fewer devices than one
+    of a lower level is left out.
+    """
+
+    def __init__(self, levels: int, places: int, traced: bool) -> None:
+        self.devices: Devices = np.full((levels + 1, places), NEVER, dtype=np.int16)
+        self.ways = np.full((levels + 1, places), -1, dtype=np.int32) if traced else None
+
+    def masked(self, level: int, stop: int) -> Front:
+        """What the branches of a fork that ends at `stop` see, if what joins them has `level`: in a stage that begins
+        there, or in one that begins in a branch."""
+        found = Front(len(self.devices) - 1, self.devices.shape[1], self.ways is not None)
+        found._take(self, level, slice(stop, stop + 1))
+        if level:
+            found._take(self, level - 1, slice(stop + 1, None))
+        return found
+
+    def copy(self) -> Front:
+        """The same, to be changed."""
+        found = Front(0, 0, False)
+        found.devices = self.devices.copy()
+        found.ways = None if self.ways is None else self.ways.copy()
+        return found
+
+    def reset(self, place: int, level: int) -> None:
+        """Make whatever lies at `place` be seen as of `level`: the stages there are no successors."""
+        best = int(self.devices[:, place].argmin())
+        devices = self.devices[best, place]
+        self.devices[:, place] = NEVER
+        self.devices[level, place] = devices
+        if self.ways is not None:
+            self.ways[level, place] = self.ways[best, place]
+
+    def _take(self, other: Front, level: int, places: slice) -> None:
+        self.devices[level, places] = other.devices[level, places]
+        if self.ways is not None and other.ways is not None:
+            self.ways[level, places] = other.ways[level, places]
+
+
+class Search:
+    """One probe: `needs(level)[start, stop]` are the fewest devices on which blocks `start` to `stop - 1` meet the
+    target as one stage with `level` micro-batches in flight; `NEVER` where they do not."""
+
+    def __init__(self, needs: Callable[[int], Devices], places: int, levels: int, traced: bool = False) -> None:
+        self.needs, self.places, self.levels, self.traced = needs, places, levels, traced
+        self.pieces: list[tuple[Piece, int]] = []
+        """Stages of ways, each with the number of the next one on its way; -1 at the end."""
+
+    def least(self, regions: tuple[Region, ...]) -> tuple[int, int]:
+        """The fewest devices for a whole line, and the number of a way (-1 where ways are not traced)."""
+        front = Front(self.levels, self.places, self.traced)
+        front.devices[0, self.places - 1] = 0
+        self._line(regions, front, self.levels)
+        best = int(front.devices[:, 0].argmin())
+        return int(front.devices[best, 0]), -1 if front.ways is None else int(front.ways[best, 0])
+
+    def way(self, number: int) -> tuple[Piece, ...]:
+        """The stages of a way, from left to right."""
+        found = []
+        while number >= 0:
+            piece, number = self.pieces[number]
+            found.append(piece)
+        return tuple(found)
+
+    def _line(self, regions: tuple[Region, ...], front: Front, most: int) -> None:
+        """Go on from what lies to the right of `regions` to their first place; no level is above `most`."""
+        for region in reversed(regions):
+            if isinstance(region, Run):
+                self._run(region, front, most)
+            else:
+                self._fork(region.branches, region.start, region.stop, front, most)
+
+    def _run(self, run: Run, front: Front, most: int) -> None:
+        best = np.full(run.stop - run.start, NEVER, dtype=np.int16)
+        for level in range(1, most + 1):
+            seen = front.devices[level - 1, run.start + 1 :]
+            stops = np.flatnonzero(seen < NEVER)
+            if not len(stops):
+                continue
+            sums = self.needs(level)[run.start : run.stop, stops + run.start + 1] + seen[stops]
+            devices = sums.min(axis=1)
+            better = devices < best
+            if not better.any():
+                continue
+            best = np.where(better, devices, best)
+            front.devices[level, run.start : run.stop] = np.where(better, devices, NEVER)
+            if front.ways is not None:
+                chosen = stops[sums.argmin(axis=1)] + run.start + 1
+                for place in np.flatnonzero(better):
+                    stop = int(chosen[place])
+                    front.ways[level, run.start + place] = len(self.pieces)
+                    piece = Piece(run.start + int(place), stop, level)
+                    self.pieces.append((piece, int(front.ways[level - 1, stop])))
+
+    def _fork(self, branches: tuple[tuple[Region, ...], ...], start: int, stop: int, front: Front, most: int) -> None:
+        """Whatever joins the branches has one level; a stage before them sees the highest level of their sources."""
+        found = Front(self.levels, self.places, self.traced)
+        for level in range(most):
+            inside = front.masked(level, stop)
+            if (inside.devices == NEVER).all():
+                continue
+            ends = self._branches(branches, start, inside.copy(), level, most)
+            self._keep(found, ends, most, start, stop)
+            if not start:
+                continue  # Nothing lies before, which would see their levels.
+            least = ends.devices[:, start:stop].min(axis=0)
+            for highest in range(level + 1, most):
+                ends = self._branches(branches, start, inside.copy(), level, highest)
+                self._keep(found, ends, highest, start, stop)
+                if (ends.devices[:, start:stop].min(axis=0) == least).all():
+                    break
+        _leave_out(found, start, stop)
+        front.devices[:, start:stop] = found.devices[:, start:stop]
+        if front.ways is not None and found.ways is not None:
+            front.ways[:, start:stop] = found.ways[:, start:stop]
+
+    def _branches(
+        self, branches: tuple[tuple[Region, ...], ...], start: int, front: Front, level: int, most: int
+    ) -> Front:
+        """The branches from the last to the first; what joins them has `level`."""
+        for number, branch in reversed(list(enumerate(branches))):
+            if number < len(branches) - 1:
+                front.reset(branches[number + 1][0].start, level)
+            self._line(branch, front, most)
+        return front
+
+    def _keep(self, found: Front, ends: Front, level: int, start: int, stop: int) -> None:
+        """Note for each place of a fork the fewest devices, of any level up to `level`, as of that level."""
+        best = ends.devices[:, start:stop].argmin(axis=0)
+        columns = np.arange(start, stop)
+        devices = ends.devices[best, columns]
+        better = devices < found.devices[level, columns]
+        found.devices[level, columns[better]] = devices[better]
+        if found.ways is not None and ends.ways is not None:
+            found.ways[level, columns[better]] = ends.ways[best, columns][better]
+
+
+def _leave_out(front: Front, start: int, stop: int) -> None:
+    """Leave out entries that need no fewer devices than one of a lower level."""
+    devices = front.devices[:, start:stop]
+    lower = np.minimum.accumulate(devices, axis=0)[:-1]
+    devices[1:][devices[1:] >= lower] = NEVER

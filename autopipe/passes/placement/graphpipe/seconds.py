@@ -1,0 +1,68 @@
+"""Seconds of every node's forward and backward on micro-batches of any size, shared by any number of devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopipe.ir.problem import Problem, Work
+from autopipe.passes.cost.roofline import node_seconds
+from autopipe.passes.cost.splits import SampleAxes
+from autopipe.passes.cost.work import annotate_share
+
+Seconds = NDArray[np.float64]
+
+
+class NodeSeconds:
+    """Work at other sizes of micro-batches lies on the line through that at the problem's own and at half of it.
+
+    Nodes of equal work are looked at once.
+    """
+
+    def __init__(self, problem: Problem, samples: SampleAxes) -> None:
+        self.problem, self.samples = problem, samples
+        half = annotate_share(problem.graph, samples, problem.precision, 0.5)
+        kinds: dict[tuple[int, Work], int] = {}
+        keys = [(id(use), work) for use, work in zip(samples.uses, problem.work, strict=True)]
+        self.kind_of = np.array([kinds.setdefault(key, len(kinds)) for key in keys], dtype=np.int64)
+        """Which of the different nodes each node is like."""
+        self.firsts = np.unique(self.kind_of, return_index=True)[1].tolist()
+        self.works = [(half[node], problem.work[node]) for node in self.firsts]
+        self.axes = np.array([samples.axes[node] is not None for node in self.firsts])
+        self.measured = np.array([bool(whole.measured) for _, whole in self.works])
+        """Those that go by what was measured, which says itself what a share of the samples takes."""
+
+    def of(self, size: int, degree: int) -> tuple[Seconds, Seconds]:
+        """Forward and backward of each node, backward 0 without training; infinite where it cannot be shared."""
+        problem = self.problem
+        part, device = size / problem.micro_batch_size, problem.cluster.devices[0]
+        shares = np.where(self.axes, 1.0 / degree, 1.0)
+        work = [_between(half, whole, part) for half, whole in self.works]
+        forward, backward = node_seconds(work, device, problem.precision, shares)
+        if self.measured.any():
+            wholes = [whole for _, whole in self.works]
+            seconds = node_seconds(wholes, device, problem.precision, np.where(self.axes, part / degree, 1.0))
+            forward = np.where(self.measured, seconds[0], forward)
+            backward = np.where(self.measured, seconds[1], backward)
+        if not problem.train:
+            backward = np.zeros_like(forward)
+        divided = [degree == 1 or self.samples.divides(node, degree) for node in self.firsts]
+        return np.where(divided, forward, np.inf)[self.kind_of], backward[self.kind_of]
+
+
+def _between(half: Work, whole: Work, part: float) -> Work:
+    """The work of `part` of the samples."""
+
+    def at(less: float, more: float) -> float:
+        return max(0.0, 2 * less - more) + 2 * part * (more - less)
+
+    return replace(
+        whole,
+        forward_flops=at(half.forward_flops, whole.forward_flops),
+        backward_flops=at(half.backward_flops, whole.backward_flops),
+        forward_bytes=at(half.forward_bytes, whole.forward_bytes),
+        backward_bytes=at(half.backward_bytes, whole.backward_bytes),
+        measured=(),
+    )

@@ -1,0 +1,123 @@
+"""The binary search over what a sample may take, and its answers: the best line of stages by their depth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopipe.passes.placement.graphpipe.line import Line
+from autopipe.passes.placement.graphpipe.prices import Prices
+from autopipe.passes.placement.graphpipe.search import Search
+from autopipe.passes.placement.graphpipe.stages import Draft
+
+_HALVINGS = 8
+"""Probes at any value, before those at values that stages can take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A line of stages on micro-batches of `size` samples."""
+
+    drafts: tuple[Draft, ...]
+    size: int
+    step_s: float
+    """Seconds of a step, as far as the search's own prices tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solver:
+    """One line on at most so many devices. `needs[block]` are the blocks that a block reads from, as bits."""
+
+    line: Line
+    needs: tuple[int, ...]
+    devices: int
+
+    def answers(self, prices: Prices, least: float, limit: float) -> Iterator[Answer]:
+        """The fastest line of stages, then the fastest of less depth, and so on, as long as they promise to be better.
+
+        No stage takes less than `least` seconds a micro-batch; a step must take less than `limit`.
+        """
+        levels = min(self.devices, prices.places - 1)
+        while levels:
+            target = self.fastest(prices, least, limit / prices.micro_batches, levels)
+            if target is None:
+                return
+            answer = self._answer(prices, target, levels)
+            yield answer
+            limit = min(limit, answer.step_s)
+            levels = self._depth(answer.drafts) - 1
+            least = target
+
+    def fastest(self, prices: Prices, low: float, high: float, levels: int) -> float | None:
+        """The least number of seconds, between two, that every stage of some line of this depth takes at most."""
+        high = min(
+            high, float(max(np.max(way.seconds, where=np.isfinite(way.seconds), initial=0) for way in prices.ways))
+        )
+        if high < low or not self._meets(prices, high, levels):
+            return None
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            if self._meets(prices, middle, levels):
+                high = middle
+            else:
+                low = middle
+        found = [way.seconds[(way.seconds >= low) & (way.seconds <= high) & (way.most > 0)] for way in prices.ways]
+        values = np.unique(np.concatenate(found))
+        first, last = 0, len(values) - 1
+        while first < last:
+            middle = (first + last) // 2
+            if self._meets(prices, float(values[middle]), levels):
+                last = middle
+            else:
+                first = middle + 1
+        return float(values[first])
+
+    def _meets(self, prices: Prices, target: float, levels: int) -> bool:
+        return self._search(prices, target, levels).least(self.line.regions)[0] <= self.devices
+
+    def _search(self, prices: Prices, target: float, levels: int, traced: bool = False) -> Search:
+        needs = prices.needs(target, levels)
+        return Search(needs.__getitem__, prices.places, levels, traced)
+
+    def _answer(self, prices: Prices, target: float, levels: int) -> Answer:
+        """The line that meets the target with the fewest micro-batches in flight."""
+        low = 1
+        while low < levels:
+            middle = (low + levels) // 2
+            if self._meets(prices, target, middle):
+                levels = middle
+            else:
+                low = middle + 1
+        search = self._search(prices, target, levels, traced=True)
+        drafts = []
+        for piece in search.way(search.least(self.line.regions)[1]):
+            way = prices.way(piece.start, piece.stop, piece.level, target)
+            seconds = float(way.seconds[piece.start, piece.stop])
+            drafts.append(Draft(piece.start, piece.stop, way.degree, way.recompute, seconds))
+        return Answer(tuple(drafts), prices.size, self._step(drafts, prices.micro_batches))
+
+    def _step(self, drafts: Sequence[Draft], micro_batches: int) -> float:
+        """All micro-batches through the slowest stage, and one through the others on the longest way."""
+        through: list[float] = []
+        for draft, before in zip(drafts, self._before(drafts), strict=True):
+            through.append(draft.seconds + max((through[stage] for stage in before), default=0.0))
+        return max(through) + (micro_batches - 1) * max(draft.seconds for draft in drafts)
+
+    def _depth(self, drafts: Sequence[Draft]) -> int:
+        depths: list[int] = []
+        for before in self._before(drafts):
+            depths.append(1 + max((depths[stage] for stage in before), default=0))
+        return max(depths)
+
+    def _before(self, drafts: Sequence[Draft]) -> list[list[int]]:
+        """For each stage the stages that it reads from."""
+        masks = [(1 << draft.stop) - (1 << draft.start) for draft in drafts]
+        found = []
+        for draft in drafts:
+            read = 0
+            for block in range(draft.start, draft.stop):
+                read |= self.needs[block]
+            found.append([stage for stage, mask in enumerate(masks) if mask & read and masks[stage] < 1 << draft.start])
+        return found
