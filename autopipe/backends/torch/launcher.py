@@ -81,7 +81,7 @@ def launch_program(
     name = gang.rendezvous_id or f"autopipe-{manifest.plan[:12]}"
     failure: Failure | None = None
     try:
-        with _rank_environment(), _signals_kept(), _elastic_quiet(gang.debug):
+        with rank_environment(), _signals_kept(), _elastic_quiet(gang.debug):
             failure = run_agent(command, ranks, nodes, endpoint, name, gang.max_restarts, logs, gang.live, note)
     except SignalException as error:
         if error.sigval == signal.SIGINT:
@@ -124,7 +124,7 @@ def _elastic_quiet(debug: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _rank_environment() -> Iterator[None]:
+def rank_environment() -> Iterator[None]:
     """The environment that ranks inherit: one thread each, this same autopipe, and modules of the working folder."""
     root = Path(__file__).resolve().parents[3]
     before = os.environ.get("PYTHONPATH", "")
@@ -151,7 +151,7 @@ def run_alone(folder: Path, arguments: list[str], rank: int = 0, world_size: int
 
     Raises the rank's error.
     """
-    with tempfile.TemporaryDirectory(prefix="autopipe-rank-") as scratch, _rank_environment():
+    with tempfile.TemporaryDirectory(prefix="autopipe-rank-") as scratch, rank_environment():
         failed = Path(scratch) / "error.json"
         world = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
         world |= {"LOCAL_WORLD_SIZE": str(world_size), ERROR_FILE: str(failed)}

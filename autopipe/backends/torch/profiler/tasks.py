@@ -1,0 +1,108 @@
+"""What a rank's step takes besides its operators: starting tasks, adding up gradients, updating parameters."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from autopipe.backends.torch.launcher import rank_environment
+from autopipe.backends.torch.profiler.watch import Watch, repeated
+from autopipe.ir.costs import TaskCosts, TensorCosts
+from autopipe.ir.errors import LaunchError
+
+_TENSORS = 16
+_ELEMENTS = (2**8, 2**18)
+"""Of each of the tensors: few, so that what a tensor takes shows, and many, so that a byte's share does."""
+_OPTIMIZERS: Sequence[Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = (
+    lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    torch.optim.AdamW,
+)
+"""By the number of states."""
+
+
+def measure_tasks(watch: Watch, programs: Sequence[tuple[int, Path]], seconds: float) -> TaskCosts:
+    """What tasks, updates and adding up take. `programs` are two one-device programs, of few and of many equal nodes,
+    each with how many: without nodes a task takes what lies on the line through both."""
+    (few, short), (many, long) = ((count, _task_seconds(path, watch.device, seconds / 4)) for count, path in programs)
+    forward, backward = (
+        max(0.0, less - (more - less) / (many - few) * few) for less, more in zip(short, long, strict=True)
+    )
+    return TaskCosts(forward, backward, _accumulations(watch, seconds / 8), _updates(watch, 3 * seconds / 8))
+
+
+def _task_seconds(program: Path, device: torch.device, seconds: float) -> tuple[float, float]:
+    """Medians of the forwards and of the backwards of a program, run in a process of its own.
+
+    Raises LaunchError where that fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch, rank_environment():
+        found = Path(scratch) / "tasks.json"
+        worker = "autopipe.backends.torch.profiler.task_worker"
+        done = subprocess.run(
+            [sys.executable, "-m", worker, str(program), str(found), device.type, str(seconds)],
+            env=dict(os.environ) | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ["failed without a word"]
+            raise LaunchError(f"tasks cannot be measured: {lines[-1]}")
+        forward, backward = json.loads(found.read_text(encoding="utf-8"))
+    return forward, backward
+
+
+def _updates(watch: Watch, seconds: float) -> tuple[TensorCosts, ...]:
+    """Updates of optimizers without states, with one and with two, as a rank makes them, with what it does to the
+    gradients."""
+    return tuple(_by_tensor(partial(_update, watch, make, seconds / 6)) for make in _OPTIMIZERS)
+
+
+def _accumulations(watch: Watch, seconds: float) -> TensorCosts:
+    """Adding a micro-batch's gradients to those before."""
+    return _by_tensor(partial(_accumulation, watch, seconds / 2))
+
+
+def _by_tensor(measure: Callable[[int], float]) -> TensorCosts:
+    """From tensors of few and of many elements."""
+    few, many = (measure(count) / _TENSORS for count in _ELEMENTS)
+    per_byte = max(0.0, (many - few) / (4 * (_ELEMENTS[1] - _ELEMENTS[0])))
+    return TensorCosts(max(0.0, few - 4 * _ELEMENTS[0] * per_byte), per_byte)
+
+
+def _update(
+    watch: Watch, make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], seconds: float, count: int
+) -> float:
+    parameters = [torch.ones(count, device=watch.device, requires_grad=True) for _ in range(_TENSORS)]
+    gradients = [torch.full((count,), 1e-6, device=watch.device) for _ in range(_TENSORS)]
+    optimizer = make(parameters)
+
+    def run() -> list[float]:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        marks = [watch.mark()]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return watch.spans([*marks, watch.mark()])
+
+    return repeated(run, seconds)[0].seconds
+
+
+def _accumulation(watch: Watch, seconds: float, count: int) -> float:
+    sums = [torch.zeros(count, device=watch.device) for _ in range(_TENSORS)]
+    gradients = [torch.full((count,), 1e-6, device=watch.device) for _ in range(_TENSORS)]
+
+    def run() -> list[float]:
+        start = watch.mark()
+        for total, gradient in zip(sums, gradients, strict=True):
+            total.add_(gradient)
+        return watch.spans([start, watch.mark()])
+
+    return repeated(run, seconds)[0].seconds

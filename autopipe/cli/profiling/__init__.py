@@ -1,0 +1,1 @@
+"""What `autopipe profile` does."""

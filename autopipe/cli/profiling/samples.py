@@ -1,0 +1,83 @@
+"""The samples of a model that are measured, in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autopipe.ir.costs import Operation, Sample
+from autopipe.ir.errors import AutopipeError, ConfigurationError
+from autopipe.passes.cost.operations import distinct_samples
+from autopipe.passes.cost.work import annotate
+from autopipe.passes.frontend import Model
+from autopipe.passes.request import Request, read_for
+
+_GROUP_BYTES = 2**30
+"""Operands and results of the samples that are measured in turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Samples that are measured in turns."""
+
+    note: str
+    samples: tuple[Sample, ...]
+
+
+def models_of(request: Request, sizes: Sequence[int] | None) -> tuple[tuple[int, Model], ...]:
+    """The model on micro-batches of each of `sizes`; of those among 1, 2 and 4 that it takes where None.
+
+    Raises the reason where there is none.
+    """
+    read = read_for(request, None)
+    wanted = sizes or tuple(size for size in (1, 2, 4, read.batch or 1) if (read.batch or size) % size == 0)
+    found: list[tuple[int, Model]] = []
+    refused: AutopipeError | None = None
+    for size in dict.fromkeys(wanted):
+        try:
+            found.append((size, read if read.batch == size else read_for(request, size)))
+        except AutopipeError as error:
+            if sizes is not None:
+                raise
+            refused = refused or error
+    if not found:
+        assert refused is not None
+        raise refused
+    return tuple(found)
+
+
+def groups_of(models: Sequence[tuple[int, Model]], precision: str, degrees: Sequence[int]) -> Iterator[Group]:
+    """All distinct samples, whole ones of each size first, then the shares that splits `degrees` ways leave."""
+    seen: set[Operation] = set()
+    for ways in ((), *((degree,) for degree in degrees)):
+        for size, model in models:
+            graph = model.graph
+            samples = distinct_samples(graph, annotate(graph, precision), precision, ways)
+            new = [sample for sample in samples if sample.operation not in seen]
+            seen |= {sample.operation for sample in new}
+            note = f"micro-batch {size}" + "".join(f", split {degree} ways" for degree in ways)
+            yield from (Group(note, part) for part in _parts(new))
+
+
+def _parts(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
+    """The samples in runs that fit into memory together."""
+    part: list[Sample] = []
+    held = 0
+    for sample in samples:
+        values = (*sample.signature.operands, *sample.signature.results)
+        size = sum(value.bytes for value in values if value is not None)
+        if part and held + size > _GROUP_BYTES:
+            yield tuple(part)
+            part, held = [], 0
+        part.append(sample)
+        held += size
+    if part:
+        yield tuple(part)
+
+
+def parsed_sizes(text: str, flag: str) -> tuple[int, ...]:
+    """Numbers of at least 1 between commas. Raises ConfigurationError."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if any(not word.isascii() or not word.isdigit() or not 0 < int(word) < 2**31 for word in words):
+        raise ConfigurationError(f"{text!r} are no numbers of at least 1", hint="write them as 1,2,4", where=flag)
+    return tuple(int(word) for word in words)

@@ -1,0 +1,144 @@
+"""One run of the profiler: what is measured in which order, and how long for."""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from autopipe.backends.onnxruntime import profiler as onnxruntime_profiler
+from autopipe.backends.torch.profiler.exchanges import measure_exchanges
+from autopipe.backends.torch.profiler.operators import measure_operations
+from autopipe.backends.torch.profiler.tasks import measure_tasks
+from autopipe.backends.torch.profiler.watch import Watch
+from autopipe.cli.output import Bar
+from autopipe.cli.profiling.chain import CHAINS, write_chain
+from autopipe.cli.profiling.samples import Group, groups_of, models_of
+from autopipe.ir.costs import DeviceCosts, ExchangeCost, OperationCost, TaskCosts
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.problem import Mode
+from autopipe.passes.request import Request
+
+_TASKS = 0.15
+_EXCHANGES = 0.3
+"""Parts of the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profiling:
+    """What to measure of a model, and on what."""
+
+    request: Request
+    sizes: tuple[int, ...] | None
+    """Micro-batch sizes; the profiler's choice where None."""
+    degrees: tuple[int, ...]
+    """Ways to split operators."""
+    device: str
+    """`auto`, `cuda` or `cpu`."""
+    name: str | None
+    """What to call the device."""
+    threads: int
+    ranks: int | None
+    """How many exchange messages; exchanges are not measured where None."""
+    source: str
+    """`torch` or `onnxruntime`."""
+    seconds: float
+
+    def run(self, bar: Bar) -> tuple[DeviceCosts, tuple[str, ...]]:
+        """What was measured, and why some operators could not be.
+
+        Raises ConfigurationError where the device is not there, AutopipeError as reading the model does.
+        """
+        device = self._device()
+        torch.set_num_threads(self.threads)
+        models = models_of(self.request, self.sizes)
+        train = models[0][1].mode is Mode.TRAIN and self.source == "torch"
+        groups = tuple(groups_of(models, self.request.precision, self.degrees))
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch:
+            operations, refused = self._operations(groups, device, train, Path(scratch), bar)
+            tasks = None
+            if train:
+                bar.reach(time.perf_counter() - started, note="tasks")
+                tasks = self._tasks(device, Path(scratch))
+        exchanges: tuple[ExchangeCost, ...] = ()
+        if self.ranks is not None:
+            bar.reach(time.perf_counter() - started, note=f"exchanges of {self.ranks} ranks")
+            exchanges = measure_exchanges(self.ranks, device.type, _EXCHANGES * self.seconds)
+        sizes = tuple(size for size, _ in models)
+        costs = DeviceCosts(
+            self.name or self._product(device), (self._how(device, sizes, train),), operations, tasks, exchanges
+        )
+        return costs, tuple(dict.fromkeys(refused))
+
+    def _device(self) -> torch.device:
+        wanted = self.device
+        if wanted == "auto":
+            wanted = "cuda" if torch.cuda.is_available() and self.source == "torch" else "cpu"
+        if wanted == "cuda" and self.source != "torch":
+            raise ConfigurationError("ONNX Runtime is measured on the CPU alone", hint="--device cpu", where="--device")
+        if wanted == "cuda" and not torch.cuda.is_available():
+            raise ConfigurationError("no CUDA device is at hand", hint="use --device cpu", where="--device")
+        return torch.device(wanted)
+
+    def _operations(
+        self, groups: Sequence[Group], device: torch.device, train: bool, folder: Path, bar: Bar
+    ) -> tuple[tuple[OperationCost, ...], list[str]]:
+        """All groups, one after the other, an equal part of the time each."""
+        rest = 1.0 - (_TASKS if train else 0.0) - (_EXCHANGES if self.ranks is not None else 0.0)
+        each = rest * self.seconds / max(1, len(groups))
+        found: list[OperationCost] = []
+        refused: list[str] = []
+        started = time.perf_counter()
+        for group in groups:
+            bar.reach(time.perf_counter() - started, note=group.note)
+            if self.source == "onnxruntime":
+                costs, reasons = onnxruntime_profiler.measure_operations(group.samples, folder, self.threads, each)
+            else:
+                costs, reasons = measure_operations(group.samples, Watch(device), folder, train, each)
+            found += costs
+            refused += reasons
+        return tuple(found), refused
+
+    def _tasks(self, device: torch.device, scratch: Path) -> TaskCosts:
+        programs = [(nodes, scratch / f"chain_{nodes}") for nodes in CHAINS]
+        for nodes, folder in programs:
+            write_chain(nodes, folder)
+        return measure_tasks(Watch(device), programs, _TASKS * self.seconds)
+
+    def _product(self, device: torch.device) -> str:
+        if device.type == "cuda":
+            return str(torch.cuda.get_device_name(device))
+        return f"{_processor()}, {self.threads} thread{'s' if self.threads > 1 else ''}"
+
+    def _how(self, device: torch.device, sizes: tuple[int, ...], train: bool) -> str:
+        """One line for the file."""
+        if self.source == "torch":
+            what = f"torch {torch.__version__}"
+        else:
+            what = f"onnxruntime {onnxruntime_profiler.version()}"
+        parts = [
+            what,
+            device.type if device.type == "cuda" else f"cpu, {self.threads} thread{'s' if self.threads > 1 else ''}",
+            self.request.precision,
+            "train" if train else "infer",
+            f"{self.request.model.name} on micro-batches of {', '.join(map(str, sizes))}",
+            datetime.datetime.now(datetime.UTC).date().isoformat(),
+        ]
+        if self.ranks is not None:
+            parts.insert(-1, f"{self.ranks} ranks")
+        return ", ".join(parts)
+
+
+def _processor() -> str:
+    """The processor's product name, as Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
