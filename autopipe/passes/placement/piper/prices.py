@@ -19,6 +19,8 @@ from autopipe.passes.placement.piper.figures import BlockFigures, Sums, block_fi
 from autopipe.passes.placement.piper.messages import Messages
 from autopipe.passes.placement.piper.sharing import Sharing, sharings
 
+_ROUNDING = 1e-9
+
 ANY_PLACE = np.iinfo(np.int16).max
 """A stage that fits wherever it stands."""
 
@@ -71,15 +73,17 @@ class Prices:
         """The batch axes of the problem's graph."""
         return sample_axes(self.problem.graph)
 
+    @cached_property
+    def _least_work(self) -> NDArray[np.float64]:
+        """For each block the least seconds of a micro-batch's computation, times the devices that share it."""
+        work = [sharing.devices * (figures.forward_s + figures.backward_s) for sharing, figures in self._shared]
+        found: NDArray[np.float64] = np.min(work, axis=0)
+        return found
+
     @property
     def least_s(self) -> float:
-        """Seconds that some stage takes at least: an even share of what all blocks take."""
-        size = self.problem.cluster.size
-        compute = (
-            (figures.forward_s.sum() + figures.backward_s.sum()) * sharing.devices / size
-            for sharing, figures in self._shared
-        )
-        return float(min(compute))
+        """Seconds that the slowest stage takes at least: an even share of what all blocks take."""
+        return float(self._least_work.sum()) / self.problem.cluster.size
 
     @property
     def most_s(self) -> float:
@@ -97,8 +101,14 @@ class Prices:
         )
         return max(found) + float(messages)
 
+    @cached_property
+    def _work(self) -> Figures:
+        """The least work of each stage."""
+        return Sums(self._least_work).over(self.chains.downsets, slice(None))
+
     def options(self, most_s: float) -> list[Option]:
-        """All stages that take no more than `most_s` and fit somewhere; smaller groups first."""
+        """All stages that take no more than `most_s`, fit somewhere, and leave no more work to the other devices than
+        these do in that time; smaller groups first."""
         found = []
         for sharing, figures in self._shared:
             for recompute in self._recomputations():
@@ -114,7 +124,9 @@ class Prices:
     def _option(self, sharing: Sharing, figures: BlockFigures, recompute: bool, most_s: float) -> Option:
         compute = figures.backward_s + figures.forward_s * (2 if recompute else 1)
         seconds = Sums(compute).over(self.chains.downsets, slice(None))
-        chosen = np.flatnonzero(seconds <= most_s)
+        others = (self.problem.cluster.size - sharing.devices) * most_s
+        left = float(self._least_work.sum()) - self._work
+        chosen = np.flatnonzero((seconds <= most_s) & (left <= others * (1 + _ROUNDING) + _ROUNDING * seconds))
         seconds = (
             seconds[chosen] + self._step_seconds(sharing, figures, chosen) + self._message_seconds(sharing, chosen)
         )

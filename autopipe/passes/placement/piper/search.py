@@ -20,8 +20,8 @@ from autopipe.passes.placement.piper.downsets import Downsets
 from autopipe.passes.placement.piper.prices import ANY_PLACE, Option, Prices
 from autopipe.passes.placement.piper.sharing import Sharing
 
-_STEP = 1.25
-"""By what factor a limit that is too low is raised."""
+_STEP = 1.15
+"""By what factor limits begin above the least that there can be, and a limit that is too low is raised."""
 
 _NONE = ANY_PLACE
 """In place of a number of stages: there is no answer."""
@@ -42,7 +42,7 @@ class Piece:
 
 def search(prices: Prices) -> list[Piece]:
     """The stages, in order, whose slowest one is fastest; as few of them as that allows. Empty where nothing fits."""
-    too_low, limit = 0.0, prices.least_s
+    too_low, limit = 0.0, prices.least_s * _STEP
     options = prices.options(limit)
     answer = _answer(prices, options, limit)
     while not answer:
