@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from autopipe.passes.lower.traffic import communication_bytes
 from tests.distributed.builder import evaluate
 from tests.distributed.drawing import ROWS, Case, cases
+from tests.distributed.drawing_sizes import unequal_cases
 from tests.distributed.pool import Pools
 from tests.distributed.running import (
     assert_equal_steps,
@@ -36,12 +37,24 @@ RANDOM = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
+FEWER = settings(RANDOM, max_examples=40)
+
 OPTIONS = st.sampled_from([(), ("--blocking",)])
 
 
 @RANDOM
 @given(case=cases(train=True), options=OPTIONS)
 def test_training_computes_loss_and_gradients(pools: Pools, case: Case, options: tuple[str, ...]) -> None:
+    check_training(pools, case, options)
+
+
+@FEWER
+@given(case=unequal_cases(train=True), options=OPTIONS)
+def test_training_on_micro_batches_of_different_sizes(pools: Pools, case: Case, options: tuple[str, ...]) -> None:
+    check_training(pools, case, options)
+
+
+def check_training(pools: Pools, case: Case, options: tuple[str, ...]) -> None:
     assert case.loss is not None
     with TemporaryDirectory() as folder:
         program = Path(folder) / "program"
@@ -57,6 +70,16 @@ def test_training_computes_loss_and_gradients(pools: Pools, case: Case, options:
 @RANDOM
 @given(case=cases(train=False), options=OPTIONS)
 def test_inference_gives_every_output(pools: Pools, case: Case, options: tuple[str, ...]) -> None:
+    check_inference(pools, case, options)
+
+
+@FEWER
+@given(case=unequal_cases(train=False), options=OPTIONS)
+def test_inference_on_micro_batches_of_different_sizes(pools: Pools, case: Case, options: tuple[str, ...]) -> None:
+    check_inference(pools, case, options)
+
+
+def check_inference(pools: Pools, case: Case, options: tuple[str, ...]) -> None:
     with TemporaryDirectory() as folder:
         program = Path(folder) / "program"
         write(case.graph, case.placement, case.schedule, None, program)
@@ -72,8 +95,10 @@ def test_inference_gives_every_output(pools: Pools, case: Case, options: tuple[s
         assert report_lines(report)[0]["communication_bytes"] == predicted_bytes(case)
         for name in case.graph.outputs:
             values = [part[name] for part in parts]
-            # A parameter has no samples to join: it is given once a micro-batch.
-            expected = (torch.stack(values) if name in parameters else torch.cat(values)).numpy()
+            # A parameter has no samples to join: it is given once a micro-batch, of whichever size.
+            if name in parameters:
+                values = [values[0][None]] * (len(found[name]) // len(values)) * len(values)
+            expected = torch.cat(values).numpy()
             np.testing.assert_allclose(found[name], expected, rtol=1e-9, atol=1e-12)
 
 

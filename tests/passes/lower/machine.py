@@ -83,9 +83,16 @@ class Machine:
             return True
         backward = instruction.verb in BACKWARDS
         return all(
-            self.has_arrived(rank, piece, instruction.micro_batch, backward)
+            self.has_arrived(rank, piece, number, backward)
             for piece in self.incoming(self.wires[rank, instruction.stage], backward)
+            if (number := self.message(piece, not backward, instruction.micro_batch)) is not None
         )
+
+    @staticmethod
+    def message(piece: Piece, at_target: bool, micro_batch: int) -> int | None:
+        """The number of the message that has to do with a micro-batch at one end; None where it is not its turn."""
+        turn = piece.target_turn if at_target else piece.source_turn
+        return micro_batch // turn.of if micro_batch % turn.of == turn.index else None
 
     @staticmethod
     def incoming(wired: StageOnRank, backward: bool) -> list[Piece]:
@@ -95,16 +102,18 @@ class Machine:
     def outgoing(wired: StageOnRank, backward: bool) -> list[Piece]:
         return [piece for piece in wired.receives if piece.needs_gradient] if backward else list(wired.sends)
 
-    def has_arrived(self, rank: int, piece: Piece, micro_batch: int, backward: bool) -> bool:
+    def has_arrived(self, rank: int, piece: Piece, number: int, backward: bool) -> bool:
         if piece.source_rank == piece.target_rank:
-            other = piece.target_stage if backward else piece.source_stage
-            return self.has_run(rank, other, micro_batch, backward)
+            other, turn = piece.source_stage, piece.source_turn
+            if backward:
+                other, turn = piece.target_stage, piece.target_turn
+            return self.has_run(rank, other, number * turn.of + turn.index, backward)
         channel = (piece.channel, backward)
-        assert micro_batch in self.posted[channel], f"rank {rank} waits for what it never asked for"
-        place = self.posted[channel].index(micro_batch)
+        assert number in self.posted[channel], f"rank {rank} waits for what it never asked for"
+        place = self.posted[channel].index(number)
         if place >= len(self.sent[channel]):
             return False
-        assert self.sent[channel][place] == micro_batch, "another micro-batch arrives"
+        assert self.sent[channel][place] == number, "another micro-batch arrives"
         return True
 
     def has_run(self, rank: int, stage: int, micro_batch: int, backward: bool) -> bool:
@@ -127,8 +136,10 @@ class Machine:
         if verb in (Verb.SEND, Verb.SEND_GRADIENT):
             assert self.has_run(rank, instruction.stage, micro_batch, backward)
         if verb not in TASKS.values():
+            at_target = (book is self.posted) != backward
             for piece in pieces:
-                if piece.source_rank != piece.target_rank:
-                    book[piece.channel, backward].append(micro_batch)
+                number = self.message(piece, at_target, micro_batch)
+                if piece.source_rank != piece.target_rank and number is not None:
+                    book[piece.channel, backward].append(number)
         self.done.add((rank, instruction))
         self.position[rank] += 1

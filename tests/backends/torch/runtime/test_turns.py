@@ -12,6 +12,7 @@ from autopipe.ir.program import Program
 from autopipe.ir.schedule import Phase, Task
 from autopipe.passes.lower import lower
 from tests.distributed.drawing import Case, cases
+from tests.distributed.drawing_sizes import unequal_cases
 
 
 def ends_of(program: Program) -> list[End]:
@@ -55,7 +56,7 @@ def meet(turns: list[list[Turn]]) -> list[Turn]:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(case=st.booleans().flatmap(cases))
+@given(case=st.booleans().flatmap(lambda train: st.one_of(cases(train), unequal_cases(train))))
 def test_ranks_that_wait_for_every_message_come_to_their_end(case: Case) -> None:
     program = lower(case.graph, case.placement, case.schedule, case.loss)
     ends = ends_of(program)
@@ -64,27 +65,34 @@ def test_ranks_that_wait_for_every_message_come_to_their_end(case: Case) -> None
     place = {event: index for index, event in enumerate(meet(turns))}
     remote = [end for end in ends if end.source_rank != end.target_rank]
     tasks = [task for task in place if isinstance(task, Task)]
-    forwards = [Message(end, False, task.micro_batch) for end in remote for task in tasks if _gives(task, end)]
-    backwards = [Message(end, True, task.micro_batch) for end in remote for task in tasks if _gives_back(task, end)]
+    forwards = [_carrying(end, False, task) for end in remote for task in tasks if _gives(task, end)]
+    backwards = [_carrying(end, True, task) for end in remote for task in tasks if _gives_back(task, end)]
     assert {event for event in place if isinstance(event, Message)} == {*forwards, *backwards}
     for message in (*forwards, *backwards):
         end, gradient = message.end, message.gradient
         source, target = end.source_stage, end.target_stage
-        before, after = (target, source) if gradient else (source, target)
+        ends_of_it = (source, end.source_turn), (target, end.target_turn)
         phases = (Phase.BACKWARD, Phase.INPUT_GRADIENT) if gradient else (Phase.FORWARD,)
         ran, runs = (
-            next(place[task] for phase in phases if (task := Task(stage, phase, message.number)) in place)
-            for stage in (before, after)
+            next(place[task] for phase in phases if (task := Task(stage, phase, message.number * of + index)) in place)
+            for stage, (index, of) in (reversed(ends_of_it) if gradient else ends_of_it)
         )
         assert ran < place[message] < runs
 
 
 def _gives(task: Task, end: End) -> bool:
-    return task.phase is Phase.FORWARD and task.stage == end.source_stage
+    index, of = end.source_turn
+    return task.phase is Phase.FORWARD and task.stage == end.source_stage and task.micro_batch % of == index
 
 
 def _gives_back(task: Task, end: End) -> bool:
-    return end.gradient and task.phase in (Phase.BACKWARD, Phase.INPUT_GRADIENT) and task.stage == end.target_stage
+    index, of = end.target_turn
+    backward = task.phase in (Phase.BACKWARD, Phase.INPUT_GRADIENT) and task.micro_batch % of == index
+    return end.gradient and backward and task.stage == end.target_stage
+
+
+def _carrying(end: End, gradient: bool, task: Task) -> Message:
+    return Message(end, gradient, task.micro_batch // (end.target_turn if gradient else end.source_turn)[1])
 
 
 def test_a_message_stands_right_behind_its_task() -> None:
