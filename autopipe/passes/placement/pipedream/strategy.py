@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.placement.pipedream.obey import Rule, groups_of, ruled, rules_of
 from autopipe.passes.placement.pipedream.prices import Prices
 from autopipe.passes.placement.pipedream.search import Piece, Price, search
+from autopipe.passes.sweep import Answer, best_size
 
 _MOST_BLOCKS = 224
 """Cuts that the search considers: its time grows with their square."""
@@ -37,12 +39,14 @@ class PipeDream:
     """The most stages; as many as there are devices where nothing is given."""
     replicate: bool = True
     """Whether several devices may share a stage's samples."""
+    sweep: bool = False
+    """Whether it tries all sizes of micro-batches, where they are left open, for the one with the shortest step."""
 
     name: ClassVar[str] = "pipedream"
 
     def division(self, graph: Graph) -> Division:
-        """It may make several stages."""
-        return Division.MANY
+        """It may make several stages; with `sweep` it chooses one size of micro-batches for all of them."""
+        return Division.OWN if self.sweep else Division.MANY
 
     def requires(self, problem: Problem) -> None:
         """Raise InfeasibleError where there is nothing to place, ConfigurationError for options out of range."""
@@ -57,6 +61,10 @@ class PipeDream:
         InfeasibleError where memory or the constraints allow no chain, ConfigurationError for constraints that it
         cannot follow.
         """
+        return best_size(problem, self._answer)
+
+    def _answer(self, problem: Problem) -> Answer:
+        """The chain for the problem's micro-batches."""
         wishes = wishes_of(problem)
         forward, backward = node_seconds(problem.work, problem.cluster.devices[0], problem.precision)
         tables = make_tables(problem, make_chain(problem.graph, forward + backward, _MOST_BLOCKS, groups_of(wishes)))
@@ -67,7 +75,7 @@ class PipeDream:
             prices = Prices(replace(tables, problem=replace(problem, cluster=problem.cluster.take(devices))))
             pieces = self._best(prices, rules)
             if pieces:
-                return _placement(prices, pieces)
+                return Answer(_placement(prices, pieces), _step_seconds(prices, pieces))
             nearest = min(self._answers(prices, prices.excess, rules), key=_highest, default=[])
             if nearest:
                 raise _out_of_memory(prices.problem, nearest)
@@ -99,10 +107,7 @@ class PipeDream:
 
     def _best(self, prices: Prices, rules: tuple[Rule, ...]) -> list[Piece]:
         """Over all numbers of stages the chain whose step, filling and draining included, is shortest."""
-
-        def step(pieces: list[Piece]) -> float:
-            return sum(piece.price for piece in pieces) + (prices.problem.micro_batches - 1) * _highest(pieces)
-
+        step = partial(_step_seconds, prices)
         best = min(self._answers(prices, prices.seconds, rules), key=step, default=[])
         if len(best) < 3:
             return best
@@ -126,6 +131,11 @@ class PipeDream:
 
 def _highest(pieces: list[Piece]) -> float:
     return max(piece.price for piece in pieces)
+
+
+def _step_seconds(prices: Prices, pieces: list[Piece]) -> float:
+    """Seconds of a step, filling and draining included."""
+    return sum(piece.price for piece in pieces) + (prices.problem.micro_batches - 1) * _highest(pieces)
 
 
 def _placement(prices: Prices, pieces: list[Piece]) -> Placement:

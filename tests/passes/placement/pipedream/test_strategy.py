@@ -13,6 +13,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem
 from autopipe.passes.cost.chain import linear_order, make_chain
 from autopipe.passes.cost.fit import device_memory
+from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.stages import edge_bytes, stage_costs
 from autopipe.passes.placement.pipedream.strategy import PipeDream
@@ -194,3 +195,29 @@ def test_constraints_that_no_chain_fulfils_are_refused(constraint: Constraint, r
 def test_constraints_that_contradict_the_order_are_refused() -> None:
     with pytest.raises(InfeasibleError, match=r"no chain of stages over 4 devices obeys the constraint on 'matmul0'"):
         ask(Constraint("matmul0", stage=1), Constraint("matmul2", stage=0))
+
+
+def test_a_sweep_takes_the_micro_batch_with_the_shortest_step() -> None:
+    """Launches are what small micro-batches lose, filling the pipeline what large ones do."""
+    sizes = (1, 2, 4, 8, 16, 32, 64)
+    whole = problem(perceptron([63] * 9, batch=64), cluster(4, flops=1e10), 1)
+    given = replace(whole, micro_batch_sizes=sizes)
+    chosen = PipeDream(sweep=True, replicate=False).run(given).stages[0].micro_batch_size
+    steps = {}
+    for size in sizes:
+        sized = resized(whole, size)
+        found = prices(sized, PipeDream(replicate=False).run(sized))
+        steps[size] = sum(found) + (sized.micro_batches - 1) * max(found)
+    assert chosen == min(steps, key=lambda size: steps[size])
+    assert 1 < chosen < 64
+
+
+def test_a_sweep_leaves_out_sizes_that_memory_does_not_hold() -> None:
+    whole = problem(perceptron([64] * 9, batch=4096), cluster(2, latency=1e-3), 1)
+    given = replace(whole, micro_batch_sizes=(1, 64, 4096))
+    free = PipeDream(sweep=True).run(given)
+    need = max(device_memory(whole, free, stage_costs(whole, free)))
+    assert free.stages[0].micro_batch_size == 4096
+    assert PipeDream(sweep=True).run(replace(given, memory_limit=need // 4)).stages[0].micro_batch_size == 64
+    with pytest.raises(InfeasibleError, match="over the limit"):
+        PipeDream(sweep=True).run(replace(given, memory_limit=1000))
