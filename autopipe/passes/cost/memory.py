@@ -24,16 +24,18 @@ class State:
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
+    tensors: int = 0
+    """Number of the gradients."""
 
     @property
     def total(self) -> int:
-        """All three."""
+        """All of them."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
 def state_of(problem: Problem, parts: Iterable[tuple[str, int]]) -> State:
     """The state of parameters, given as (name, in how many parts a group holds it)."""
-    own = gradients = optimizer = 0
+    own = gradients = optimizer = tensors = 0
     for name, count in parts:
         parameter = problem.graph.parameter(name)
         assert parameter is not None, f"{name} is no parameter"
@@ -41,8 +43,9 @@ def state_of(problem: Problem, parts: Iterable[tuple[str, int]]) -> State:
         own += size
         if problem.train and parameter.trainable and parameter.value.dtype.is_floating:
             gradients += size
+            tensors += 1
             optimizer += parameter.value.elements // count * OPTIMIZER_STATE_BYTES * problem.optimizer.states
-    return State(own, gradients, optimizer)
+    return State(own, gradients, optimizer, tensors)
 
 
 def static_memory(problem: Problem, placement: Placement) -> tuple[int, ...]:

@@ -84,6 +84,11 @@ def update_seconds(device: Device, parameter_bytes: float, states: int, tensors:
     return moved / bandwidth + device.launch_latency_s
 
 
+def task_seconds(device: Device) -> tuple[float, float]:
+    """Seconds that a forward and a backward take besides their operators, where that was measured."""
+    return (0.0, 0.0) if device.tasks is None else (device.tasks.forward_s, device.tasks.backward_s)
+
+
 def _rates(device: Device, precision: str, kind: str) -> tuple[float, float, float]:
     """FLOP/s, bytes/s and seconds a launch for one kind of operator."""
     if kind == "view":

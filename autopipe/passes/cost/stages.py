@@ -25,7 +25,7 @@ from autopipe.passes.cost.memory import (
     state_of,
 )
 from autopipe.passes.cost.precision import element_bytes
-from autopipe.passes.cost.roofline import accumulate_seconds, node_seconds, update_seconds
+from autopipe.passes.cost.roofline import accumulate_seconds, node_seconds, task_seconds, update_seconds
 from autopipe.passes.cost.uses import uses_of
 from autopipe.passes.lower.gradients import differentiable_values
 
@@ -159,7 +159,11 @@ def _compute_seconds(work: StageWork, gradient: frozenset[str]) -> tuple[float, 
     shares = np.array([each.sharing.share for each in work.nodes])
     devices = {problem.cluster.devices[device] for device in work.stage.devices}
     seconds = [node_seconds(nodes, device, problem.precision, shares) for device in devices]
-    forward, backward = max(float(each.sum()) for each, _ in seconds), max(float(each.sum()) for _, each in seconds)
+    starts = [task_seconds(device) for device in devices]
+    forward, backward = (
+        max(float(each[phase].sum()) + start[phase] for each, start in zip(seconds, starts, strict=True))
+        for phase in (0, 1)
+    )
     halves = np.array(weight_shares(problem.graph, work, gradient))
     return forward, backward, max(float((each * halves).sum()) for _, each in seconds)
 
@@ -168,13 +172,14 @@ def _accumulate_seconds(work: StageWork, state: State) -> float:
     """Seconds a micro-batch of adding up gradients, on the slowest device."""
     devices = (work.problem.cluster.devices[device] for device in work.stage.devices)
     repeats = 1 - 1 / work.problem.micro_batches
-    return repeats * max(accumulate_seconds(device, state.gradient_bytes) for device in devices)
+    return repeats * max(accumulate_seconds(device, state.gradient_bytes, state.tensors) for device in devices)
 
 
 def _update_seconds(work: StageWork, state: State) -> float:
     problem = work.problem
     devices = (problem.cluster.devices[device] for device in work.stage.devices)
-    return max(update_seconds(device, state.gradient_bytes, problem.optimizer.states) for device in devices)
+    size, states, tensors = state.gradient_bytes, problem.optimizer.states, state.tensors
+    return max(update_seconds(device, size, states, tensors) for device in devices)
 
 
 def _owned(works: Iterable[StageWork]) -> list[dict[str, int]]:
