@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
 from autopipe.backends.torch.emission.manifest import Provenance
 from autopipe.backends.torch.runtime.manifest import ShardEntry, read_manifest
 from autopipe.backends.torch.runtime.parameters import draw_block
-from autopipe.backends.torch.verification import difference, read_losses, read_outputs
+from autopipe.backends.torch.verification import Difference, difference, read_losses, read_outputs
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.problem import Optimizer
@@ -190,14 +191,21 @@ def run_step(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray] | None,
 
 def assert_equal_steps(found: Step, expected: Step, tolerance: float) -> None:
     """Loss and every gradient equal, in units of the gradient's norm (of all gradients' where it is all but zero)."""
-    assert abs(found.loss - expected.loss) <= tolerance * max(abs(expected.loss), 1e-12)
+    worst = largest_difference(found, expected)
+    assert worst.relative <= tolerance, f"{worst.tensor} is off by {worst.relative:.2e}"
+
+
+def largest_difference(found: Step, expected: Step) -> Difference:
+    """Of the loss and all gradients the one that is furthest off; infinitely where no rank holds what is not zero."""
+    differences = [Difference("the loss", abs(found.loss - expected.loss) / max(abs(expected.loss), 1e-12))]
     scale = float(np.sqrt(sum(float((each**2).sum()) for each in expected.gradients.values())))
     for index, gradient in expected.gradients.items():
-        if index not in found.gradients:
-            assert not gradient.any(), f"no rank holds parameter {index}, whose gradient is not zero"
-            continue
-        far = difference(str(index), found.gradients[index], gradient, scale).relative
-        assert far <= tolerance, f"gradient of parameter {index} is off by {far:.2e}"
+        name = f"the gradient of parameter {index}"
+        if index in found.gradients:
+            differences.append(difference(name, found.gradients[index], gradient, scale))
+        elif gradient.any():
+            differences.append(Difference(name, math.inf))
+    return max(differences, key=lambda each: each.relative)
 
 
 def run_forward(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray], *options: object) -> dict[str, np.ndarray]:

@@ -15,8 +15,10 @@ from autopipe.passes.cost.uses import uses_of
 from tests.distributed.halves import halved
 from tests.distributed.running import schedule_of
 
-SPLIT_NODES = 0.9
-"""The share of nodes that are split if they can be."""
+MOST = 0.9
+"""The share of nodes that are split if they can be, where most are."""
+SHARES = (0.2, 0.5, MOST)
+"""Such shares of a strategy: where few are split, what is split meets copies, and less is exchanged."""
 
 
 def random_placement(random: Random, graph: Graph, devices: int, samples: int) -> Placement:
@@ -32,9 +34,9 @@ def random_placement(random: Random, graph: Graph, devices: int, samples: int) -
         groups = [order[:size], order[size:]]
     cut = random.randrange(1, len(graph.nodes)) if len(groups) == 2 else len(graph.nodes)
     parts = [range(cut), range(cut, len(graph.nodes))][: len(groups)]
-    return Placement(
-        tuple(random_stage(random, graph, nodes, group, samples) for nodes, group in zip(parts, groups, strict=True))
-    )
+    share = random.choice(SHARES)
+    pairs = zip(parts, groups, strict=True)
+    return Placement(tuple(random_stage(random, graph, nodes, group, samples, share) for nodes, group in pairs))
 
 
 def random_schedule(random: Random, graph: Graph, placement: Placement, micro_batches: int) -> Schedule:
@@ -43,18 +45,19 @@ def random_schedule(random: Random, graph: Graph, placement: Placement, micro_ba
     return halved(schedule, random.randrange(3)) if random.random() < 0.5 else schedule
 
 
-def random_stage(random: Random, graph: Graph, nodes: Sequence[int], group: Sequence[int], samples: int) -> Stage:
-    """A stage of `nodes` on the devices of `group`, each node split at random, and now and then recomputed."""
+def random_stage(
+    random: Random, graph: Graph, nodes: Sequence[int], group: Sequence[int], samples: int, share: float = MOST
+) -> Stage:
+    """A stage of `nodes` on the devices of `group`, about `share` of them split at random; some are recomputed."""
     uses = uses_of(graph)
-    splits = ((node, random_splits(random, uses[node].space, len(group))) for node in nodes)
+    chosen = [node for node in nodes if random.random() < share]
+    splits = ((node, random_splits(random, uses[node].space, len(group))) for node in chosen)
     found = tuple((node, own) for node, own in splits if own)
     return Stage(tuple(nodes), tuple(group), samples, found, random.random() < 0.2)
 
 
 def random_splits(random: Random, space: Space, group: int) -> tuple[Split, ...]:
     """Some of a node's axes in any order and of any degrees, their product a divisor of `group`."""
-    if random.random() > SPLIT_NODES:
-        return ()
     splits: tuple[Split, ...] = ()
     axes = [axis.name for axis in space.axes if axis.kind is not AxisKind.WHOLE]
     for axis in random.sample(axes, len(axes)):

@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from random import Random
 
 import pytest
 
 from tests.distributed.pool import Pools
-from tests.distributed.strategies import random_placement, random_schedule
-from tests.distributed.trained import MICRO_BATCHES, Trained, check
+from tests.distributed.random_checks import check_random, micro_batches_of
 from tests.distributed.zoo import SIZES, SmallModels
 
 SMALLEST = [name for name in SIZES if name != "inceptionv3"]
@@ -40,11 +38,5 @@ def test_many_strategies(
     pools: Pools, small_models: SmallModels, tmp_path: Path, name: str, devices: int, count: int
 ) -> None:
     for seed in range(count):
-        check_random(pools, small_models.of(name), devices, seed, tmp_path / str(seed))
-
-
-def check_random(pools: Pools, model: Trained, devices: int, seed: int, folder: Path) -> None:
-    """Check the strategy and the schedule that a model, a number of devices and a seed stand for."""
-    random = Random(f"{model.name} {devices} {seed}")
-    placement = random_placement(random, model.graph, devices, model.samples)
-    check(pools, model, placement, folder, random_schedule(random, model.graph, placement, MICRO_BATCHES))
+        model = small_models.of(name, micro_batches=micro_batches_of(seed))
+        check_random(pools, model, devices, seed, tmp_path / str(seed))

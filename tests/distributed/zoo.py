@@ -11,7 +11,7 @@ from autopipe.configs.zoo import MODELS, Settings, build, configure
 from autopipe.ir.graph import Graph
 from autopipe.passes.frontend import read_model
 from tests.distributed.pool import Pools
-from tests.distributed.trained import Trained, trained
+from tests.distributed.trained import MICRO_BATCHES, Trained, trained
 
 SIZES: Mapping[str, Settings] = {
     "alexnet": {"hidden": "24", "classes": "12"},
@@ -54,14 +54,15 @@ class SmallModels:
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
-        self._known: dict[tuple[str, int], Trained] = {}
+        self._known: dict[tuple[str, int, int], Trained] = {}
 
-    def of(self, name: str, samples: int = SAMPLES) -> Trained:
+    def of(self, name: str, samples: int = SAMPLES, micro_batches: int = MICRO_BATCHES) -> Trained:
         """The model called `name` with so many samples a micro-batch."""
-        if (name, samples) not in self._known:
+        key = name, samples, micro_batches
+        if key not in self._known:
             graph, loss = small_graph(name, samples)
-            self._known[name, samples] = trained(self._pools, name, graph, loss)
-        return self._known[name, samples]
+            self._known[key] = trained(self._pools, name, graph, loss, micro_batches=micro_batches)
+        return self._known[key]
 
 
 @lru_cache
