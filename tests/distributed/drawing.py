@@ -259,7 +259,7 @@ def image_graphs(draw: st.DrawFn, train: bool) -> tuple[Graph, str | None]:
     return growing.builder.graph(loss), loss
 
 
-def assignment(draw: st.DrawFn, graph: Graph) -> list[list[int]]:
+def _assignment(draw: st.DrawFn, graph: Graph) -> list[list[int]]:
     """Nodes by stage: each at or after the stages of what it reads."""
     stages = draw(st.integers(1, 4))
     stage_of: dict[int, int] = {}
@@ -277,9 +277,7 @@ def assignment(draw: st.DrawFn, graph: Graph) -> list[list[int]]:
     return [each for each in nodes if each]
 
 
-def random_splits(
-    draw: st.DrawFn, graph: Graph, nodes: list[int], group: int
-) -> tuple[tuple[int, tuple[Split, ...]], ...]:
+def _splits(draw: st.DrawFn, graph: Graph, nodes: list[int], group: int) -> tuple[tuple[int, tuple[Split, ...]], ...]:
     """Nothing, the batch, or any axes of each node."""
     kind = draw(st.sampled_from(["whole", "batch", "any", "any"]))
     if group == 1 or kind == "whole":
@@ -318,10 +316,10 @@ def placements(draw: st.DrawFn, graph: Graph) -> Placement:
     devices = draw(st.sampled_from([1, 2, 2, 4, 4]))
     stages = []
     for pipeline in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
-        for nodes in assignment(draw, graph):
+        for nodes in _assignment(draw, graph):
             degree = draw(st.sampled_from([each for each in (1, 1, 2, 4) if each <= devices]))
             group = tuple(draw(st.permutations(range(devices)))[:degree])
-            splits = random_splits(draw, graph, nodes, degree)
+            splits = _splits(draw, graph, nodes, degree)
             stages.append(Stage(tuple(nodes), group, BATCH, splits, draw(st.integers(0, 3)) == 0, pipeline))
     return Placement(tuple(stages))
 
