@@ -17,7 +17,7 @@ def check_order(schedule: Schedule, graph: StageGraph, train: bool) -> None:
     """Raise WrongScheduleError, with the offending cell marked, unless some execution respects every device's order."""
     _check_tasks(schedule, graph, train)
     stage_devices = graph.stage_devices
-    needs = _Needs(graph.edges, schedule)
+    needs = _Needs(graph, schedule)
     waiting = [deque(order) for order in schedule.tasks]
     done: set[Task] = set()
     moved = True
@@ -38,12 +38,13 @@ def check_order(schedule: Schedule, graph: StageGraph, train: bool) -> None:
 
 
 class _Needs:
-    """Which tasks must be done before a task."""
+    """Which tasks must be done before a task: those of the stages around it that have samples in common with it."""
 
-    def __init__(self, edges: tuple[tuple[int, int], ...], schedule: Schedule) -> None:
+    def __init__(self, graph: StageGraph, schedule: Schedule) -> None:
         self.before: dict[int, list[int]] = {}
         self.after: dict[int, list[int]] = {}
-        for source, target in edges:
+        self.turns = graph.turns
+        for source, target in graph.edges:
             self.before.setdefault(target, []).append(source)
             self.after.setdefault(source, []).append(target)
         halves = {task for order in schedule.tasks for task in order if task.phase is Phase.INPUT_GRADIENT}
@@ -52,11 +53,26 @@ class _Needs:
 
     def of(self, task: Task) -> list[Task]:
         if task.phase is Phase.FORWARD:
-            return [Task(stage, Phase.FORWARD, task.micro_batch) for stage in self.before.get(task.stage, ())]
+            return [
+                Task(stage, Phase.FORWARD, number)
+                for stage in self.before.get(task.stage, ())
+                for number in self._sharing(task, stage)
+            ]
         if task.phase is Phase.WEIGHT_GRADIENT:
             return [Task(task.stage, Phase.INPUT_GRADIENT, task.micro_batch)]
-        later = [self._backward(stage, task.micro_batch) for stage in self.after.get(task.stage, ())]
+        later = [
+            self._backward(stage, number)
+            for stage in self.after.get(task.stage, ())
+            for number in self._sharing(task, stage)
+        ]
         return [Task(task.stage, Phase.FORWARD, task.micro_batch), *later]
+
+    def _sharing(self, task: Task, other: int) -> range:
+        """The micro-batches of another stage that have samples of the task's."""
+        if not self.turns:
+            return range(task.micro_batch, task.micro_batch + 1)
+        own, others = self.turns[task.stage], self.turns[other]
+        return range(task.micro_batch * others // own, -(-(task.micro_batch + 1) * others // own))
 
     def _backward(self, stage: int, micro_batch: int) -> Task:
         """The task that gives the gradients of what a stage received."""
@@ -84,7 +100,7 @@ def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool) -> None:
                 raise WrongScheduleError(schedule, device, position, f"stage {task.stage} is not on device {device}")
             if task in seen:
                 raise WrongScheduleError(schedule, device, position, f"{task} stands twice")
-            if not 0 <= task.micro_batch < schedule.micro_batches:
+            if not 0 <= task.micro_batch < schedule.micro_batches * graph.turns_at(task.stage):
                 raise WrongScheduleError(schedule, device, position, f"there is no micro-batch {task.micro_batch}")
             if task.micro_batch not in graph.micro_batches_of(task.stage, schedule.micro_batches):
                 reason = f"micro-batch {task.micro_batch} does not run on the pipeline of stage {task.stage}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopipe.ir.program import Turn
 from autopipe.ir.schedule import Phase
 
 
@@ -45,9 +46,16 @@ class StagePrediction:
                 return self.weight_gradient_s
 
 
+_EVERY = Turn()
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a device of one stage sends to a device of a later one after a forward, and gets back after its backward."""
+    """What a device of one stage sends to a device of a later one after a forward, and gets back after its backward.
+
+    Where the stages have micro-batches of different sizes it is for the samples that those of one turn of the source
+    and those of one turn of the target have in common: the number of the message is the same for both.
+    """
 
     source_stage: int
     target_stage: int
@@ -57,11 +65,13 @@ class Message:
     backward_bytes: int
     forward_s: float
     backward_s: float
+    source_turn: Turn = _EVERY
+    target_turn: Turn = _EVERY
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Stages in order, and the messages of one micro-batch."""
+    """Stages in order, and the messages of one micro-batch: of the largest, where stages have different ones."""
 
     stages: tuple[StagePrediction, ...] = ()
     messages: tuple[Message, ...] = ()

@@ -106,7 +106,7 @@ class Schedule:
 
         Every stage runs each phase of each of its pipeline's micro-batches once on each of its devices; and some
         execution respects every device's order, F before F along the graph's edges, backwards against them, and F
-        before B (I before W) of a stage. Stages are assumed to have equal micro-batches.
+        before B (I before W) of a stage: between stages of tasks that have samples in common.
         """
         from autopipe.ir.ordering import check_order
 

@@ -53,6 +53,10 @@ class StageGraph:
         """Micro-batches that a stage runs for one of the problem's."""
         return self.turns[stage] if self.turns else 1
 
+    def sharing(self, stage: int, micro_batch: int, other: int) -> range:
+        """The micro-batches of another stage that have samples of a stage's micro-batch."""
+        return sharing(micro_batch, self.turns_at(stage), self.turns_at(other))
+
     def micro_batches_of(self, stage: int, micro_batches: int) -> range:
         """The micro-batches that a stage runs where the problem has `micro_batches`.
 
@@ -89,6 +93,11 @@ def turns_of(placement: Placement, micro_batch_size: int) -> tuple[int, ...]:
             "all have to have the same"
         )
     return tuple(micro_batch_size // size for size in sizes)
+
+
+def sharing(number: int, turns: int, other_turns: int) -> range:
+    """The numbers of the `other_turns` parts of something that meet part `number` of its `turns`, both counted on."""
+    return range(number * other_turns // turns, -(-(number + 1) * other_turns // turns))
 
 
 def depths_to_end(stages: int, edges: Iterable[tuple[int, int]]) -> tuple[int, ...]:

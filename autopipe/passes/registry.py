@@ -38,6 +38,7 @@ SCHEDULERS = {
     "gpipe": "autopipe.passes.schedule.named.gpipe:GPipe",
     "hanayo": "autopipe.passes.schedule.named.hanayo:Hanayo",
     "interleaved_1f1b": "autopipe.passes.schedule.named.interleaved_1f1b:InterleavedOneForwardOneBackward",
+    "kfkb": "autopipe.passes.schedule.named.kfkb:KForwardsKBackwards",
     "looped_bfs": "autopipe.passes.schedule.named.looped_bfs:LoopedBreadthFirst",
     "v_half": "autopipe.passes.schedule.named.v_half:VHalf",
     "v_min": "autopipe.passes.schedule.named.v_min:VMin",

@@ -18,7 +18,7 @@ from autopipe.ir.serial.placement_form import placement_form, placement_of
 from autopipe.ir.serial.prediction_form import prediction_form, prediction_of
 from autopipe.ir.serial.record import Record, read_record, record_text
 from autopipe.ir.serial.schedule_file import read_schedule, schedule_form
-from autopipe.ir.stage_graph import StageGraph, pipelines_of
+from autopipe.ir.stage_graph import StageGraph, pipelines_of, turns_of
 from autopipe.ir.timeline import Timeline
 from autopipe.ir.traffic import KINDS
 
@@ -46,7 +46,9 @@ def read_plan(folder: Path) -> Plan:
     mode = record.at("mode")
     if mode.text() not in MODES:
         mode.refuse(" or ".join(MODES))
-    schedule = _schedule_of(folder / SCHEDULE_FILE, placement, prediction, mode.text() == "train")
+    summary = _summary_of(record.at("summary"))
+    stages = _stages_of(record.at("placement"), placement, prediction, summary)
+    schedule = _schedule_of(folder / SCHEDULE_FILE, placement, stages, mode.text() == "train")
     return Plan(
         model=os.path.normpath(os.path.join(folder.resolve(), record.at("model").text())),
         graph_digest=record.at("graph_digest").text(),
@@ -54,21 +56,30 @@ def read_plan(folder: Path) -> Plan:
         batch_size=record.at("batch_size").integer(1),
         placement=placement,
         schedule=schedule,
-        summary=_summary_of(record.at("summary")),
+        summary=summary,
         prediction=prediction,
         memory_limits=record.at("memory_limits").integers(),
     )
 
 
-def _schedule_of(path: Path, placement: Placement, prediction: Prediction, train: bool) -> Schedule:
+def _stages_of(record: Record, placement: Placement, prediction: Prediction, summary: Summary) -> StageGraph:
+    """The stage graph, on the devices of the placement."""
+    try:
+        turns = turns_of(placement, summary.micro_batch_size)
+    except InfeasibleError as error:
+        raise ConfigurationError(error.message, "plan again", f"{record.file}: {record.path}") from error
+    groups = tuple(stage.devices for stage in placement.stages)
+    return StageGraph(placement.devices, groups, prediction.edges, pipelines_of(placement), turns)
+
+
+def _schedule_of(path: Path, placement: Placement, stages: StageGraph, train: bool) -> Schedule:
     """The schedule in `path`, which must be able to run."""
-    stage_devices = tuple(stage.devices for stage in placement.stages)
-    schedule = read_schedule(path, stage_devices)
+    schedule = read_schedule(path, stages.stage_devices, stages.turns)
     if schedule.devices < placement.devices:
         raise ConfigurationError(
             f"tasks are for {schedule.devices} devices, the placement has {placement.devices}", where=str(path)
         )
-    graph = StageGraph(schedule.devices, stage_devices, prediction.edges, pipelines_of(placement))
+    graph = dataclasses.replace(stages, devices=schedule.devices)
     try:
         schedule.verify(graph, train)
     except InfeasibleError as error:

@@ -6,18 +6,28 @@ import dataclasses
 
 from autopipe.ir.placement import Placement
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
+from autopipe.ir.program import Turn
 from autopipe.ir.serial.record import Record
 
-_MESSAGE = tuple(field.name for field in dataclasses.fields(Message))
+_MESSAGE = tuple(field.name for field in dataclasses.fields(Message) if "turn" not in field.name)
+_TURNS = ("source_turn", "source_turns", "target_turn", "target_turns")
+"""Columns behind those of `_MESSAGE` where stages have micro-batches of different sizes."""
 
 
 def prediction_form(prediction: Prediction) -> dict[str, object]:
     """The predictions as lists, dicts and scalars; a message is a list whose columns `message_columns` names."""
+    turns = any(message.source_turn.of * message.target_turn.of > 1 for message in prediction.messages)
     return {
         "stages": [dataclasses.asdict(stage) for stage in prediction.stages],
-        "message_columns": list(_MESSAGE),
-        "messages": [list(dataclasses.astuple(message)) for message in prediction.messages],
+        "message_columns": [*_MESSAGE, *(_TURNS if turns else ())],
+        "messages": [_message_form(message, turns) for message in prediction.messages],
     }
+
+
+def _message_form(message: Message, turns: bool) -> list[object]:
+    cells = [getattr(message, name) for name in _MESSAGE]
+    source, target = message.source_turn, message.target_turn
+    return [*cells, source.index, source.of, target.index, target.of] if turns else cells
 
 
 def prediction_of(record: Record, placement: Placement) -> Prediction:
@@ -47,12 +57,23 @@ def _stage_of(record: Record) -> StagePrediction:
 
 def _message_of(record: Record, placement: Placement) -> Message:
     cells = tuple(record.items())
-    if len(cells) != len(_MESSAGE):
-        record.refuse(f"{len(_MESSAGE)} columns")
+    if len(cells) not in (len(_MESSAGE), len(_MESSAGE) + len(_TURNS)):
+        record.refuse(f"{len(_MESSAGE)} columns, or {len(_TURNS)} more with turns")
     counts = [cell.integer() for cell in cells[:6]]
     if not counts[0] < counts[1] < len(placement.stages):
         record.refuse("a message from a stage to a later one")
     for stage, device in ((counts[0], counts[2]), (counts[1], counts[3])):
         if device not in placement.stages[stage].devices:
             record.refuse(f"devices of the stages it names: {device} is none of stage {stage}")
-    return Message(*counts, *(cell.number() for cell in cells[6:]))
+    source, target, sender, receiver, forward_bytes, backward_bytes = counts
+    forward_s, backward_s = (cell.number() for cell in cells[6:8])
+    message = Message(source, target, sender, receiver, forward_bytes, backward_bytes, forward_s, backward_s)
+    if len(cells) == len(_MESSAGE):
+        return message
+    return dataclasses.replace(message, source_turn=_turn_of(*cells[8:10]), target_turn=_turn_of(*cells[10:12]))
+
+
+def _turn_of(index: Record, count: Record) -> Turn:
+    if index.integer() >= count.integer(1):
+        index.refuse(f"one of {count.integer()} turns, counted from 0")
+    return Turn(index.integer(), count.integer())

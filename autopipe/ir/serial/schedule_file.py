@@ -1,4 +1,7 @@
-"""`schedule.json` of a plan: who runs what and when, as blocks (a phase of a stage) on units (micro-batches)."""
+"""`schedule.json` of a plan: who runs what and when, as blocks (a phase of a stage) on units (micro-batches).
+
+A stage that runs several micro-batches of its own for one of the largest has a block for each of these turns.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,13 @@ from autopipe.ir.prediction import StagePrediction
 from autopipe.ir.schedule import Phase, Proof, Repetend, Schedule, Task
 from autopipe.ir.serial.record import Record, read_record
 from autopipe.ir.serial.schedule_form import FORMAT, block_form, order_form
+from autopipe.ir.stage_graph import sharing, turns_of
 from autopipe.ir.timeline import Timeline
 
-_BLOCK = re.compile(r"(\d{1,9})([FBIW])")
+_BLOCK = re.compile(r"(\d{1,9})([FBIW])(?:\.(\d{1,9}))?")
+
+Kind = tuple[int, Phase, int]
+"""A stage, what it does, and in which of its turns."""
 
 
 def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
@@ -22,19 +29,21 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
     A block's memory is what it adds: a forward what it keeps, a backward, or its halves together, as much less.
     """
     schedule, stages = plan.schedule, plan.prediction.stages
-    kinds = sorted({(task.stage, task.phase.value) for order in schedule.tasks for task in order}, key=_block_order)
+    turns = turns_of(plan.placement, plan.summary.micro_batch_size) or (1,) * len(stages)
+    kinds = sorted({_kind(task, turns) for order in schedule.tasks for task in order}, key=_block_order)
     index = {kind: position for position, kind in enumerate(kinds)}
     trains = plan.mode == "train"
     blocks = []
-    for stage, letter in kinds:
-        phase = Phase(letter)
-        after = sorted(index[kind] for kind in _before(plan, stage, letter) if kind in index)
+    for stage, phase, turn in kinds:
+        after = sorted(index[kind] for kind in _before(plan, turns, (stage, phase, turn)) if kind in index)
         devices, memory = plan.placement.stages[stage].devices, _change(stages[stage], phase) if trains else 0
-        blocks.append(block_form(f"{stage}{letter}", devices, stages[stage].seconds(phase), memory, after))
+        name = f"{stage}{phase.value}" + (f".{turn}" if turns[stage] > 1 else "")
+        blocks.append(block_form(name, devices, stages[stage].seconds(phase), memory, after))
     starts = {(span.device, span.task): span.start for span in timeline.spans}
     tasks = [
         order_form(
-            (index[task.stage, task.phase.value], task.micro_batch, round(starts[device, task], 12)) for task in order
+            (index[_kind(task, turns)], task.micro_batch // turns[task.stage], round(starts[device, task], 12))
+            for task in order
         )
         for device, order in enumerate(schedule.tasks)
     ]
@@ -55,12 +64,16 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
     }
 
 
-def read_schedule(path: Path, stage_devices: tuple[tuple[int, ...], ...]) -> Schedule:
-    """The order of tasks in `path`, for stages on these devices. Raises ConfigurationError with file and key."""
+def read_schedule(path: Path, stage_devices: tuple[tuple[int, ...], ...], turns: tuple[int, ...]) -> Schedule:
+    """The order of tasks in `path`, for stages on these devices with so many turns (() where all have one).
+
+    Raises ConfigurationError with file and key.
+    """
     record = read_record(path, FORMAT)
-    kinds = [_kind_of(block, stage_devices) for block in record.at("blocks").items()]
+    turns = turns or (1,) * len(stage_devices)
+    kinds = [_kind_of(block, stage_devices, turns) for block in record.at("blocks").items()]
     tasks = record.at("tasks")
-    orders = tuple(tuple(_task_of(each, kinds) for each in order.items()) for order in tasks.items())
+    orders = tuple(tuple(_task_of(each, kinds, turns) for each in order.items()) for order in tasks.items())
     if len(orders) != record.at("devices").integer(1):
         tasks.refuse(f"one list for each of {record.at('devices').integer(1)} devices")
     repetends = tuple(_repetend_of(each) for each in record.at("repetends").items())
@@ -93,8 +106,12 @@ def _proof_of(record: Record) -> Proof | None:
     return Proof(order, lower_bound, record.at("optimal").boolean(), record.at("rounding").number())
 
 
-def _block_order(kind: tuple[int, str]) -> tuple[int, int]:
-    return "FBIW".index(kind[1]), kind[0]
+def _kind(task: Task, turns: tuple[int, ...]) -> Kind:
+    return task.stage, task.phase, task.micro_batch % turns[task.stage]
+
+
+def _block_order(kind: Kind) -> tuple[int, int, int]:
+    return "FBIW".index(kind[1].value), kind[0], kind[2]
 
 
 def _change(stage: StagePrediction, phase: Phase) -> int:
@@ -109,36 +126,46 @@ def _change(stage: StagePrediction, phase: Phase) -> int:
             return -stage.weight_kept_bytes
 
 
-def _before(plan: Plan, stage: int, letter: str) -> list[tuple[int, str]]:
+def _before(plan: Plan, turns: tuple[int, ...], kind: Kind) -> list[Kind]:
     """The blocks that a block waits for on the same unit, which may have a later stage's backward whole or split."""
+    stage, phase, turn = kind
     edges = plan.prediction.edges
-    if letter == Phase.FORWARD.value:
-        return [(source, letter) for source, target in edges if target == stage]
-    if letter == Phase.WEIGHT_GRADIENT.value:
-        return [(stage, Phase.INPUT_GRADIENT.value)]
+
+    def meeting(other: int, phase: Phase) -> list[Kind]:
+        return [(other, phase, number) for number in sharing(turn, turns[stage], turns[other])]
+
+    if phase is Phase.FORWARD:
+        return [each for source, target in edges if target == stage for each in meeting(source, phase)]
+    if phase is Phase.WEIGHT_GRADIENT:
+        return [(stage, Phase.INPUT_GRADIENT, turn)]
     later = [target for source, target in edges if source == stage]
-    halves = (Phase.BACKWARD.value, Phase.INPUT_GRADIENT.value)
-    return [(stage, Phase.FORWARD.value), *((target, backward) for target in later for backward in halves)]
+    halves = (Phase.BACKWARD, Phase.INPUT_GRADIENT)
+    return [
+        (stage, Phase.FORWARD, turn),
+        *(each for target in later for half in halves for each in meeting(target, half)),
+    ]
 
 
-def _kind_of(record: Record, stage_devices: tuple[tuple[int, ...], ...]) -> tuple[int, Phase]:
+def _kind_of(record: Record, stage_devices: tuple[tuple[int, ...], ...], turns: tuple[int, ...]) -> Kind:
     name = record.at("name")
     match = _BLOCK.fullmatch(name.text())
     if match is None or int(match[1]) >= len(stage_devices):
         name.refuse(f"a stage below {len(stage_devices)} and a phase, such as 0F")
-    stage = int(match[1])
+    stage, turn = int(match[1]), int(match[3] or 0)
+    if turn >= turns[stage]:
+        name.refuse(f"one of {turns[stage]} turns of stage {stage}, counted from 0")
     devices = record.at("devices")
     if devices.integers() != stage_devices[stage]:
         devices.refuse(f"the devices of stage {stage}: {list(stage_devices[stage])}")
-    return stage, Phase(match[2])
+    return stage, Phase(match[2]), turn
 
 
-def _task_of(record: Record, kinds: list[tuple[int, Phase]]) -> Task:
+def _task_of(record: Record, kinds: list[Kind], turns: tuple[int, ...]) -> Task:
     block = record.at("block")
     if block.integer() >= len(kinds):
         block.refuse(f"the index of one of {len(kinds)} blocks")
-    stage, phase = kinds[block.integer()]
-    return Task(stage, phase, record.at("unit").integer())
+    stage, phase, turn = kinds[block.integer()]
+    return Task(stage, phase, record.at("unit").integer() * turns[stage] + turn)
 
 
 def _repetend_of(record: Record) -> Repetend:

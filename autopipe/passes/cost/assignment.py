@@ -43,8 +43,9 @@ class StageWork:
 
     `problem` is the problem on the stage's own micro-batches: nodes and layouts are of its graph. `given` are values it
     computes that others want, `received` those that other stages compute, `parameters` those it reads, each with the
-    number of parts in which the group holds it; `layouts` says how it holds parameters. Nodes that want one in
-    different layouts, or stages a parameter, make every device hold it whole.
+    number of parts in which the group holds it; `layouts` says how it holds parameters, `given_layouts` and
+    `received_layouts` the others. Nodes that want one in different layouts, or stages a parameter, make every device
+    hold it whole.
     """
 
     stage: Stage
@@ -54,6 +55,8 @@ class StageWork:
     received: dict[str, int]
     parameters: dict[str, int]
     layouts: dict[str, Layout]
+    given_layouts: dict[str, Layout]
+    received_layouts: dict[str, Layout]
 
 
 def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
@@ -98,21 +101,29 @@ def _stage_work(
 ) -> StageWork:
     graph = problem.graph
     written = {
-        name: layout.parts
+        name: layout
         for each in nodes
         for name, layout in zip(each.node.outputs, each.sharing.results, strict=True)
         if layout is not None
     }
     layouts = {name: layout for name, layout in read.items() if graph.parameter(name) is not None}
+    given = {name: written[name] for name in outputs if name in written}
+    received = {name: layout for name, layout in read.items() if graph.producer(name) is not None}
     return StageWork(
         stage=stage,
         problem=problem,
         nodes=nodes,
-        given={name: written[name] for name in outputs if name in written},
-        received={name: layout.parts for name, layout in read.items() if graph.producer(name) is not None},
-        parameters={name: layout.parts for name, layout in layouts.items()},
+        given=_parts(given),
+        received=_parts(received),
+        parameters=_parts(layouts),
         layouts=layouts,
+        given_layouts=given,
+        received_layouts=received,
     )
+
+
+def _parts(layouts: dict[str, Layout]) -> dict[str, int]:
+    return {name: layout.parts for name, layout in layouts.items()}
 
 
 def _torn(graph: Graph, read: list[dict[str, Layout]]) -> frozenset[str]:

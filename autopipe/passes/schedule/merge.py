@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from autopipe.ir.schedule import Phase, Task
+from autopipe.ir.stage_graph import StageGraph
 
 Ticks = Callable[[Task], int]
 """A task's length in whole units, so that equal instants compare equal."""
 
 
 def merge_orders(
-    stage_orders: Sequence[Sequence[Task]],
-    stage_devices: Sequence[Sequence[int]],
-    edges: Sequence[tuple[int, int]],
-    devices: int,
-    ticks: Ticks,
+    stage_orders: Sequence[Sequence[Task]], graph: StageGraph, ticks: Ticks
 ) -> tuple[tuple[Task, ...], ...]:
     """For each device the tasks of its stages, in the order in which a list schedule starts them.
 
-    Each stage keeps its own order; F waits for F along `edges`, B for B against them. A device that is free takes the
-    startable task that comes first by: backward before forward, older micro-batch before younger, later stage before
-    earlier. A task of a stage on several devices starts on all of them at once; while it waits for some, the others are
-    kept free for it unless a task before it in that order wants them. Where every device has one stage the result is
-    the stages' own orders.
+    Each stage keeps its own order; F waits for F along the graph's edges, B for B against them, of all micro-batches
+    that have samples of its own. A device that is free takes the startable task that comes first by: backward before
+    forward, older samples before younger, later stage before earlier. A task of a stage on several devices starts on
+    all of them at once; while it waits for some, the others are kept free for it unless a task before it in that order
+    wants them. Where every device has one stage the result is the stages' own orders.
 
     Tasks start in one total order that agrees with every dependency, and each device's list is a part
     of it: the result can always run.
     """
-    state = _State(stage_orders, stage_devices, edges, devices)
+    state = _State(stage_orders, graph)
     running: list[tuple[int, int, Task]] = []
     now = 0
     while True:
@@ -46,23 +44,21 @@ def merge_orders(
 class _State:
     """Which tasks are done, which stages' next tasks may start, and which devices are free."""
 
-    def __init__(
-        self,
-        stage_orders: Sequence[Sequence[Task]],
-        stage_devices: Sequence[Sequence[int]],
-        edges: Sequence[tuple[int, int]],
-        devices: int,
-    ) -> None:
-        self.devices = stage_devices
-        self.free = [True] * devices
-        self.lists: list[list[Task]] = [[] for _ in range(devices)]
+    def __init__(self, stage_orders: Sequence[Sequence[Task]], graph: StageGraph) -> None:
+        self.graph = graph
+        self.devices = graph.stage_devices
+        self.free = [True] * graph.devices
+        self.lists: list[list[Task]] = [[] for _ in range(graph.devices)]
+        turns = [graph.turns_at(stage) for stage in range(len(stage_orders))]
+        self.samples = [math.lcm(*turns) // each for each in turns]
+        """Samples of each stage's micro-batches, in units that make all of them whole."""
         self.rest = [deque(order) for order in stage_orders]
         self.running: set[int] = set()
         self.done: set[Task] = set()
         self.given = {task for order in stage_orders for task in order}
         self.before: list[list[int]] = [[] for _ in stage_orders]
         self.after: list[list[int]] = [[] for _ in stage_orders]
-        for source, target in edges:
+        for source, target in graph.edges:
             self.before[target].append(source)
             self.after[source].append(target)
         self.waiting = {stage for stage in range(len(stage_orders)) if self._ready(stage)}
@@ -72,7 +68,7 @@ class _State:
         """Start what can start now, and return it."""
         reserved: set[int] = set()
         started = []
-        for task in sorted((self.rest[stage][0] for stage in self.waiting), key=_preference):
+        for task in sorted((self.rest[stage][0] for stage in self.waiting), key=self._preference):
             group = self.devices[task.stage]
             if all(self.free[device] and device not in reserved for device in group):
                 self._start(task)
@@ -103,9 +99,12 @@ class _State:
             return False
         task = self.rest[stage][0]
         sources = self.before if task.phase is Phase.FORWARD else self.after
-        needs = (Task(source, task.phase, task.micro_batch) for source in sources[stage])
+        needs = (
+            Task(source, task.phase, number)
+            for source in sources[stage]
+            for number in self.graph.sharing(stage, task.micro_batch, source)
+        )
         return all(need in self.done for need in needs if need in self.given)
 
-
-def _preference(task: Task) -> tuple[bool, int, int]:
-    return task.phase is Phase.FORWARD, task.micro_batch, -task.stage
+    def _preference(self, task: Task) -> tuple[bool, int, int]:
+        return task.phase is Phase.FORWARD, task.micro_batch * self.samples[task.stage], -task.stage

@@ -4,55 +4,103 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
+from autopipe.ir.batch import batch_axes_of
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.placement import Placement
 from autopipe.ir.prediction import Message
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.assignment import stage_work
+from autopipe.ir.program import Turn
+from autopipe.passes.cost.assignment import StageWork, stage_work
 from autopipe.passes.lower.gradients import differentiable_values
+from autopipe.passes.lower.shared_samples import Shared, shared_blocks
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Way:
+    """The ends of a message; turns as (index, of how many)."""
+
+    source_stage: int
+    target_stage: int
+    source_turn: tuple[int, int]
+    target_turn: tuple[int, int]
+    source: int
+    target: int
 
 
 def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...]:
-    """All messages of one micro-batch, sorted by their stages, then their devices.
+    """All messages of one micro-batch, sorted by their stages, their turns, then their devices.
 
     A value that a group holds in n parts lies in equal slices, in order, each on an equal number of neighbouring
-    devices; a device that needs a slice asks one of those that hold it, in turn, and itself where it does.
+    devices; a device that needs a slice asks one of those that hold it, in turn, and itself where it does. Where
+    stages have micro-batches of different sizes, blocks are compared as in lowering. Raises CodegenError for values
+    that cannot be shared out among those.
     """
-    graph = problem.graph
-    works = stage_work(problem, placement)
+    graph, works = problem.graph, stage_work(problem, placement)
     gradients = differentiable_values(graph) if problem.train else frozenset()
-    held = {
-        (work.stage.pipeline, name): (index, parts)
-        for index, work in enumerate(works)
-        for name, parts in work.given.items()
-    }
-    forward: defaultdict[tuple[int, int, int, int], list[int]] = defaultdict(list)
-    backward: defaultdict[tuple[int, int, int, int], list[int]] = defaultdict(list)
+    held = {(work.stage.pipeline, name): index for index, work in enumerate(works) for name in work.given}
+    shared = partial(shared_blocks, graph, batch_axes_of(graph))
+    forward: defaultdict[_Way, list[int]] = defaultdict(list)
+    backward: defaultdict[_Way, list[int]] = defaultdict(list)
     for target, work in enumerate(works):
-        for name, needed in work.received.items():
-            if (work.stage.pipeline, name) not in held:
+        for name in work.received:
+            source = held.get((work.stage.pipeline, name))
+            if source is None:
                 continue
-            source, parts = held[work.stage.pipeline, name]
-            for sender, receiver, share in _slices(works[source].stage.devices, parts, work.stage.devices, needed):
-                size = round(graph.type_of(name).bytes * share)
-                forward[source, target, sender, receiver].append(size)
-                if name in gradients:
-                    backward[source, target, sender, receiver].append(size)
-    seconds = partial(_seconds, problem.cluster)
-    return tuple(
-        Message(
-            *key, sum(sizes), sum(backward[key]), seconds(key[2], key[3], sizes), seconds(key[3], key[2], backward[key])
-        )
-        for key, sizes in sorted(forward.items())
-    )
+            sides = [(each.stage.micro_batch_size, _shape(each, name)) for each in (works[source], work)]
+            for block in shared(name, *sides):
+                turns = _pair(block.source_turn), _pair(block.target_turn)
+                for sender, receiver, size in _parts(works[source], work, name, block):
+                    way = _Way(source, target, *turns, sender, receiver)
+                    forward[way].append(size)
+                    if name in gradients:
+                        backward[way].append(size)
+    return tuple(_message(problem.cluster, way, forward[way], backward[way]) for way in sorted(forward))
+
+
+def _message(cluster: Cluster, way: _Way, forward: list[int], backward: list[int]) -> Message:
+    source, target = way.source, way.target
+    seconds = _seconds(cluster, source, target, forward), _seconds(cluster, target, source, backward)
+    turns = Turn(*way.source_turn), Turn(*way.target_turn)
+    return Message(way.source_stage, way.target_stage, source, target, sum(forward), sum(backward), *seconds, *turns)
 
 
 def _seconds(cluster: Cluster, source: int, target: int, sizes: list[int]) -> float:
     """Seconds of sending values of these sizes, each a message of its own; a device sends itself nothing."""
     return 0.0 if source == target else sum(cluster.link(source, target).seconds(size) for size in sizes)
+
+
+def _pair(turn: Turn) -> tuple[int, int]:
+    return turn.index, turn.of
+
+
+def _shape(work: StageWork, name: str) -> tuple[int, ...]:
+    """A value's shape in the stage's own micro-batches."""
+    return work.problem.graph.type_of(name).shape
+
+
+def _parts(sender: StageWork, receiver: StageWork, name: str, shared: Shared) -> Iterator[tuple[int, int, int]]:
+    """(sender, receiver, bytes) for each part of what two turns share."""
+    value = sender.problem.graph.type_of(name)
+    if sender.stage.micro_batch_size == receiver.stage.micro_batch_size:
+        groups = sender.stage.devices, sender.given[name], receiver.stage.devices, receiver.received[name]
+        for source, target, share in _slices(*groups):
+            yield source, target, round(value.bytes * share)
+        return
+    hold, need = sender.given_layouts[name], receiver.received_layouts[name]
+    held = [hold.box(position) for position in range(len(sender.stage.devices))]
+    for position, target in enumerate(receiver.stage.devices):
+        wanted = need.box(position).intersect(shared.received)
+        for box in dict.fromkeys(held) if wanted is not None else ():
+            assert wanted is not None
+            common = box.intersect(wanted.beside(shared.received, shared.sent))
+            if common is not None:
+                holders = [each for each, own in zip(sender.stage.devices, held, strict=True) if own == box]
+                source = target if target in holders else holders[position % len(holders)]
+                yield source, target, common.elements * value.dtype.itemsize
 
 
 def _slices(

@@ -6,10 +6,11 @@ import heapq
 from collections.abc import Sequence
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.ir.prediction import Message, Prediction, StagePrediction
+from autopipe.ir.prediction import Prediction, StagePrediction
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.timeline import Span, Timeline, Transfer
 from autopipe.passes.schedule.footprint import memory_curves, static_memory
+from autopipe.passes.schedule.wires import HALF, PHASES, WHOLE, kind_of, wires_of
 
 StageDevices = Sequence[Sequence[int]]
 """The device group of each stage."""
@@ -37,18 +38,21 @@ def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Predic
 class _Run:
     """The state of the simulation between two events.
 
-    A task is a number, its kind (stage and phase) times the micro-batches plus its micro-batch: steps have many tasks.
+    A task is a number, its kind (stage and phase) times `count` plus its micro-batch: steps have many tasks. No stage
+    has more than `count` micro-batches.
     """
 
     def __init__(self, schedule: Schedule, stage_devices: StageDevices, prediction: Prediction) -> None:
-        self.schedule, self.count = schedule, schedule.micro_batches
-        kinds = [(stage, phase) for stage in range(len(prediction.stages)) for phase in _PHASES]
+        self.schedule = schedule
+        last = max((task.micro_batch for order in schedule.tasks for task in order), default=0)
+        self.count = max(schedule.micro_batches, last + 1)
+        kinds = [(stage, phase) for stage in range(len(prediction.stages)) for phase in PHASES]
         self.devices = [stage_devices[stage] for stage, _ in kinds]
         self.seconds = [prediction.stages[stage].seconds(phase) for stage, phase in kinds]
-        self.sends, self.awaited = _sends(prediction.messages, len(kinds))
+        self.wires = wires_of(prediction.messages, len(prediction.stages))
         self.orders = [[self._number(task) for task in order] for order in schedule.tasks]
-        half = _PHASES.index(Phase.INPUT_GRADIENT)
-        self.split = {task for order in self.orders for task in order if task // self.count % len(_PHASES) == half}
+        half = PHASES.index(Phase.INPUT_GRADIENT)
+        self.split = {task for order in self.orders for task in order if task // self.count % len(PHASES) == half}
         self.position = [0] * schedule.devices
         self.ready: dict[int, int] = {}
         """For each task that is next on some of its devices, how many of them are idle."""
@@ -87,7 +91,9 @@ class _Run:
     def _start_if_it_can(self, task: int, now: float) -> None:
         kind = task // self.count
         group = self.devices[kind]
-        if self.ready.get(task, 0) < len(group) or self.arrived.get(task, 0) < self.awaited[kind]:
+        awaited = self.wires.awaited[kind]
+        due = awaited[task % self.count % len(awaited)]
+        if self.ready.get(task, 0) < len(group) or self.arrived.get(task, 0) < due:
             return
         end = now + self.seconds[kind]
         named = self.schedule.tasks[group[0]][self.position[group[0]]]
@@ -99,60 +105,28 @@ class _Run:
 
     def _send(self, task: int, now: float) -> None:
         kind, micro_batch = divmod(task, self.count)
-        for receiving, source, target, size, seconds in self.sends[kind]:
-            receiver = receiving * self.count + micro_batch
-            if receiver + _HALF * self.count in self.split and receiving % len(_PHASES) == _WHOLE:
-                receiver += _HALF * self.count
-            if source == target or size == 0:
+        sends = self.wires.sends[kind]
+        for wire in sends[micro_batch % len(sends)]:
+            source, target = wire.source, wire.target
+            receiver = wire.kind * self.count + micro_batch // wire.own_turns * wire.turns + wire.turn
+            if receiver + HALF * self.count in self.split and wire.kind % len(PHASES) == WHOLE:
+                receiver += HALF * self.count
+            if source == target or wire.bytes == 0:
                 self._schedule(now, receiver, is_end=False)
                 continue
             start = max(now, self.link_free.get((source, target), 0.0))
-            end = start + seconds
+            end = start + wire.seconds
             self.link_free[source, target] = end
-            named = Task(kind // len(_PHASES), _PHASES[kind % len(_PHASES)], micro_batch)
-            self.transfers.append(Transfer(source, target, named, size, start, end))
+            named = Task(kind // len(PHASES), PHASES[kind % len(PHASES)], micro_batch)
+            self.transfers.append(Transfer(source, target, named, wire.bytes, start, end))
             self._schedule(end, receiver, is_end=False)
 
     def _number(self, task: Task) -> int:
-        return _kind(task.stage, task.phase) * self.count + task.micro_batch
+        return kind_of(task.stage, task.phase) * self.count + task.micro_batch
 
     def _schedule(self, time: float, task: int, is_end: bool) -> None:
         self.made += 1
         heapq.heappush(self.events, (time, self.made, task, is_end))
-
-
-_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
-_WHOLE = _PHASES.index(Phase.BACKWARD)
-_HALF = _PHASES.index(Phase.INPUT_GRADIENT) - _WHOLE
-"""From the number of a backward's kind to that of its first half, which receives in its place."""
-
-Sent = tuple[int, int, int, int, float]
-"""Kind of the task that receives, device that sends, device that receives, bytes, seconds."""
-
-
-def _kind(stage: int, phase: Phase) -> int:
-    return stage * len(_PHASES) + _PHASES.index(phase)
-
-
-def _sends(messages: Sequence[Message], kinds: int) -> tuple[list[list[Sent]], list[int]]:
-    """What is sent after a task of each kind, and how many messages one of each kind waits for.
-
-    Gradients go to whole backwards here, and come from whole ones and first halves alike.
-    """
-    sends: list[list[Sent]] = [[] for _ in range(kinds)]
-    awaited = [0] * kinds
-    for each in messages:
-        forward, backward = (
-            [_kind(stage, phase) for stage in (each.source_stage, each.target_stage)] for phase in _PHASES[:2]
-        )
-        sends[forward[0]].append((forward[1], each.source, each.target, each.forward_bytes, each.forward_s))
-        awaited[forward[1]] += 1
-        for half in (0, _HALF):
-            sends[backward[1] + half].append(
-                (backward[0], each.target, each.source, each.backward_bytes, each.backward_s)
-            )
-            awaited[backward[0] + half] += 1
-    return sends, awaited
 
 
 def _step_end(

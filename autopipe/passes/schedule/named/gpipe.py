@@ -44,6 +44,6 @@ def order_gpipe(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks
             [Task(stage, phase, micro_batch) for micro_batch in graph.micro_batches_of(stage, micro_batches)]
             for stage in range(len(graph.stage_devices))
         ]
-        merged = merge_orders(orders, graph.stage_devices, graph.edges, graph.devices, ticks)
+        merged = merge_orders(orders, graph, ticks)
         lists = [before + after for before, after in zip(lists, merged, strict=True)]
     return Schedule(micro_batches, tuple(lists), tuple(find_repetend(order) for order in lists))

@@ -48,7 +48,7 @@ def order_1f1b(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks)
         _stage_order(stage, depths[stage], graph.micro_batches_of(stage, micro_batches), train)
         for stage in range(len(depths))
     ]
-    lists = merge_orders(orders, graph.stage_devices, graph.edges, graph.devices, ticks)
+    lists = merge_orders(orders, graph, ticks)
     return Schedule(micro_batches, lists, tuple(find_repetend(order) for order in lists))
 
 

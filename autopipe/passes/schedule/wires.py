@@ -1,0 +1,82 @@
+"""What is sent after each task of a step, and how much each task waits for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autopipe.ir.prediction import Message
+from autopipe.ir.program import Turn
+from autopipe.ir.schedule import Phase
+
+PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
+WHOLE = PHASES.index(Phase.BACKWARD)
+HALF = PHASES.index(Phase.INPUT_GRADIENT) - WHOLE
+"""From the number of a backward's kind to that of its first half, which receives in its place."""
+
+
+def kind_of(stage: int, phase: Phase) -> int:
+    """The number of a stage's phase."""
+    return stage * len(PHASES) + PHASES.index(phase)
+
+
+class Wire(NamedTuple):
+    """One message after a task, in the direction in which it goes."""
+
+    kind: int
+    """Kind of the task that receives."""
+    own_turns: int
+    turns: int
+    turn: int
+    """The micro-batch that receives is micro-batch // own_turns * turns + turn."""
+    source: int
+    target: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wires:
+    """By kind of task, then by micro-batch: number m does as m mod the length of the kind's list says."""
+
+    sends: list[list[list[Wire]]]
+    awaited: list[list[int]]
+    """Number of messages that a task waits for."""
+
+
+def wires_of(messages: Sequence[Message], stages: int) -> Wires:
+    """The messages of a step, there and back.
+
+    Gradients go to whole backwards here, and come from whole ones and first halves alike.
+    """
+    periods = [1] * (stages * len(PHASES))
+    for each in messages:
+        for stage, turn in ((each.source_stage, each.source_turn), (each.target_stage, each.target_turn)):
+            for phase in PHASES:
+                kind = kind_of(stage, phase)
+                periods[kind] = math.lcm(periods[kind], turn.of)
+    wires = Wires([[[] for _ in range(period)] for period in periods], [[0] * period for period in periods])
+    for each in messages:
+        source, target = (
+            [kind_of(stage, phase) for phase in PHASES[:2]] for stage in (each.source_stage, each.target_stage)
+        )
+        there = (each.source, each.target, each.forward_bytes, each.forward_s)
+        back = (each.target, each.source, each.backward_bytes, each.backward_s)
+        _send(wires, source[0], target[0], each.source_turn, each.target_turn, there)
+        _await(wires, target[0], each.target_turn)
+        for half in (0, HALF):
+            _send(wires, target[1] + half, source[1], each.target_turn, each.source_turn, back)
+            _await(wires, source[1] + half, each.source_turn)
+    return wires
+
+
+def _send(wires: Wires, kind: int, receiver: int, own: Turn, other: Turn, sent: tuple[int, int, int, float]) -> None:
+    for place in range(own.index, len(wires.sends[kind]), own.of):
+        wires.sends[kind][place].append(Wire(receiver, own.of, other.of, other.index, *sent))
+
+
+def _await(wires: Wires, kind: int, turn: Turn) -> None:
+    for place in range(turn.index, len(wires.awaited[kind]), turn.of):
+        wires.awaited[kind][place] += 1

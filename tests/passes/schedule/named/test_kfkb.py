@@ -1,0 +1,138 @@
+"""kFkB: the paper's example, 1F1B as its special case, and any stage graph with any sizes and any k."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.prediction import Message, Prediction, StagePrediction
+from autopipe.ir.program import Turn
+from autopipe.ir.schedule import Phase, Schedule
+from autopipe.ir.stage_graph import StageGraph
+from autopipe.passes.cost.in_flight import stages_in_flight
+from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards, kept_micro_batches, order_kfkb
+from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.simulate import simulate
+from tests.passes.schedule.random_dags import chain, stage_graphs
+
+
+def one_tick(task):
+    return 1
+
+
+def with_turns(graph, turns):
+    return dataclasses.replace(graph, turns=turns)
+
+
+def orders(schedule):
+    return [" ".join(f"{task.phase.value}{task.micro_batch}" for task in order) for order in schedule.tasks]
+
+
+def predicted(graph, size=None):
+    """Stages that take a second for each sample forward, two backward, and keep a byte for it; messages are free.
+
+    The largest micro-batch has `size` samples; as few as there can be where that is None.
+    """
+    samples = [(size or math.lcm(*graph.turns)) // turns for turns in graph.turns]
+    stages = tuple(StagePrediction(float(size), 2.0 * size, kept_bytes=size) for size in samples)
+    return Prediction(stages, tuple(message for edge in graph.edges for message in messages(graph, *edge)))
+
+
+def messages(graph, source, target):
+    """One for each pair of turns of a round that share samples."""
+    devices = graph.stage_devices[source][0], graph.stage_devices[target][0]
+    for own in range(graph.turns[source]):
+        for other in graph.sharing(source, own, target):
+            turns = Turn(own, graph.turns[source]), Turn(other, graph.turns[target])
+            yield Message(source, target, *devices, 0, 0, 0.0, 0.0, *turns)
+
+
+def test_the_papers_example_with_micro_batches_of_1_2_and_4():
+    graph = with_turns(chain(3), (4, 2, 1))
+    schedule = order_kfkb(graph, 4, (1, 1, 1), True, one_tick)
+    schedule.verify(graph, train=True)
+    assert kept_micro_batches(graph, (1, 1, 1)) == (10, 4, 1), "10, 8 and 4 samples"
+    assert orders(schedule)[2] == "F0 B0 F1 B1 F2 B2 F3 B3"
+    assert orders(schedule)[1].startswith("F0 F1 F2 F3 B0 F4 B1 F5")
+    assert orders(schedule)[0].startswith("F0 F1 F2 F3 F4 F5 F6 F7 F8 F9 B0 F10 B1 F11")
+    uniform = with_turns(chain(3), (1, 1, 1))
+    assert kept_micro_batches(uniform, (1, 1, 1)) == (3, 2, 1), "12, 8 and 4 samples"
+    steps = [
+        simulate(order_kfkb(each, 4, (1,) * 3, True, one_tick), each.stage_devices, predicted(each, size=4))
+        for each in (graph, uniform)
+    ]
+    assert [step.peak_memory for step in steps] == [(10, 8, 4), (12, 8, 4)]
+    assert steps[0].end < steps[1].end, "the others begin earlier after smaller micro-batches"
+
+
+def test_two_in_a_row():
+    graph = chain(2)
+    found = order_kfkb(graph, 6, (2, 2), True, one_tick)
+    found.verify(graph, train=True)
+    assert orders(found) == [
+        "F0 F1 F2 F3 B0 B1 F4 F5 B2 B3 B4 B5",
+        "F0 F1 B0 B1 F2 F3 B2 B3 F4 F5 B4 B5",
+    ]
+
+
+@given(stage_graphs(), st.integers(1, 6), st.booleans())
+def test_with_equal_sizes_and_k_of_1_it_is_1f1b(graph, micro_batches, train):
+    found = order_kfkb(graph, micro_batches, (1,) * len(graph.stage_devices), train, one_tick)
+    assert found.tasks == order_1f1b(graph, micro_batches, train, one_tick).tasks
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), stage_graphs(), st.integers(1, 5), st.booleans())
+def test_any_stages_any_sizes_and_any_k_can_run_and_keep_no_more_than_they_should(data, graph, micro_batches, train):
+    count = len(graph.stage_devices)
+    turns = data.draw(st.tuples(*[st.sampled_from((1, 2, 3, 4, 6))] * count))
+    ks = data.draw(st.tuples(*[st.integers(1, 5)] * count))
+    graph = with_turns(graph, turns)
+    schedule = order_kfkb(graph, micro_batches, ks, train, one_tick)
+    schedule.verify(graph, train)
+    step = simulate(schedule, graph.stage_devices, predicted(graph))
+    assert len(step.spans) == sum(map(len, schedule.tasks))
+    if train:
+        for stage, most in enumerate(kept_micro_batches(graph, ks)):
+            assert kept(schedule, graph, stage) <= most
+
+
+def kept(schedule: Schedule, graph: StageGraph, stage: int) -> int:
+    """Most micro-batches of a stage between the start of forward and the end of backward, by its device's order."""
+    held = most = 0
+    for task in schedule.tasks[graph.stage_devices[stage][0]]:
+        if task.stage == stage:
+            held += 1 if task.phase is Phase.FORWARD else -1
+            most = max(most, held)
+    return most
+
+
+def test_a_chain_of_stages_of_one_speed_never_idles_once_it_is_full():
+    # What Table 2 is for: the last device has work from its first task to its last. From k = 4 on its row for equal
+    # k * size, which asks for two micro-batches more whatever k is, is too few for that.
+    for turns in itertools.product((1, 2, 4, 8), repeat=3):
+        for ks in itertools.product((1, 2), repeat=3) if min(turns) == 1 else ():
+            assert idle_at_the_end(with_turns(chain(3), turns), ks) == pytest.approx(0.0), (turns, ks)
+    assert idle_at_the_end(with_turns(chain(2), (1, 1)), (4, 4)) == pytest.approx(1.0)
+
+
+def idle_at_the_end(graph, ks):
+    """Seconds that the last device waits between its first task and its last."""
+    step = simulate(order_kfkb(graph, 8, ks, True, one_tick), graph.stage_devices, predicted(graph))
+    last = [span for span in step.spans if span.device == graph.devices - 1]
+    return last[-1].end - last[0].start - sum(span.end - span.start for span in last)
+
+
+def test_a_k_for_each_stage_is_asked_for():
+    found = KForwardsKBackwards((1, 2))
+    with pytest.raises(ConfigurationError, match=r"schedule.k has 2 numbers, but the placement 3 stages"):
+        found.requires(None, type("", (), {"stages": (1, 2, 3)}))
+    with pytest.raises(ConfigurationError, match=r"schedule.k is 0"):
+        KForwardsKBackwards(0).requires(None, type("", (), {"stages": (1, 2, 3)}))
+    assert stages_in_flight((1, 1), (1, 1), ((0, 1),)) == (2, 1)
