@@ -18,7 +18,8 @@ from autopipe.ir.program import Program
 from autopipe.passes.lower import lower
 from tests.distributed.builder import mlp
 from tests.distributed.halves import halved
-from tests.distributed.running import schedule_of, write
+from tests.distributed.portions import forwards_first
+from tests.distributed.running import schedule_of, stage_graph, write
 
 Golden = Callable[[str, str], None]
 
@@ -57,6 +58,19 @@ def test_files_of_a_program(name: str, tmp_path: Path, golden: Golden) -> None:
         golden((folder / "run.py").read_text(encoding="utf-8"), "program/run.txt")
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         golden(json.dumps(manifest, indent=1, sort_keys=True) + "\n", "program/manifest.json")
+
+
+def test_files_of_micro_batches_of_different_sizes(tmp_path: Path, golden: Golden) -> None:
+    """One sample, then two that two devices share, then four: what is sent and received in turn."""
+    graph, loss, _ = placed()
+    shared = (2, (Split("m", 2),)), (3, (Split("x0", 2),))
+    stages = (Stage((0, 1), (0,), 1), Stage((2, 3), (1, 2), 2, shared), Stage((4, 5, 6, 7), (3,), 4))
+    placement = Placement(stages)
+    folder = tmp_path / "program"
+    write(graph, placement, forwards_first(stage_graph(graph, placement), 8), loss, folder)
+    for rank in (0, 1, 3):
+        golden((folder / f"rank_{rank:03d}.py").read_text(encoding="utf-8"), f"program/unequal/rank_{rank:03d}.txt")
+    golden((folder / "stage_01.py").read_text(encoding="utf-8"), "program/unequal/stage_01.txt")
 
 
 def test_files_of_halved_backwards(tmp_path: Path, golden: Golden) -> None:
