@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,16 +20,17 @@ class Answer:
     step_s: float
 
 
-def best_size(problem: Problem, answer: Callable[[Problem], Answer]) -> Placement:
+def best_size(problem: Problem, answer: Callable[[Problem, float], Answer]) -> Placement:
     """Of the answers for each size that the problem leaves open the one with the shortest step.
 
-    Raises the InfeasibleError of the smallest micro-batches where there is no answer for any size.
+    `answer` is also told the seconds of the shortest step so far: it may raise InfeasibleError where it has none that
+    takes less. Raises the InfeasibleError of the smallest micro-batches where there is no answer for any size.
     """
     best: Answer | None = None
     refused: InfeasibleError | None = None
     for size in problem.micro_batch_sizes or (problem.micro_batch_size,):
         try:
-            found = answer(resized(problem, size))
+            found = answer(resized(problem, size), best.step_s if best else math.inf)
         except InfeasibleError as error:
             refused = refused or error
             continue

@@ -61,7 +61,7 @@ class PipeDream:
         InfeasibleError where memory or the constraints allow no chain, ConfigurationError for constraints that it
         cannot follow.
         """
-        return best_size(problem, self._answer)
+        return best_size(problem, lambda sized, _: self._answer(sized))
 
     def _answer(self, problem: Problem) -> Answer:
         """The chain for the problem's micro-batches."""

@@ -40,13 +40,17 @@ class Piece:
     seconds: float
 
 
-def search(prices: Prices) -> list[Piece]:
-    """The stages, in order, whose slowest one is fastest; as few of them as that allows. Empty where nothing fits."""
+def search(prices: Prices, most_s: float) -> list[Piece]:
+    """The stages, in order, whose slowest one is fastest; as few of them as that allows.
+
+    Empty where memory holds none, or none of which the slowest takes about `most_s`.
+    """
+    most_s = min(most_s, prices.most_s)
     too_low, limit = 0.0, prices.least_s * _STEP
     options = prices.options(limit)
     answer = _answer(prices, options, limit)
     while not answer:
-        if limit > prices.most_s:
+        if limit > most_s:
             return []
         too_low, limit = limit, limit * _STEP
         options = prices.options(limit)

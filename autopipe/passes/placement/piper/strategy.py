@@ -57,7 +57,7 @@ class Piper:
         ConfigurationError for a constraint that the chain does not fulfil.
         """
         chains = self._chains(problem)
-        placement = best_size(problem, lambda sized: _answer(sized, chains))
+        placement = best_size(problem, lambda sized, step: _answer(sized, chains, step))
         check_wishes(problem, placement, self.name)
         return placement
 
@@ -80,10 +80,13 @@ class Piper:
             )
 
 
-def _answer(problem: Problem, chains: Chains) -> Answer:
-    """The best chain for the micro-batches of a problem. Raises InfeasibleError where memory holds none."""
+def _answer(problem: Problem, chains: Chains, most_step_s: float) -> Answer:
+    """The best chain for the micro-batches of a problem.
+
+    Raises InfeasibleError where memory holds none, or none whose step could be shorter than `most_step_s`.
+    """
     prices = Prices(problem, chains)
-    pieces = search(prices)
+    pieces = search(prices, most_step_s / problem.micro_batches)
     if not pieces:
         raise InfeasibleError(
             f"memory holds no chain of stages of these blocks on {problem.cluster.size} devices",
