@@ -78,7 +78,7 @@ class Verification:
         advance()
         ours = read_outputs(self.scratch / "forward" / "outputs.npz")
         if not self.manifest.train:
-            ranks = read_outputs(self.scratch / "ranks" / "outputs.npz")
+            ranks = _in_rounds(read_outputs(self.scratch / "ranks" / "outputs.npz"), self.manifest)
             pairs = (difference(name, ranks[name], ours[name]) for name in ours)
             yield _check("outputs of the ranks", "one device", pairs)
         expected = self._reference_outputs(forward)
@@ -125,6 +125,18 @@ def _joined(evaluations: list[np.ndarray], batch_axis: int | None) -> np.ndarray
     if batch_axis is None:
         return np.asarray(np.mean(np.stack(evaluations), axis=0))
     return np.concatenate(evaluations, axis=batch_axis)
+
+
+def _in_rounds(outputs: dict[str, np.ndarray], manifest: Manifest) -> dict[str, np.ndarray]:
+    """The same outputs; those that carry no samples are averaged over the turns in which their stage takes samples."""
+    turns = {
+        entry.name: manifest.stages[entry.places[0].stage].turns if entry.batch_axis is None else 1
+        for entry in manifest.outputs
+    }
+    return {
+        name: array if turns[name] == 1 else np.mean(array.reshape(-1, turns[name], *array.shape[1:]), axis=1)
+        for name, array in outputs.items()
+    }
 
 
 def _averaged(outputs: dict[str, np.ndarray], manifest: Manifest) -> dict[str, np.ndarray]:
