@@ -14,11 +14,11 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.fit import check_operators
 from autopipe.passes.cost.splits import sample_axes
-from autopipe.passes.placement.pase.configurations import Splits
 from autopipe.passes.placement.pase.placing import in_stages
-from autopipe.passes.placement.pase.tables import Tables
 from autopipe.passes.solvers.min_sum import Answer
 from autopipe.passes.solvers.min_sum.metropolis import walk
+from autopipe.passes.spmd.search.configurations import Splits
+from autopipe.passes.spmd.search.tables import Tables
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopipe.passes.placement.pase.moves import Floats
-from autopipe.passes.placement.pase.tables import Tables
 from autopipe.passes.solvers.min_sum import Answer, MinSum
+from autopipe.passes.spmd.search.moves import Floats
+from autopipe.passes.spmd.search.tables import Tables
 
 _ROUNDS = 6
 """Weights that are tried at most."""

@@ -9,9 +9,9 @@ from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import fitted, out_of_memory
 from autopipe.passes.cost.memory import state_of
-from autopipe.passes.placement.pase.fitting import Solver, fit_stage, or_by_samples
 from autopipe.passes.placement.pase.skeleton import skeleton_of
-from autopipe.passes.placement.pase.tables import make_tables
+from autopipe.passes.spmd.search.fitting import Solver, fit_stage, or_by_samples
+from autopipe.passes.spmd.search.tables import make_tables
 
 
 def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = False) -> Placement:

@@ -13,9 +13,9 @@ from autopipe.passes.cost.constraints import Wish, wishes_of
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.wished import wished_splits
 from autopipe.passes.lower.stages import StageNodes, assign_nodes
-from autopipe.passes.placement.pase.configurations import Splits
 from autopipe.passes.placement.pase.cutting import cut_into_stages
-from autopipe.passes.placement.pase.ground import Terms
+from autopipe.passes.spmd.search.configurations import Splits
+from autopipe.passes.spmd.search.ground import Terms
 
 
 @dataclass(frozen=True, slots=True)

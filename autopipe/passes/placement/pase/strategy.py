@@ -19,8 +19,8 @@ from autopipe.passes.placement.pase.overlap import solve_overlapped
 from autopipe.passes.placement.pase.paper.placing import placement_of
 from autopipe.passes.placement.pase.paper.search import search
 from autopipe.passes.placement.pase.placing import in_stages
-from autopipe.passes.placement.pase.tables import Tables
 from autopipe.passes.solvers.min_sum import Answer, MinSum, TableTooLargeError, eliminate, solve
+from autopipe.passes.spmd.search.tables import Tables
 
 _PATIENCE_S = 2.0
 """Of work within a memory limit, where there is no time limit: several limits are tried, and for a Llama of 80 layers

@@ -13,7 +13,7 @@ from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.uses import Use
 from autopipe.passes.lower.gradients import differentiable_values
-from autopipe.passes.placement.pase.configurations import Splits
+from autopipe.passes.spmd.search.configurations import Splits
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,16 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.problem import Problem
-from autopipe.passes.placement.pase.adding import Collectives
-from autopipe.passes.placement.pase.configurations import Splits
-from autopipe.passes.placement.pase.ground import NO_TERMS, Ground, Terms, ground_of
-from autopipe.passes.placement.pase.hubs import Hub, parameter_hub, value_hub
-from autopipe.passes.placement.pase.kinds import Costs, Kind, kind_costs, kinds_of, more_bytes, passing_bytes, times_run
-from autopipe.passes.placement.pase.moves import Floats, Moves
-from autopipe.passes.placement.pase.nodes import Computing
-from autopipe.passes.placement.pase.parameters import Parameters
-from autopipe.passes.placement.pase.reducing import Changes
 from autopipe.passes.solvers.min_sum import Edge, MinSum
+from autopipe.passes.spmd.search.adding import Collectives
+from autopipe.passes.spmd.search.configurations import Splits
+from autopipe.passes.spmd.search.ground import NO_TERMS, Ground, Terms, ground_of
+from autopipe.passes.spmd.search.hubs import Hub, parameter_hub, value_hub
+from autopipe.passes.spmd.search.kinds import Costs, Kind, kind_costs, kinds_of, more_bytes, passing_bytes, times_run
+from autopipe.passes.spmd.search.moves import Floats, Moves
+from autopipe.passes.spmd.search.nodes import Computing
+from autopipe.passes.spmd.search.parameters import Parameters
+from autopipe.passes.spmd.search.reducing import Changes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from autopipe.ir.layout import Layout, MeshAxes, degree_of, merged
 from autopipe.passes.lower.relayout import scattered_along, without
-from autopipe.passes.placement.pase.adding import Addition
-from autopipe.passes.placement.pase.lack import Pair, pairs_by_dimension
+from autopipe.passes.spmd.search.adding import Addition
+from autopipe.passes.spmd.search.lack import Pair, pairs_by_dimension
 
 Integers = NDArray[np.int64]
 

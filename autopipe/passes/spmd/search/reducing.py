@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopipe.ir.layout import Layout
-from autopipe.passes.placement.pase.adding import Adding, Addition, Collectives
-from autopipe.passes.placement.pase.moves import Floats, Moves
-from autopipe.passes.placement.pase.scattering import Ways, ways_between
+from autopipe.passes.spmd.search.adding import Adding, Addition, Collectives
+from autopipe.passes.spmd.search.moves import Floats, Moves
+from autopipe.passes.spmd.search.scattering import Ways, ways_between
 
 
 @dataclass(frozen=True, slots=True, eq=False)

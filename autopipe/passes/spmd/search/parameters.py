@@ -13,7 +13,7 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.cost.communication import all_reduce
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.roofline import accumulate_seconds, update_seconds
-from autopipe.passes.placement.pase.moves import Floats
+from autopipe.passes.spmd.search.moves import Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)

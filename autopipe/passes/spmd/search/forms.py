@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.layout import Layout, MeshAxis, axes_of, operand_under, result_under
 from autopipe.ir.space import Space
-from autopipe.passes.placement.pase.configurations import Splits
+from autopipe.passes.spmd.search.configurations import Splits
 
 _Axes = dict[str, MeshAxis]
 """Those of the mesh, by the axes of a space that lie along them."""

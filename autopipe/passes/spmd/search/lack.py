@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from autopipe.ir.layout import Layout, MeshAxes, Window
 from autopipe.ir.volume import cut_by_neighbours
-from autopipe.passes.placement.pase.overlaps import Overlap, overlap_between
+from autopipe.passes.spmd.search.overlaps import Overlap, overlap_between
 
 _Integers = NDArray[np.int64]
 

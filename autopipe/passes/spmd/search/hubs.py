@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopipe.ir.layout import Layout, replicated
-from autopipe.passes.placement.pase.forms import Form
-from autopipe.passes.placement.pase.moves import Floats
-from autopipe.passes.placement.pase.reducing import Changes
+from autopipe.passes.spmd.search.forms import Form
+from autopipe.passes.spmd.search.moves import Floats
+from autopipe.passes.spmd.search.reducing import Changes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,8 +16,8 @@ from autopipe.passes.cost.exchange import statistics_seconds
 from autopipe.passes.cost.kept import Kept
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.uses import Use
-from autopipe.passes.placement.pase.configurations import Splits
-from autopipe.passes.placement.pase.moves import Floats
+from autopipe.passes.spmd.search.configurations import Splits
+from autopipe.passes.spmd.search.moves import Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)

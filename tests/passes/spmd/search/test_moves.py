@@ -12,9 +12,9 @@ from autopipe.ir.layout import Layout, MeshAxis, Window, merged, mesh_of, replic
 from autopipe.ir.placement import Split
 from autopipe.passes.cost.relayout import moving_seconds, relayout_seconds
 from autopipe.passes.lower.relayout import reductions, steps_between
-from autopipe.passes.placement.pase.adding import Collectives
-from autopipe.passes.placement.pase.moves import Moves
-from autopipe.passes.placement.pase.reducing import Changes
+from autopipe.passes.spmd.search.adding import Collectives
+from autopipe.passes.spmd.search.moves import Moves
+from autopipe.passes.spmd.search.reducing import Changes
 from tests.passes.cost.graphs import cluster
 
 CLUSTERS = (cluster(4), cluster(8, 4), cluster(6, 2), cluster(12, 6), cluster(7))

@@ -13,9 +13,9 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import device_memory, out_of_memory
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.stages import StageCost, stage_costs
-from autopipe.passes.placement.pase.configurations import Splits
-from autopipe.passes.placement.pase.tables import Tables
 from autopipe.passes.solvers.min_sum import Answer
+from autopipe.passes.spmd.search.configurations import Splits
+from autopipe.passes.spmd.search.tables import Tables
 
 Solver = Callable[[Tables, float | None], Answer]
 """Answers tables, within a number of bytes where one is given."""

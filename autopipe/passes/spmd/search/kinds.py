@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.passes.cost.kept import Kept
-from autopipe.passes.placement.pase.configurations import Splits, configurations
-from autopipe.passes.placement.pase.forms import Form, Forms
-from autopipe.passes.placement.pase.ground import Ground
-from autopipe.passes.placement.pase.moves import Floats
-from autopipe.passes.placement.pase.nodes import Computing, kept_bytes
-from autopipe.passes.placement.pase.parameters import Parameters
-from autopipe.passes.placement.pase.reducing import Changes
+from autopipe.passes.spmd.search.configurations import Splits, configurations
+from autopipe.passes.spmd.search.forms import Form, Forms
+from autopipe.passes.spmd.search.ground import Ground
+from autopipe.passes.spmd.search.moves import Floats
+from autopipe.passes.spmd.search.nodes import Computing, kept_bytes
+from autopipe.passes.spmd.search.parameters import Parameters
+from autopipe.passes.spmd.search.reducing import Changes
 
 
 @dataclass(eq=False, slots=True)

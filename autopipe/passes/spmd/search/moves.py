@@ -17,7 +17,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.layout import Layout, MeshAxes
 from autopipe.passes.cost.relayout import link_levels
 from autopipe.passes.lower.relayout import is_chain, is_cut_further
-from autopipe.passes.placement.pase.lack import Pair, lack_of, pairs_by_dimension
+from autopipe.passes.spmd.search.lack import Pair, lack_of, pairs_by_dimension
 
 Floats = NDArray[np.float64]
 _Truths = NDArray[np.bool_]
