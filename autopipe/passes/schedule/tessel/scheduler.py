@@ -15,10 +15,10 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Proof, Schedule
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.base import Scheduler
-from autopipe.passes.schedule.equal_micro_batches import require_equal_micro_batches
 from autopipe.passes.schedule.footprint import static_memory
 from autopipe.passes.schedule.limits import SAME, least_end, lower_bound
 from autopipe.passes.schedule.named.gpipe import GPipe
+from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
 from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.room import require_room
@@ -52,10 +52,11 @@ class Tessel:
     """Searches the order with the shortest period, then the shortest ends, then the least memory, for any placement.
 
     Lin et al., "Tessel: Boosting Distributed Execution of Large DNN Models via Flexible Schedule Search" (HPCA 2024).
-    Stages may be chains or branches, several a device, or on several devices; backwards are split into the gradients of
-    inputs and of weights where that shortens the step by more than a twentieth. 1F1B's and GPipe's order are simulated
-    too, and the one with the shortest step that fits the memory is kept. Where messages would wait for one another on
-    their links, links are searched as well.
+    Stages may be chains or branches, several a device, or on several devices, each with micro-batches of its own size;
+    backwards are split into the gradients of inputs and of weights where that shortens the step by more than a
+    twentieth. 1F1B's and GPipe's order (kFkB's where micro-batches differ) are simulated too, and the one with the
+    shortest step that fits the memory is kept. Where messages would wait for one another on their links, those are
+    searched as well.
     """
 
     time_limit: float = 4.0
@@ -65,11 +66,10 @@ class Tessel:
     name: ClassVar[str] = "tessel"
 
     def requires(self, problem: Problem, placement: Placement) -> None:
-        """Raise InfeasibleError where micro-batches differ from stage to stage, ConfigurationError for no time."""
+        """Raise ConfigurationError for no time."""
         if not self.time_limit > 0:
             hint = "give a number of seconds above 0"
             raise ConfigurationError(f"time_limit is {self.time_limit:g}", hint=hint, where="schedule")
-        require_equal_micro_batches(self.name, problem, placement)
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
         """The schedule, for any DAG of stages; where none fits the memory, the one that exceeds it by least."""
@@ -108,7 +108,7 @@ class Tessel:
         tick = busiest_seconds(stages, prediction) / _TICKS
         blocks = stage_blocks(stages, prediction, problem.train, tick, split=split)
         if links:
-            blocks = with_links(blocks, prediction.messages)
+            blocks = with_links(blocks, stages, prediction.messages)
         blocks = with_memory(blocks, prediction.stages, task.free, units)
         try:
             require_room(blocks.graph, units)
@@ -181,13 +181,10 @@ class _Task:
 
 
 def _published(problem: Problem, placement: Placement) -> Iterator[tuple[str, Schedule]]:
-    """The orders of published schedules that take the placement."""
-    schedulers: tuple[Scheduler, ...] = (OneForwardOneBackward(), GPipe())
+    """The orders of published schedules; with equal micro-batches kFkB's is 1F1B's."""
+    unequal = bool(StageGraph.of(problem, placement).turns)
+    schedulers: tuple[Scheduler, ...] = (KForwardsKBackwards(),) if unequal else (OneForwardOneBackward(), GPipe())
     for scheduler in schedulers:
-        try:
-            scheduler.requires(problem, placement)
-        except InfeasibleError:
-            continue
         yield scheduler.name, scheduler.run(problem, placement)
 
 

@@ -1,14 +1,16 @@
 """Stages as blocks, so that their schedule can be searched; and the schedule found back as tasks of stages.
 
-A block is a phase of a stage, a unit one micro-batch of each pipeline. Messages are delays, or, where they have to wait
-for one another, blocks on links. Times are whole ticks, memory whole shares of what the devices have beside what is
-there all through a step.
+A block is a phase of a stage, a unit one micro-batch of each pipeline. A stage that runs several micro-batches of its
+own for one of the largest has a block for each of these turns, one after the other: no schedule is lost by that, since
+tasks of one length can be sorted by their samples. Messages are delays, or, where they have to wait for one another,
+blocks on links. Times are whole ticks, memory whole shares of what the devices have beside what is there all through a
+step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopipe.ir.blocks import Block, BlockGraph, BlockSchedule
@@ -17,8 +19,11 @@ from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.schedule.repetend import find_repetend
 
-Kind = tuple[int, Phase]
-"""A stage and what it does."""
+Kind = tuple[int, Phase, int]
+"""A stage, what it does, and in which of its turns."""
+
+Turned = tuple[int, int]
+"""A stage and one of its turns."""
 
 _SHARES = 1 << 16
 """Parts that the room of the device with the least of it is counted in."""
@@ -56,42 +61,49 @@ def stage_blocks(
     that nothing is shorter than; a block takes one tick at least. `split` takes each backward as two blocks.
     """
     phases = (_SPLIT_TRAINING if split else _TRAINING) if train else (Phase.FORWARD,)
-    kinds = tuple((stage, phase) for phase in phases for stage in range(len(stages.stage_devices)))
+    kinds = tuple(
+        (stage, phase, turn)
+        for phase in phases
+        for stage in range(len(stages.stage_devices))
+        for turn in range(stages.turns_at(stage))
+    )
     index = {kind: position for position, kind in enumerate(kinds)}
-    delays = _delays(prediction.messages)
+    delays = _delays(stages, prediction.messages)
     whole = math.ceil if up else math.floor
     blocks = []
-    for stage, phase in kinds:
+    for stage, phase, turn in kinds:
         waits = [
-            (index[kind], whole(delays.get((kind[0], stage), 0.0) / tick_s)) for kind in _before(stages, stage, phase)
+            (index[kind], whole(delays.get(((kind[0], kind[2]), (stage, turn)), 0.0) / tick_s))
+            for kind in _before(stages, stage, phase, turn)
         ]
         time = max(1, whole(prediction.stages[stage].seconds(phase) / tick_s))
         after, late = tuple(each for each, _ in waits), tuple(each for _, each in waits)
-        blocks.append(Block(f"{stage}{phase.value}", stages.stage_devices[stage], time, 0, after, late))
+        name = f"{stage}{phase.value}" + (f".{turn}" if stages.turns_at(stage) > 1 else "")
+        blocks.append(Block(name, stages.stage_devices[stage], time, 0, after, late))
     graph = BlockGraph(stages.devices, tuple(blocks), (None,) * stages.devices, stages.pipeline_count)
     return StageBlocks(graph, kinds, tick_s)
 
 
-def with_links(blocks: StageBlocks, messages: Sequence[Message]) -> StageBlocks:
+def with_links(blocks: StageBlocks, stages: StageGraph, messages: Sequence[Message]) -> StageBlocks:
     """The same blocks with messages that take turns on their links: each directed link is one more device."""
     index = {kind: position for position, kind in enumerate(blocks.kinds)}
-    backward = next((phase for _, phase in blocks.kinds if phase in _SENDING_BACK), None)
+    backward = next((phase for _, phase, _ in blocks.kinds if phase in _SENDING_BACK), None)
     made = [replace(block, delays=()) for block in blocks.graph.blocks]
     links: dict[tuple[int, int], int] = {}
-    for each in messages:
-        source, target = each.source_stage, each.target_stage
+    for each, source, target in _in_unit(stages, messages):
         ways = [(source, target, Phase.FORWARD, each.forward_s, (each.source, each.target))]
         if backward is not None:
             ways.append((target, source, backward, each.backward_s, (each.target, each.source)))
-        for sender, receiver, phase, seconds, link in ways:
+        for (sender, own), (receiver, other), phase, seconds, link in ways:
             if link[0] == link[1] or not seconds:
                 continue
             device = links.setdefault(link, blocks.graph.devices + len(links))
             time = max(1, math.ceil(seconds / blocks.tick_s))
-            name = f"{sender}{phase.value} to {receiver} on {link[0]}-{link[1]}"
-            waiting = index[receiver, phase]
+            sending = index[sender, phase, own]
+            name = f"{made[sending].name} to {receiver} on {link[0]}-{link[1]}"
+            waiting = index[receiver, phase, other]
             made[waiting] = replace(made[waiting], after=(*made[waiting].after, len(made)))
-            made.append(Block(name, (device,), time, 0, (index[sender, phase],)))
+            made.append(Block(name, (device,), time, 0, (sending,)))
     rooms = blocks.graph.memory + (None,) * len(links)
     graph = replace(blocks.graph, devices=len(rooms), blocks=tuple(made), memory=rooms)
     return replace(blocks, graph=graph)
@@ -100,9 +112,9 @@ def with_links(blocks: StageBlocks, messages: Sequence[Message]) -> StageBlocks:
 def busiest_seconds(stages: StageGraph, prediction: Prediction) -> float:
     """Seconds that one unit takes on the device that has most to do."""
     loads = [0.0] * stages.devices
-    for devices, cost in zip(stages.stage_devices, prediction.stages, strict=True):
+    for stage, (devices, cost) in enumerate(zip(stages.stage_devices, prediction.stages, strict=True)):
         for device in devices:
-            loads[device] += cost.forward_s + cost.backward_s
+            loads[device] += (cost.forward_s + cost.backward_s) * stages.turns_at(stage)
     return max(loads)
 
 
@@ -113,7 +125,7 @@ def with_memory(blocks: StageBlocks, costs: Sequence[StagePrediction], free: Seq
     """
     used = {device for block in blocks.graph.blocks[: len(blocks.kinds)] for device in block.devices}
     unit = max(1, min((max(0, free[device]) for device in used), default=0) // _SHARES)
-    changed = [_change(costs[stage], phase, unit) for stage, phase in blocks.kinds]
+    changed = [_change(costs[stage], phase, unit) for stage, phase, _ in blocks.kinds]
     changed += [0] * (len(blocks.graph.blocks) - len(changed))
     graph = replace(
         blocks.graph,
@@ -136,35 +148,46 @@ def stage_schedule(blocks: StageBlocks, found: BlockSchedule, stages: StageGraph
     for tasks in found.tasks[: stages.devices]:
         order = []
         for _, unit, index in tasks:
-            stage, phase = blocks.kinds[index]
+            stage, phase, turn = blocks.kinds[index]
             micro_batch = unit * stages.pipeline_count + pipelines[stage]
             if micro_batch < micro_batches:
-                order.append(Task(stage, phase, micro_batch))
+                order.append(Task(stage, phase, micro_batch * stages.turns_at(stage) + turn))
         orders.append(tuple(order))
     period = None if found.period is None else found.period * blocks.tick_s
     return Schedule(micro_batches, tuple(orders), tuple(find_repetend(order) for order in orders), period)
 
 
-def _delays(messages: Sequence[Message]) -> dict[tuple[int, int], float]:
-    """Seconds from the end of a stage's task to when another may start: its slowest message, forward or backward."""
-    found: dict[tuple[int, int], float] = {}
+def _in_unit(stages: StageGraph, messages: Sequence[Message]) -> Iterator[tuple[Message, Turned, Turned]]:
+    """Each message of a unit, with the stage and the turn that sends it forwards, and those that receive it."""
     for each in messages:
+        for number in range(stages.turns_at(each.source_stage) // each.source_turn.of):
+            source = each.source_stage, each.source_turn.micro_batch(number)
+            yield each, source, (each.target_stage, each.target_turn.micro_batch(number))
+
+
+def _delays(stages: StageGraph, messages: Sequence[Message]) -> dict[tuple[Turned, Turned], float]:
+    """Seconds from the end of a stage's task to when another may start: its slowest message, forward or backward."""
+    found: dict[tuple[Turned, Turned], float] = {}
+    for each, source, target in _in_unit(stages, messages):
         if each.source != each.target:
-            for pair, seconds in (
-                ((each.source_stage, each.target_stage), each.forward_s),
-                ((each.target_stage, each.source_stage), each.backward_s),
-            ):
+            for pair, seconds in (((source, target), each.forward_s), ((target, source), each.backward_s)):
                 found[pair] = max(found.get(pair, 0.0), seconds)
     return found
 
 
-def _before(stages: StageGraph, stage: int, phase: Phase) -> list[Kind]:
-    """What a task waits for in its micro-batch."""
-    if phase is Phase.FORWARD:
-        return [(source, phase) for source, target in stages.edges if target == stage]
+def _before(stages: StageGraph, stage: int, phase: Phase, turn: int) -> list[Kind]:
+    """What a task waits for in its unit: its stage's last turn of the kind, and what its micro-batch needs."""
+    last = [(stage, phase, turn - 1)] if turn else []
     if phase is Phase.WEIGHT_GRADIENT:
-        return [(stage, Phase.INPUT_GRADIENT)]
-    return [(stage, Phase.FORWARD), *((target, phase) for source, target in stages.edges if source == stage)]
+        return [(stage, Phase.INPUT_GRADIENT, turn), *last]
+    if phase is Phase.FORWARD:
+        around, own = [source for source, target in stages.edges if target == stage], last
+    else:
+        around, own = (
+            [target for source, target in stages.edges if source == stage],
+            [(stage, Phase.FORWARD, turn), *last],
+        )
+    return [*own, *((other, phase, number) for other in around for number in stages.sharing(stage, turn, other))]
 
 
 def _change(cost: StagePrediction, phase: Phase, unit: int) -> int:

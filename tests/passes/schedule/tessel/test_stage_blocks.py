@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
+from autopipe.ir.program import Turn
 from autopipe.ir.schedule import Phase
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.schedule.footprint import static_memory
@@ -30,17 +31,26 @@ short = st.floats(0, 1e-3)
 
 @st.composite
 def stage_graphs(draw):
-    """Up to 5 stages with any edges on up to 3 devices, some on several."""
+    """Up to 5 stages with any edges on up to 3 devices, some on several, now and then with turns of their own."""
     stages, devices = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     pairs = [(source, target) for target in range(stages) for source in range(target)]
     edges = tuple(sorted(draw(st.sets(st.sampled_from(pairs))))) if pairs else ()
     group = st.sets(st.integers(0, devices - 1), min_size=1).map(lambda each: tuple(sorted(each)))
-    return StageGraph(devices, tuple(draw(group) for _ in range(stages)), edges)
+    turns = draw(st.just(()) | st.tuples(*[st.integers(1, 3)] * stages))
+    return StageGraph(devices, tuple(draw(group) for _ in range(stages)), edges, turns=turns)
+
+
+def meetings(graph):
+    """(source, target, turn of the source, turn of the target) for all that meet."""
+    for source, target in graph.edges:
+        for own in range(graph.turns_at(source)):
+            for other in graph.sharing(source, own, target):
+                yield source, target, Turn(own, graph.turns_at(source)), Turn(other, graph.turns_at(target))
 
 
 @st.composite
 def predictions(draw, graph, train=True):
-    """Stages of any times and sizes, which keep something in training; one message an edge, each on its own link."""
+    """Stages of any times and sizes, which keep something in training; messages each on a link of its own."""
     stages = []
     for _ in graph.stage_devices:
         first, second = draw(seconds), draw(seconds)
@@ -50,9 +60,9 @@ def predictions(draw, graph, train=True):
         sizes = {"kept_bytes": kept, "static_bytes": static, "transient_bytes": transient}
         stages.append(StagePrediction(draw(seconds), first + second, **halves, **sizes))
     links = []
-    for number, (source, target) in enumerate(graph.edges):
+    for number, (source, target, *turns) in enumerate(meetings(graph)):
         away = graph.devices + 2 * number  # devices of no stage: nothing else is sent over their links
-        links.append(Message(source, target, away, away + 1, 1, 1, draw(short), draw(short)))
+        links.append(Message(source, target, away, away + 1, 1, 1, draw(short), draw(short), *turns))
     return Prediction(tuple(stages), tuple(links))
 
 
@@ -62,8 +72,9 @@ def test_a_searched_order_runs_within_the_time_and_memory_of_its_blocks(data, mi
     graph = data.draw(stage_graphs())
     prediction = data.draw(predictions(graph, train))
     static = static_memory(graph.devices, graph.stage_devices, prediction.stages)
+    kept = [each.kept_bytes * graph.turns_at(stage) for stage, each in enumerate(prediction.stages)]
     least = [
-        sum(each.kept_bytes for each, on in zip(prediction.stages, graph.stage_devices, strict=True) if device in on)
+        sum(each for each, on in zip(kept, graph.stage_devices, strict=True) if device in on)
         for device in range(graph.devices)
     ]
     free = [each + 2**20 + data.draw(st.integers(2, 2**20)) for each in least]
@@ -158,7 +169,7 @@ def test_messages_that_take_turns_on_their_links_are_in_time(data, devices, micr
     slow = tuple(Message(a, b, a, b, 1, 1, data.draw(seconds), data.draw(seconds)) for a, b in graph.edges)
     prediction = Prediction(stages, slow)
     tick = busiest_seconds(graph, prediction) / 500
-    blocks = with_links(stage_blocks(graph, prediction, train, tick, split=split), slow)
+    blocks = with_links(stage_blocks(graph, prediction, train, tick, split=split), graph, slow)
     assert blocks.graph.devices == devices + len(slow) * (2 if train else 1)
     found = search(blocks.graph, micro_batches, QUICK)
     schedule = stage_schedule(blocks, found, graph, micro_batches)
@@ -173,6 +184,6 @@ def test_a_slow_link_bounds_the_period():
     prediction = Prediction((StagePrediction(1.0, 2.0),) * 2, (slow,))
     delayed = stage_blocks(graph, prediction, True, 1.0)
     assert search(delayed.graph, 8, QUICK).period == 3
-    linked = with_memory(with_links(delayed, (slow,)), prediction.stages, (10, 10), 8)
+    linked = with_memory(with_links(delayed, graph, (slow,)), prediction.stages, (10, 10), 8)
     found = search(linked.graph, 8, QUICK)
     assert (found.period, found.optimal) == (5, True)
