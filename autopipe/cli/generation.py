@@ -62,8 +62,17 @@ def _stage_titles(planned: Planned, program: Program) -> tuple[str, ...]:
 
 def _stage_title(program: Program, stage: StageCode) -> str:
     devices = ("devices " if len(stage.devices) > 1 else "device ") + ", ".join(map(str, stage.devices))
-    size = f", micro-batches of {program.micro_batch_size // stage.turns}" if stage.turns > 1 else ""
+    size = f", {_portions(program, stage)}" if stage.turns > 1 else ""
     return f"Stage {stage.stage} of {len(program.stages)}, on {devices}{size}."
+
+
+def _named(program: Program, stage: StageCode) -> str:
+    """A stage's number, with the size of its micro-batches where it is its own."""
+    return f"{stage.stage} ({_portions(program, stage)})" if stage.turns > 1 else str(stage.stage)
+
+
+def _portions(program: Program, stage: StageCode) -> str:
+    return f"{program.micro_batches * stage.turns} micro-batches of {program.micro_batch_size // stage.turns}"
 
 
 def _rank_titles(planned: Planned, program: Program) -> tuple[str, ...]:
@@ -73,7 +82,7 @@ def _rank_titles(planned: Planned, program: Program) -> tuple[str, ...]:
 def _rank_title(planned: Planned, program: Program, rank: RankCode) -> str:
     """What a reader needs to check the rank against the timeline."""
     summary = planned.plan.summary
-    stages = ", ".join(str(stage.stage) for stage in rank.stages) or "none"
+    stages = ", ".join(_named(program, program.stages[each.stage]) for each in rank.stages) or "none"
     memory = summary.peak_memory_bytes[rank.rank] / 2**20
     row = [str(task) for task in planned.plan.schedule.tasks[rank.rank]]
     shown = row if len(row) <= 2 * _ROW_TASKS else [*row[:_ROW_TASKS], "...", *row[-_ROW_TASKS:]]

@@ -92,8 +92,10 @@ def schedule_line(plan: Plan) -> str:
 
 
 def stage_table(plan: Plan) -> Table:
-    """A row a stage: its devices, nodes and what each of its devices takes."""
-    columns = ("stage", "devices", "nodes", "parameters", "forward", "backward", "memory")
+    """A row a stage: its devices, nodes and what each of its devices takes; its samples where stages differ in them."""
+    own_sizes = plan.placement.has_own_sizes
+    samples = ("micro-batch",) if own_sizes else ()
+    columns = ("stage", "devices", *samples, "nodes", "parameters", "forward", "backward", "memory")
     table = Table(*columns, box=None, pad_edge=False)
     for column in table.columns[2:]:
         column.justify = "right"
@@ -106,6 +108,7 @@ def stage_table(plan: Plan) -> Table:
         table.add_row(
             str(index),
             devices_text(stage.devices),
+            *((str(stage.micro_batch_size),) if own_sizes else ()),
             str(len(stage.nodes)),
             bytes_text(predicted.parameter_bytes),
             seconds_text(predicted.forward_s),

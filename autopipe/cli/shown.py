@@ -118,7 +118,13 @@ class ShownPlan:
             "summary": summary_form(plan.summary),
             "static_memory_bytes": self.timeline.static_memory,
             "stages": [
-                {"devices": each.devices, "nodes": len(each.nodes), "recompute": each.recompute, "predicted": predicted}
+                {
+                    "devices": each.devices,
+                    "nodes": len(each.nodes),
+                    "micro_batch_size": each.micro_batch_size,
+                    "recompute": each.recompute,
+                    "predicted": predicted,
+                }
                 for each, predicted in stages
             ],
             "tasks": [[str(task) for task in order] for order in plan.schedule.tasks],
