@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -9,13 +10,17 @@ import pytest
 from autopipe.configs.load import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.lower import lower
 from autopipe.passes.pipeline import make_plan
 from autopipe.passes.placement.pipedream.strategy import PipeDream
 from autopipe.passes.request import Request
 from autopipe.passes.schedule.messages import stage_messages
+from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
 from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
+from autopipe.passes.schedule.predict import predict
+from autopipe.passes.schedule.simulate import simulate
 
 GROUPS = [
     ((0,), (1,)),
@@ -50,20 +55,49 @@ def cut(graph, groups, samples, pipeline=0):
     return Placement(tuple(stages))
 
 
+UNEQUAL = [
+    (((0,), (1,), (2,)), (1, 2, 4)),
+    (((0,), (1,), (2,)), (4, 1, 2)),
+    (((0, 1), (2, 3)), (2, 4)),
+    (((0,), (1, 2, 3, 4)), (1, 4)),
+    (((0, 1, 2, 3), (4, 5), (2,)), (4, 2, 1)),
+    (((0, 1), (0, 1)), (4, 2)),
+]
+"""Groups, and the samples of their micro-batches."""
+
+
 @pytest.mark.parametrize("pipelines", [*([groups] for groups in GROUPS), *PIPELINES])
 def test_bytes_by_link_are_those_of_the_program(planned, pipelines):
     problem = planned.problem
-    graph = problem.graph
-    cuts = (cut(graph, groups, problem.micro_batch_size, index) for index, groups in enumerate(pipelines))
+    cuts = (cut(problem.graph, groups, problem.micro_batch_size, index) for index, groups in enumerate(pipelines))
     placement = Placement(tuple(stage for each in cuts for stage in each.stages))
+    compare(problem, placement, OneForwardOneBackward().run(problem, placement))
+
+
+@pytest.mark.parametrize(("groups", "sizes"), UNEQUAL)
+def test_bytes_of_micro_batches_of_different_sizes_are_those_of_the_program(planned, groups, sizes):
+    problem = planned.problem
+    whole = cut(problem.graph, groups, problem.micro_batch_size)
+    pairs = zip(whole.stages, sizes, strict=True)
+    placement = Placement(tuple(dataclasses.replace(stage, micro_batch_size=size) for stage, size in pairs))
+    schedule = KForwardsKBackwards().run(problem, placement)
+    compare(problem, placement, schedule)
+    simulated = simulate(schedule, StageGraph.of(problem, placement).stage_devices, predict(problem, placement))
+    assert len(simulated.spans) == sum(map(len, schedule.tasks))
+
+
+def compare(problem, placement, schedule):
+    """Messages against what the program's ranks send: bytes and seconds of each pair of ranks and turns."""
+    graph = problem.graph
     placement.verify(graph)
-    schedule = OneForwardOneBackward().run(problem, placement)
+    schedule.verify(StageGraph.of(problem, placement), train=True)
     program = lower(graph, placement, schedule, problem.loss)
     forward, backward, seconds = Counter(), Counter(), Counter()
     for rank in program.ranks:
         for stage in rank.stages:
             for piece in stage.sends:
-                link = piece.source_stage, piece.target_stage, piece.source_rank, piece.target_rank
+                turns = piece.source_turn, piece.target_turn
+                link = piece.source_stage, piece.target_stage, piece.source_rank, piece.target_rank, *turns
                 size = piece.sent.elements * graph.type_of(piece.tensor).dtype.itemsize
                 forward[link] += size
                 backward[link] += size * piece.needs_gradient
@@ -72,7 +106,10 @@ def test_bytes_by_link_are_those_of_the_program(planned, pipelines):
                     way = problem.cluster.link(piece.source_rank, piece.target_rank)
                     seconds[link] += way.latency_s + size / way.bandwidth_bytes_per_s
     messages = stage_messages(problem, placement)
-    links = [(each.source_stage, each.target_stage, each.source, each.target) for each in messages]
+    links = [
+        (each.source_stage, each.target_stage, each.source, each.target, each.source_turn, each.target_turn)
+        for each in messages
+    ]
     assert {link: each.forward_bytes for link, each in zip(links, messages, strict=True)} == forward
     assert {link: each.backward_bytes for link, each in zip(links, messages, strict=True)} == backward
     for link, each in zip(links, messages, strict=True):
