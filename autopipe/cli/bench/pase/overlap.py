@@ -45,4 +45,4 @@ def _rows(model: str) -> Iterator[Row]:
 def _seconds(problem: Problem, strategy: Strategy) -> float:
     """Seconds of a step whose backward hides the exchange of gradients."""
     (cost,) = stage_costs(problem, strategy.run(problem))
-    return step_seconds(problem, cost, overlap=True)
+    return step_seconds(cost, problem.micro_batches, overlap=True)

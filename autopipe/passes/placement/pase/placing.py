@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from autopipe.ir.placement import Placement, SplitProof
+from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import fitted, out_of_memory
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.placement.pase.skeleton import skeleton_of
-from autopipe.passes.spmd.search.fitting import Solver, fit_stage, or_by_samples
-from autopipe.passes.spmd.search.tables import make_tables
+from autopipe.passes.spmd.search.fitting import Solver
+from autopipe.passes.spmd.search.stages import split_stages
 
 
 def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = False) -> Placement:
@@ -24,17 +23,8 @@ def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = Fals
     """
     _check_memory(problem, count)
     skeleton = skeleton_of(problem, count)
-    placement = skeleton.placement
-    proofs = []
-    for index, (plan, terms) in enumerate(zip(skeleton.plans, skeleton.terms, strict=True)):
-        nodes = [node for node, _ in plan.nodes]
-        tables = make_tables(problem, nodes, placement.stages[index].devices, terms)
-        best = fit_stage(problem, placement, index, tables, solver, overlap)
-        if not any(node in terms.allowed for node in placement.stages[index].nodes):
-            best = or_by_samples(problem, best, index, overlap)
-        placement = best.placement
-        proofs.append(best.proof)
-    return replace(fitted(problem, placement), proof=_together(proofs))
+    found = split_stages(problem, skeleton.placement, skeleton.wished, solver, overlap)
+    return replace(fitted(problem, found), proof=found.proof)
 
 
 def _check_memory(problem: Problem, count: int) -> None:
@@ -48,9 +38,3 @@ def _check_memory(problem: Problem, count: int) -> None:
     most = max(range(problem.cluster.size), key=problem.memory_of)
     if least > problem.memory_of(most):
         raise out_of_memory(problem, list(range(count)), count, most, least, least=True)
-
-
-def _together(proofs: Sequence[SplitProof]) -> SplitProof:
-    """The proof of all stages: what they cost together."""
-    cost, bound = (sum(figures) for figures in zip(*((each.cost, each.lower_bound) for each in proofs), strict=True))
-    return SplitProof(cost, bound, all(each.optimal for each in proofs))

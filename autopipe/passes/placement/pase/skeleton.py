@@ -7,24 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
+from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.constraints import Wish, wishes_of
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.wished import wished_splits
-from autopipe.passes.lower.stages import StageNodes, assign_nodes
 from autopipe.passes.placement.pase.cutting import cut_into_stages
 from autopipe.passes.spmd.search.configurations import Splits
-from autopipe.passes.spmd.search.ground import Terms
 
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """Stages without splits, what each computes, and the terms of the search for its splits."""
+    """Stages without splits, and the splits that constraints ask for, by node."""
 
     placement: Placement
-    plans: tuple[StageNodes, ...]
-    terms: tuple[Terms, ...]
+    wished: dict[int, Splits]
 
 
 def skeleton_of(problem: Problem, count: int) -> Skeleton:
@@ -43,9 +40,7 @@ def skeleton_of(problem: Problem, count: int) -> Skeleton:
     )
     placement = Placement(tuple(stages))
     _check_degrees(problem, wished, placement)
-    wanted = (problem.loss,) if problem.train and problem.loss is not None else problem.graph.outputs
-    plans = assign_nodes(problem.graph, placement, wanted)
-    return Skeleton(placement, plans, _terms(problem, placement, plans, wished))
+    return Skeleton(placement, wished)
 
 
 def _groups(problem: Problem, wishes: Sequence[Wish], count: int) -> list[tuple[int, ...]]:
@@ -105,25 +100,3 @@ def _check_degrees(problem: Problem, wished: dict[int, tuple[Split, ...]], place
                 hint="the product of the degrees must divide the number of devices",
                 where=repr(problem.graph.nodes[node].name),
             )
-
-
-def _terms(
-    problem: Problem, placement: Placement, plans: Sequence[StageNodes], wished: dict[int, tuple[Split, ...]]
-) -> tuple[Terms, ...]:
-    graph, count = problem.graph, len(plans)
-    computed = [{node for node, _ in plan.nodes} for plan in plans]
-    whole: Splits = ()
-    # What several stages compute for themselves is cheap; splits of one group mean nothing on another.
-    shared = {node: (whole,) for node in recomputed_nodes(graph) if sum(node in each for each in computed) > 1}
-    read = [{name for node in each for name in graph.nodes[node].inputs if graph.parameter(name)} for each in computed]
-    torn = frozenset(name for names in read for name in names if sum(name in each for each in read) > 1)
-    return tuple(
-        Terms(
-            allowed={**shared, **{node: (splits,) for node, splits in wished.items()}},
-            given=frozenset(plan.outputs),
-            whole=torn,
-            in_flight=min(count - index, problem.micro_batches) if problem.train else 1,
-            recompute=placement.stages[index].recompute,
-        )
-        for index, plan in enumerate(plans)
-    )

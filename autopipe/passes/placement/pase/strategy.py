@@ -5,7 +5,6 @@ Elango, "PaSE: Parallelization Strategies for Efficient DNN Training", IPDPS 202
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -19,12 +18,9 @@ from autopipe.passes.placement.pase.overlap import solve_overlapped
 from autopipe.passes.placement.pase.paper.placing import placement_of
 from autopipe.passes.placement.pase.paper.search import search
 from autopipe.passes.placement.pase.placing import in_stages
-from autopipe.passes.solvers.min_sum import Answer, MinSum, TableTooLargeError, eliminate, solve
+from autopipe.passes.solvers.min_sum import Answer, MinSum, TableTooLargeError, eliminate
+from autopipe.passes.spmd.search.exact import Exact
 from autopipe.passes.spmd.search.tables import Tables
-
-_PATIENCE_S = 2.0
-"""Of work within a memory limit, where there is no time limit: several limits are tried, and for a Llama of 80 layers
-on 64 devices five times the work finds steps shorter by a thousandth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +77,23 @@ class Pase:
         Raises ConfigurationError naming constraints that contradict one another or cannot be followed, InfeasibleError
         where memory does not hold any placement, with the least excess, or elimination's tables are too large.
         """
-        clock = _Clock(problem.time_limit)
+        exact = Exact(problem.time_limit)
         if self.search_space == "paper":
-            found = search(problem, lambda model: self._solved(model, None, clock))
+            found = search(problem, lambda model: self._solved(model, None, exact))
             proof = SplitProof(found.cost, found.bound, found.proven, "operations")
             return replace(fitted(problem, placement_of(problem, found)), proof=proof)
 
         def solver(tables: Tables, limit: float | None) -> Answer:
             if self.overlap:
-                return solve_overlapped(tables, lambda model: self._solved(model, limit, clock))
-            return self._solved(tables.model, limit, clock)
+                return solve_overlapped(tables, lambda model: self._solved(model, limit, exact))
+            return self._solved(tables.model, limit, exact)
 
         return in_stages(problem, self.stages, solver, self.overlap)
 
-    def _solved(self, model: MinSum, limit: float | None, clock: _Clock) -> Answer:
+    def _solved(self, model: MinSum, limit: float | None, exact: Exact) -> Answer:
         """The answer of the chosen solver, within `limit` bytes."""
         if self.solver == "exact":
-            return (
-                solve(model, limit, clock.left()) if limit is None else solve(model, limit, clock.half(), _PATIENCE_S)
-            )
+            return exact.solved(model, limit)
         try:
             answer = eliminate(model, self.ordering)
         except TableTooLargeError as error:
@@ -107,19 +101,3 @@ class Pase:
             raise InfeasibleError(size, hint="take another ordering, or solver: exact", where="strategy") from error
         # It knows no limit: whether its answer keeps one is found afterwards.
         return replace(answer, fits=limit is None or answer.memory <= limit)
-
-
-class _Clock:
-    """What is left of a time limit."""
-
-    def __init__(self, limit: float | None) -> None:
-        self._end = None if limit is None else time.monotonic() + limit
-
-    def left(self) -> float | None:
-        """Seconds, at least a moment; None without a limit."""
-        return None if self._end is None else max(0.01, self._end - time.monotonic())
-
-    def half(self) -> float | None:
-        """Half of them, for one of several searches."""
-        left = self.left()
-        return None if left is None else left / 2

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import device_memory, out_of_memory
@@ -75,7 +76,8 @@ def fit_stage(
             unknown += found.excess
     fitting = [each for each in tried if each.excess <= 0]
     if fitting:
-        best = min(fitting, key=lambda each: step_seconds(problem, each.cost, overlap))
+        count = problem.batch_size // placement.stages[index].micro_batch_size
+        best = min(fitting, key=lambda each: step_seconds(each.cost, count, overlap))
         # Under a bound on what comes and goes an answer is proven for that bound alone.
         bound = tried[0].proof.lower_bound
         optimal = best is tried[0] and best.proof.optimal
@@ -115,26 +117,32 @@ def _with_splits(
     return Fitted(found, proof, costs[index], excess, worst)
 
 
-def step_seconds(problem: Problem, cost: StageCost, overlap: bool = False) -> float:
-    """What a stage takes of a step, one thing after the other; `overlap` hides gradients behind the last backward."""
+def step_seconds(cost: StageCost, micro_batches: int, overlap: bool = False) -> float:
+    """What a stage takes of a step of so many micro-batches of its own, one thing after the other.
+
+    `overlap` hides gradients behind the last backward.
+    """
     gradients = max(0.0, cost.gradient_s - cost.backward_s) if overlap else cost.gradient_s
-    return problem.micro_batches * (cost.forward_s + cost.backward_s) + gradients + cost.update_s
+    return micro_batches * (cost.forward_s + cost.backward_s) + gradients + cost.update_s
 
 
-def or_by_samples(problem: Problem, fitted: Fitted, index: int, overlap: bool = False) -> Fitted:
+def or_by_samples(problem: Problem, graph: Graph, fitted: Fitted, index: int, overlap: bool = False) -> Fitted:
     """The same, or the stage with nothing but its samples shared, where that is faster and fits.
+
+    `graph` is the model on micro-batches of the stage's size.
 
     The model counts no latency of gradients' exchange and more than one way of some values, so that data parallelism,
     which is among its choices, can be better than it says.
     """
     stage = fitted.placement.stages[index]
-    samples = sample_axes(problem.graph)
+    samples = sample_axes(graph)
     if any(not samples.divides(node, len(stage.devices)) for node in stage.nodes):
         return fitted
     splits = samples.splits(stage.nodes, len(stage.devices))
     other = _with_splits(problem, fitted.placement, index, splits, fitted.proof)
-    seconds = step_seconds(problem, other.cost, overlap)
-    if other.excess > 0 or seconds >= step_seconds(problem, fitted.cost, overlap):
+    count = problem.batch_size // stage.micro_batch_size
+    seconds = step_seconds(other.cost, count, overlap)
+    if other.excess > 0 or seconds >= step_seconds(fitted.cost, count, overlap):
         return fitted
     bound = fitted.proof.lower_bound
     return replace(other, proof=SplitProof(max(seconds, bound), bound, seconds <= bound))

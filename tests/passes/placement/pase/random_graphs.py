@@ -41,4 +41,4 @@ def stage_of(problem: Problem, splits: Splits) -> StageCost:
 
 def seconds_of(problem: Problem, splits: Splits) -> float:
     """Seconds of a step."""
-    return step_seconds(problem, stage_of(problem, splits))
+    return step_seconds(stage_of(problem, splits), problem.micro_batches)

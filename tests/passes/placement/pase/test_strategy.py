@@ -136,9 +136,9 @@ def test_gradients_that_backward_hides(batch: int) -> None:
     given = problem(perceptron([128, 256, 128], batch=batch), cluster(2), micro_batches=1)
     configured = [configurations(space_of(given.graph, node), 2) for node in given.graph.nodes]
     every = [tuple(enumerate(each)) for each in itertools.product(*configured)]
-    best = min(step_seconds(given, stage_of(given, each), overlap=True) for each in every)
+    best = min(step_seconds(stage_of(given, each), given.micro_batches, overlap=True) for each in every)
     placement = Pase(overlap=True).run(given)
-    found = step_seconds(given, stage_of(given, placement.stages[0].splits), overlap=True)
+    found = step_seconds(stage_of(given, placement.stages[0].splits), given.micro_batches, overlap=True)
     assert found == pytest.approx(best, rel=0.02), "but for latencies that the model does not count"
     assert placement.proof is not None
     assert placement.proof.lower_bound <= found
