@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.cli import verification
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
+from tests.distributed.launching import finish, start
 from tests.distributed.pool import Pools
+from tests.distributed.running import report_lines
+from tests.distributed.zoo import SIZES
 
 pytestmark = pytest.mark.distributed
 
@@ -76,6 +80,57 @@ def test_inference(here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert code == 0
     assert set(checks) == {"outputs of the ranks", "outputs of one device"}
     assert all(check["tensors"] == 1 for check in checks.values())
+
+
+OWN_SIZES = """
+batch_size: 8
+micro_batch_size: 4
+gpus: 4
+strategy: {name: manual}
+schedule: {name: kfkb}
+constraints:
+  - {match: "/branches.0/*", stage: 0, devices: [0], micro_batch_size: 1}
+  - {match: "/branches.1/*", stage: 1, devices: [1]}
+  - {match: "/Concat", stage: 2, devices: [3, 2], micro_batch_size: 2}
+"""
+
+
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_stages_with_micro_batches_of_their_own(
+    here: None, pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    """From the configuration to what a plan, a rank's file and the ranks say of them."""
+    model, plan, report = tmp_path / "model.onnx", tmp_path / "plan", tmp_path / "report.jsonl"
+    build(configure("two-branch", {**SIZES["two-branch"], "loss": str(mode == "train").lower()})).save(model)
+    (tmp_path / "own.yaml").write_text(OWN_SIZES)
+    annotated = ("--annotate", str(tmp_path / "annotated.onnx"))
+    assert main(["plan", str(model), "--config", str(tmp_path / "own.yaml"), "-o", str(plan), *annotated]) == 0
+    printed = capsys.readouterr()
+    assert "warning: annotations do not tell that stages have micro-batches of their own" in printed.err
+    assert re.search(r"stage +devices +micro-batch +nodes.*\n0 +0 +1 .*\n1 +1 +4 .*\n2 +3,2 +2 ", printed.out)
+    assert main(["codegen", str(plan), "-q"]) == 0
+    program = plan / "program"
+    assert "stages 0 (8 micro-batches of 1); kfkb, 2 micro-batches of 4" in (program / "rank_000.py").read_text()
+    code, checks = verified(program, capsys)
+    assert code == 0
+    assert checks["gradients of the ranks" if mode == "train" else "outputs of the ranks"]["tensors"]
+    pools.of(4).run(program, "--device", "cpu", "--report", report)
+    summary = json.loads((plan / "plan.json").read_text(encoding="utf-8"))["summary"]
+    assert report_lines(report)[0]["communication_bytes"] == summary["communication_bytes"]
+    assert main(["show", str(plan), "--json"]) == 0
+    assert [stage["micro_batch_size"] for stage in json.loads(capsys.readouterr().out)["stages"]] == [1, 4, 2]
+
+
+def test_a_dry_run_counts_the_messages_of_all_turns(tmp_path: Path) -> None:
+    model, plan = tmp_path / "model.onnx", tmp_path / "plan"
+    build(configure("two-branch", {**SIZES["two-branch"], "loss": "true"})).save(model)
+    (tmp_path / "own.yaml").write_text(OWN_SIZES)
+    assert main(["plan", str(model), "--config", str(tmp_path / "own.yaml"), "-o", str(plan), "-q"]) == 0
+    assert main(["codegen", str(plan), "-q"]) == 0
+    found = finish(start(plan / "program", "--dry-run", "--rank", 0, "--json")).result
+    assert [task for task in found["tasks"] if "F" in task] == [f"0F{number}" for number in range(8)]
+    activations = 8 * 12 * 24 * 4  # eight samples of (12, 24) numbers, each to one of the two ranks
+    assert found["sent_bytes"] == found["received_bytes"] == {"2": activations // 2, "3": activations // 2}
 
 
 def test_a_wrong_program_is_found(here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
