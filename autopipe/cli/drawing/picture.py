@@ -8,6 +8,7 @@ from autopipe.cli.drawing.steady import SteadyState, steady_state
 from autopipe.cli.figures import bytes_text, seconds_text
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Phase
+from autopipe.ir.stage_graph import turns_of
 from autopipe.ir.timeline import Span, Timeline, Transfer
 
 Curve = tuple[tuple[float, int], ...]
@@ -90,7 +91,7 @@ def plan_picture(plan: Plan, timeline: Timeline) -> Picture:
         limits=plan.memory_limits or (None,) * len(timeline.memory),
         end=timeline.end,
         physical=True,
-        steady=steady_state(plan.schedule, timeline),
+        steady=steady_state(plan.schedule, timeline, turns_of(plan.placement, summary.micro_batch_size)),
         transfers=timeline.transfers,
     )
 

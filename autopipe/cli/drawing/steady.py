@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,8 +33,8 @@ def spans_by_device(timeline: Timeline) -> list[list[Span]]:
     return found
 
 
-def steady_state(schedule: Schedule, timeline: Timeline) -> SteadyState | None:
-    """Where the devices' repetends overlap in time; None where they do not.
+def steady_state(schedule: Schedule, timeline: Timeline, turns: Sequence[int] = ()) -> SteadyState | None:
+    """Where the devices' repetends overlap in time; None where they do not. `turns` are those of the stages.
 
     Best is a stretch in which all devices move on at one pace. A step too short for that still has the stretch in which
     each device is in its repetend: the same tasks again and again, though they come at different intervals.
@@ -44,7 +45,7 @@ def steady_state(schedule: Schedule, timeline: Timeline) -> SteadyState | None:
             repeating.append((repetend, spans))
     if not repeating or any(repetend.count < 2 for repetend, _ in repeating):
         return None
-    return _one_pace([_regular(*each) for each in repeating]) or _overlap(repeating)
+    return _one_pace([_regular(*each, turns) for each in repeating]) or _overlap(repeating)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,11 @@ class _Regular:
     start: float
     end: float
     period: float
-    stride: int
+    stride: float
+    """In micro-batches of the step, of which a stage may take several turns for one."""
 
 
-def _regular(repetend: Repetend, spans: list[Span]) -> _Regular:
+def _regular(repetend: Repetend, spans: list[Span], turns: Sequence[int]) -> _Regular:
     body = spans[repetend.start : repetend.start + repetend.length * repetend.count]
     starts = np.array([span.start for span in body]).reshape(repetend.count, repetend.length)
     steps = np.diff(starts, axis=0)
@@ -70,7 +72,8 @@ def _regular(repetend: Repetend, spans: list[Span]) -> _Regular:
             best = (first, row + 1)
     period = float(steps[best[0] : best[1]].mean())
     start = float(starts[best[0], 0])
-    return _Regular(start, start + period * (best[1] - best[0] + 1), period, repetend.stride)
+    stride = repetend.stride / (turns[body[0].task.stage] if turns else 1)
+    return _Regular(start, start + period * (best[1] - best[0] + 1), period, stride)
 
 
 def _one_pace(found: list[_Regular]) -> SteadyState | None:

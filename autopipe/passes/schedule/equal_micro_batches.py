@@ -14,5 +14,5 @@ def require_equal_micro_batches(scheduler: str, problem: Problem, placement: Pla
             raise InfeasibleError(
                 f"{scheduler} runs all stages on equal micro-batches, but stage {index} has {stage.micro_batch_size} "
                 f"samples a micro-batch where the step has {problem.micro_batch_size}",
-                hint="choose a strategy that leaves micro-batches alone",
+                hint="schedules kfkb and tessel take stages with micro-batches of their own",
             )

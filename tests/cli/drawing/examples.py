@@ -6,7 +6,9 @@ from autopipe.ir.blocks import Block, BlockGraph, BlockRepetend, BlockSchedule
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.plan import Plan, Summary
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
+from autopipe.ir.program import Turn
 from autopipe.ir.stage_graph import StageGraph
+from autopipe.passes.schedule.named.kfkb import order_kfkb
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.predict import ticks_of
 from autopipe.passes.schedule.simulate import simulate
@@ -29,6 +31,29 @@ def chain_plan(stages=4, micro_batches=6, model="/models/gpt.onnx"):
     )  # fmt: skip
     placement = Placement(tuple(Stage((index,), group, 2) for index, group in enumerate(groups)))
     return Plan(model, "abc", "train", 2 * micro_batches, placement, schedule, summary, prediction), timeline
+
+
+def own_sizes_plan(sizes, micro_batches=6, model="/models/gpt.onnx"):
+    """A chain whose stages take 1 s forward and 2 s backward for each sample of a micro-batch of their own."""
+    groups, most = tuple((stage,) for stage in range(len(sizes))), max(sizes)
+    turns, edges = tuple(most // size for size in sizes), tuple((a, a + 1) for a in range(len(sizes) - 1))
+    graph = StageGraph(len(sizes), groups, edges, turns=turns)
+    predicted = tuple(StagePrediction(1.0 * size, 2.0 * size, kept_bytes=size) for size in sizes)
+    messages = tuple(
+        Message(a, b, a, b, 2**10, 2**10, 0.0, 0.0, Turn(own, turns[a]), Turn(other, turns[b]))
+        for a, b in edges
+        for own in range(turns[a])
+        for other in graph.sharing(a, own, b)
+    )
+    prediction = Prediction(predicted, messages)
+    schedule = order_kfkb(graph, micro_batches, (1,) * len(sizes), True, ticks_of(predicted))
+    timeline = simulate(schedule, groups, prediction)
+    summary = Summary(
+        "manual", "kfkb", len(sizes), len(sizes), micro_batches, most, len(sizes), timeline.end, 1.0,
+        timeline.bubble_rate, timeline.peak_memory, (("read", 0.1),), 18.0, False, None, (("send", 12 * 2**10),),
+    )  # fmt: skip
+    placement = Placement(tuple(Stage((index,), (index,), size) for index, size in enumerate(sizes)))
+    return Plan(model, "abc", "train", most * micro_batches, placement, schedule, summary, prediction), timeline
 
 
 def split_embedding(units=8, memory=4, first_name="TPf0"):

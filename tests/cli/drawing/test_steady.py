@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from autopipe.cli.drawing.block_picture import block_picture
+from autopipe.cli.drawing.picture import plan_picture
 from autopipe.cli.drawing.steady import steady_state
 from autopipe.passes.schedule.named.blocks import schedule_blocks
 from autopipe.passes.schedule.shapes import shape
-from tests.cli.drawing.examples import chain_plan, split_embedding
+from tests.cli.drawing.examples import chain_plan, own_sizes_plan, split_embedding
 
 
 def test_devices_move_on_at_one_pace():
@@ -63,3 +64,13 @@ def test_a_published_schedule_repeats_only_once_its_pipeline_is_full():
     for device in range(8):
         inside = [start for start, _, _ in schedule.tasks[device] if state.start <= start < state.end]
         assert len(inside) == 2 * state.count
+
+
+def test_stages_with_smaller_micro_batches_move_on_at_the_same_pace():
+    plan, timeline = own_sizes_plan((1, 2, 4), micro_batches=16)
+    state = plan_picture(plan, timeline).steady
+    assert state is not None
+    # A sample takes 1 s forward and 2 s backward on each device: 12 s for one of the largest micro-batches.
+    assert state.period == 12.0
+    assert state.count >= 10
+    assert steady_state(plan.schedule, timeline) is None or steady_state(plan.schedule, timeline).period is None

@@ -1,0 +1,104 @@
+"""Strategies that choose the micro-batches of their stages: asked once, with the largest there can be."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import ClassVar
+
+import pytest
+
+from autopipe.configs.load import load_configuration, resolve_cluster
+from autopipe.configs.zoo import build, configure
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.serial.plan_file import read_plan, write_plan
+from autopipe.passes.batching import Division
+from autopipe.passes.pipeline import make_plan, reopen
+from autopipe.passes.request import Request
+from autopipe.passes.schedule.named.gpipe import GPipe
+from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
+from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
+from autopipe.passes.schedule.tessel.scheduler import Tessel
+
+
+@dataclasses.dataclass(frozen=True)
+class Chooser:
+    """Equal numbers of nodes on each device, with the micro-batches that it is told to choose."""
+
+    name: ClassVar[str] = "chooser"
+
+    sizes: tuple[int, ...] = ()
+    asked: list = dataclasses.field(default_factory=list)
+
+    def division(self, graph):
+        return Division.OWN
+
+    def requires(self, problem):
+        pass
+
+    def run(self, problem):
+        self.asked.append((problem.micro_batch_size, problem.micro_batch_sizes))
+        count = len(self.sizes)
+        ends = [len(problem.graph.nodes) * place // count for place in range(count + 1)]
+        nodes = [tuple(range(low, high)) for low, high in itertools.pairwise(ends)]
+        most = problem.micro_batch_size
+        sizes = [min(size, most) for size in self.sizes]
+        return Placement(
+            tuple(Stage(own, (rank,), size) for rank, (own, size) in enumerate(zip(nodes, sizes, strict=True)))
+        )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "model.onnx"
+    build(configure("two-branch", {"loss": "true"})).save(path)
+    return path
+
+
+def request(model, sizes, scheduler=None, **given):
+    cluster = resolve_cluster(load_configuration(words={"--gpus": str(len(sizes))}))
+    return Request(model, cluster, Chooser(sizes), scheduler or KForwardsKBackwards(), **{"batch_size": 16, **given})
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 4), (8, 8), (2, 16), (1, 1)])
+def test_the_problem_becomes_that_of_the_largest(model, sizes, tmp_path):
+    asked = request(model, sizes)
+    planned = make_plan(asked)
+    assert asked.strategy.asked == [(16, (1, 2, 4, 8, 16))]
+    summary = planned.plan.summary
+    largest = max(sizes)
+    assert (summary.micro_batch_size, summary.micro_batches) == (largest, 16 // largest)
+    assert tuple(stage.micro_batch_size for stage in planned.plan.placement.stages) == sizes
+    again = reopen(dataclasses.replace(asked, batch_size=16), planned.plan)
+    assert again.digest == planned.digest
+    assert again.timeline == planned.timeline
+    write_plan(tmp_path, planned.plan, planned.timeline)
+    assert dataclasses.replace(read_plan(tmp_path), model="") == dataclasses.replace(planned.plan, model="")
+    assert 0 < summary.lower_bound_s <= summary.step_time_s
+    per_sample = math.fsum(span.end - span.start for span in planned.timeline.spans)
+    assert per_sample <= len(sizes) * summary.step_time_s
+
+
+def test_the_batch_is_a_round_that_all_sizes_divide(model):
+    assert make_plan(request(model, (4, 6), batch_size=24)).problem.micro_batch_size == 12
+
+
+@pytest.mark.parametrize("given", [{"micro_batches": 4}, {"micro_batch_size": 4}])
+def test_what_the_user_fixes_leaves_no_choice(model, given):
+    asked = request(model, (4, 4), **given)
+    assert make_plan(asked).problem.micro_batch_size == 4
+    assert asked.strategy.asked == [(4, ())]
+
+
+@pytest.mark.parametrize("scheduler", [OneForwardOneBackward(), GPipe()])
+def test_schedules_of_equal_micro_batches_say_so(model, scheduler):
+    with pytest.raises(InfeasibleError, match=r"equal micro-batches, but stage 0 has 1 samples"):
+        make_plan(request(model, (1, 4), scheduler))
+
+
+def test_a_searched_schedule_is_no_longer_than_the_greedy_one(model):
+    greedy = make_plan(request(model, (1, 2, 4))).plan.summary
+    searched = make_plan(request(model, (1, 2, 4), Tessel(2.0))).plan.summary
+    assert searched.lower_bound_s <= searched.step_time_s <= greedy.step_time_s
