@@ -19,6 +19,7 @@ from autopipe.passes.cost.measured import coverage
 from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.uses import uses_of
 from autopipe.passes.frontend import Model
+from autopipe.passes.lower.portions import check_portions
 from autopipe.passes.lower.traffic import communication_bytes
 from autopipe.passes.request import Request, costed, divided, problems_of, read_for
 from autopipe.passes.runner import Observer, Runner, Silent
@@ -56,6 +57,7 @@ def make_plan(request: Request, observer: Observer | None = None) -> Planned:
     runner = Runner(observer or Silent())
     scheduler = request.scheduler
     model, problem, placement = _placed(request, runner)
+    check_portions(problem.graph, placement)
     graph = StageGraph.of(problem, placement)
     schedule = runner.run(
         scheduler.name,

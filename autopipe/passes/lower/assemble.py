@@ -30,6 +30,7 @@ from autopipe.passes.lower.halves import split_backwards
 from autopipe.passes.lower.inputs import input_ranges
 from autopipe.passes.lower.order import instructions, sections
 from autopipe.passes.lower.parts import Parts, parts_of, wanted_values
+from autopipe.passes.lower.portions import check_portions
 from autopipe.passes.lower.posting import Talking, sending_orders
 from autopipe.passes.lower.proof import prove
 from autopipe.passes.lower.shard import ShardedStage
@@ -39,10 +40,12 @@ from autopipe.passes.lower.sizes import micro_batch_size
 def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | None) -> Program:
     """The program that runs `schedule`. With `loss` it trains; without, it gives all of the graph's outputs.
 
-    Raises CodegenError where the placement or the schedule cannot be executed, or the program could not run to its end.
+    Raises CodegenError where the placement or the schedule cannot be executed, or the program could not run to its end,
+    InfeasibleError where stages' own micro-batches would change what is computed.
     """
     _check_loss(graph, loss)
     check_tasks(placement, schedule)
+    check_portions(graph, placement)
     parts = parts_of(graph, placement, schedule.devices, loss)
     stages, codes = parts.stages, tuple(stage.code for stage in parts.stages)
     batch = batch_axes_of(graph)

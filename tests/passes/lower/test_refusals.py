@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from autopipe.ir.errors import CodegenError
+from autopipe.ir.errors import CodegenError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.space import Space
 from autopipe.passes.lower import lower
+from autopipe.passes.lower.portions import check_portions
 from tests.distributed.builder import Builder, mlp
 from tests.distributed.running import one_device
 
@@ -74,6 +75,22 @@ def test_a_mean_of_micro_batches_that_others_would_read_in_other_portions() -> N
     _, schedule = one_device(graph, 1, True, 4)
     with pytest.raises(CodegenError, match="'v2' goes from micro-batches of 2 samples to ones of 4, but its samples"):
         lower(graph, placement, schedule, loss)
+
+
+@pytest.mark.parametrize("op", ["ReduceSum", "ReduceMean"])
+def test_a_sum_of_all_samples_is_not_taken_in_portions(op: str) -> None:
+    """A mean is: the means of equal shares average to it."""
+    builder = Builder()
+    value = builder.node("MatMul", builder.input((4, 5)), builder.parameter((5, 5)))
+    loss = builder.node(op, value, builder.constant([0, 1]), keepdims=0)
+    graph = builder.graph(loss)
+    placement = Placement((Stage((0,), (0,), 4), Stage((1,), (0,), 2)))
+    if op == "ReduceMean":
+        check_portions(graph, placement)
+        return
+    with pytest.raises(InfeasibleError, match="stage 1 would compute something else on micro-batches of 2 samples"):
+        check_portions(graph, placement)
+    check_portions(graph, Placement((Stage((0,), (0,), 1), Stage((1,), (0,), 4))))
 
 
 def test_more_devices_than_the_schedule_has() -> None:
