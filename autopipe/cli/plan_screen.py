@@ -40,6 +40,7 @@ def plan_screen(planned: Planned, request: Request, folder: Path) -> Iterator[Re
     if summary.costs is not None:
         yield costs_line(summary.costs)
     yield schedule_line(plan)
+    yield from (f"note: {note}" for note in plan.placement.notes)
     yield f"plan in {folder}"
     yield f"next: autopipe show {folder}    autopipe codegen {folder}"
 

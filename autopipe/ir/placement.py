@@ -76,6 +76,8 @@ class Placement:
     stages: tuple[Stage, ...]
     proof: SplitProof | None = field(default=None, compare=False)
     """What is known of the splits, where they were searched."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What the strategy has to say of the model, a line each."""
 
     @property
     def devices(self) -> int:

@@ -10,7 +10,8 @@ from autopipe.ir.serial.record import Record
 
 def placement_form(placement: Placement) -> dict[str, object]:
     """The placement as lists, dicts and scalars. Ranges of node indices are half open."""
-    return {"stages": [_stage_form(stage) for stage in placement.stages]}
+    notes = {"notes": list(placement.notes)} if placement.notes else {}
+    return {"stages": [_stage_form(stage) for stage in placement.stages], **notes}
 
 
 def placement_of(record: Record) -> Placement:

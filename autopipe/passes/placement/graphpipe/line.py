@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from autopipe.ir.graph import Graph
 from autopipe.passes.cost.chain import Chain, choose_cuts, crossing_bytes
-from autopipe.passes.placement.graphpipe.tree import Leaf, Series, Tree, leaves
+from autopipe.passes.placement.graphpipe.tree import Leaf, Series, Tree, bits, leaves
 from autopipe.passes.placement.graphpipe.units import Units
 
 _FEW = 32
@@ -49,17 +49,19 @@ class Line:
 
     chain: Chain
     regions: tuple[Region, ...]
+    needs: tuple[int, ...]
+    """For each block the blocks that it reads from, as bits."""
 
 
 def make_line(graph: Graph, units: Units, tree: Tree, seconds: NDArray[np.float64], limit: int, devices: int) -> Line:
     """The line of a tree, in at most about `limit` blocks; `seconds` weighs each node.
 
-    Forks with less work than half of what a device gets, of `devices`, become runs, but in a small graph. Where there
+    Forks with less work than what each of `devices` gets become runs, but in a small graph. Where there
     are more units, each run's units are joined where many bytes cross.
     """
     weights = np.array([seconds[list(nodes)].sum() for nodes in units.nodes])
     order = leaves(tree)
-    light = float(weights.sum()) / (2 * devices) if len(order) > _FEW else -1.0
+    light = float(weights.sum()) / devices if len(order) > _FEW else -1.0
     drafts = _drafts(tree, weights, light)
     nodes = [node for unit in order for node in units.nodes[unit]]
     place = np.empty(len(nodes), dtype=np.int64)
@@ -71,7 +73,16 @@ def make_line(graph: Graph, units: Units, tree: Tree, seconds: NDArray[np.float6
     regions = tuple(_placed(drafts, 0, crossing, weights[list(order)], share if len(order) > limit else np.inf, cuts))
     edges = [int(starts[cut]) for cut in (*cuts, len(order))]
     block_of = np.searchsorted(np.array(edges), place, side="right") - 1
-    return Line(Chain(tuple(nodes), tuple(edges), block_of), regions)
+    return Line(Chain(tuple(nodes), tuple(edges), block_of), regions, _block_needs(units, block_of))
+
+
+def _block_needs(units: Units, block_of: NDArray[np.int64]) -> tuple[int, ...]:
+    blocks = [int(block_of[nodes[0]]) for nodes in units.nodes]
+    needs = [0] * (max(blocks) + 1)
+    for block, need in zip(blocks, units.needs, strict=True):
+        for other in bits(need):
+            needs[block] |= 1 << blocks[other]
+    return tuple(need & ~(1 << block) for block, need in enumerate(needs))
 
 
 Draft = int | tuple["list[Draft]", ...]

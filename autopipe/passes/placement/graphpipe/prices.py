@@ -5,6 +5,7 @@ All figures grow with the micro-batch by a straight line. They are read off once
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,8 +32,10 @@ class Way:
     """Seconds of a micro-batch: forward, backward, messages, and a share of the step's end."""
     most: Counts
     """The most micro-batches in flight that memory takes; 0 where not even one fits."""
-    excess: Matrix
-    """Bytes above the memory limit with one micro-batch in flight; below zero where there is room."""
+    always: Matrix
+    """Bytes on a device, whatever is in flight."""
+    kept: Matrix
+    """Bytes for each micro-batch in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,10 @@ class Prices:
     size: int
     micro_batches: int
     ways: tuple[Way, ...]
+    limit: float
+    """Bytes of memory on a device."""
+    bounds: frozenset[int]
+    """Numbers of micro-batches in flight that are the most for some stretch in some way."""
 
     @property
     def places(self) -> int:
@@ -50,19 +57,18 @@ class Prices:
 
     def needs(self, target: float, levels: int) -> list[Devices]:
         """By level, the fewest devices on which each stretch takes at most `target` seconds a micro-batch."""
-        fits = [(way.degree, np.where(way.seconds <= target, way.most, 0)) for way in self.ways]
-        bounds = {min(level, self.micro_batches) for level in range(1, levels + 1)}
-        reached = np.unique(np.concatenate([np.unique(most) for _, most in fits]))
+        fits = [
+            (way.degree, np.where((way.seconds <= target) & (way.seconds < np.inf), way.most, 0)) for way in self.ways
+        ]
         found: list[Devices] = []
         for level in range(levels + 1):
             kept = max(1, min(level, self.micro_batches))
-            if found and level > 1 and (kept not in bounds or not (reached == kept - 1).any()):
+            if (kept == level > 1 and kept - 1 in self.bounds) or not found:
+                found.append(np.full((self.places, self.places), NEVER, dtype=np.int16))
+                for degree, most in fits:
+                    found[-1][most >= kept] = degree
+            else:
                 found.append(found[-1])
-                continue
-            devices = np.full((self.places, self.places), NEVER, dtype=np.int16)
-            for degree, most in fits:
-                devices[most >= kept] = degree
-            found.append(devices)
         return found
 
     def way(self, start: int, stop: int, level: int, target: float) -> Way:
@@ -74,14 +80,19 @@ class Prices:
         return min(fitting, key=lambda way: (way.degree, way.seconds[start, stop]))
 
 
-def make_prices(tables: Tables, seconds: NodeSeconds, size: int, degrees: tuple[int, ...], levels: int) -> Prices:
-    """The prices with micro-batches of `size` samples, for stages on so many devices; at most `levels` in flight."""
+def make_prices(
+    tables: Tables, seconds: NodeSeconds, size: int, degrees: tuple[int, ...], levels: int, spare: float = 0.0
+) -> Prices:
+    """The prices with micro-batches of `size` samples, for stages on so many devices; at most `levels` in flight.
+
+    Each device has its memory limit, and `spare` bytes more.
+    """
     problem = tables.problem
     count = problem.batch_size // size
     scale = size / problem.micro_batch_size
     ways: list[Way] = []
     empty = np.where(np.tri(tables.chain.blocks + 1, dtype=bool), np.inf, 0.0)
-    limit = min(map(problem.memory_of, range(problem.cluster.size)))
+    limit = min(map(problem.memory_of, range(problem.cluster.size))) + spare
     for degree in sorted(degrees, reverse=True):
         received, sent = (each.cut * (scale / degree) + each.whole for each in (tables.received, tables.sent))
         rest = empty + _end_seconds(tables, degree, count)
@@ -96,14 +107,15 @@ def make_prices(tables: Tables, seconds: NodeSeconds, size: int, degrees: tuple[
             ways.append(_way(degree, False, forward + backward + rest, always, kept, limit, levels))
         if problem.train and problem.recompute != "none":
             ways.append(_way(degree, True, 2 * forward + backward + rest, always + kept, received, limit, levels))
-    return Prices(size, count, tuple(ways))
+    bounds = (np.bincount(way.most.ravel()).nonzero()[0].tolist() for way in ways)
+    return Prices(size, count, tuple(ways), limit, frozenset(itertools.chain.from_iterable(bounds)))
 
 
-def _way(degree: int, recompute: bool, seconds: Matrix, always: Matrix, kept: Matrix, limit: int, levels: int) -> Way:
+def _way(degree: int, recompute: bool, seconds: Matrix, always: Matrix, kept: Matrix, limit: float, levels: int) -> Way:
     room = limit - always
     with np.errstate(divide="ignore", invalid="ignore"):
         most = np.where(room < 0, 0, np.where(kept > 0, np.floor(room / kept), levels))
-    return Way(degree, recompute, seconds, np.minimum(most, levels).astype(np.int16), always + kept - limit)
+    return Way(degree, recompute, seconds, np.minimum(most, levels).astype(np.int16), always, kept)
 
 
 def _end_seconds(tables: Tables, degree: int, count: int) -> Matrix:

@@ -76,10 +76,13 @@ class Front:
 
 class Search:
     """One probe: `needs(level)[start, stop]` are the fewest devices on which blocks `start` to `stop - 1` meet the
-    target as one stage with `level` micro-batches in flight; `NEVER` where they do not."""
+    target as one stage with `level` micro-batches in flight; `NEVER` where they do not. There are `devices` in all."""
 
-    def __init__(self, needs: Callable[[int], Devices], places: int, levels: int, traced: bool = False) -> None:
+    def __init__(
+        self, needs: Callable[[int], Devices], places: int, devices: int, levels: int, traced: bool = False
+    ) -> None:
         self.needs, self.places, self.levels, self.traced = needs, places, levels, traced
+        self.most_devices = devices
         self.pieces: list[tuple[Piece, int]] = []
         """Stages of ways, each with the number of the next one on its way; -1 at the end."""
 
@@ -109,16 +112,21 @@ class Search:
 
     def _run(self, run: Run, front: Front, most: int) -> None:
         best = np.full(run.stop - run.start, NEVER, dtype=np.int16)
+        filled = [bool(row.any()) for row in front.devices[:most, run.start + 1 :] < NEVER]
         for level in range(1, most + 1):
+            if not filled[level - 1]:
+                continue
             seen = front.devices[level - 1, run.start + 1 :]
-            stops = np.flatnonzero(seen < NEVER)
+            stops = (seen < NEVER).nonzero()[0]
             if not len(stops):
                 continue
             sums = self.needs(level)[run.start : run.stop, stops + run.start + 1] + seen[stops]
             devices = sums.min(axis=1)
-            better = devices < best
+            better = (devices < best) & (devices <= self.most_devices)
             if not better.any():
                 continue
+            if level < most:
+                filled[level] = True
             best = np.where(better, devices, best)
             front.devices[level, run.start : run.stop] = np.where(better, devices, NEVER)
             if front.ways is not None:
@@ -132,16 +140,17 @@ class Search:
     def _fork(self, branches: tuple[tuple[Region, ...], ...], start: int, stop: int, front: Front, most: int) -> None:
         """Whatever joins the branches has one level; a stage before them sees the highest level of their sources."""
         found = Front(self.levels, self.places, self.traced)
-        for level in range(most):
-            inside = front.masked(level, stop)
-            if (inside.devices == NEVER).all():
+        filled = [bool(row.any()) for row in front.devices[: most + 1, stop + 1 :] < NEVER]
+        for level in range(most + 1):
+            if front.devices[level, stop] == NEVER and not (level and filled[level - 1]):
                 continue
+            inside = front.masked(level, stop)
             ends = self._branches(branches, start, inside.copy(), level, most)
             self._keep(found, ends, most, start, stop)
             if not start:
                 continue  # Nothing lies before, which would see their levels.
             least = ends.devices[:, start:stop].min(axis=0)
-            for highest in range(level + 1, most):
+            for highest in range(max(level, 1), most):
                 ends = self._branches(branches, start, inside.copy(), level, highest)
                 self._keep(found, ends, highest, start, stop)
                 if (ends.devices[:, start:stop].min(axis=0) == least).all():

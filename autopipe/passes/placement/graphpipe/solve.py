@@ -24,14 +24,15 @@ class Answer:
     size: int
     step_s: float
     """Seconds of a step, as far as the search's own prices tell."""
+    memory: float
+    """Share of the memory limit that the fullest device needs, as far as they tell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solver:
-    """One line on at most so many devices. `needs[block]` are the blocks that a block reads from, as bits."""
+    """One line on at most so many devices."""
 
     line: Line
-    needs: tuple[int, ...]
     devices: int
 
     def answers(self, prices: Prices, least: float, limit: float) -> Iterator[Answer]:
@@ -49,6 +50,11 @@ class Solver:
             limit = min(limit, answer.step_s)
             levels = self._depth(answer.drafts) - 1
             least = target
+
+    def any_answer(self, prices: Prices) -> Answer | None:
+        """A line of stages that memory holds, however long they take; None where there is none."""
+        levels = min(self.devices, prices.places - 1)
+        return self._answer(prices, np.inf, levels) if self._meets(prices, np.inf, levels) else None
 
     def fastest(self, prices: Prices, low: float, high: float, levels: int) -> float | None:
         """The least number of seconds, between two, that every stage of some line of this depth takes at most."""
@@ -79,7 +85,7 @@ class Solver:
 
     def _search(self, prices: Prices, target: float, levels: int, traced: bool = False) -> Search:
         needs = prices.needs(target, levels)
-        return Search(needs.__getitem__, prices.places, levels, traced)
+        return Search(needs.__getitem__, prices.places, self.devices, levels, traced)
 
     def _answer(self, prices: Prices, target: float, levels: int) -> Answer:
         """The line that meets the target with the fewest micro-batches in flight."""
@@ -95,8 +101,11 @@ class Solver:
         for piece in search.way(search.least(self.line.regions)[1]):
             way = prices.way(piece.start, piece.stop, piece.level, target)
             seconds = float(way.seconds[piece.start, piece.stop])
-            drafts.append(Draft(piece.start, piece.stop, way.degree, way.recompute, seconds))
-        return Answer(tuple(drafts), prices.size, self._step(drafts, prices.micro_batches))
+            kept = min(piece.level, prices.micro_batches) * way.kept[piece.start, piece.stop]
+            memory = float(way.always[piece.start, piece.stop] + kept)
+            drafts.append(Draft(piece.start, piece.stop, way.degree, way.recompute, seconds, memory))
+        memory = max(draft.memory for draft in drafts) / prices.limit
+        return Answer(tuple(drafts), prices.size, self._step(drafts, prices.micro_batches), memory)
 
     def _step(self, drafts: Sequence[Draft], micro_batches: int) -> float:
         """All micro-batches through the slowest stage, and one through the others on the longest way."""
@@ -118,6 +127,6 @@ class Solver:
         for draft in drafts:
             read = 0
             for block in range(draft.start, draft.stop):
-                read |= self.needs[block]
+                read |= self.line.needs[block]
             found.append([stage for stage, mask in enumerate(masks) if mask & read and masks[stage] < 1 << draft.start])
         return found

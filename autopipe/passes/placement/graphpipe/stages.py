@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.placement import Stage
 from autopipe.passes.cost.chain import Chain
 from autopipe.passes.cost.splits import SampleAxes
 
@@ -21,15 +21,19 @@ class Draft:
     recompute: bool
     seconds: float
     """Of a micro-batch, by the search's own prices."""
+    memory: float
+    """Bytes on a device, by the same."""
 
 
-def placement_of(chain: Chain, samples: SampleAxes, cluster: Cluster, drafts: Sequence[Draft], size: int) -> Placement:
+def stages_of(
+    chain: Chain, samples: SampleAxes, cluster: Cluster, drafts: Sequence[Draft], size: int
+) -> tuple[Stage, ...]:
     """Stages in the line's order, on micro-batches of `size` samples."""
     stages = []
     for draft, devices in zip(drafts, groups(cluster, [draft.degree for draft in drafts]), strict=True):
         nodes = chain.nodes(draft.start, draft.stop)
         stages.append(Stage(nodes, devices, size, samples.splits(nodes, draft.degree), draft.recompute))
-    return Placement(tuple(stages))
+    return tuple(stages)
 
 
 def groups(cluster: Cluster, degrees: Sequence[int]) -> list[tuple[int, ...]]:

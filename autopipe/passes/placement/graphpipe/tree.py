@@ -87,7 +87,12 @@ class Relations:
 
 def bits(mask: int) -> list[int]:
     """The places of the ones of a number, ascending."""
-    return [place for place, digit in enumerate(reversed(bin(mask)[2:])) if digit == "1"] if mask else []
+    found = []
+    while mask:
+        lowest = mask & -mask
+        found.append(lowest.bit_length() - 1)
+        mask ^= lowest
+    return found
 
 
 def _tree(
