@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,13 @@ from tests.exports.architectures import SEQUENCE
 from tests.exports.export import Export, all_exports, onnx_file
 from tests.exports.journey import symbols
 from tests.exports.light import LIGHT
+from tests.exports.small_light import drawn_small
 
 DRAWN_STRATEGIES = 50
+FIXED = 2
+"""Samples that an export with fixed shapes has, but where each device is to have one."""
+DATA = {"inception_v2": 3, "resnet50": 6, "vgg19": 3}
+"""Seeds of data with which no ReLU and no maximum of the first samples turns within rounding, if not 0."""
 FAST = ("gpt2-dynamo-dynamic-loss", "lstm-torchscript-dynamic-loss", "dlrm-dynamo-dynamic-loss")
 
 EXPORTS = {export.name: export for export in all_exports() if export.loss}
@@ -36,30 +42,36 @@ def test_a_random_strategy(name: str, pools: Pools, tmp_path: Path) -> None:
 @pytest.mark.parametrize("devices", [4, 8])
 @pytest.mark.parametrize("export", EXPORTS.values(), ids=EXPORTS)
 def test_every_export(export: Export, devices: int, pools: Pools, tmp_path: Path) -> None:
-    models = {count: trained_export(pools, export, devices, count, tmp_path) for count in (1, 2)}
+    model = trained_export(pools, export, devices, 1 if export.model in LIGHT else 2, tmp_path)
     for name, strategy in CHOOSING.items():
-        check(pools, models[2], strategy.run(problem_of(models[2], devices)), tmp_path / name)
+        check(pools, model, strategy.run(problem_of(model, devices)), tmp_path / name)
+    samples = devices if export.dynamic else FIXED
+    models = {count: trained_export(pools, export, samples, count, tmp_path) for count in (1, 2)}
     for seed in range(DRAWN_STRATEGIES):
         check_random(pools, models[micro_batches_of(seed)], devices, seed, tmp_path / str(seed))
 
 
 def trained_export(pools: Pools, export: Export, samples: int, micro_batches: int, folder: Path) -> Trained:
-    """The export on so many samples a micro-batch, or on as many as it fixes."""
-    path = onnx_file(export, folder)
-    loss = CrossEntropy(LIGHT[export.model]) if export.model in LIGHT else None
+    """The export on so many samples a micro-batch; a network that ships with onnx is a small copy of it."""
+    loss = None
+    if export.model in LIGHT:
+        path = drawn_small(export.model, folder, samples)
+        loss = CrossEntropy(LIGHT[export.model])
+    else:
+        path = onnx_file(export if export.dynamic else replace(export, batch=samples), folder)
     dims = dict.fromkeys(symbols(path), SEQUENCE)
     model = read_model(path, dims=dims, batch=samples if export.dynamic else None, loss=loss)
-    batch = batch_for(model.graph, micro_batches)
+    batch = batch_for(model.graph, micro_batches, DATA.get(export.model, 0))
     return trained(pools, export.name, model.graph, model.loss, path, batch, micro_batches)
 
 
-def batch_for(graph: Graph, micro_batches: int) -> dict[str, np.ndarray]:
+def batch_for(graph: Graph, micro_batches: int, seed: int = 0) -> dict[str, np.ndarray]:
     """Random data of which a mask leaves the first positions of every sentence.
 
     Of a row that is masked as a whole, torch's fused kernel and the same attention in several calls make different
     gradients.
     """
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
     axes = dict(graph.batch_axes)
     found = {}
     for each in input_ranges(graph):

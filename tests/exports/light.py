@@ -40,10 +40,10 @@ def shipped(model: str) -> Path:
     return Path(onnx.backend.test.__file__).parent / "data" / "light" / f"light_{model}.onnx"
 
 
-def drawn(model: str, folder: Path) -> Path:
-    """A copy in `folder` whose weights are random, stored in the file."""
+def drawn(model: str, folder: Path, proto: onnx.ModelProto | None = None) -> Path:
+    """A copy in `folder`, of `proto` if it is given, whose weights are random, stored in the file."""
     path = folder / f"{model}.onnx"
-    proto = onnx.load(shipped(model))
+    proto = proto or onnx.load(shipped(model))
     graph = proto.graph
     shapes = {each.name: numpy_helper.to_array(each) for each in graph.initializer}
     generator = np.random.default_rng(0)
