@@ -20,12 +20,13 @@ _ONNX_NAMES = {DType.FLOAT32: "FLOAT", DType.FLOAT64: "DOUBLE"}
 
 
 def measure_operations(
-    samples: Sequence[Sample], folder: Path, threads: int, seconds: float
+    lap: Sequence[Sample], folder: Path, threads: int, seconds: float
 ) -> tuple[tuple[OperationCost, ...], tuple[str, ...]]:
-    """What each of `samples` takes forward, for at most about `seconds` in all, and why some could not be run.
+    """What each distinct sample of `lap` takes forward, for at most about `seconds`, and why some could not be run.
 
     Each is a model of one node; the figure is the median of its kernel's times. Files go to `folder`.
     """
+    samples = {sample.operation: sample for sample in lap}.values()
     found: list[OperationCost] = []
     refused: list[str] = []
     for number, sample in enumerate(samples):

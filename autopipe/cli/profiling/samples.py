@@ -7,21 +7,22 @@ from dataclasses import dataclass
 
 from autopipe.ir.costs import Operation, Sample
 from autopipe.ir.errors import AutopipeError, ConfigurationError
-from autopipe.passes.cost.operations import distinct_samples
+from autopipe.passes.cost.operations import samples_of
 from autopipe.passes.cost.work import annotate
 from autopipe.passes.frontend import Model
 from autopipe.passes.request import Request, read_for
 
-_GROUP_BYTES = 2**30
-"""Operands and results of the samples that are measured in turns."""
+_LAP = 400
+"""Places of a lap: a few layers show what many take."""
+_LAP_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Samples that are measured in turns."""
+    """Samples that are measured together, as often and in the order in which they are run."""
 
     note: str
-    samples: tuple[Sample, ...]
+    lap: tuple[Sample, ...]
 
 
 def models_of(request: Request, sizes: Sequence[int] | None) -> tuple[tuple[int, Model], ...]:
@@ -47,32 +48,42 @@ def models_of(request: Request, sizes: Sequence[int] | None) -> tuple[tuple[int,
 
 
 def groups_of(models: Sequence[tuple[int, Model]], precision: str, degrees: Sequence[int]) -> Iterator[Group]:
-    """All distinct samples, whole ones of each size first, then the shares that splits `degrees` ways leave."""
+    """All samples: whole ones of each size first, then the shares that splits `degrees` ways leave."""
     seen: set[Operation] = set()
-    for ways in ((), *((degree,) for degree in degrees)):
+    for degree in (1, *degrees):
         for size, model in models:
             graph = model.graph
-            samples = distinct_samples(graph, annotate(graph, precision), precision, ways)
-            new = [sample for sample in samples if sample.operation not in seen]
+            of_nodes = samples_of(graph, annotate(graph, precision), precision, degree)
+            new = [sample for samples in of_nodes for sample in samples if sample.operation not in seen]
             seen |= {sample.operation for sample in new}
-            note = f"micro-batch {size}" + "".join(f", split {degree} ways" for degree in ways)
-            yield from (Group(note, part) for part in _parts(new))
+            note = f"micro-batch {size}" + (f", split {degree} ways" if degree > 1 else "")
+            yield from (Group(note, lap) for lap in _laps(new))
 
 
-def _parts(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
-    """The samples in runs that fit into memory together."""
-    part: list[Sample] = []
+def _laps(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
+    """The samples in laps that are short enough and fit into memory, each one's first place in one of them."""
+    seen: set[Operation] = set()
+    lap: list[Sample] = []
     held = 0
     for sample in samples:
-        values = (*sample.signature.operands, *sample.signature.results)
-        size = sum(value.bytes for value in values if value is not None)
-        if part and held + size > _GROUP_BYTES:
-            yield tuple(part)
-            part, held = [], 0
-        part.append(sample)
+        size = _bytes(sample)
+        if len(lap) >= _LAP or held + size > _LAP_BYTES:
+            if sample.operation in seen:
+                continue
+            if lap:
+                yield tuple(lap)
+            lap, held = [], 0
+        seen.add(sample.operation)
+        lap.append(sample)
         held += size
-    if part:
-        yield tuple(part)
+    if lap:
+        yield tuple(lap)
+
+
+def _bytes(sample: Sample) -> int:
+    """Of operands and results, each with its gradient."""
+    values = (*sample.signature.operands, *sample.signature.results)
+    return 2 * sum(value.bytes for value in values if value is not None)
 
 
 def parsed_sizes(text: str, flag: str) -> tuple[int, ...]:

@@ -98,9 +98,9 @@ class Profiling:
         for group in groups:
             bar.reach(time.perf_counter() - started, note=group.note)
             if self.source == "onnxruntime":
-                costs, reasons = onnxruntime_profiler.measure_operations(group.samples, folder, self.threads, each)
+                costs, reasons = onnxruntime_profiler.measure_operations(group.lap, folder, self.threads, each)
             else:
-                costs, reasons = measure_operations(group.samples, Watch(device), folder, train, each)
+                costs, reasons = measure_operations(group.lap, Watch(device), folder, train, each)
             found += costs
             refused += reasons
         return tuple(found), refused

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from autopipe.ir.costs import Operation, Sample, operation_of
+from autopipe.ir.costs import Sample, operation_of
 from autopipe.ir.graph import Graph, Value
 from autopipe.ir.layout import Layout, is_block
 from autopipe.ir.ops import signature_of
@@ -19,23 +19,20 @@ from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.lower.inputs import input_ranges
 
 
-def distinct_samples(
-    graph: Graph, work: Sequence[Work], precision: str, degrees: Sequence[int] = ()
-) -> tuple[Sample, ...]:
-    """Every operation of `graph` once, then the shares of those that can be split `degrees` ways along one axis."""
+def samples_of(graph: Graph, work: Sequence[Work], precision: str, degree: int = 1) -> tuple[tuple[Sample, ...], ...]:
+    """For each node what there is to measure of it: the node whole or, of more than one `degree`, its shares under the
+    splits along one axis into so many. Equal nodes have equal operations, and one sample."""
     uses, gradients = uses_of(graph), differentiable_values(graph)
-    whole: dict[Operation, Sample] = {}
-    shares: dict[Operation, Sample] = {}
+    known: dict[tuple[int, tuple[int, ...]], tuple[Sample, ...]] = {}
+    found = []
     for index, use in enumerate(uses):
         flowing = flowing_operands(graph, index, gradients)
-        found = _sample(graph, index, use, (), work[index], precision, flowing)
-        if found.operation in whole:
-            continue
-        whole[found.operation] = found
-        for splits in single_splits(use, degrees):
-            share = _sample(graph, index, use, splits, work[index], precision, flowing)
-            shares.setdefault(share.operation, share)
-    return tuple({**shares, **whole}[operation] for operation in dict.fromkeys((*whole, *shares)))
+        key = id(use), flowing
+        if key not in known:
+            cuts = single_splits(use, (degree,)) if degree > 1 else ((),)
+            known[key] = tuple(_sample(graph, index, use, splits, work[index], precision, flowing) for splits in cuts)
+        found.append(known[key])
+    return tuple(found)
 
 
 def flowing_operands(graph: Graph, index: int, gradients: frozenset[str]) -> tuple[int, ...]:

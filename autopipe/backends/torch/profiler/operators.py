@@ -1,98 +1,89 @@
-"""What operations take, forward and backward, as generated code runs them: each a stage of one node.
+"""What operations take, forward and backward, as generated code runs them.
 
-Several are run in turns, all forwards and then all backwards, as in a model: run again and again by itself, an operator
-finds its code and its operands in the caches, and small ones take half of what they take in a model.
+They are run one after the other as often and in the order in which the model has them, all forwards and then all
+backwards: run again and again by itself, an operator finds its code and its operands in the caches, and a small one
+takes half of what it takes in a model; run once among all the others, it takes twice.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import importlib.util
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from autopipe.backends.torch.emission.stage import emit_stage
+from autopipe.backends.torch.profiler.runnable import Runnable, Tensors
 from autopipe.backends.torch.profiler.watch import Mark, Watch, repeated
-from autopipe.backends.torch.runtime.later import Later
-from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
-from autopipe.ir.costs import OperationCost, Sample
+from autopipe.ir.costs import Operation, OperationCost, Sample
 from autopipe.ir.errors import CodegenError
-from autopipe.ir.graph import Constant, Value
-from autopipe.ir.layout import mesh_of
-from autopipe.ir.program import Compute, StageCode
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_LARGE_BYTES = 2**16
-"""Gradients of activations from this size on are freed at once, as in a model, where the next operator uses their
-memory again."""
-
-Tensors = tuple[torch.Tensor, ...]
 
 
 def measure_operations(
-    samples: Sequence[Sample], watch: Watch, folder: Path, train: bool, seconds: float
+    lap: Sequence[Sample], watch: Watch, folder: Path, train: bool, seconds: float
 ) -> tuple[tuple[OperationCost, ...], tuple[str, ...]]:
-    """What each of `samples` took, for at most about `seconds` in all, and why some could not be run by themselves.
+    """What the samples of `lap` took, for at most about `seconds` in all, and why some could not be run.
 
-    Backward is measured with `train`, where gradients flow. Generated files go to `folder`.
+    `lap` has them as often and in the order in which they are run. Backward is measured with `train`, where gradients
+    flow. Generated files go to `folder`.
     """
-    runnable: list[tuple[Sample, _Operator]] = []
-    refused: list[str] = []
-    for sample in samples:
-        try:
-            runnable.append((sample, _operator(sample, watch, folder, train)))
-        except CodegenError as error:
-            refused.append(error.message)
-    if not runnable:
-        return (), tuple(refused)
-    operators = [operator for _, operator in runnable]
-    precision = samples[0].operation.precision
-    with _as_run(precision, watch.device):
-        timings = repeated(lambda: _in_turns(operators, watch), seconds)
-    forward, backward = timings[: len(operators)], timings[len(operators) :]
+    known: dict[Operation, Runnable] = {}
+    refused: dict[Operation, str] = {}
+    for sample in lap:
+        if sample.operation not in known and sample.operation not in refused:
+            try:
+                known[sample.operation] = _tried(sample, watch, folder, train)
+            except CodegenError as error:
+                refused[sample.operation] = error.message
+    if not known:
+        return (), tuple(refused.values())
+    order = {operation: index for index, operation in enumerate(known)}
+    places = np.array([order[sample.operation] for sample in lap if sample.operation in order])
+    steps = [_Step.of(known[sample.operation]) for sample in lap if sample.operation in order]
+
+    def means() -> list[float]:
+        """Seconds of each operation's forward, then of each one's backward, on average over its places."""
+        both = (np.bincount(places, weights=each) / np.bincount(places) for each in _run(steps, watch))
+        return [float(seconds) for each in both for seconds in each]
+
+    with _as_run(lap[0].operation.precision, watch.device):
+        timings = repeated(means, seconds)
+    samples = {sample.operation: sample for sample in lap}
     found = (
-        sample.cost(ahead, back if operator.trains else None)
-        for (sample, operator), ahead, back in zip(runnable, forward, backward, strict=True)
+        samples[operation].cost(timings[index], timings[len(order) + index] if known[operation].trains else None)
+        for operation, index in order.items()
     )
-    return tuple(found), tuple(refused)
+    return tuple(found), tuple(refused.values())
 
 
 @dataclass(frozen=True, slots=True)
-class _Operator:
-    """The generated forward of one operator, and its arguments."""
+class _Step:
+    """One operation at one place of a lap."""
 
-    forward: Callable[..., Tensors]
-    place: Arguments
-    arguments: Tensors
+    runnable: Runnable
+    leaves: Tensors
 
-    @property
-    def trains(self) -> bool:
-        """Whether there is a backward."""
-        return any(each.requires_grad for each in self.arguments)
-
-    def run(self) -> Tensors:
-        """The results."""
-        return self.forward(self.place, *self.arguments)
+    @staticmethod
+    def of(runnable: Runnable) -> _Step:
+        return _Step(runnable, runnable.leaves())
 
 
-def _in_turns(operators: Sequence[_Operator], watch: Watch) -> list[float]:
-    """Seconds of every operator's forward, then of every one's backward (0 where there is none)."""
+def _run(steps: Sequence[_Step], watch: Watch) -> tuple[list[float], list[float]]:
+    """Seconds of every step's forward, and of every one's backward (0 where there is none)."""
     results: list[Tensors] = []
     marks = [watch.mark()]
-    for operator in operators:
-        with torch.set_grad_enabled(operator.trains):
-            results.append(operator.run())
+    for step in steps:
+        results.append(step.runnable.run(step.leaves))
         marks.append(watch.mark())
     backward = _backwards(results, watch)
-    for operator in operators:
-        for each in operator.arguments:
-            each.grad = None
-    return watch.spans(marks) + backward
+    for step in steps:
+        for leaf in step.leaves:
+            leaf.grad = None
+    return watch.spans(marks), backward
 
 
 def _backwards(results: Sequence[Tensors], watch: Watch) -> list[float]:
@@ -111,9 +102,9 @@ def _backwards(results: Sequence[Tensors], watch: Watch) -> list[float]:
     for index, each in enumerate(results):
         own = [result for result in each if result.requires_grad]
         ends += own
-        if own:
-            latest = max((result.grad_fn for result in own if result.grad_fn), key=lambda node: node._sequence_nr())
-            latest.register_prehook(begins(index))
+        nodes = [result.grad_fn for result in own if result.grad_fn is not None]
+        if nodes:
+            max(nodes, key=lambda node: node._sequence_nr()).register_prehook(begins(index))
     found = [0.0] * len(results)
     if ends:
         torch.autograd.backward(ends, [torch.ones_like(each) for each in ends])
@@ -123,92 +114,16 @@ def _backwards(results: Sequence[Tensors], watch: Watch) -> list[float]:
     return found
 
 
-def _operator(sample: Sample, watch: Watch, folder: Path, train: bool) -> _Operator:
-    """The sample ready to run, which has been tried. Raises CodegenError, saying why, where it cannot be."""
-    stage = _stage_of(sample)
-    forward = _generated(emit_stage(stage, "One operator."), folder)
-    operator = _Operator(forward, _place(stage, watch.device), _arguments(sample, stage, watch.device, train))
+def _tried(sample: Sample, watch: Watch, folder: Path, train: bool) -> Runnable:
+    """The sample ready to run, run once. Raises CodegenError, saying why, where it cannot be."""
+    runnable = Runnable.of(sample, watch.device, folder, train)
     try:
         with _as_run(sample.operation.precision, watch.device):
-            _in_turns([operator], watch)
+            _run([_Step.of(runnable)], watch)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CodegenError(f"{sample.operation.operator} does not run by itself: {reason}") from error
-    return operator
-
-
-def _stage_of(sample: Sample) -> StageCode:
-    """The operation as a stage, all of whose operands but known numbers are arguments."""
-    signature = sample.signature
-    known = {
-        value.name: Constant(value, array)
-        for value, array in zip(signature.operands, signature.constants, strict=True)
-        if value is not None and array is not None
-    }
-    inputs = {value.name: value for value in signature.operands if value is not None and value.name not in known}
-    devices = math.prod(split.degree for split in sample.splits)
-    return StageCode(
-        stage=0,
-        devices=tuple(range(devices)),
-        inputs=tuple(inputs.values()),
-        outputs=tuple(value for value in signature.results if value is not None),
-        parameters=(),
-        constants=tuple(enumerate(known.values())),
-        operations=(Compute(0, signature, sample.splits, mesh_of(sample.splits, devices)),),
-    )
-
-
-def _generated(text: str, folder: Path) -> Callable[..., Tensors]:
-    """The forward of a generated file."""
-    if "p.group" in text:
-        raise CodegenError("a share of this operator needs the other shares")
-    name = f"operator_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    path = folder / f"{name}.py"
-    path.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    forward: Callable[..., Tensors] = module.forward
-    return forward
-
-
-def _place(stage: StageCode, device: torch.device) -> Arguments:
-    """What the forward reaches as `p`."""
-    place = Arguments(device=device, group=None, later=Later(()))
-    for index, constant in stage.constants:
-        setattr(place, f"c{index}", torch.from_numpy(constant.array.copy()).to(device))
-    return place
-
-
-def _arguments(sample: Sample, stage: StageCode, device: torch.device, train: bool) -> Tensors:
-    """Numbers for the stage's inputs, with gradients where they are wanted."""
-    names = sample.signature.node.inputs
-    wanted = {names[place] for place in sample.operation.gradients} if train else set()
-    below = dict(zip(names, sample.below, strict=True))
-    kept = {names[place] for place in sample.parameters}
-    generator = torch.Generator().manual_seed(0)
-    found = []
-    for value in stage.inputs:
-        tensor = _numbers(value, below.get(value.name), generator).to(device).requires_grad_(value.name in wanted)
-        if tensor.requires_grad and value.name not in kept and tensor.nbytes >= _LARGE_BYTES:
-            tensor.register_post_accumulate_grad_hook(_free)
-        found.append(tensor)
-    return tuple(found)
-
-
-def _free(tensor: torch.Tensor) -> None:
-    tensor.grad = None
-
-
-def _numbers(value: Value, below: int | None, generator: torch.Generator) -> torch.Tensor:
-    """Indices below their limit; of all else, numbers for which every operator is defined."""
-    dtype = torch_dtype(value.dtype.value)
-    if below is not None:
-        return torch.randint(below, value.shape, generator=generator).to(dtype)
-    if value.dtype.is_floating:
-        return (torch.rand(value.shape, generator=generator) + 0.5).to(dtype)
-    return torch.ones(value.shape, dtype=dtype)
+    return runnable
 
 
 @contextlib.contextmanager

@@ -1,0 +1,141 @@
+"""One operation ready to run: a generated stage of one node, and numbers for its operands."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from autopipe.backends.torch.emission.stage import emit_stage
+from autopipe.backends.torch.runtime.later import Later
+from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
+from autopipe.ir.costs import Sample
+from autopipe.ir.errors import CodegenError
+from autopipe.ir.graph import Constant, Value
+from autopipe.ir.layout import mesh_of
+from autopipe.ir.program import Compute, StageCode
+
+_LARGE_BYTES = 2**16
+"""Gradients of activations from this size on are freed at once, as in a model, where the next operator uses their
+memory again."""
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """The numbers of an operand, whether a gradient is asked for, and whether that is freed at once."""
+
+    numbers: torch.Tensor
+    wanted: bool
+    freed: bool
+
+    def leaf(self) -> torch.Tensor:
+        """The numbers as a tensor of its own."""
+        tensor = self.numbers.clone().requires_grad_(self.wanted)
+        if self.wanted and self.freed:
+            tensor.register_post_accumulate_grad_hook(_forget)
+        return tensor
+
+
+def _forget(tensor: torch.Tensor) -> None:
+    tensor.grad = None
+
+
+@dataclass(frozen=True, slots=True)
+class Runnable:
+    """The generated forward of one operation, what it reaches as `p`, and its operands."""
+
+    forward: Callable[..., Tensors]
+    place: Arguments
+    operands: tuple[Operand, ...]
+
+    @staticmethod
+    def of(sample: Sample, device: torch.device, folder: Path, train: bool) -> Runnable:
+        """The sample on a device; the generated file goes to `folder`. Raises CodegenError where it needs a group."""
+        stage = _stage_of(sample)
+        forward = _generated(emit_stage(stage, "One operator."), folder)
+        place = Arguments(device=device, group=None, later=Later(()))
+        for index, constant in stage.constants:
+            setattr(place, f"c{index}", torch.from_numpy(constant.array.copy()).to(device))
+        return Runnable(forward, place, _operands(sample, stage, device, train))
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward."""
+        return any(each.wanted for each in self.operands)
+
+    def leaves(self) -> Tensors:
+        """Operands of its own, as every layer of a model has them."""
+        return tuple(each.leaf() for each in self.operands)
+
+    def run(self, leaves: Tensors) -> Tensors:
+        """The results."""
+        with torch.set_grad_enabled(self.trains):
+            return self.forward(self.place, *leaves)
+
+
+def _stage_of(sample: Sample) -> StageCode:
+    """The operation as a stage, all of whose operands but known numbers are arguments."""
+    signature = sample.signature
+    known = {
+        value.name: Constant(value, array)
+        for value, array in zip(signature.operands, signature.constants, strict=True)
+        if value is not None and array is not None
+    }
+    inputs = {value.name: value for value in signature.operands if value is not None and value.name not in known}
+    devices = math.prod(split.degree for split in sample.splits)
+    return StageCode(
+        stage=0,
+        devices=tuple(range(devices)),
+        inputs=tuple(inputs.values()),
+        outputs=tuple(value for value in signature.results if value is not None),
+        parameters=(),
+        constants=tuple(enumerate(known.values())),
+        operations=(Compute(0, signature, sample.splits, mesh_of(sample.splits, devices)),),
+    )
+
+
+def _generated(text: str, folder: Path) -> Callable[..., Tensors]:
+    """The forward of a generated file."""
+    if "p.group" in text:
+        raise CodegenError("a share of this operator needs the other shares")
+    name = f"operator_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    path = folder / f"{name}.py"
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    forward: Callable[..., Tensors] = module.forward
+    return forward
+
+
+def _operands(sample: Sample, stage: StageCode, device: torch.device, train: bool) -> tuple[Operand, ...]:
+    """Numbers for the stage's inputs."""
+    names = sample.signature.node.inputs
+    wanted = {names[place] for place in sample.operation.gradients} if train else set()
+    below = dict(zip(names, sample.below, strict=True))
+    kept = {names[place] for place in sample.parameters}
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for value in stage.inputs:
+        numbers = _numbers(value, below.get(value.name), generator).to(device)
+        freed = value.name not in kept and numbers.nbytes >= _LARGE_BYTES
+        found.append(Operand(numbers, value.name in wanted, freed))
+    return tuple(found)
+
+
+def _numbers(value: Value, below: int | None, generator: torch.Generator) -> torch.Tensor:
+    """Indices below their limit; of all else, numbers for which every operator is defined."""
+    dtype = torch_dtype(value.dtype.value)
+    if below is not None:
+        return torch.randint(below, value.shape, generator=generator).to(dtype)
+    if value.dtype.is_floating:
+        return (torch.rand(value.shape, generator=generator) + 0.5).to(dtype)
+    return torch.ones(value.shape, dtype=dtype)
