@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -26,12 +26,13 @@ from autopipe.passes.placement.graphpipe.stages import stages_of
 from autopipe.passes.placement.graphpipe.tree import decompose
 from autopipe.passes.placement.graphpipe.trial import trial
 from autopipe.passes.placement.graphpipe.units import make_units
+from autopipe.passes.spmd.search.further import split_further
 
 _BLOCKS_A_DEVICE = 24
 _FEWEST_BLOCKS, _MOST_BLOCKS = 96, 224
 """Into how many blocks a graph is joined: the search's time grows with their square."""
 
-_CLOSE = 1.03
+_CLOSE = 1.02
 """Steps that differ by no more than this factor are simulated: the search's own prices are no better than that."""
 
 _MOST_TRIALS = 4
@@ -46,6 +47,9 @@ _ROOM = 0.9
 @dataclass(frozen=True, slots=True)
 class GraphPipe:
     """Cuts the model's series-parallel graph into stages that take equally long, branches beside one another."""
+
+    intra: Literal["data_parallel", "pase"] = "data_parallel"
+    """How the devices of a stage share its work: by samples, or as the search for splits makes a step shorter."""
 
     name: ClassVar[str] = "graphpipe"
 
@@ -73,7 +77,7 @@ class GraphPipe:
         search = _Sizes(problem, line)
         placement = search.placed(region_notes(graph, units, found.regions))
         check_stages(graph, placement)
-        return placement
+        return split_further(problem, placement) if self.intra == "pase" else placement
 
 
 class _Sizes:
@@ -88,8 +92,9 @@ class _Sizes:
     def placed(self, notes: tuple[str, ...]) -> Placement:
         """The best answer's placement; of those that promise about the same, the one whose simulated step is best."""
         answers = sorted(self._answers(), key=lambda answer: answer.step_s)
+        answers.sort(key=lambda answer: _at_best(answer) > answers[0].step_s)
         best: tuple[float, Placement] | None = None
-        close = sum(answer.step_s <= answers[0].step_s * _CLOSE for answer in answers)
+        close = sum(_at_best(answer) <= answers[0].step_s for answer in answers)
         for tried, answer in enumerate(answers):
             if best is not None and tried >= min(close, _MOST_TRIALS):
                 break
@@ -155,3 +160,8 @@ class _Sizes:
     def _least(self, size: int, spare: float) -> Answer | None:
         """Some answer with so many more bytes of memory on each device."""
         return self.solver.any_answer(self._prices(size, spare))
+
+
+def _at_best(answer: Answer) -> float:
+    """What a step may turn out to take; nothing overlaps in one stage, whose time is known."""
+    return answer.step_s / (_CLOSE if len(answer.drafts) > 1 else 1)

@@ -110,7 +110,7 @@ def _with_splits(
 ) -> Fitted:
     stages = list(placement.stages)
     stages[index] = replace(stages[index], splits=splits)
-    found = Placement(tuple(stages))
+    found = replace(placement, stages=tuple(stages))
     costs = stage_costs(problem, found)
     used = device_memory(problem, found, costs)
     excess, worst = max((used[device] - problem.memory_of(device), device) for device in stages[index].devices)
