@@ -134,7 +134,6 @@ def _serve(rank: int, size: int, store: str, connection: Connection[object, obje
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
         )
-    gc.freeze()
     connection.send(("", ""))
     while True:
         try:
@@ -151,6 +150,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection[object, obje
         connection.send((error, printed.getvalue()))
         # Groups end their threads where nothing refers to them any more; each polls a hundred times a second.
         gc.collect()
+        gc.freeze()  # What is left are modules: to look through them every time would take longer than a step.
 
 
 @contextlib.contextmanager
