@@ -55,10 +55,9 @@ class KForwardsKBackwards:
 
 def order_kfkb(graph: StageGraph, micro_batches: int, ks: Sequence[int], train: bool, ticks: Ticks) -> Schedule:
     """The stages' orders, merged where a device has several stages; `micro_batches` are the largest ones of a step."""
-    warm_ups = kept_micro_batches(graph, ks)
     orders = [
-        _stage_order(stage, warm_up, k, graph.micro_batches_of(stage, micro_batches), train)
-        for stage, (warm_up, k) in enumerate(zip(warm_ups, ks, strict=True))
+        stage_order(stage, kept, k, graph.micro_batches_of(stage, micro_batches), train)
+        for stage, (kept, k) in enumerate(zip(kept_micro_batches(graph, ks), ks, strict=True))
     ]
     lists = merge_orders(orders, graph, ticks)
     return Schedule(micro_batches, lists, tuple(find_repetend(order) for order in lists))
@@ -72,7 +71,7 @@ def kept_micro_batches(graph: StageGraph, ks: Sequence[int]) -> tuple[int, ...]:
     return tuple(kept // size for kept, size in zip(in_flight, samples, strict=True))
 
 
-def _stage_order(stage: int, warm_up: int, k: int, micro_batches: Sequence[int], train: bool) -> list[Task]:
+def stage_order(stage: int, warm_up: int, k: int, micro_batches: Sequence[int], train: bool) -> list[Task]:
     """Forwards until `warm_up` micro-batches are kept, then k backwards and k forwards in turn, then backwards."""
     forwards = [Task(stage, Phase.FORWARD, micro_batch) for micro_batch in micro_batches]
     if not train:

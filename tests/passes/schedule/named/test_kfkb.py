@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
 from autopipe.ir.program import Turn
-from autopipe.ir.schedule import Phase, Schedule
+from autopipe.ir.schedule import Phase, Schedule, WrongScheduleError
 from autopipe.ir.stage_graph import StageGraph
-from autopipe.passes.cost.in_flight import stages_in_flight
-from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards, kept_micro_batches, order_kfkb
+from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards, kept_micro_batches, order_kfkb, stage_order
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.simulate import simulate
 from tests.passes.schedule.random_dags import chain, stage_graphs
@@ -34,13 +33,13 @@ def orders(schedule):
     return [" ".join(f"{task.phase.value}{task.micro_batch}" for task in order) for order in schedule.tasks]
 
 
-def predicted(graph, size=None):
-    """Stages that take a second for each sample forward, two backward, and keep a byte for it; messages are free.
+def predicted(graph, size=None, backward=2.0):
+    """Stages that take a second for each sample forward, `backward` back, and keep a byte for it; messages are free.
 
     The largest micro-batch has `size` samples; as few as there can be where that is None.
     """
     samples = [(size or math.lcm(*graph.turns)) // turns for turns in graph.turns]
-    stages = tuple(StagePrediction(float(size), 2.0 * size, kept_bytes=size) for size in samples)
+    stages = tuple(StagePrediction(float(size), backward * size, kept_bytes=size) for size in samples)
     return Prediction(stages, tuple(message for edge in graph.edges for message in messages(graph, *edge)))
 
 
@@ -113,18 +112,39 @@ def kept(schedule: Schedule, graph: StageGraph, stage: int) -> int:
     return most
 
 
+@pytest.mark.parametrize("turns", [(1, 1), (1, 2), (1, 4), (2, 1), (4, 1)])
+def test_table_2_is_the_least_that_keeps_the_next_stage_busy(turns):
+    graph = with_turns(chain(2), turns)
+    for ks in itertools.product((1, 2, 4), repeat=2):
+        kept, behind = kept_micro_batches(graph, ks)
+        assert idle_at_the_end(graph, ks, (kept, behind), backward=1.0) == 0.0
+        fewer = idle_at_the_end(graph, ks, (kept - 1, behind), backward=1.0)
+        assert fewer is None or fewer > 0, f"{kept - 1} would do for {turns} and {ks}"
+
+
 def test_a_chain_of_stages_of_one_speed_never_idles_once_it_is_full():
-    # What Table 2 is for: the last device has work from its first task to its last. From k = 4 on its row for equal
-    # k * size, which asks for two micro-batches more whatever k is, is too few for that.
     for turns in itertools.product((1, 2, 4, 8), repeat=3):
         for ks in itertools.product((1, 2), repeat=3) if min(turns) == 1 else ():
-            assert idle_at_the_end(with_turns(chain(3), turns), ks) == pytest.approx(0.0), (turns, ks)
-    assert idle_at_the_end(with_turns(chain(2), (1, 1)), (4, 4)) == pytest.approx(1.0)
+            graph = with_turns(chain(3), turns)
+            assert idle_at_the_end(graph, ks, kept_micro_batches(graph, ks)) == pytest.approx(0.0), (turns, ks)
+    # From k = 4 on two micro-batches more than the next stage has, as Table 2 says of equal k * size, are too few where
+    # a backward takes twice as long as a forward.
+    graph = with_turns(chain(2), (1, 1))
+    assert idle_at_the_end(graph, (4, 4), kept_micro_batches(graph, (4, 4))) == pytest.approx(1.0)
 
 
-def idle_at_the_end(graph, ks):
-    """Seconds that the last device waits between its first task and its last."""
-    step = simulate(order_kfkb(graph, 8, ks, True, one_tick), graph.stage_devices, predicted(graph))
+def idle_at_the_end(graph, ks, kept, backward=2.0):
+    """Seconds that the last device waits between its first task and its last; None where the order cannot run."""
+    orders = [
+        stage_order(stage, most, k, graph.micro_batches_of(stage, 8), train=True)
+        for stage, (most, k) in enumerate(zip(kept, ks, strict=True))
+    ]
+    schedule = Schedule(8, tuple(map(tuple, orders)))
+    try:
+        schedule.verify(graph, train=True)
+    except WrongScheduleError:
+        return None
+    step = simulate(schedule, graph.stage_devices, predicted(graph, backward=backward))
     last = [span for span in step.spans if span.device == graph.devices - 1]
     return last[-1].end - last[0].start - sum(span.end - span.start for span in last)
 
@@ -135,4 +155,3 @@ def test_a_k_for_each_stage_is_asked_for():
         found.requires(None, type("", (), {"stages": (1, 2, 3)}))
     with pytest.raises(ConfigurationError, match=r"schedule.k is 0"):
         KForwardsKBackwards(0).requires(None, type("", (), {"stages": (1, 2, 3)}))
-    assert stages_in_flight((1, 1), (1, 1), ((0, 1),)) == (2, 1)
