@@ -34,8 +34,10 @@ class NodeSeconds:
         self.measured = np.array([bool(whole.measured) for _, whole in self.works])
         """Those that go by what was measured, which says itself what a share of the samples takes."""
 
+        self._undivided: dict[int, Seconds] = {}
+
     def of(self, size: int, degree: int) -> tuple[Seconds, Seconds]:
-        """Forward and backward of each node, backward 0 without training; infinite where it cannot be shared."""
+        """Forward and backward of each node, backward 0 without training."""
         problem = self.problem
         part, device = size / problem.micro_batch_size, problem.cluster.devices[0]
         shares = np.where(self.axes, 1.0 / degree, 1.0)
@@ -48,8 +50,15 @@ class NodeSeconds:
             backward = np.where(self.measured, seconds[1], backward)
         if not problem.train:
             backward = np.zeros_like(forward)
-        divided = [degree == 1 or self.samples.divides(node, degree) for node in self.firsts]
-        return np.where(divided, forward, np.inf)[self.kind_of], backward[self.kind_of]
+        return forward[self.kind_of], backward[self.kind_of]
+
+    def undivided(self, degree: int) -> Seconds:
+        """1 for nodes whose samples so many devices cannot share."""
+        found = self._undivided.get(degree)
+        if found is None:
+            each = [degree > 1 and not self.samples.divides(node, degree) for node in self.firsts]
+            found = self._undivided[degree] = np.array(each, dtype=float)[self.kind_of]
+        return found
 
 
 def _between(half: Work, whole: Work, part: float) -> Work:

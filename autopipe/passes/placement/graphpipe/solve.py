@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopipe.passes.placement.graphpipe.estimate import stage_depths, step_seconds
 from autopipe.passes.placement.graphpipe.line import Line
 from autopipe.passes.placement.graphpipe.prices import Prices
 from autopipe.passes.placement.graphpipe.search import Search
@@ -22,6 +23,7 @@ class Answer:
 
     drafts: tuple[Draft, ...]
     size: int
+    depth: int
     step_s: float
     """Seconds of a step, as far as the search's own prices tell."""
     memory: float
@@ -34,6 +36,7 @@ class Solver:
 
     line: Line
     devices: int
+    train: bool
 
     def answers(self, prices: Prices, least: float, limit: float) -> Iterator[Answer]:
         """The fastest line of stages, then the fastest of less depth, and so on, as long as they promise to be better.
@@ -48,7 +51,7 @@ class Solver:
             answer = self._answer(prices, target, levels)
             yield answer
             limit = min(limit, answer.step_s)
-            levels = self._depth(answer.drafts) - 1
+            levels = answer.depth - 1
             least = target
 
     def any_answer(self, prices: Prices) -> Answer | None:
@@ -58,9 +61,8 @@ class Solver:
 
     def fastest(self, prices: Prices, low: float, high: float, levels: int) -> float | None:
         """The least number of seconds, between two, that every stage of some line of this depth takes at most."""
-        high = min(
-            high, float(max(np.max(way.seconds, where=np.isfinite(way.seconds), initial=0) for way in prices.ways))
-        )
+        slowest = (np.max(price.seconds, where=price.seconds < np.inf, initial=0.0) for price in prices.each)
+        high = min(high, float(max(slowest)))
         if high < low or not self._meets(prices, high, levels):
             return None
         for _ in range(_HALVINGS):
@@ -69,7 +71,7 @@ class Solver:
                 high = middle
             else:
                 low = middle
-        found = [way.seconds[(way.seconds >= low) & (way.seconds <= high) & (way.most > 0)] for way in prices.ways]
+        found = [each.seconds[(each.seconds >= low) & (each.seconds <= high) & (each.most > 0)] for each in prices.each]
         values = np.unique(np.concatenate(found))
         first, last = 0, len(values) - 1
         while first < last:
@@ -100,25 +102,11 @@ class Solver:
         drafts = []
         for piece in search.way(search.least(self.line.regions)[1]):
             way = prices.way(piece.start, piece.stop, piece.level, target)
-            seconds = float(way.seconds[piece.start, piece.stop])
-            kept = min(piece.level, prices.micro_batches) * way.kept[piece.start, piece.stop]
-            memory = float(way.always[piece.start, piece.stop] + kept)
-            drafts.append(Draft(piece.start, piece.stop, way.degree, way.recompute, seconds, memory))
+            drafts.append(Draft.of(way, piece.start, piece.stop, min(piece.level, prices.micro_batches)))
         memory = max(draft.memory for draft in drafts) / prices.limit
-        return Answer(tuple(drafts), prices.size, self._step(drafts, prices.micro_batches), memory)
-
-    def _step(self, drafts: Sequence[Draft], micro_batches: int) -> float:
-        """All micro-batches through the slowest stage, and one through the others on the longest way."""
-        through: list[float] = []
-        for draft, before in zip(drafts, self._before(drafts), strict=True):
-            through.append(draft.seconds + max((through[stage] for stage in before), default=0.0))
-        return max(through) + (micro_batches - 1) * max(draft.seconds for draft in drafts)
-
-    def _depth(self, drafts: Sequence[Draft]) -> int:
-        depths: list[int] = []
-        for before in self._before(drafts):
-            depths.append(1 + max((depths[stage] for stage in before), default=0))
-        return max(depths)
+        before = self._before(drafts)
+        step = step_seconds(drafts, before, prices.micro_batches, self.train)
+        return Answer(tuple(drafts), prices.size, max(stage_depths(before)), step, memory)
 
     def _before(self, drafts: Sequence[Draft]) -> list[list[int]]:
         """For each stage the stages that it reads from."""

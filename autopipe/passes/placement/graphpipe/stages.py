@@ -9,6 +9,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.placement import Stage
 from autopipe.passes.cost.chain import Chain
 from autopipe.passes.cost.splits import SampleAxes
+from autopipe.passes.placement.graphpipe.ways import Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +20,23 @@ class Draft:
     stop: int
     degree: int
     recompute: bool
-    seconds: float
-    """Of a micro-batch, by the search's own prices."""
+    forward: float
+    """Seconds of a micro-batch, like all that follows by the search's own prices."""
+    backward: float
+    arriving: float
+    returning: float
+    end: float
+    """Seconds of the step's end."""
     memory: float
-    """Bytes on a device, by the same."""
+    """Bytes on a device."""
+
+    @staticmethod
+    def of(way: Way, start: int, stop: int, in_flight: int) -> Draft:
+        """A stretch run in some way."""
+        at = (start, stop)
+        memory = way.always[at] + in_flight * way.kept[at]
+        figures = (way.forward[at], way.backward[at], way.arriving[at], way.returning[at], way.end[at], memory)
+        return Draft(start, stop, way.degree, way.recompute, *map(float, figures))
 
 
 def stages_of(

@@ -26,14 +26,18 @@ from autopipe.passes.placement.graphpipe.stages import stages_of
 from autopipe.passes.placement.graphpipe.tree import decompose
 from autopipe.passes.placement.graphpipe.trial import trial
 from autopipe.passes.placement.graphpipe.units import make_units
+from autopipe.passes.placement.graphpipe.ways import ways_of
 from autopipe.passes.spmd.search.further import split_further
 
 _BLOCKS_A_DEVICE = 24
 _FEWEST_BLOCKS, _MOST_BLOCKS = 96, 224
 """Into how many blocks a graph is joined: the search's time grows with their square."""
 
-_CLOSE = 1.02
+_CLOSE = 1.005
 """Steps that differ by no more than this factor are simulated: the search's own prices are no better than that."""
+
+_CLOSE_AMONG_NODES = 1.02
+"""The same where devices are in several nodes: the search does not know which link a message takes."""
 
 _MOST_TRIALS = 4
 
@@ -87,14 +91,17 @@ class _Sizes:
         self.problem, self.line = problem, line
         self.tables: Tables = make_tables(problem, line.chain)
         self.seconds = NodeSeconds(problem, self.tables.samples)
-        self.solver = Solver(line, problem.cluster.size)
+        several = problem.cluster.size > problem.cluster.levels[0].size
+        self.close = _CLOSE_AMONG_NODES if several else _CLOSE
+        self.solver = Solver(line, problem.cluster.size, problem.train)
 
     def placed(self, notes: tuple[str, ...]) -> Placement:
         """The best answer's placement; of those that promise about the same, the one whose simulated step is best."""
         answers = sorted(self._answers(), key=lambda answer: answer.step_s)
-        answers.sort(key=lambda answer: _at_best(answer) > answers[0].step_s)
+        least = answers[0].step_s if answers else 0.0
+        answers.sort(key=lambda answer: self._at_best(answer) > least)
         best: tuple[float, Placement] | None = None
-        close = sum(_at_best(answer) <= answers[0].step_s for answer in answers)
+        close = sum(self._at_best(answer) <= least for answer in answers)
         for tried, answer in enumerate(answers):
             if best is not None and tried >= min(close, _MOST_TRIALS):
                 break
@@ -122,7 +129,7 @@ class _Sizes:
             return loads[size] * (batch // size + 2)
 
         for size in sorted(loads, key=promise):
-            limit = best * _CLOSE
+            limit = best * self.close
             if loads[size] * (batch // size) > limit:
                 continue
             for answer in self.solver.answers(self._prices(size), loads[size], limit):
@@ -130,10 +137,13 @@ class _Sizes:
                 yield answer
 
     def _prices(self, size: int, spare: float = 0.0) -> Prices:
-        devices = self.problem.cluster.size
-        shared = bool(self.problem.graph.batch_axes)
-        degrees = tuple(degree for degree in range(1, devices + 1) if size % degree == 0 and (shared or degree == 1))
-        return make_prices(self.tables, self.seconds, size, degrees, devices, spare)
+        """The prices of a size; each device has its memory limit, and `spare` bytes more."""
+        problem, devices = self.problem, self.problem.cluster.size
+        shared = bool(problem.graph.batch_axes)
+        degrees = [degree for degree in range(1, devices + 1) if size % degree == 0 and (shared or degree == 1)]
+        ways = [way for degree in degrees for way in ways_of(self.tables, self.seconds, size, degree)]
+        limit = min(map(problem.memory_of, range(devices))) + spare
+        return make_prices(ways, size, problem.batch_size // size, limit, devices)
 
     def _placement(self, answer: Answer, notes: tuple[str, ...]) -> Placement:
         stages = stages_of(self.line.chain, self.tables.samples, self.problem.cluster, answer.drafts, answer.size)
@@ -161,7 +171,6 @@ class _Sizes:
         """Some answer with so many more bytes of memory on each device."""
         return self.solver.any_answer(self._prices(size, spare))
 
-
-def _at_best(answer: Answer) -> float:
-    """What a step may turn out to take; nothing overlaps in one stage, whose time is known."""
-    return answer.step_s / (_CLOSE if len(answer.drafts) > 1 else 1)
+    def _at_best(self, answer: Answer) -> float:
+        """What a step may turn out to take; nothing overlaps in one stage, whose time is known."""
+        return answer.step_s / (self.close if len(answer.drafts) > 1 else 1)

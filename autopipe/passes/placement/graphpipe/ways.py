@@ -1,0 +1,100 @@
+"""What every stretch of the line takes as one stage on so many devices, and what it needs of their memory.
+
+All figures grow with the micro-batch by a straight line. They are read off once, and no graph is made for each size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopipe.ir.cluster import Cluster, Link
+from autopipe.passes.cost.chain_tables import Tables
+from autopipe.passes.cost.communication import all_reduce
+from autopipe.passes.cost.ranges import Matrix, range_sums
+from autopipe.passes.cost.roofline import accumulate_seconds, update_seconds
+from autopipe.passes.placement.graphpipe.seconds import NodeSeconds
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way of running stretches: on `degree` devices, with or without recomputation.
+
+    Every matrix is indexed by (first block, block after the last); seconds are those of a micro-batch.
+    """
+
+    degree: int
+    recompute: bool
+    forward: Matrix
+    backward: Matrix
+    """With the second forward of recomputation, and with adding gradients to those before."""
+    arriving: Matrix
+    """Seconds of messages from the stages before."""
+    returning: Matrix
+    """Seconds of messages with gradients, from the stages after."""
+    end: Matrix
+    """Seconds, once a step, of summing gradients over devices and of the update."""
+    always: Matrix
+    """Bytes on a device, whatever is in flight."""
+    kept: Matrix
+    """Bytes for each micro-batch in flight."""
+
+    def seconds(self, micro_batches: int) -> Matrix:
+        """All of them, with a share of the step's end; infinite for empty stretches."""
+        every: Matrix = self.forward + self.backward + self.arriving + self.returning + self.end / micro_batches
+        return np.where(np.tri(len(every), dtype=bool), np.inf, every)
+
+    def most(self, limit: float, levels: int) -> NDArray[np.int16]:
+        """The most micro-batches in flight that memory takes, up to `levels`; 0 where not even one fits."""
+        room = limit - self.always
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found = np.where(self.kept > 0, np.floor(room / self.kept), levels)
+        return np.clip(np.where(room < 0, 0, found), 0, levels).astype(np.int16)
+
+
+def ways_of(tables: Tables, seconds: NodeSeconds, size: int, degree: int) -> Iterator[Way]:
+    """The ways that the problem's recomputation leaves, with micro-batches of `size` samples."""
+    problem, chain = tables.problem, tables.chain
+    part = size / problem.micro_batch_size / degree
+    received, sent, kept, workspace = (
+        each.cut * part + each.whole for each in (tables.received, tables.sent, tables.kept, tables.workspace)
+    )
+    link = _mean_link(problem.cluster, degree)
+    forward, backward = (range_sums(chain.by_block(each)) for each in seconds.of(size, degree))
+    uneven = seconds.undivided(degree)
+    if uneven.any():
+        forward += np.where(range_sums(chain.by_block(uneven)) > 0.5, np.inf, 0.0)
+    arriving = tables.arriving * link.latency_s + received / link.bandwidth_bytes_per_s
+    always = tables.state + workspace + received + sent
+    if not problem.train:
+        zero = np.zeros_like(forward)
+        yield Way(degree, False, forward, zero, arriving, zero, zero, always, zero)
+        return
+    device = problem.cluster.devices[0]
+    backward += tables.gradients * accumulate_seconds(device, 1.0) * (1 - size / problem.batch_size)
+    returning = tables.leaving * link.latency_s + sent / link.bandwidth_bytes_per_s
+    per_byte = update_seconds(device, 1.0, problem.optimizer.states) - device.launch_latency_s
+    end = tables.gradients * per_byte + device.launch_latency_s * (tables.gradients > 0)
+    end += all_reduce(problem.cluster, range(degree)).seconds_each(tables.gradients)
+    always = always + received + sent
+    if problem.recompute != "full":
+        yield Way(degree, False, forward, backward, arriving, returning, end, always, kept)
+    if problem.recompute != "none":
+        yield Way(degree, True, forward, forward + backward, arriving, returning, end, always + kept, received)
+
+
+def _mean_link(cluster: Cluster, degree: int) -> Link:
+    """The link between neighbours of stages on `degree` devices: on average, where some are in one node and some not.
+
+    Which devices a stage gets is not known yet.
+    """
+    inner, outer = cluster.levels[0], cluster.levels[-1].link
+    if cluster.size <= inner.size:
+        return inner.link
+    apart = min(1.0, degree / inner.size)
+    latency = apart * outer.latency_s + (1 - apart) * inner.link.latency_s
+    per_byte = apart / outer.bandwidth_bytes_per_s + (1 - apart) / inner.link.bandwidth_bytes_per_s
+    return Link(latency, 1 / per_byte)
