@@ -83,3 +83,66 @@ def test_pipelines_take_micro_batches_in_turn():
     schedule("0F0 3F1", "2F1 1F0", micro_batches=2).verify(two_ways, False)
     with pytest.raises(InfeasibleError, match="micro-batch 1 does not run on the pipeline of stage 0"):
         schedule("0F0 0F1 3F1", "2F1 1F0", micro_batches=2).verify(two_ways, False)
+
+
+UNEQUAL = StageGraph(2, ((0,), (1,)), ((0, 1),), turns=(2, 1))
+
+
+def test_a_larger_micro_batch_waits_for_the_smaller_ones_with_its_samples():
+    schedule("0F0 0F1 0B0 0B1", "1F0 1B0").verify(UNEQUAL, True)
+    for lists, reason in (
+        (("0F0 0B0 0F1 0B1", "1F0 1B0"), "0B0 waits for 1B0"),
+        (("0F0 0F1 0B0 0B1 0F2 0B2", "1F0 1B0"), "there is no micro-batch 2"),
+        (("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"), "there is no micro-batch 1"),
+        (("0F0 0B0", "1F0 1B0"), "stage 0 runs nothing on micro-batch 1"),
+    ):
+        with pytest.raises(InfeasibleError, match=reason):
+            schedule(*lists).verify(UNEQUAL, True)
+
+
+@given(st.data())
+def test_what_can_run_is_what_an_order_of_samples_allows(data):
+    """One device with two stages, its tasks in any order: it can run iff each comes behind all with its samples."""
+    turns = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    phases = (Phase.FORWARD, Phase.BACKWARD)
+    tasks = [Task(stage, phase, number) for stage in (0, 1) for phase in phases for number in range(turns[stage])]
+    order = data.draw(st.permutations(tasks)) if data.draw(st.booleans()) else by_end(tasks, turns)
+    graph = StageGraph(1, ((0,), (0,)), ((0, 1),), turns=turns)
+    done: set[Task] = set()
+    good = True
+    for task in order:
+        good &= all(need in done for need in tasks if waits(task, need, turns))
+        done.add(task)
+    try:
+        Schedule(1, (tuple(order),)).verify(graph, True)
+    except InfeasibleError:
+        assert not good
+    else:
+        assert good
+
+
+def samples_of(task, turns):
+    """Twelfths of the largest micro-batch."""
+    size = 12 // turns[task.stage]
+    return set(range(task.micro_batch * size, (task.micro_batch + 1) * size))
+
+
+def waits(task, need, turns):
+    if task.stage == need.stage:
+        return (task.phase, need.phase) == (Phase.BACKWARD, Phase.FORWARD) and task.micro_batch == need.micro_batch
+    ways = {(Phase.FORWARD, 1), (Phase.BACKWARD, 0)}
+    return (
+        need.phase is task.phase
+        and (task.phase, task.stage) in ways
+        and samples_of(task, turns) & samples_of(need, turns)
+    )
+
+
+def by_end(tasks, turns):
+    """Forwards as their last samples come, then backwards, later stage first."""
+
+    def key(task):
+        backward = task.phase is Phase.BACKWARD
+        return backward, max(samples_of(task, turns)), -task.stage if backward else task.stage
+
+    return sorted(tasks, key=key)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 from hypothesis import strategies
 
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
+from autopipe.ir.program import Turn
 from autopipe.ir.stage_graph import StageGraph
 
 
@@ -21,9 +25,28 @@ def predicted(graph: StageGraph, forward: float = 1.0, backward: float = 2.0, ke
 
 
 def free_messages(graph: StageGraph) -> tuple[Message, ...]:
-    """A message of no bytes along every edge."""
+    """A message of no bytes along every edge, of each pair of turns that have samples in common."""
     groups = graph.stage_devices
-    return tuple(Message(a, b, groups[a][0], groups[b][0], 0, 0, 0.0, 0.0) for a, b in graph.edges)
+    return tuple(
+        Message(a, b, groups[a][0], groups[b][0], 0, 0, 0.0, 0.0, Turn(own, turns[0]), Turn(other, turns[1]))
+        for a, b in graph.edges
+        for turns in [(graph.turns_at(a), graph.turns_at(b))]
+        for own in range(turns[0])
+        for other in range(turns[1])
+        if samples_of(graph, a, own) & samples_of(graph, b, other)
+    )
+
+
+def samples_of(graph: StageGraph, stage: int, micro_batch: int) -> set[int]:
+    """The samples of a stage's micro-batch, in units that make all of them whole."""
+    size = math.lcm(*graph.turns) // graph.turns_at(stage)
+    return set(range(micro_batch * size, (micro_batch + 1) * size))
+
+
+def with_turns(graph: StageGraph) -> strategies.SearchStrategy[StageGraph]:
+    """The graph with as many turns of each stage as may be, or none."""
+    counts = strategies.tuples(*[strategies.sampled_from((1, 2, 3, 4))] * len(graph.stage_devices))
+    return (strategies.just(()) | counts).map(lambda turns: dataclasses.replace(graph, turns=turns))
 
 
 @strategies.composite

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_dags import chain, free_messages, predicted, stage_graphs
+from random_dags import chain, free_messages, predicted, samples_of, stage_graphs, with_turns
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.passes.schedule.named.gpipe import order_gpipe
+from autopipe.passes.schedule.named.kfkb import order_kfkb
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.predict import ticks_of
 from autopipe.passes.schedule.simulate import simulate
@@ -144,6 +146,11 @@ def halved(schedule, chosen):
 def naive_ends(schedule, graph, stages, seconds):
     """The end of each task, by relaxing until nothing changes: after its device's last task and all it depends on."""
     ends = {task: 0.0 for order in schedule.tasks for task in order}
+
+    @functools.cache
+    def samples(task):
+        return samples_of(graph, task.stage, task.micro_batch)
+
     changed = True
     while changed:
         changed = False
@@ -154,11 +161,10 @@ def naive_ends(schedule, graph, stages, seconds):
                 pairs = graph.edges if forward else [(target, source) for source, target in graph.edges]
                 phases = (Phase.FORWARD,) if forward else (Phase.BACKWARD, Phase.INPUT_GRADIENT)
                 needs += [
-                    ends[Task(source, phase, task.micro_batch)] + seconds
-                    for source, target in pairs
-                    if target == task.stage and task.phase is not Phase.WEIGHT_GRADIENT
-                    for phase in phases
-                    if Task(source, phase, task.micro_batch) in ends
+                    end + seconds
+                    for other, end in ends.items()
+                    if (other.stage, task.stage) in pairs and task.phase is not Phase.WEIGHT_GRADIENT
+                    if other.phase in phases and samples(other) & samples(task)
                 ]
                 end = max(*needs, 0.0) + stages[task.stage].seconds(task.phase)
                 if end > ends[task] + 1e-12:
@@ -167,12 +173,16 @@ def naive_ends(schedule, graph, stages, seconds):
     return ends
 
 
+def order_1f1b_of_any_sizes(graph, micro_batches, train, ticks):
+    return order_kfkb(graph, micro_batches, (1,) * len(graph.stage_devices), train, ticks)
+
+
 @settings(max_examples=80, deadline=None)
 @given(
-    stage_graphs(),
+    stage_graphs().flatmap(with_turns),
     st.integers(1, 5),
     st.lists(st.tuples(*[st.integers(1, 9)] * 4), min_size=6, max_size=6),
-    st.sampled_from([order_gpipe, order_1f1b]),
+    st.sampled_from([order_gpipe, order_1f1b_of_any_sizes]),
     st.integers(0, 2**42),
 )
 def test_tasks_start_as_soon_as_they_can(graph, micro_batches, times, order, chosen):
