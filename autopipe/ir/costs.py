@@ -96,13 +96,15 @@ class Sample:
     """One operation to measure: a node as one device sees it, whole or its share under `splits`."""
 
     operation: Operation
-    signature: Signature
-    """With local shapes."""
+    signatures: tuple[Signature, ...]
+    """With local shapes: the operator, and what is computed along with it."""
     splits: tuple[Split, ...]
-    below: tuple[int | None, ...]
-    """For each operand of whole numbers that indexes something, how many there are to choose from."""
-    parameters: tuple[int, ...]
-    """Places of the operands that are parameters: their gradients stay."""
+    below: tuple[tuple[str, int], ...]
+    """For each operand that indexes something, how many there are to choose from."""
+    wanted: tuple[str, ...]
+    """Values that gradients flow through."""
+    parameters: tuple[str, ...]
+    """Operands that are parameters: their gradients stay."""
     kind: str
     flops: tuple[float, float]
     moved_bytes: tuple[float, float]

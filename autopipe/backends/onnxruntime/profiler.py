@@ -13,6 +13,7 @@ import numpy as np
 from autopipe.ir.costs import OperationCost, Sample, Timing
 from autopipe.ir.dtype import DType
 from autopipe.ir.graph import Attribute, Value
+from autopipe.ir.ops.row import Signature
 
 _LEAST, _MOST = 5, 200
 _WARM_UP = 2
@@ -78,39 +79,57 @@ def _kernel_times(path: Path, runs: int) -> Timing:
 
 
 def _model(sample: Sample) -> bytes:
-    """The operation as an ONNX model of one node, its known numbers stored in it."""
+    """The operation as an ONNX model, its known numbers stored in it."""
     from onnx import helper, numpy_helper
 
-    signature = sample.signature
-    node = signature.node
-    known = {
-        value.name: numpy_helper.from_array(np.ascontiguousarray(array), value.name)
-        for value, array in zip(signature.operands, signature.constants, strict=True)
-        if value is not None and array is not None
+    known, inputs = _operands(sample)
+    outputs = [value for value in sample.signatures[-1].results if value is not None]
+    protos = []
+    for place, each in enumerate(sample.signatures):
+        node = each.node
+        proto = helper.make_node(node.op, node.inputs, node.outputs, name=f"node_{place}", domain=node.domain)
+        proto.attribute.extend(helper.make_attribute(name, _plain(value)) for name, value in node.attributes)
+        protos.append(proto)
+    graph = helper.make_graph(protos, "operator", list(map(_info, inputs.values())), list(map(_info, outputs)))
+    graph.initializer.extend(
+        numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in known.items()
+    )
+    opsets = {"": max(map(_opset, sample.signatures))} | {
+        each.node.domain: 1 for each in sample.signatures if each.node.domain not in ("", "ai.onnx")
     }
-    inputs = {value.name: value for value in signature.operands if value is not None and value.name not in known}
-    outputs = [value for value in signature.results if value is not None]
-    proto = helper.make_node(node.op, node.inputs, node.outputs, name="node", domain=node.domain)
-    proto.attribute.extend(helper.make_attribute(name, _plain(value)) for name, value in node.attributes)
-    graph = helper.make_graph([proto], "operator", list(map(_info, inputs.values())), list(map(_info, outputs)))
-    graph.initializer.extend(known.values())
-    domains = [helper.make_opsetid("", _opset(sample))]
-    domains += [helper.make_opsetid(node.domain, 1)] if node.domain not in ("", "ai.onnx") else []
-    model: bytes = helper.make_model(graph, opset_imports=domains, ir_version=10).SerializeToString()
+    model: bytes = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid(*each) for each in opsets.items()], ir_version=10
+    ).SerializeToString()
     return model
 
 
-def _opset(sample: Sample) -> int:
+def _operands(sample: Sample) -> tuple[dict[str, np.ndarray], dict[str, Value]]:
+    """Operands whose numbers are known, and those that are fed."""
+    known: dict[str, np.ndarray] = {}
+    fed: dict[str, Value] = {}
+    written = {value.name for each in sample.signatures for value in each.results if value is not None}
+    for signature in sample.signatures:
+        for value, array in zip(signature.operands, signature.constants, strict=True):
+            if value is not None and array is not None:
+                known[value.name] = array
+            elif value is not None and value.name not in written:
+                fed[value.name] = value
+    return known, fed
+
+
+def _opset(signature: Signature) -> int:
     """The model's version of ONNX; for an operator that came later, the one that it came with."""
     from onnx import defs
 
-    node, opset = sample.signature.node, sample.signature.opset
+    node, opset = signature.node, signature.opset
     if node.domain not in ("", "ai.onnx") or not defs.has(node.op):
         return opset
-    versions = [
-        each.since_version for each in defs.get_all_schemas_with_history() if (each.name, each.domain) == (node.op, "")
-    ]
+    versions = [each.since_version for each in defs.get_all_schemas_with_history() if _is_of(each, node.op)]
     return max(opset, min(versions))
+
+
+def _is_of(schema: Any, op: str) -> bool:
+    return bool(schema.name == op and schema.domain == "")
 
 
 def _plain(value: Attribute) -> Any:
@@ -127,16 +146,14 @@ def _info(value: Value) -> Any:
 def _feeds(sample: Sample) -> dict[str, np.ndarray]:
     """Numbers for the operands that the model does not hold: indices below their limit, else ones for whole numbers."""
     generator = np.random.default_rng(0)
-    signature = sample.signature
+    below = dict(sample.below)
     found = {}
-    for value, array, below in zip(signature.operands, signature.constants, sample.below, strict=True):
-        if value is None or array is not None:
-            continue
+    for name, value in _operands(sample)[1].items():
         dtype = np.dtype(value.dtype.value)
-        if below is not None:
-            found[value.name] = generator.integers(below, size=value.shape).astype(dtype)
+        if name in below:
+            found[name] = generator.integers(below[name], size=value.shape).astype(dtype)
         elif value.dtype.is_floating:
-            found[value.name] = (generator.random(value.shape) + 0.5).astype(dtype)
+            found[name] = (generator.random(value.shape) + 0.5).astype(dtype)
         else:
-            found[value.name] = np.ones(value.shape, dtype)
+            found[name] = np.ones(value.shape, dtype)
     return found

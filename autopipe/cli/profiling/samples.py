@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.costs import Operation, Sample
 from autopipe.ir.errors import AutopipeError, ConfigurationError
-from autopipe.passes.cost.operations import samples_of
+from autopipe.passes.cost.operations import Operations
 from autopipe.passes.cost.work import annotate
 from autopipe.passes.frontend import Model
 from autopipe.passes.request import Request, read_for
@@ -52,12 +52,25 @@ def groups_of(models: Sequence[tuple[int, Model]], precision: str, degrees: Sequ
     seen: set[Operation] = set()
     for degree in (1, *degrees):
         for size, model in models:
-            graph = model.graph
-            of_nodes = samples_of(graph, annotate(graph, precision), precision, degree)
-            new = [sample for samples in of_nodes for sample in samples if sample.operation not in seen]
+            samples = _samples(Operations.of(model.graph, precision), degree)
+            new = [sample for sample in samples if sample.operation not in seen]
             seen |= {sample.operation for sample in new}
             note = f"micro-batch {size}" + (f", split {degree} ways" if degree > 1 else "")
             yield from (Group(note, lap) for lap in _laps(new))
+
+
+def _samples(operations: Operations, degree: int) -> Iterator[Sample]:
+    """What there is to measure of every node, in order; equal ones are put together once."""
+    known: dict[Hashable, tuple[Sample, ...]] = {}
+    work, absorbed = annotate(operations.graph, operations.precision), operations.absorbed
+    for index in range(len(work)):
+        key = operations.key(index)
+        if index in absorbed:
+            continue
+        if key not in known:
+            cuts = operations.cuts(index, (degree,)) if degree > 1 else ((),)
+            known[key] = tuple(operations.sample(index, work[index], splits) for splits in cuts)
+        yield from known[key]
 
 
 def _laps(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
@@ -82,7 +95,7 @@ def _laps(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
 
 def _bytes(sample: Sample) -> int:
     """Of operands and results, each with its gradient."""
-    values = (*sample.signature.operands, *sample.signature.results)
+    values = [value for each in sample.signatures for value in (*each.operands, *each.results)]
     return 2 * sum(value.bytes for value in values if value is not None)
 
 

@@ -6,8 +6,20 @@ import math
 from dataclasses import dataclass
 
 from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import Value
 from autopipe.ir.ops.row import Line, Operator, Signature, per_point
 from autopipe.ir.space import Space
+
+
+def is_matrix_product(signature: Signature) -> bool:
+    """Whether this is a MatMul with one matrix for its second factor."""
+    node = signature.node
+    return node.op == "MatMul" and not node.domain and len(signature.operand(1).shape) == 2
+
+
+def takes_bias(product: Value, bias: Value) -> bool:
+    """Whether adding `bias` to such a product can be computed along with it."""
+    return len(product.shape) > 1 and bias.shape == product.shape[-1:] and bias.dtype is product.dtype
 
 
 def matmul(signature: Signature) -> Line:

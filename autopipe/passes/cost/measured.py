@@ -6,22 +6,20 @@ operator took; of the same class where there are none of the operator; all of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autopipe.ir.cluster import Cluster, Device
-from autopipe.ir.costs import Costs, DeviceCosts, Operation, OperationCost, operation_of
+from autopipe.ir.costs import Costs, DeviceCosts, Operation, OperationCost
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import CostCoverage
 from autopipe.ir.problem import Measured, Problem, Work
-from autopipe.passes.cost.operations import flowing_operands, local_signature, single_splits
+from autopipe.passes.cost.operations import Operations
 from autopipe.passes.cost.roofline import node_seconds
-from autopipe.passes.cost.uses import Use, uses_of
 from autopipe.passes.cost.work import annotate
-from autopipe.passes.lower.gradients import differentiable_values
 
 _MOST_WAYS = 64
 """Shares are looked up for splits of up to so many ways; smaller ones follow the roofline from there."""
@@ -37,15 +35,15 @@ def costed_work(graph: Graph, precision: str, cluster: Cluster, costs: Costs | N
         return work
     lookups = [_Lookup.of(device, _found(costs, device), precision) for device in _kinds(cluster)]
     degrees = range(2, min(cluster.size, _MOST_WAYS) + 1)
-    uses, gradients = uses_of(graph), differentiable_values(graph)
-    known: dict[tuple[int, tuple[int, ...], Work], tuple[Measured, ...]] = {}
+    operations = Operations.of(graph, precision)
+    absorbed = operations.absorbed
+    known: dict[Hashable, tuple[Measured, ...]] = {}
     found = []
-    for index, (use, each) in enumerate(zip(uses, work, strict=True)):
-        flowing = flowing_operands(graph, index, gradients)
-        key = (id(use), flowing, replace(each, kept_bytes=0))
+    for index, each in enumerate(work):
+        key = operations.key(index), index in absorbed
         if key not in known:
-            shares = tuple(_shares(graph, index, use, degrees, flowing, precision))
-            known[key] = tuple(lookup.measured(each, shares) for lookup in lookups)
+            shares = tuple(_shares(operations, index, degrees))
+            known[key] = tuple(lookup.measured(each, shares, index in absorbed) for lookup in lookups)
         found.append(replace(each, measured=known[key]))
     return tuple(found)
 
@@ -89,13 +87,10 @@ def _found(costs: Costs, device: Device) -> DeviceCosts:
     return found
 
 
-def _shares(
-    graph: Graph, index: int, use: Use, degrees: Sequence[int], gradients: tuple[int, ...], precision: str
-) -> Iterator[tuple[float, Operation]]:
+def _shares(operations: Operations, index: int, degrees: Sequence[int]) -> Iterator[tuple[float, Operation]]:
     """The node's operation whole, then under each split along one axis, with the share of it that each is."""
-    for splits in ((), *single_splits(use, degrees)):
-        signature = local_signature(graph, index, use, splits)
-        yield 1.0 / (splits[0].degree if splits else 1), operation_of(signature, gradients, precision)
+    for splits in ((), *operations.cuts(index, degrees)):
+        yield 1.0 / (splits[0].degree if splits else 1), operations.operation(index, splits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +119,13 @@ class _Lookup:
             view=_view_seconds(entries),
         )
 
-    def measured(self, work: Work, shares: Sequence[tuple[float, Operation]]) -> Measured:
-        """What a node takes on the device at the shares that were measured; the first is the whole node."""
+    def measured(self, work: Work, shares: Sequence[tuple[float, Operation]], absorbed: bool) -> Measured:
+        """What a node takes on the device at the shares that were measured; the first is the whole node.
+
+        One that is `absorbed` is a part of another, and takes nothing more.
+        """
+        if absorbed:
+            return Measured(self.device.name, True, ((1.0, 0.0, 0.0),))
         by_share: dict[float, list[tuple[float, float]]] = {}
         for share, operation in shares:
             found = self._seconds(work, share, operation)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from autopipe.ir.graph import Value
+from autopipe.ir.ops.products import is_matrix_product, takes_bias
 from autopipe.ir.program import Collective, Compute, Operation, StageCode
 
 LINEAR = "Linear"
@@ -22,7 +22,7 @@ def merge_neighbours(stage: StageCode) -> StageCode:
     products = {
         operation.signature.result().name: operation
         for operation in stage.operations
-        if isinstance(operation, Compute) and _is_product(operation)
+        if isinstance(operation, Compute) and is_matrix_product(operation.signature)
     }
     merged: set[str] = set()
     operations: list[Operation] = []
@@ -42,11 +42,6 @@ def _first_result(operation: Compute) -> str | None:
     return None if result is None else result.name
 
 
-def _is_product(operation: Compute) -> bool:
-    node = operation.signature.node
-    return node.op == "MatMul" and not node.domain and len(operation.signature.operand(1).shape) == 2
-
-
 def _product_under(operation: Operation, products: dict[str, Compute], reads: Counter[str]) -> Compute | None:
     """The product to which `operation` adds a bias, if that is all it does and nothing else reads the product."""
     if not isinstance(operation, Compute) or operation.signature.node.op != "Add" or operation.signature.node.domain:
@@ -54,13 +49,9 @@ def _product_under(operation: Operation, products: dict[str, Compute], reads: Co
     first, second = operation.signature.operand(0), operation.signature.operand(1)
     for product, bias in ((first, second), (second, first)):
         found = products.get(product.name)
-        if found is not None and reads[product.name] == 1 and _fits(product, bias):
+        if found is not None and reads[product.name] == 1 and takes_bias(product, bias):
             return found
     return None
-
-
-def _fits(product: Value, bias: Value) -> bool:
-    return len(product.shape) > 1 and bias.shape == product.shape[-1:] and bias.dtype is product.dtype
 
 
 def _linear(product: Compute, addition: Compute) -> Compute:

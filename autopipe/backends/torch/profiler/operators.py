@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from autopipe.backends.torch.profiler.runnable import Runnable, Tensors
-from autopipe.backends.torch.profiler.watch import Mark, Watch, repeated
+from autopipe.backends.torch.profiler.watch import Mark, Watch, averaged, repeated
 from autopipe.ir.costs import Operation, OperationCost, Sample
 from autopipe.ir.errors import CodegenError
 
@@ -41,22 +40,17 @@ def measure_operations(
                 refused[sample.operation] = error.message
     if not known:
         return (), tuple(refused.values())
-    order = {operation: index for index, operation in enumerate(known)}
-    places = np.array([order[sample.operation] for sample in lap if sample.operation in order])
-    steps = [_Step.of(known[sample.operation]) for sample in lap if sample.operation in order]
-
-    def means() -> list[float]:
-        """Seconds of each operation's forward, then of each one's backward, on average over its places."""
-        both = (np.bincount(places, weights=each) / np.bincount(places) for each in _run(steps, watch))
-        return [float(seconds) for each in both for seconds in each]
-
+    run = [sample for sample in lap if sample.operation in known]
+    steps = [_Step.of(known[sample.operation]) for sample in run]
     with _as_run(lap[0].operation.precision, watch.device):
-        timings = repeated(means, seconds)
-    samples = {sample.operation: sample for sample in lap}
-    found = (
-        samples[operation].cost(timings[index], timings[len(order) + index] if known[operation].trains else None)
-        for operation, index in order.items()
-    )
+        timings = repeated(lambda: _run(steps, watch), seconds)
+    places: dict[Operation, list[int]] = {}
+    for place, sample in enumerate(run):
+        places.setdefault(sample.operation, []).append(place)
+    found = []
+    for operation, own in places.items():
+        forward, backward = (averaged([timings[first + place] for place in own]) for first in (0, len(run)))
+        found.append(run[own[0]].cost(forward, backward if known[operation].trains else None))
     return tuple(found), tuple(refused.values())
 
 
@@ -72,18 +66,18 @@ class _Step:
         return _Step(runnable, runnable.leaves())
 
 
-def _run(steps: Sequence[_Step], watch: Watch) -> tuple[list[float], list[float]]:
-    """Seconds of every step's forward, and of every one's backward (0 where there is none)."""
+def _run(steps: Sequence[_Step], watch: Watch) -> list[float]:
+    """Seconds of every step's forward, then of every one's backward (0 where there is none)."""
     results: list[Tensors] = []
     marks = [watch.mark()]
     for step in steps:
-        results.append(step.runnable.run(step.leaves))
+        results.append(step.runnable.forward(step.runnable.place, *step.leaves))
         marks.append(watch.mark())
     backward = _backwards(results, watch)
     for step in steps:
         for leaf in step.leaves:
             leaf.grad = None
-    return watch.spans(marks), backward
+    return watch.spans(marks) + backward
 
 
 def _backwards(results: Sequence[Tensors], watch: Watch) -> list[float]:

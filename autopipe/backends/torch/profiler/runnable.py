@@ -74,30 +74,29 @@ class Runnable:
         """Operands of its own, as every layer of a model has them."""
         return tuple(each.leaf() for each in self.operands)
 
-    def run(self, leaves: Tensors) -> Tensors:
-        """The results."""
-        with torch.set_grad_enabled(self.trains):
-            return self.forward(self.place, *leaves)
-
 
 def _stage_of(sample: Sample) -> StageCode:
     """The operation as a stage, all of whose operands but known numbers are arguments."""
-    signature = sample.signature
-    known = {
-        value.name: Constant(value, array)
+    operands = [
+        (value, array)
+        for signature in sample.signatures
         for value, array in zip(signature.operands, signature.constants, strict=True)
-        if value is not None and array is not None
-    }
-    inputs = {value.name: value for value in signature.operands if value is not None and value.name not in known}
+        if value is not None
+    ]
+    written = {value.name for signature in sample.signatures for value in signature.results if value is not None}
+    known = {value.name: Constant(value, array) for value, array in operands if array is not None}
+    inputs = {value.name: value for value, _ in operands if value.name not in known and value.name not in written}
     devices = math.prod(split.degree for split in sample.splits)
+    mesh = mesh_of(sample.splits, devices)
+    first, *rest = sample.signatures
     return StageCode(
         stage=0,
         devices=tuple(range(devices)),
         inputs=tuple(inputs.values()),
-        outputs=tuple(value for value in signature.results if value is not None),
+        outputs=tuple(value for value in sample.signatures[-1].results if value is not None),
         parameters=(),
         constants=tuple(enumerate(known.values())),
-        operations=(Compute(0, signature, sample.splits, mesh_of(sample.splits, devices)),),
+        operations=(Compute(0, first, sample.splits, mesh), *(Compute(1, each) for each in rest)),
     )
 
 
@@ -118,16 +117,14 @@ def _generated(text: str, folder: Path) -> Callable[..., Tensors]:
 
 def _operands(sample: Sample, stage: StageCode, device: torch.device, train: bool) -> tuple[Operand, ...]:
     """Numbers for the stage's inputs."""
-    names = sample.signature.node.inputs
-    wanted = {names[place] for place in sample.operation.gradients} if train else set()
-    below = dict(zip(names, sample.below, strict=True))
-    kept = {names[place] for place in sample.parameters}
+    below = dict(sample.below)
     generator = torch.Generator().manual_seed(0)
     found = []
     for value in stage.inputs:
         numbers = _numbers(value, below.get(value.name), generator).to(device)
-        freed = value.name not in kept and numbers.nbytes >= _LARGE_BYTES
-        found.append(Operand(numbers, value.name in wanted, freed))
+        wanted = train and bool(sample.operation.gradients) and value.name in sample.wanted
+        freed = value.name not in sample.parameters and numbers.nbytes >= _LARGE_BYTES
+        found.append(Operand(numbers, wanted, freed))
     return tuple(found)
 
 

@@ -21,8 +21,7 @@ Mark = float | torch.cuda.Event
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Times work on one device: by events on a CUDA stream; of one thread on a CPU by its own time, whatever else runs
-    there."""
+    """Times work on one device: by the clock on a CPU, by events on a CUDA stream."""
 
     device: torch.device
 
@@ -32,7 +31,7 @@ class Watch:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             return event
-        return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+        return time.perf_counter()
 
     def spans(self, marks: Sequence[Mark]) -> list[float]:
         """Seconds from each mark to the next, without what looking at the clock takes."""
@@ -72,3 +71,12 @@ def timing_of(seconds: Sequence[float]) -> Timing:
     median = statistics.median(seconds)
     low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (median,) * 3
     return Timing(median, (high - low) / median if median else 0.0, len(seconds))
+
+
+def averaged(timings: Sequence[Timing]) -> Timing:
+    """What one of several took on average."""
+    return Timing(
+        statistics.fmean(each.seconds for each in timings),
+        statistics.fmean(each.spread for each in timings),
+        timings[0].repetitions,
+    )
