@@ -17,7 +17,8 @@ from autopipe.passes.lower.order import sections
 from autopipe.passes.lower.proof import prove
 from tests.distributed.builder import mlp
 from tests.distributed.drawing import Case, cases
-from tests.distributed.running import schedule_of
+from tests.distributed.portions import forwards_first
+from tests.distributed.running import schedule_of, stage_graph
 from tests.passes.lower.machine import Machine, unrolled
 
 Change = Callable[[list[Instruction]], list[Instruction]]
@@ -139,6 +140,51 @@ def test_each_fault_is_named(fault: str) -> None:
         prove(changed(program, rank, change))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def portions() -> Program:
+    """A stage on single samples, then one on four, then one on two, a rank each, two micro-batches of four."""
+    graph, loss = mlp(3)
+    parts = zip(((0, 1), (2, 3), (4, 5, 6, 7)), (1, 4, 2), strict=True)
+    placement = Placement(tuple(Stage(nodes, (rank,), size) for rank, (nodes, size) in enumerate(parts)))
+    return lower(graph, placement, forwards_first(stage_graph(graph, placement), 2), loss)
+
+
+FAULTS_IN_PORTIONS: dict[str, tuple[int, Change, str]] = {
+    "one portion is not sent": (
+        0,
+        without(Verb.SEND, 0, 6),
+        "rank 1 would wait in 1F1 for 0F6 of rank 0, which never comes",
+    ),
+    "a portion is not asked for": (
+        2,
+        without(Verb.RECEIVE, 2, 3),
+        "rank 2: 2F3 uses what 1F1 of rank 1 sends, which is not asked for before",
+    ),
+    "a portion of the gradient is not sent": (
+        2,
+        without(Verb.SEND_GRADIENT, 2, 3),
+        "rank 1 would wait in 1B1 for 2B3 of rank 2, which never comes",
+    ),
+    "portions of one channel in another order": (
+        2,
+        swapped(Instruction(Verb.RECEIVE, 2, 1), Instruction(Verb.RECEIVE, 2, 3)),
+        "message 0 of channel 5 is 1F0 of rank 1, but rank 2 asks for 1F1",
+    ),
+    "a portion is never computed": (
+        0,
+        without(Verb.BACKWARD, 0, 7),
+        "rank 0: 0B7 never runs",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS_IN_PORTIONS))
+def test_faults_between_micro_batches_of_different_sizes(fault: str) -> None:
+    rank, change, message = FAULTS_IN_PORTIONS[fault]
+    with pytest.raises(CodegenError) as caught:
+        prove(changed(portions(), rank, change))
+    assert message in str(caught.value)
 
 
 def test_a_circle_names_who_waits_for_whom() -> None:
