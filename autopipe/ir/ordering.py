@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from autopipe.ir.schedule import Phase, Schedule, Task, WrongScheduleError
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.stage_graph import StageGraph, sharing
 
 _TRAIN_PHASES = (
     frozenset({Phase.FORWARD, Phase.BACKWARD}),
@@ -67,12 +68,11 @@ class _Needs:
         ]
         return [Task(task.stage, Phase.FORWARD, task.micro_batch), *later]
 
-    def _sharing(self, task: Task, other: int) -> range:
+    def _sharing(self, task: Task, other: int) -> Sequence[int]:
         """The micro-batches of another stage that have samples of the task's."""
         if not self.turns:
-            return range(task.micro_batch, task.micro_batch + 1)
-        own, others = self.turns[task.stage], self.turns[other]
-        return range(task.micro_batch * others // own, -(-(task.micro_batch + 1) * others // own))
+            return (task.micro_batch,)
+        return sharing(task.micro_batch, self.turns[task.stage], self.turns[other])
 
     def _backward(self, stage: int, micro_batch: int) -> Task:
         """The task that gives the gradients of what a stage received."""

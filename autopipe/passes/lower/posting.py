@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from autopipe.ir.program import Instruction, Verb
 from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.ir.stage_graph import sharing
 
 ASKED_FOR = {
     Phase.FORWARD: Verb.RECEIVE,
@@ -38,7 +39,7 @@ class SendingOrders:
             return sent
         latest: dict[int, int] = {}
         for place, micro_batch in enumerate(sent):
-            for reached in range(micro_batch * own // other, -((micro_batch + 1) * own // -other)):
+            for reached in sharing(micro_batch, other, own):
                 latest[reached] = place
         return tuple(sorted(latest, key=lambda each: (latest[each], each)))
 
