@@ -77,8 +77,10 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # Imported once by the server; its children find them there.
-        context.set_forkserver_preload(["torch", "torch.distributed", "autopipe.backends.torch.runtime"])
+        # Imported once by the server; its children find them there. Optimizers import torch._dynamo: a second each.
+        context.set_forkserver_preload(
+            ["torch", "torch.distributed", "torch._dynamo", "autopipe.backends.torch.runtime"]
+        )
         self._folder = tempfile.mkdtemp(prefix="autopipe-pool-")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
@@ -134,6 +136,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection[object, obje
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
         )
+    gc.freeze()  # To look through torch after every program would take longer than a program.
     connection.send(("", ""))
     while True:
         try:
@@ -150,7 +153,6 @@ def _serve(rank: int, size: int, store: str, connection: Connection[object, obje
         connection.send((error, printed.getvalue()))
         # Groups end their threads where nothing refers to them any more; each polls a hundred times a second.
         gc.collect()
-        gc.freeze()  # What is left are modules: to look through them every time would take longer than a step.
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from tests.exports.small_light import drawn_small
 DRAWN_STRATEGIES = 50
 FIXED = 2
 """Samples that an export with fixed shapes has, but where each device is to have one."""
-DATA = {"inception_v2": 3, "resnet50": 6, "vgg19": 3}
+DATA = {"densenet121": 1, "inception_v2": 3, "resnet50": 6, "vgg19": 3}
 """Seeds of data with which no ReLU and no maximum of the first samples turns within rounding, if not 0."""
 FAST = ("gpt2-dynamo-dynamic-loss", "lstm-torchscript-dynamic-loss", "dlrm-dynamo-dynamic-loss")
 

@@ -14,7 +14,14 @@ from onnx import numpy_helper
 
 from tests.exports.light import drawn, shipped
 
-IMAGES: Mapping[str, int] = {"bvlc_alexnet": 96, "inception_v2": 32, "resnet50": 32, "vgg19": 32, "zfnet512": 96}
+IMAGES: Mapping[str, int] = {
+    "bvlc_alexnet": 96,
+    "densenet121": 32,
+    "inception_v2": 32,
+    "resnet50": 32,
+    "vgg19": 32,
+    "zfnet512": 96,
+}
 """Height and width of the image where they are not `IMAGE`."""
 IMAGE = 64
 SHIPPED_IMAGE = 224
