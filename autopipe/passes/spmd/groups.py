@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from autopipe.ir.placement import Split
 from autopipe.passes.spmd.regions import tensor_splits
 from autopipe.passes.spmd.replicas import ReplicatedNetwork
 
 
-def _never(node: int) -> bool:
-    return False
-
-
-def group_splits(
-    network: ReplicatedNetwork, degree: int, nodes: Iterable[int], pays: Callable[[int], bool] = _never
-) -> dict[int, tuple[Split, ...]]:
+def group_splits(network: ReplicatedNetwork, degree: int, nodes: Iterable[int]) -> dict[int, tuple[Split, ...]]:
     """The splits of those of `nodes` that a replica's `degree` devices share.
 
     Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019),
-    section 3. What is cut ends among `nodes`, but for products of which `pays` says that their result is gathered.
+    section 3. Where a cut leads to a node that needs a value whole, nothing is cut.
     """
     if degree == 1:
         return {}
@@ -29,5 +23,5 @@ def group_splits(
         for node in members
         if samples.uses[node].row.kind == "memory" and samples.axes[node] is not None
     )
-    cut = tensor_splits(network, members, degree, tables & network.weights.keys(), pays)
+    cut = tensor_splits(network, members, degree, tables & network.weights.keys(), lambda node: False)
     return {node: network.splits(node, split.axis, degree) for node, (split,) in cut}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -42,6 +42,9 @@ class PipeDream:
     sweep: bool = False
     """Whether it tries all sizes of micro-batches, where they are left open, for the one with the shortest step."""
 
+    objective: Literal["step", "slowest_stage"] = "step"
+    """What is to take least time: a whole step, filling and draining included, or, as published, the slowest stage."""
+
     name: ClassVar[str] = "pipedream"
 
     def division(self, graph: Graph) -> Division:
@@ -55,7 +58,7 @@ class PipeDream:
         check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
-        """The chain with the least estimated step time.
+        """The chain with the least estimated time of a step, or of its slowest stage.
 
         It uses all devices, or as many as it can where the operators or the samples are too few to share. Raises
         InfeasibleError where memory or the constraints allow no chain, ConfigurationError for constraints that it
@@ -106,9 +109,10 @@ class PipeDream:
         return tuple(degree for degree in range(1, problem.cluster.size + 1) if samples % degree == 0)
 
     def _best(self, prices: Prices, rules: tuple[Rule, ...]) -> list[Piece]:
-        """Over all numbers of stages the chain whose step, filling and draining included, is shortest."""
+        """The best chain over all numbers of stages, the fewest of equals."""
         step = partial(_step_seconds, prices)
-        best = min(self._answers(prices, prices.seconds, rules), key=step, default=[])
+        aim = step if self.objective == "step" else _highest
+        best = min(self._answers(prices, prices.seconds, rules), key=aim, default=[])
         if len(best) < 3:
             return best
         evened = self._evened(prices, rules, best)

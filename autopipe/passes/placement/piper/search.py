@@ -23,6 +23,9 @@ from autopipe.passes.placement.piper.sharing import Sharing
 _STEP = 1.15
 """By what factor limits begin above the least that there can be, and a limit that is too low is raised."""
 
+_SLOWER = 1.1
+"""By what factor a slower stage is allowed, for fewer stages."""
+
 _NONE = ANY_PLACE
 """In place of a number of stages: there is no answer."""
 
@@ -66,6 +69,26 @@ def search(prices: Prices, most_s: float) -> list[Piece]:
         else:
             steps = steps[middle + 1 :]
     return answer
+
+
+def search_steps(prices: Prices, most_step_s: float) -> list[Piece]:
+    """As `search`, or of the chains with fewer stages and a slower one that whose step is shorter.
+
+    Limits are raised by `_SLOWER` at a time, as long as a step could be shorter: so this is no proof.
+    """
+    count = prices.problem.micro_batches
+    best = search(prices, most_step_s / count)
+    pieces, limit = best, _slowest(best) * _SLOWER if best else 0.0
+    while len(pieces) > 1 and count * limit <= step_seconds(best, count):
+        pieces = _answer(prices, prices.options(limit), limit)
+        best = min(best, pieces, key=lambda each: step_seconds(each, count))
+        limit *= _SLOWER
+    return best
+
+
+def step_seconds(pieces: list[Piece], micro_batches: int) -> float:
+    """Seconds of a step, filling and draining included."""
+    return sum(piece.seconds for piece in pieces) + (micro_batches - 1) * _slowest(pieces)
 
 
 def _slowest(pieces: list[Piece]) -> float:

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.communication import all_gather
-from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.splits import SampleAxes
 from autopipe.passes.placement.piper.blocks import Blocks
 from autopipe.passes.spmd.groups import group_splits
-from autopipe.passes.spmd.replicas import NodeSplits, replicated_network, with_samples_split
+from autopipe.passes.spmd.replicas import NodeSplits, ReplicatedNetwork, replicated_network, with_samples_split
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +58,22 @@ def _sharing(problem: Problem, blocks: Blocks, samples: SampleAxes, replicas: in
     if problem.micro_batch_size % replicas or (replicas > 1 and not graph.batch_axes):
         raise InfeasibleError(f"{replicas} replicas cannot share {problem.micro_batch_size} samples")
     network = replicated_network(graph, replicas, samples)
-    gather = all_gather(problem.cluster, range(tensor))
-    forward, backward = node_seconds(problem.work, problem.cluster.devices[0], problem.precision, 1 / replicas)
-
-    def pays(node: int) -> bool:
-        """Whether gathering a product's result, and its gradient, takes less than what is saved by sharing it."""
-        saved = float(forward[node] + backward[node]) * (1 - 1 / tensor)
-        size = sum(graph.type_of(name).bytes for name in graph.nodes[node].outputs if name)
-        return 2 * gather.seconds(size / replicas) < saved
-
-    found: list[dict[int, tuple[Split, ...]]] = [group_splits(network, tensor, nodes, pays) for nodes in blocks.nodes]
+    found = [_closed(network, nodes, group_splits(network, tensor, nodes)) for nodes in blocks.nodes]
     if tensor > 1 and not any(found):
         raise InfeasibleError(f"no layer can be shared by {tensor} devices")
     pairs = zip(blocks.nodes, found, strict=True)
     splits = tuple(with_samples_split(samples, nodes, replicas, own) for nodes, own in pairs)
     return Sharing(replicas, tensor, splits)
+
+
+def _closed(
+    network: ReplicatedNetwork, nodes: tuple[int, ...], found: dict[int, tuple[Split, ...]]
+) -> dict[int, tuple[Split, ...]]:
+    """The splits of a block's layers; none where a value would leave the block cut."""
+    graph, members = network.graph, set(nodes)
+    for node, splits in found.items():
+        for name, words in zip(graph.nodes[node].outputs, network.uses[node].space.results, strict=True):
+            leaves = name in graph.outputs or not members.issuperset(network.readers.get(name, ()))
+            if leaves and any(splits[-1].axis in dimension for dimension in words or ()):
+                return {}
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
@@ -17,7 +17,7 @@ from autopipe.passes.placement.piper.blocks import Blocks, join_nodes
 from autopipe.passes.placement.piper.downsets import all_downsets, count_downsets
 from autopipe.passes.placement.piper.messages import messages_between
 from autopipe.passes.placement.piper.prices import Chains, Prices
-from autopipe.passes.placement.piper.search import Piece, search
+from autopipe.passes.placement.piper.search import Piece, search, search_steps, step_seconds
 from autopipe.passes.spmd.wishes import check_wishes
 from autopipe.passes.sweep import Answer, best_size
 
@@ -27,14 +27,16 @@ class Piper:
     """Cuts the graph into a chain of stages, each of which may hold parts of several branches.
 
     Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN Parallelization" (NeurIPS 2021): over
-    all downsets of the graph's blocks, about a layer each, it finds the stages whose slowest one is fastest. A stage's
-    devices share samples, layers as in Megatron-LM, or both, and it may run its forward again. Micro-batches are as
-    large as gives the shortest step, where they are left open. The number of downsets grows exponentially with the
-    number of parallel branches.
+    all downsets of the graph's blocks, about a layer each, it finds the stages whose slowest one is fastest, and looks
+    at fewer and slower ones for the sake of a shorter step. A stage's devices share samples, layers as in Megatron-LM,
+    or both, and it may run its forward again. Micro-batches are as large as gives the shortest step, where they are
+    left open. The number of downsets grows exponentially with the number of parallel branches.
     """
 
     max_downsets: int = 10_000
     """The most downsets that it takes on."""
+    objective: Literal["step", "slowest_stage"] = "step"
+    """What is to take least time: a whole step, filling and draining included, or, as published, the slowest stage."""
 
     name: ClassVar[str] = "piper"
 
@@ -57,7 +59,7 @@ class Piper:
         ConfigurationError for a constraint that the chain does not fulfil.
         """
         chains = self._chains(problem)
-        placement = best_size(problem, lambda sized, step: _answer(sized, chains, step))
+        placement = best_size(problem, lambda sized, step: self._answer(sized, chains, step))
         check_wishes(problem, placement, self.name)
         return placement
 
@@ -79,24 +81,22 @@ class Piper:
                 hint="strategies pipedream and graphpipe do not depend on their number",
             )
 
+    def _answer(self, problem: Problem, chains: Chains, most_step_s: float) -> Answer:
+        """The best chain for the micro-batches of a problem.
 
-def _answer(problem: Problem, chains: Chains, most_step_s: float) -> Answer:
-    """The best chain for the micro-batches of a problem.
-
-    Raises InfeasibleError where memory holds none, or none whose step could be shorter than `most_step_s`.
-    """
-    prices = Prices(problem, chains)
-    pieces = search(prices, most_step_s / problem.micro_batches)
-    if not pieces:
-        raise InfeasibleError(
-            f"memory holds no chain of stages of these blocks on {problem.cluster.size} devices",
-            hint="use more devices, smaller micro-batches, a higher memory limit"
-            + ("" if problem.recompute == "auto" else " or recompute: auto"),
-        )
-    seconds = [piece.seconds for piece in pieces]
-    step = sum(seconds) + (problem.micro_batches - 1) * max(seconds)
-    stages = tuple(_stage(problem, chains, piece) for piece in pieces)
-    return Answer(fitted(problem, Placement(stages)), step)
+        Raises InfeasibleError where memory holds none, or none whose step could be shorter than `most_step_s`.
+        """
+        prices, count = Prices(problem, chains), problem.micro_batches
+        by_step = self.objective == "step"
+        pieces = search_steps(prices, most_step_s) if by_step else search(prices, most_step_s / count)
+        if not pieces:
+            raise InfeasibleError(
+                f"memory holds no chain of stages of these blocks on {problem.cluster.size} devices",
+                hint="use more devices, smaller micro-batches, a higher memory limit"
+                + ("" if problem.recompute == "auto" else " or recompute: auto"),
+            )
+        stages = tuple(_stage(problem, chains, piece) for piece in pieces)
+        return Answer(fitted(problem, Placement(stages)), step_seconds(pieces, count))
 
 
 def _stage(problem: Problem, chains: Chains, piece: Piece) -> Stage:

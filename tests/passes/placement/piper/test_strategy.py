@@ -110,9 +110,9 @@ def branched(widths: list[list[int]], last: int, batch: int = 8) -> Graph:
     return builder.finish(builder.linear(data, last))
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=10)
 @given(
-    st.lists(st.lists(st.sampled_from([8, 64, 512]), max_size=1), min_size=1, max_size=3),
+    st.lists(st.lists(st.sampled_from([8, 512]), max_size=1), min_size=1, max_size=2),
     st.sampled_from([32, 256]),
     st.integers(1, 3),
     st.integers(1, 5),
@@ -123,13 +123,25 @@ def test_no_other_chain_has_a_faster_slowest_stage(
     graph = branched([[16, *middle, 16] for middle in middles], last)
     given = problem(graph, cluster(devices), micro_batches)
     exhaustive = Exhaustive(given)
-    answer = Piper().run(given)
+    answer = Piper(objective="slowest_stage").run(given)
     answer.verify(graph)
     assert slowest(exhaustive, answer) == pytest.approx(exhaustive.best())
+    assert step(exhaustive, Piper().run(given)) <= step(exhaustive, answer) * (1 + 1e-9)
 
 
 def slowest(exhaustive: Exhaustive, answer: Placement) -> float:
-    """The slowest stage of an answer, each found again among all that there are."""
+    """Seconds of the slowest stage of an answer."""
+    return max(seconds(exhaustive, answer))
+
+
+def step(exhaustive: Exhaustive, answer: Placement) -> float:
+    """Seconds of a step, filling and draining included."""
+    found = seconds(exhaustive, answer)
+    return sum(found) + (exhaustive.given.micro_batches - 1) * max(found)
+
+
+def seconds(exhaustive: Exhaustive, answer: Placement) -> list[float]:
+    """Seconds of the stages of an answer, each found again among all that there are."""
     held, found = 0, []
     for stage in answer.stages:
         own = sum(1 << block for block, nodes in enumerate(exhaustive.blocks.nodes) if set(nodes) <= set(stage.nodes))
@@ -142,7 +154,7 @@ def slowest(exhaustive: Exhaustive, answer: Placement) -> float:
         ]
         found.append(ways[0])
         held |= own
-    return max(found)
+    return found
 
 
 @settings(deadline=None, max_examples=10)
@@ -169,7 +181,7 @@ def test_memory_is_kept_and_no_chain_that_keeps_it_is_faster(
         with pytest.raises(InfeasibleError, match="memory holds no chain"):
             Piper().run(given)
         return
-    answer = Piper().run(given)
+    answer = Piper(objective="slowest_stage").run(given)
     assert slowest(exhaustive, answer) == pytest.approx(best)
     assert max(device_memory(given, answer, stage_costs(given, answer))) <= given.memory_of(0)
 
@@ -219,7 +231,23 @@ def test_the_micro_batch_with_the_shortest_step_is_chosen() -> None:
     """Launches are what small micro-batches lose, filling the pipeline what large ones do."""
     sizes = (1, 2, 4, 8, 16, 32, 64)
     given = replace(problem(perceptron([63] * 9, batch=64), cluster(4, flops=1e10), 1), micro_batch_sizes=sizes)
-    chosen = Piper().run(given).stages[0].micro_batch_size
+    piper = Piper(objective="slowest_stage")
+    chosen = piper.run(given).stages[0].micro_batch_size
     assert 1 < chosen < 64
     slow = replace(given, cluster=cluster(4, flops=1e10, latency=1e-3))
-    assert Piper().run(slow).stages[0].micro_batch_size > chosen
+    assert piper.run(slow).stages[0].micro_batch_size > chosen
+
+
+def test_layers_are_shared_where_a_pipeline_does_not_help() -> None:
+    """One micro-batch of one sample: nothing to run at the same time but parts of layers."""
+    builder = Builder(1, 64)
+    data = "x"
+    for _ in range(40):
+        inner = builder.linear(builder.relu(builder.linear(data, 4096)), 64)
+        data = builder.add(inner, data)
+    given = problem(builder.finish(data), cluster(2, flops=1e9, latency=1e-7), 1)
+    answer = Piper().run(given)
+    answer.verify(given.graph)
+    (stage,) = answer.stages
+    products = [node for node in stage.nodes if given.graph.nodes[node].op == "MatMul"]
+    assert [str(stage.splits_of(node)[0]) for node in products] == ["n:2", "k:2"] * 40
