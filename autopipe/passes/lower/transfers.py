@@ -49,9 +49,10 @@ def _value_pieces(
         wanted = own.intersect(shared.received)
         if wanted is None:
             continue
+        wanted = wanted.beside(shared.received, shared.sent)
         # Copies are asked of the holders in turn, so that no one sender serves all receivers.
         for box in dict.fromkeys(held):
-            common = box.intersect(wanted.beside(shared.received, shared.sent))
+            common = box.intersect(wanted)
             if common is None:
                 continue
             holders = [rank for rank, each in zip(senders, held, strict=True) if each == box]
