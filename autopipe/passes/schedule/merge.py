@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from autopipe.ir.schedule import Phase, Task
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.stage_graph import StageGraph, sharing
 
 Ticks = Callable[[Task], int]
 """A task's length in whole units, so that equal instants compare equal."""
@@ -45,12 +45,11 @@ class _State:
     """Which tasks are done, which stages' next tasks may start, and which devices are free."""
 
     def __init__(self, stage_orders: Sequence[Sequence[Task]], graph: StageGraph) -> None:
-        self.graph = graph
         self.devices = graph.stage_devices
         self.free = [True] * graph.devices
         self.lists: list[list[Task]] = [[] for _ in range(graph.devices)]
-        turns = [graph.turns_at(stage) for stage in range(len(stage_orders))]
-        self.samples = [math.lcm(*turns) // each for each in turns]
+        self.turns = [graph.turns_at(stage) for stage in range(len(stage_orders))]
+        self.samples = [math.lcm(*self.turns) // each for each in self.turns]
         """Samples of each stage's micro-batches, in units that make all of them whole."""
         self.rest = [deque(order) for order in stage_orders]
         self.running: set[int] = set()
@@ -102,7 +101,7 @@ class _State:
         needs = (
             Task(source, task.phase, number)
             for source in sources[stage]
-            for number in self.graph.sharing(stage, task.micro_batch, source)
+            for number in sharing(task.micro_batch, self.turns[stage], self.turns[source])
         )
         return all(need in self.done for need in needs if need in self.given)
 

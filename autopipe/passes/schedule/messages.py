@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
-from autopipe.ir.batch import batch_axes_of
+from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.placement import Placement
 from autopipe.ir.prediction import Message
 from autopipe.ir.problem import Problem
 from autopipe.ir.program import Turn
+from autopipe.ir.stage_graph import turns_of
 from autopipe.passes.cost.assignment import StageWork, stage_work
 from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.lower.shared_samples import Shared, shared_blocks
@@ -42,7 +43,8 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
     graph, works = problem.graph, stage_work(problem, placement)
     gradients = differentiable_values(graph) if problem.train else frozenset()
     held = {(work.stage.pipeline, name): index for index, work in enumerate(works) for name in work.given}
-    shared = partial(shared_blocks, graph, batch_axes_of(graph))
+    unequal = bool(turns_of(placement, problem.micro_batch_size))
+    shared = partial(shared_blocks, graph, batch_axes_of(graph) if unequal else BatchAxes(0, (), {}))
     forward: defaultdict[_Way, list[int]] = defaultdict(list)
     backward: defaultdict[_Way, list[int]] = defaultdict(list)
     for target, work in enumerate(works):

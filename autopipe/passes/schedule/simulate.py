@@ -91,9 +91,10 @@ class _Run:
     def _start_if_it_can(self, task: int, now: float) -> None:
         kind = task // self.count
         group = self.devices[kind]
+        if self.ready.get(task, 0) < len(group):
+            return
         awaited = self.wires.awaited[kind]
-        due = awaited[task % self.count % len(awaited)]
-        if self.ready.get(task, 0) < len(group) or self.arrived.get(task, 0) < due:
+        if self.arrived.get(task, 0) < awaited[task % self.count % len(awaited)]:
             return
         end = now + self.seconds[kind]
         named = self.schedule.tasks[group[0]][self.position[group[0]]]
