@@ -7,7 +7,10 @@ import itertools
 import math
 from typing import ClassVar
 
+import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 from autopipe.configs.load import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
@@ -100,5 +103,36 @@ def test_schedules_of_equal_micro_batches_say_so(model, scheduler):
 
 def test_a_searched_schedule_is_no_longer_than_the_greedy_one(model):
     greedy = make_plan(request(model, (1, 2, 4))).plan.summary
-    searched = make_plan(request(model, (1, 2, 4), Tessel(2.0))).plan.summary
+    searched = make_plan(request(model, (1, 2, 4), Tessel(1.0))).plan.summary
     assert searched.lower_bound_s <= searched.step_time_s <= greedy.step_time_s
+
+
+def test_a_strategy_is_asked_again_where_so_few_samples_leave_other_operators(tmp_path):
+    # A bias is expanded to the batch, which is nothing to do for one sample.
+    initial = {
+        "w": np.ones((4, 4), np.float32),
+        "bias": np.ones((1, 4), np.float32),
+        **{name: np.array([value], np.int64) for name, value in (("four", 4), ("zero", 0), ("one", 1))},
+    }
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Slice", ["shape", "zero", "one"], ["samples"]),
+        helper.make_node("Concat", ["samples", "four"], ["target"], axis=0),
+        helper.make_node("MatMul", ["x", "w"], ["h"], "product"),
+        helper.make_node("Expand", ["bias", "target"], ["wide"], "expand"),
+        helper.make_node("Add", ["h", "wide"], ["y"], "sum"),
+        helper.make_node("ReduceMean", ["y"], ["loss"], "mean", keepdims=0),
+    ]
+    inputs, outputs = (
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)]
+        for name, shape in (("x", ["n", 4]), ("loss", []))
+    )
+    tensors = [numpy_helper.from_array(array, name) for name, array in initial.items()]
+    graph = helper.make_graph(nodes, "biased", inputs, outputs, tensors)
+    path = tmp_path / "biased.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), path)
+    asked = request(path, (1, 1), batch_size=8)
+    planned = make_plan(asked)
+    assert asked.strategy.asked == [(8, (1, 2, 4, 8)), (1, (1,))]
+    assert "Expand" not in {node.op for node in planned.problem.graph.nodes}
+    assert reopen(asked, planned.plan).digest == planned.digest
