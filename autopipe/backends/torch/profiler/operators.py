@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from autopipe.backends.torch.profiler.runnable import Runnable, Tensors
+from autopipe.backends.torch.profiler.runnable import Pool, Runnable, Tensors
 from autopipe.backends.torch.profiler.watch import Mark, Watch, averaged, repeated
 from autopipe.ir.costs import Operation, OperationCost, Sample
 from autopipe.ir.errors import CodegenError
@@ -31,11 +31,12 @@ def measure_operations(
     flow. Generated files go to `folder`.
     """
     known: dict[Operation, Runnable] = {}
+    pool: Pool = {}
     refused: dict[Operation, str] = {}
     for sample in lap:
         if sample.operation not in known and sample.operation not in refused:
             try:
-                known[sample.operation] = _tried(sample, watch, folder, train)
+                known[sample.operation] = _tried(sample, watch, folder, train, pool)
             except CodegenError as error:
                 refused[sample.operation] = error.message
     if not known:
@@ -73,15 +74,15 @@ def _run(steps: Sequence[_Step], watch: Watch) -> list[float]:
     for step in steps:
         results.append(step.runnable.forward(step.runnable.place, *step.leaves))
         marks.append(watch.mark())
-    backward = _backwards(results, watch)
-    for step in steps:
-        for leaf in step.leaves:
-            leaf.grad = None
-    return watch.spans(marks) + backward
+    return watch.spans(marks) + _backwards(results, [leaf for step in steps for leaf in step.leaves], watch)
 
 
-def _backwards(results: Sequence[Tensors], watch: Watch) -> list[float]:
-    """Run all backwards at once. Autograd takes the latest operator first, so each ends where the next one begins."""
+def _backwards(results: Sequence[Tensors], leaves: Sequence[torch.Tensor], watch: Watch) -> list[float]:
+    """Run all backwards at once. Autograd takes the latest operator first, so each ends where the next one begins.
+
+    Gradients are asked for rather than added to leaves, which would copy some of them: in a model they go on to the
+    next operator.
+    """
     marks: list[Mark] = []
     order: list[int] = []
     ends: list[torch.Tensor] = []
@@ -101,16 +102,26 @@ def _backwards(results: Sequence[Tensors], watch: Watch) -> list[float]:
             max(nodes, key=lambda node: node._sequence_nr()).register_prehook(begins(index))
     found = [0.0] * len(results)
     if ends:
-        torch.autograd.backward(ends, [torch.ones_like(each) for each in ends])
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        torch.autograd.grad(ends, wanted, _seeds(ends), allow_unused=True)
         marks.append(watch.mark())
         for index, seconds in zip(order, watch.spans(marks), strict=True):
             found[index] += seconds
     return found
 
 
-def _tried(sample: Sample, watch: Watch, folder: Path, train: bool) -> Runnable:
+def _seeds(ends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A gradient for each result, one for all of a kind: in a model the operator behind has just written it."""
+    known: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
+    for each in ends:
+        if (each.dtype, each.shape) not in known:
+            known[each.dtype, each.shape] = torch.ones_like(each, memory_format=torch.contiguous_format)
+    return [known[each.dtype, each.shape] for each in ends]
+
+
+def _tried(sample: Sample, watch: Watch, folder: Path, train: bool, pool: Pool) -> Runnable:
     """The sample ready to run, run once. Raises CodegenError, saying why, where it cannot be."""
-    runnable = Runnable.of(sample, watch.device, folder, train)
+    runnable = Runnable.of(sample, watch.device, folder, train, pool)
     try:
         with _as_run(sample.operation.precision, watch.device):
             _run([_Step.of(runnable)], watch)

@@ -15,36 +15,38 @@ from autopipe.backends.torch.emission.stage import emit_stage
 from autopipe.backends.torch.runtime.later import Later
 from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
 from autopipe.ir.costs import Sample
+from autopipe.ir.dtype import DType
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Constant, Value
 from autopipe.ir.layout import mesh_of
 from autopipe.ir.program import Compute, StageCode
 
 _LARGE_BYTES = 2**16
-"""Gradients of activations from this size on are freed at once, as in a model, where the next operator uses their
-memory again."""
+"""Gradients of activations from this size on are freed at once, as in a model, where the next operator's take their
+memory."""
 
 Tensors = tuple[torch.Tensor, ...]
+Pool = dict[tuple[DType, tuple[int, ...], int | None], torch.Tensor]
+"""Numbers by type, shape and limit: operators that follow one another share them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """The numbers of an operand, whether a gradient is asked for, and whether that is freed at once."""
+    """The numbers of an operand, and whether a gradient is asked for."""
 
     numbers: torch.Tensor
     wanted: bool
-    freed: bool
+    parameter: bool
+    """Whether every layer has numbers of its own; the others find theirs in the caches, as in a model, where the
+    operator before has just written them."""
 
     def leaf(self) -> torch.Tensor:
         """The numbers as a tensor of its own."""
-        tensor = self.numbers.clone().requires_grad_(self.wanted)
-        if self.wanted and self.freed:
-            tensor.register_post_accumulate_grad_hook(_forget)
+        tensor = (self.numbers.clone() if self.parameter else self.numbers.detach()).requires_grad_(self.wanted)
+        if self.wanted and not self.parameter and tensor.nbytes >= _LARGE_BYTES:
+            filler = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand_as(tensor)
+            tensor.register_hook(lambda _: filler)
         return tensor
-
-
-def _forget(tensor: torch.Tensor) -> None:
-    tensor.grad = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +58,14 @@ class Runnable:
     operands: tuple[Operand, ...]
 
     @staticmethod
-    def of(sample: Sample, device: torch.device, folder: Path, train: bool) -> Runnable:
+    def of(sample: Sample, device: torch.device, folder: Path, train: bool, pool: Pool) -> Runnable:
         """The sample on a device; the generated file goes to `folder`. Raises CodegenError where it needs a group."""
         stage = _stage_of(sample)
         forward = _generated(emit_stage(stage, "One operator."), folder)
         place = Arguments(device=device, group=None, later=Later(()))
         for index, constant in stage.constants:
             setattr(place, f"c{index}", torch.from_numpy(constant.array.copy()).to(device))
-        return Runnable(forward, place, _operands(sample, stage, device, train))
+        return Runnable(forward, place, _operands(sample, stage, device, train, pool))
 
     @property
     def trains(self) -> bool:
@@ -115,16 +117,17 @@ def _generated(text: str, folder: Path) -> Callable[..., Tensors]:
     return forward
 
 
-def _operands(sample: Sample, stage: StageCode, device: torch.device, train: bool) -> tuple[Operand, ...]:
+def _operands(sample: Sample, stage: StageCode, device: torch.device, train: bool, pool: Pool) -> tuple[Operand, ...]:
     """Numbers for the stage's inputs."""
     below = dict(sample.below)
     generator = torch.Generator().manual_seed(0)
     found = []
     for value in stage.inputs:
-        numbers = _numbers(value, below.get(value.name), generator).to(device)
+        key = value.dtype, value.shape, below.get(value.name)
+        if key not in pool:
+            pool[key] = _numbers(value, below.get(value.name), generator).to(device)
         wanted = train and bool(sample.operation.gradients) and value.name in sample.wanted
-        freed = value.name not in sample.parameters and numbers.nbytes >= _LARGE_BYTES
-        found.append(Operand(numbers, wanted, freed))
+        found.append(Operand(pool[key], wanted, value.name in sample.parameters))
     return tuple(found)
 
 
