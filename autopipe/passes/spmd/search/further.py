@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
 from autopipe.ir.errors import InfeasibleError
-from autopipe.ir.placement import Placement
+from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule
 from autopipe.passes.cost.resized import resized
@@ -15,37 +18,65 @@ from autopipe.passes.spmd.search.stages import inside_of
 
 
 def split_further(problem: Problem, placement: Placement) -> Placement:
-    """`placement` with the splits of its stages of several devices found by the search for the best ones.
+    """`placement` with its stages of several devices split as the search finds it best, or as they are.
 
-    Nodes, devices, micro-batches and recomputation stay, and so does a stage that memory holds no other splits of, or
-    none with which it is busy for a shorter time and a step by kFkB (k = 1), as it is simulated, no longer.
+    Which of the two is better for each follows from a step by kFkB (k = 1), as it is simulated: neighbours that are
+    split differently have more to send. The step is never longer than it was. Nodes, devices, micro-batches and
+    recomputation stay. No two stages may share a device.
     """
-    sizes = {stage.micro_batch_size for stage in placement.stages}
-    problem = resized(problem, max(sizes))
-    own = {size: resized(problem, size) for size in sizes}
-    schedule = KForwardsKBackwards().run(problem, placement)
+    problem = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
+    found = dict(_searched(problem, placement))
+    if not found:
+        return placement
+    trial = _Trial(problem, KForwardsKBackwards().run(problem, placement))
+    every = replace(placement, stages=tuple(found.get(index, stage) for index, stage in enumerate(placement.stages)))
+    ways = [dict(enumerate(each.stages)) for each in (placement, every)]
+    best = (trial.improved(*each) for each in ((placement, ways[1]), (every, ways[0])))
+    return min(best, key=lambda each: each[0])[1]
+
+
+def _searched(problem: Problem, placement: Placement) -> Iterator[tuple[int, Stage]]:
+    """The stages that the search splits differently within memory."""
+    own = {size: resized(problem, size) for size in {stage.micro_batch_size for stage in placement.stages}}
     inside, solver = inside_of(problem, placement, {}), Exact(problem.time_limit)
-    busy, step = _simulated(problem, placement, schedule)
     for index, stage in enumerate(placement.stages):
-        if len(stage.devices) == 1:
-            continue
-        try:
-            found = inside.split(placement, index, solver, own=own[stage.micro_batch_size]).placement
-        except InfeasibleError:
-            continue
-        found_busy, found_step = _simulated(problem, found, schedule)
-        if found_busy[index] < busy[index] and found_step <= step:
-            placement, busy, step = found, found_busy, found_step
-    return placement
+        if len(stage.devices) > 1:
+            try:
+                best = inside.split(placement, index, solver, own=own[stage.micro_batch_size])
+            except InfeasibleError:
+                continue
+            if best.placement.stages[index] != stage:
+                yield index, best.placement.stages[index]
 
 
-def _simulated(problem: Problem, placement: Placement, schedule: Schedule) -> tuple[list[float], float]:
-    """Seconds that each stage is busy with a round of micro-batches and a step's end, and seconds of a step."""
-    prediction = predict(problem, placement)
-    step = simulate(schedule, [stage.devices for stage in placement.stages], prediction).end
-    rounds = (problem.batch_size // stage.micro_batch_size for stage in placement.stages)
-    busy = [
-        count * (each.forward_s + each.backward_s) + each.gradient_s + each.update_s
-        for count, each in zip(rounds, prediction.stages, strict=True)
-    ]
-    return busy, step
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A schedule by which placements are compared."""
+
+    problem: Problem
+    schedule: Schedule
+
+    def improved(self, placement: Placement, others: dict[int, Stage]) -> tuple[float, Placement]:
+        """Seconds of a step, and the placement with each stage in turn as in `others` if that is no worse for the step
+        and its devices are busy for a shorter time, or if the step is shorter."""
+        step, busy = self._step(placement)
+        for index, other in others.items():
+            if other == placement.stages[index]:
+                continue
+            stages = (*placement.stages[:index], other, *placement.stages[index + 1 :])
+            changed = replace(placement, stages=stages)
+            changed_step, changed_busy = self._step(changed)
+            if (changed_step, changed_busy[index]) < (step, busy[index]):
+                placement, step, busy = changed, changed_step, changed_busy
+        return step, placement
+
+    def _step(self, placement: Placement) -> tuple[float, list[float]]:
+        """Seconds of a step, and those in which each stage's devices are busy."""
+        prediction = predict(self.problem, placement)
+        step = simulate(self.schedule, [stage.devices for stage in placement.stages], prediction).end
+        counts = (self.problem.batch_size // stage.micro_batch_size for stage in placement.stages)
+        busy = [
+            count * (each.forward_s + each.backward_s) + each.gradient_s + each.update_s
+            for count, each in zip(counts, prediction.stages, strict=True)
+        ]
+        return step, busy

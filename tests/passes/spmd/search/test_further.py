@@ -60,7 +60,7 @@ def step(problem: Problem, placement: Placement) -> float:
     return simulate(schedule, StageGraph.of(problem, placement).stage_devices, predict(problem, placement)).end
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.data())
 def test_all_but_splits_stays_and_no_step_is_longer(data: st.DataObject) -> None:
     model = data.draw(st.sampled_from(sorted(PARTS)))
