@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from autopipe.ir.batch import batch_axes_of
+from autopipe.ir.dtype import DType
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.passes.lower.traffic import communication_bytes
@@ -120,6 +121,25 @@ def test_a_value_that_depends_on_parameters_alone(pools: Pools, tmp_path: Path) 
             for rank, (nodes, size) in enumerate(zip((range(3), range(3, 6)), sizes, strict=True))
         )
         check(pools, graph, loss, Placement(tuple(stages)), tmp_path / f"program{sizes[0]}{sizes[1]}")
+
+
+def test_a_constant_with_a_row_for_each_sample(pools: Pools, tmp_path: Path) -> None:
+    """Each stage has as many of its rows as it has samples, beside a table that all have whole."""
+    builder = Builder()
+    rows = builder.constant(np.tile(np.linspace(-1, 1, 4), (4, 1)), DType.FLOAT64)
+    table = builder.constant(np.linspace(0, 1, 4), DType.FLOAT64)
+    value = builder.input((4, 4))
+    for _ in range(3):
+        value = builder.node("MatMul", builder.node("Add", value, rows), builder.parameter((4, 4)))
+        value = builder.node("Tanh", builder.node("Mul", value, table))
+    loss = builder.mean_square(value)
+    graph = builder.graph(loss)
+    parts = zip((range(4), range(4, 8), range(8, len(graph.nodes))), (0, 1, 0), (1, 4, 2), strict=True)
+    placement = Placement(tuple(stage_of(graph, nodes, (rank,), size) for nodes, rank, size in parts))
+    check(pools, graph, loss, placement, tmp_path / "program")
+    with np.load(tmp_path / "program" / "constants.npz") as stored:
+        assert sorted(array.shape for array in stored.values() if array.ndim == 2) == [(1, 4), (2, 4), (4, 4)]
+        assert sum(array.shape == (4,) for array in stored.values()) == 1
 
 
 def test_samples_inside_a_dimension_with_others(pools: Pools, tmp_path: Path) -> None:
