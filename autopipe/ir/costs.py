@@ -134,6 +134,8 @@ class TaskCosts:
     """Of one stage's forward of one micro-batch: finding the arguments, handing over the results."""
     backward_s: float
     """Of its backward: starting autograd, handing back the gradients."""
+    update_s: float
+    """Of an optimizer's update, besides what it does to tensors."""
     accumulate: TensorCosts
     """Adding a micro-batch's gradients to those before, by bytes of gradients."""
     updates: tuple[TensorCosts, ...]

@@ -17,7 +17,7 @@ from autopipe.backends.torch.profiler.operators import measure_operations
 from autopipe.backends.torch.profiler.tasks import measure_tasks
 from autopipe.backends.torch.profiler.watch import Watch
 from autopipe.cli.output import Bar
-from autopipe.cli.profiling.chain import CHAINS, write_chain
+from autopipe.cli.profiling.medley import write_medley
 from autopipe.cli.profiling.samples import Group, groups_of, models_of
 from autopipe.ir.costs import DeviceCosts, ExchangeCost, OperationCost, TaskCosts
 from autopipe.ir.errors import ConfigurationError
@@ -106,10 +106,9 @@ class Profiling:
         return tuple(found), refused
 
     def _tasks(self, device: torch.device, scratch: Path) -> TaskCosts:
-        programs = [(nodes, scratch / f"chain_{nodes}") for nodes in CHAINS]
-        for nodes, folder in programs:
-            write_chain(nodes, folder)
-        return measure_tasks(Watch(device), programs, _TASKS * self.seconds)
+        folder = scratch / "medley"
+        write_medley(folder)
+        return measure_tasks(Watch(device), folder, _TASKS * self.seconds)
 
     def _product(self, device: torch.device) -> str:
         if device.type == "cuda":

@@ -78,7 +78,7 @@ def update_seconds(device: Device, parameter_bytes: float, states: int, tensors:
     if not parameter_bytes:
         return 0.0
     if device.tasks is not None:
-        return device.tasks.updates[states].seconds(tensors, parameter_bytes)
+        return device.tasks.update_s + device.tasks.updates[states].seconds(tensors, parameter_bytes)
     moved = parameter_bytes * (3 + 2 * states)
     bandwidth = device.bandwidth_bytes_per_s * device.fraction("elementwise")
     return moved / bandwidth + device.launch_latency_s

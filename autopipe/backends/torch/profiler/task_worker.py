@@ -1,68 +1,84 @@
-"""Runs a one-device program and writes the medians of its forwards and backwards, in a process of its own.
+"""Runs a one-device program and writes what its tasks take besides their operators, in a process of its own.
 
 python -m autopipe.backends.torch.profiler.task_worker PROGRAM FILE DEVICE SECONDS
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from autopipe.backends.torch.profiler.watch import Mark, Watch, repeated
 from autopipe.backends.torch.runtime.rank import Rank
-from autopipe.backends.torch.runtime.stage import Stage
 
 
 def main(program: Path, target: Path, device: str, seconds: float) -> None:
-    """Measure `program` and write two numbers of seconds to `target`."""
+    """Measure `program` and write three numbers of seconds to `target`: what a forward and a backward take besides their
+    operators, and what an update takes.
+
+    A forward's operators are what its generated function takes, a backward's what autograd does.
+    """
     data = target.with_suffix(".npz")
     sys.path.insert(0, str(program))
     sys.argv = ["rank_000.py", "--device", device, "--data", str(data)]
+    inside = _Marks(Watch(torch.device(device)))
+    stage = importlib.import_module("stage_00")
+    inside.around(stage, "forward")
+    inside.around(torch.autograd, "backward")
     names = runpy.run_path(str(program / "rank_000.py"))
     rank: Rank = names["rank"]
-    (given,) = rank.manifest.inputs
-    np.savez(data, x=np.ones(given.shape, given.dtype))
+    np.savez(data, **{each.name: np.ones(each.shape, np.float32) for each in rank.manifest.inputs})  # type: ignore[arg-type]
     rank.set_up()
-    found = repeated(_Tasks(rank, names["step"]).run, seconds)
-    target.write_text(json.dumps([each.seconds for each in found]), encoding="utf-8")
+    whole = _Marks(inside.watch)
+    whole.around(rank.stages[0], "forward")
+    whole.around(rank.stages[0], "backward")
+    whole.around(rank.optimizer, "step")
+    whole.around(rank.optimizer, "zero_grad")
+
+    def run() -> list[float]:
+        """Those seconds of one step, of tasks on average."""
+        rank.run(names["step"])
+        own, found = inside.means(), whole.means()
+        tasks = [max(0.0, found[name] - own[name]) for name in ("forward", "backward")]
+        return [*tasks, found["step"] + found["zero_grad"]]
+
+    target.write_text(json.dumps([each.seconds for each in repeated(run, seconds)]), encoding="utf-8")
 
 
-_TASKS = ("forward", "backward")
+class _Marks:
+    """Marks around calls, by name."""
 
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self._found: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
 
-class _Tasks:
-    """The tasks of a rank's only stage, with marks around them."""
+    def around(self, owner: Any, name: str) -> None:
+        """Time every call of an attribute from now on."""
+        call: Callable[..., Any] = getattr(owner, name)
 
-    def __init__(self, rank: Rank, step: Callable[[], None]) -> None:
-        self._watch = Watch(rank.device)
-        self._rank, self._step = rank, step
-        self._marks: dict[str, list[tuple[Mark, Mark]]] = {}
-        stage: Stage = rank.stages[0]
-        for name in _TASKS:
-            setattr(stage, name, self._timed(name, getattr(stage, name)))
+        def timed(*arguments: Any, **settings: Any) -> Any:
+            start = self.watch.mark()
+            result = call(*arguments, **settings)
+            self._found[name].append((start, self.watch.mark()))
+            return result
 
-    def _timed(self, name: str, task: Callable[[int], None]) -> Callable[[int], None]:
-        def timed(micro_batch: int) -> None:
-            start = self._watch.mark()
-            task(micro_batch)
-            self._marks.setdefault(name, []).append((start, self._watch.mark()))
+        setattr(owner, name, timed)
 
-        return timed
-
-    def run(self) -> list[float]:
-        """Seconds of a forward and of a backward, on average over one step."""
-        self._marks.clear()
-        self._rank.transport.traffic.clear()
-        self._step()
-        for stage in self._rank.stages.values():
-            stage.end_step()
-        return [float(np.mean([self._watch.spans(each)[0] for each in self._marks[name]])) for name in _TASKS]
+    def means(self) -> dict[str, float]:
+        """Seconds of a call by name, and forget them."""
+        found = {name: float(np.mean([self.watch.spans(each)[0] for each in own])) for name, own in self._found.items()}
+        self._found.clear()
+        return found
 
 
 if __name__ == "__main__":

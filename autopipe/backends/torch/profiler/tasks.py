@@ -29,21 +29,18 @@ _OPTIMIZERS: Sequence[Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = (
 """By the number of states."""
 
 
-def measure_tasks(watch: Watch, programs: Sequence[tuple[int, Path]], seconds: float) -> TaskCosts:
-    """What tasks, updates and adding up take. `programs` are two one-device programs, of few and of many equal nodes,
-    each with how many: without nodes a task takes what lies on the line through both."""
-    (few, short), (many, long) = ((count, _task_seconds(path, watch.device, seconds / 4)) for count, path in programs)
-    forward, backward = (
-        max(0.0, less - (more - less) / (many - few) * few) for less, more in zip(short, long, strict=True)
-    )
-    return TaskCosts(forward, backward, _accumulations(watch, seconds / 8), _updates(watch, 3 * seconds / 8))
+def measure_tasks(watch: Watch, program: Path, seconds: float) -> TaskCosts:
+    """What tasks, updates and adding up gradients take. `program` is a one-device program of a few small operators.
 
-
-def _task_seconds(program: Path, device: torch.device, seconds: float) -> tuple[float, float]:
-    """Medians of the forwards and of the backwards of a program, run in a process of its own.
-
-    Raises LaunchError where that fails.
+    Raises LaunchError where it does not run.
     """
+    forward, backward, update = _task_seconds(program, watch.device, seconds / 2)
+    return TaskCosts(forward, backward, update, _accumulations(watch, seconds / 8), _updates(watch, 3 * seconds / 8))
+
+
+def _task_seconds(program: Path, device: torch.device, seconds: float) -> tuple[float, float, float]:
+    """What forwards and backwards take besides their operators, and an update of next to nothing, from a process of its
+    own."""
     with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch, rank_environment():
         found = Path(scratch) / "tasks.json"
         worker = "autopipe.backends.torch.profiler.task_worker"
@@ -55,8 +52,8 @@ def _task_seconds(program: Path, device: torch.device, seconds: float) -> tuple[
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["failed without a word"]
             raise LaunchError(f"tasks cannot be measured: {lines[-1]}")
-        forward, backward = json.loads(found.read_text(encoding="utf-8"))
-    return forward, backward
+        forward, backward, update = json.loads(found.read_text(encoding="utf-8"))
+    return forward, backward, update
 
 
 def _updates(watch: Watch, seconds: float) -> tuple[TensorCosts, ...]:
