@@ -97,10 +97,10 @@ class Tables:
         return (always + kept, received) if recompute else (always, kept)
 
 
-def make_tables(problem: Problem, chain: Chain) -> Tables:
-    """All matrices of a problem's chain."""
+def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = None) -> Tables:
+    """All matrices of a problem's chain; `samples` are those of its graph, where they are known already."""
     graph = problem.graph
-    samples = sample_axes(graph)
+    samples = samples or sample_axes(graph)
     values = list(_crossing(problem, chain))
     widths = element_bytes(graph, samples.uses, problem.precision)
     state, gradients = _parameters(problem, chain)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopipe.ir.cluster import Device
+from autopipe.ir.costs import Affine
 from autopipe.ir.problem import Work
 from autopipe.passes.cost.precision import PRODUCT_KINDS
 
@@ -67,21 +68,32 @@ def _roofline(
 
 
 def accumulate_seconds(device: Device, gradient_bytes: float, tensors: int = 1) -> float:
-    """Seconds of adding a micro-batch's gradients to those before: two operands read, their sum written."""
+    """Seconds of adding a micro-batch's gradients to those before."""
+    starts = 0.0 if device.tasks is None else device.tasks.accumulate.per_tensor_s * tensors
+    return starts + accumulate_per_byte(device) * gradient_bytes
+
+
+def accumulate_per_byte(device: Device) -> float:
+    """Seconds a byte of that: two operands read, their sum written."""
     if device.tasks is not None:
-        return device.tasks.accumulate.seconds(tensors, gradient_bytes)
-    return 3 * gradient_bytes / (device.bandwidth_bytes_per_s * device.fraction("elementwise"))
+        return device.tasks.accumulate.per_byte_s
+    return 3 / (device.bandwidth_bytes_per_s * device.fraction("elementwise"))
 
 
 def update_seconds(device: Device, parameter_bytes: float, states: int, tensors: int = 1) -> float:
-    """Seconds of an optimizer's update: parameter and states read and written, gradient read, in one fused launch."""
+    """Seconds of an optimizer's update of parameters; none where there are none."""
     if not parameter_bytes:
         return 0.0
+    starts = 0.0 if device.tasks is None else device.tasks.updates[states].per_tensor_s * tensors
+    return starts + update_line(device, states).seconds(parameter_bytes)
+
+
+def update_line(device: Device, states: int) -> Affine:
+    """The same by bytes: parameter and states read and written, gradient read, in one fused launch."""
     if device.tasks is not None:
-        return device.tasks.update_s + device.tasks.updates[states].seconds(tensors, parameter_bytes)
-    moved = parameter_bytes * (3 + 2 * states)
+        return Affine(device.tasks.update_s, device.tasks.updates[states].per_byte_s)
     bandwidth = device.bandwidth_bytes_per_s * device.fraction("elementwise")
-    return moved / bandwidth + device.launch_latency_s
+    return Affine(device.launch_latency_s, (3 + 2 * states) / bandwidth)
 
 
 def task_seconds(device: Device) -> tuple[float, float]:

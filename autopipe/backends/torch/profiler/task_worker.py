@@ -23,8 +23,9 @@ from autopipe.backends.torch.runtime.rank import Rank
 
 
 def main(program: Path, target: Path, device: str, seconds: float) -> None:
-    """Measure `program` and write three numbers of seconds to `target`: what a forward and a backward take besides their
-    operators, and what an update takes.
+    """Measure `program` and write three numbers of seconds to `target`.
+
+    They are what a forward and a backward take besides their operators, and what an update takes.
 
     A forward's operators are what its generated function takes, a backward's what autograd does.
     """
