@@ -30,7 +30,7 @@ _TASK = re.compile(r"(\d+)([FBIW])(\d+)")
 
 @dataclass(frozen=True, slots=True, order=False)
 class Task:
-    """One phase of one stage on one micro-batch, printed and parsed as `2F0`."""
+    """One phase of one stage on one of the stage's micro-batches, printed and parsed as `2F0`."""
 
     stage: int
     phase: Phase
@@ -61,7 +61,7 @@ class Repetend:
     count: int
     """How often it stands in the list."""
     stride: int = 1
-    """Micro-batches that one repetition advances by."""
+    """Micro-batches, of the stages' own, that one repetition advances by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,8 @@ class Proof:
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """For each device the tasks it runs, in order. A task of a stage on several devices is in each one's list.
+
+    `micro_batches` are the step's: of these a stage may run several of its own for one (`StageGraph.turns`).
 
     `repetends`, where known, marks the steady state of each device's list. `period` is the simulated length of one
     repetition in seconds or in the scheduler's own units, and `proof` what a search proved of it.

@@ -15,6 +15,7 @@ from autopipe.ir.prediction import Message, Prediction, StagePrediction
 from autopipe.ir.program import Turn
 from autopipe.ir.schedule import Phase, Schedule, WrongScheduleError
 from autopipe.ir.stage_graph import StageGraph
+from autopipe.passes.cost.in_flight import table_2
 from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards, kept_micro_batches, order_kfkb, stage_order
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.simulate import simulate
@@ -131,6 +132,16 @@ def test_a_chain_of_stages_of_one_speed_never_idles_once_it_is_full():
     # a backward takes twice as long as a forward.
     graph = with_turns(chain(2), (1, 1))
     assert idle_at_the_end(graph, (4, 4), kept_micro_batches(graph, (4, 4))) == pytest.approx(1.0)
+
+
+def test_where_table_2_is_too_little_to_run_at_all_more_is_kept():
+    graph = with_turns(chain(2), (1, 1))
+    assert table_2(5, 1, 4, 1, 4) == 7
+    assert idle_at_the_end(graph, (5, 4), (7, 4)) is None, (
+        "the fifth backward waits for the next stage's eighth forward"
+    )
+    assert kept_micro_batches(graph, (5, 4)) == (8, 4)
+    assert idle_at_the_end(graph, (5, 4), (8, 4)) is not None
 
 
 def idle_at_the_end(graph, ks, kept, backward=2.0):
