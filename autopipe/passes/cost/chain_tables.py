@@ -23,7 +23,7 @@ from autopipe.passes.cost.ranges import (
     range_maxima,
     range_sums,
 )
-from autopipe.passes.cost.roofline import accumulate_seconds, node_seconds, update_seconds
+from autopipe.passes.cost.roofline import accumulate_per_byte, node_seconds, update_line
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
 
 
@@ -80,10 +80,10 @@ class Tables:
         if self.problem.train:
             found = found + _message_seconds(self.sent.local(degree), self.leaving, after)
             count = self.problem.micro_batches
-            per_byte = update_seconds(device, 1.0, self.problem.optimizer.states) - device.launch_latency_s
-            update = self.gradients * per_byte + device.launch_latency_s * (self.gradients > 0)
+            line = update_line(device, self.problem.optimizer.states)
+            update = self.gradients * line.per_byte_s + line.fixed_s * (self.gradients > 0)
             found = found + (reduce.seconds_each(self.gradients) + update) / count
-            found = found + self.gradients * accumulate_seconds(device, 1.0) * (1 - 1 / count)
+            found = found + self.gradients * accumulate_per_byte(device) * (1 - 1 / count)
         return found
 
     def memory(self, degree: int, recompute: bool) -> tuple[Matrix, Matrix]:

@@ -15,7 +15,7 @@ from autopipe.ir.cluster import Cluster, Link
 from autopipe.passes.cost.chain_tables import Tables
 from autopipe.passes.cost.communication import all_reduce
 from autopipe.passes.cost.ranges import Matrix, range_sums
-from autopipe.passes.cost.roofline import accumulate_seconds, update_seconds
+from autopipe.passes.cost.roofline import accumulate_per_byte, update_line
 from autopipe.passes.placement.graphpipe.seconds import NodeSeconds
 
 
@@ -74,10 +74,10 @@ def ways_of(tables: Tables, seconds: NodeSeconds, size: int, degree: int) -> Ite
         yield Way(degree, False, forward, zero, arriving, zero, zero, always, zero)
         return
     device = problem.cluster.devices[0]
-    backward += tables.gradients * accumulate_seconds(device, 1.0) * (1 - size / problem.batch_size)
+    backward += tables.gradients * accumulate_per_byte(device) * (1 - size / problem.batch_size)
     returning = tables.leaving * link.latency_s + sent / link.bandwidth_bytes_per_s
-    per_byte = update_seconds(device, 1.0, problem.optimizer.states) - device.launch_latency_s
-    end = tables.gradients * per_byte + device.launch_latency_s * (tables.gradients > 0)
+    update = update_line(device, problem.optimizer.states)
+    end = tables.gradients * update.per_byte_s + update.fixed_s * (tables.gradients > 0)
     end += all_reduce(problem.cluster, range(degree)).seconds_each(tables.gradients)
     always = always + received + sent
     if problem.recompute != "full":

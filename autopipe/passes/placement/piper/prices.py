@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from autopipe.ir.cluster import Device
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.communication import all_reduce
-from autopipe.passes.cost.roofline import update_seconds
+from autopipe.passes.cost.roofline import update_line
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
 from autopipe.passes.placement.piper.blocks import Blocks
 from autopipe.passes.placement.piper.downsets import Chosen, Downsets, Figures
@@ -161,8 +161,8 @@ class Prices:
         return found
 
     def _update(self, device: Device, gradients: Figures) -> Figures:
-        per_byte = update_seconds(device, 1.0, self.problem.optimizer.states) - device.launch_latency_s
-        found: Figures = gradients * per_byte + device.launch_latency_s * (gradients > 0)
+        update = update_line(device, self.problem.optimizer.states)
+        found: Figures = gradients * update.per_byte_s + update.fixed_s * (gradients > 0)
         return found
 
     def _farthest(

@@ -12,7 +12,7 @@ from autopipe.ir.layout import Layout, MeshAxis
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.communication import all_reduce
 from autopipe.passes.cost.memory import state_of
-from autopipe.passes.cost.roofline import accumulate_seconds, update_seconds
+from autopipe.passes.cost.roofline import accumulate_per_byte, update_line
 from autopipe.passes.spmd.search.moves import Floats
 
 
@@ -68,6 +68,6 @@ class Parameters:
 def _update_per_byte(problem: Problem, devices: tuple[int, ...]) -> float:
     """Seconds a step and a byte of gradients, on the slowest device, but for the update's one launch."""
     kinds = {problem.cluster.devices[device] for device in devices}
-    added = max(accumulate_seconds(device, 1.0) for device in kinds) * (problem.micro_batches - 1)
+    added = max(accumulate_per_byte(device) for device in kinds) * (problem.micro_batches - 1)
     states = problem.optimizer.states
-    return added + max(update_seconds(device, 1.0, states) - device.launch_latency_s for device in kinds)
+    return added + max(update_line(device, states).per_byte_s for device in kinds)
