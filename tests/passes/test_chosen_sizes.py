@@ -16,14 +16,20 @@ from autopipe.configs.load import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.schedule import Phase
 from autopipe.ir.serial.plan_file import read_plan, write_plan
+from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.batching import Division
+from autopipe.passes.lower import lower
+from autopipe.passes.lower.proof import prove
 from autopipe.passes.pipeline import make_plan, reopen
 from autopipe.passes.request import Request
 from autopipe.passes.schedule.named.gpipe import GPipe
 from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
 from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.tessel.scheduler import Tessel
+from autopipe.passes.schedule.tessel.search import SearchOptions, search
+from autopipe.passes.schedule.tessel.stage_blocks import busiest_seconds, stage_blocks, stage_schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +111,17 @@ def test_a_searched_schedule_is_no_longer_than_the_greedy_one(model):
     greedy = make_plan(request(model, (1, 2, 4))).plan.summary
     searched = make_plan(request(model, (1, 2, 4), Tessel(1.0))).plan.summary
     assert searched.lower_bound_s <= searched.step_time_s <= greedy.step_time_s
+
+
+def test_a_searched_order_of_split_backwards_becomes_a_program_that_can_run(model):
+    planned = make_plan(request(model, (1, 2, 4)))
+    problem, placement, prediction = planned.problem, planned.plan.placement, planned.plan.prediction
+    graph = StageGraph.of(problem, placement)
+    blocks = stage_blocks(graph, prediction, True, busiest_seconds(graph, prediction) / 100, split=True)
+    schedule = stage_schedule(blocks, search(blocks.graph, 4, SearchOptions(0.5)), graph, 4)
+    schedule.verify(graph, train=True)
+    assert {task.phase for order in schedule.tasks for task in order} == set(Phase) - {Phase.BACKWARD}
+    prove(lower(problem.graph, placement, schedule, problem.loss))
 
 
 def test_a_strategy_is_asked_again_where_so_few_samples_leave_other_operators(tmp_path):
