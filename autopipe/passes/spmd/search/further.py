@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -9,10 +10,14 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule
+from autopipe.passes.cost.constraints import wishes_of
 from autopipe.passes.cost.resized import resized
+from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.cost.wished import wished_splits
 from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate
+from autopipe.passes.spmd.search.configurations import Splits
 from autopipe.passes.spmd.search.exact import Exact
 from autopipe.passes.spmd.search.stages import inside_of
 
@@ -21,24 +26,52 @@ def split_further(problem: Problem, placement: Placement) -> Placement:
     """`placement` with its stages of several devices split as the search finds it best, or as they are.
 
     Which of the two is better for each follows from a step by kFkB (k = 1), as it is simulated: neighbours that are
-    split differently have more to send. The step is never longer than it was. Nodes, devices, micro-batches and
-    recomputation stay. No two stages may share a device.
+    split differently have more to send. The step is never longer than it was, but for stages in which constraints ask
+    for splits. Nodes, devices, micro-batches and recomputation stay. No two stages may share a device.
+
+    Raises ConfigurationError for constraints that cannot be followed.
     """
     problem = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
-    found = dict(_searched(problem, placement))
+    own = {size: resized(problem, size) for size in {stage.micro_batch_size for stage in placement.stages}}
+    asked = _asked(problem, placement, own)
+    found = dict(_searched(problem, placement, own, asked))
+    settled = {
+        index: found.pop(index)
+        for index, stage in enumerate(placement.stages)
+        if index in found and not asked.keys().isdisjoint(stage.nodes)
+    }
+    placement = _with(placement, settled)
     if not found:
         return placement
     trial = _Trial(problem, KForwardsKBackwards().run(problem, placement))
-    every = replace(placement, stages=tuple(found.get(index, stage) for index, stage in enumerate(placement.stages)))
-    ways = [dict(enumerate(each.stages)) for each in (placement, every)]
-    best = (trial.improved(*each) for each in ((placement, ways[1]), (every, ways[0])))
+    before = {index: placement.stages[index] for index in found}
+    best = (trial.improved(*each) for each in ((placement, found), (_with(placement, found), before)))
     return min(best, key=lambda each: each[0])[1]
 
 
-def _searched(problem: Problem, placement: Placement) -> Iterator[tuple[int, Stage]]:
-    """The stages that the search splits differently within memory."""
-    own = {size: resized(problem, size) for size in {stage.micro_batch_size for stage in placement.stages}}
-    inside, solver = inside_of(problem, placement, {}), Exact(problem.time_limit)
+def _with(placement: Placement, others: dict[int, Stage]) -> Placement:
+    """The placement with some of its stages replaced."""
+    stages = (others.get(index, stage) for index, stage in enumerate(placement.stages))
+    return replace(placement, stages=tuple(stages))
+
+
+def _asked(problem: Problem, placement: Placement, own: dict[int, Problem]) -> dict[int, Splits]:
+    """The splits that constraints ask for and the devices of a node's stage can have, by node."""
+    wishes = wishes_of(problem)
+    wished = {size: wished_splits(wishes, sample_axes(each.graph)) for size, each in own.items()} if wishes else {}
+    found = {}
+    for stage in placement.stages:
+        for node, splits in wished.get(stage.micro_batch_size, {}).items():
+            if node in stage.nodes and len(stage.devices) % math.prod(split.degree for split in splits) == 0:
+                found[node] = splits
+    return found
+
+
+def _searched(
+    problem: Problem, placement: Placement, own: dict[int, Problem], asked: dict[int, Splits]
+) -> Iterator[tuple[int, Stage]]:
+    """The stages that the search splits differently within memory, with `asked` splits as they are."""
+    inside, solver = inside_of(problem, placement, asked), Exact(problem.time_limit)
     for index, stage in enumerate(placement.stages):
         if len(stage.devices) > 1:
             try:
@@ -61,10 +94,7 @@ class _Trial:
         and its devices are busy for a shorter time, or if the step is shorter."""
         step, busy = self._step(placement)
         for index, other in others.items():
-            if other == placement.stages[index]:
-                continue
-            stages = (*placement.stages[:index], other, *placement.stages[index + 1 :])
-            changed = replace(placement, stages=stages)
+            changed = _with(placement, {index: other})
             changed_step, changed_busy = self._step(changed)
             if (changed_step, changed_busy[index]) < (step, busy[index]):
                 placement, step, busy = changed, changed_step, changed_busy

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.cluster import Cluster, Level, Link
-from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.problem import Mode, Problem
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.ir.problem import Constraint, Mode, Problem
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.cost.fit import device_memory
 from autopipe.passes.cost.splits import sample_axes
@@ -20,6 +21,7 @@ from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.spmd.search.further import split_further
+from autopipe.passes.spmd.wishes import check_wishes
 from tests.distributed.zoo import small_graph
 from tests.passes.cost.graphs import cluster
 
@@ -102,3 +104,15 @@ def test_stages_of_one_device_are_left_alone() -> None:
     problem = problem_of("two-branch", links(2, 1e9))
     before = by_samples(problem, "two-branch", (1, 1), (12, 6))
     assert split_further(problem, before) == before
+
+
+def test_splits_that_constraints_ask_for() -> None:
+    problem = problem_of("candle-uno", links(6, 1e12))
+    node = problem.graph.nodes[10]
+    problem = replace(problem, constraints=(Constraint(node.name, split=(("n", 2),)),))
+    before = by_samples(problem, "candle-uno", (2, 2, 2), (12, 12, 12))
+    after = split_further(problem, before)
+    assert after.stages[1].splits_of(10) == (Split("n", 2),)
+    check_wishes(problem, after, "any")
+    with pytest.raises(ConfigurationError, match="asks for split n:2"):
+        check_wishes(problem, before, "any")
