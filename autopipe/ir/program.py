@@ -215,11 +215,15 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """`body`, `count` times, each time on micro-batches `stride` further."""
+    """`body`, `count` times, each time on micro-batches `stride` further.
+
+    Where stages with micro-batches of different sizes take part, `strides` says it for each instruction of the body.
+    """
 
     body: tuple[Instruction, ...]
     count: int
     stride: int = 1
+    strides: tuple[int, ...] = ()
 
 
 Section = tuple["Instruction | Loop", ...]

@@ -98,7 +98,7 @@ def _steps(wired: list[list[StageOnRank]], schedule: Schedule, turns: tuple[int,
         key = (tasks, _talking(rank, wired[rank]))
         if key not in known:  # The ranks of a group mostly do the same.
             flat = instructions(*key, orders)
-            known[key] = _Step(sections(flat), held_messages(flat))
+            known[key] = _Step(sections(flat, turns), held_messages(flat))
         found.append(known[key])
     return found
 

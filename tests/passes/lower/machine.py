@@ -22,8 +22,9 @@ def expanded(*parts: Section) -> list[Instruction]:
     found: list[Instruction] = []
     for item in (each for part in parts for each in part):
         if isinstance(item, Loop):
+            strides = item.strides or [item.stride] * len(item.body)
             for turn in range(item.count):
-                found += [each.shifted(turn * item.stride) for each in item.body]
+                found += [each.shifted(turn * stride) for each, stride in zip(item.body, strides, strict=True)]
         else:
             found.append(item)
     return found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -46,6 +49,24 @@ def test_what_repeats_becomes_one_loop(loop: Loop) -> None:
     assert isinstance(repetend[0], Loop)
     assert len(repetend[0].body) <= len(loop.body)
     assert repetend[0].count * len(repetend[0].body) + len(warm_up) + len(cool_down) <= loop.count * len(loop.body)
+
+
+@pytest.mark.parametrize("turns", [(1, 4), (4, 1), (2, 4), (1, 1)])
+def test_stages_that_take_turns_are_rolled_up_together(turns: tuple[int, int]) -> None:
+    """Two stages on a rank: the same text whatever the number of micro-batches."""
+    texts = set()
+    for micro_batches in (8, 64):
+        order = [
+            Instruction(Verb.FORWARD, stage, micro_batch * turns[stage] + turn)
+            for micro_batch in range(micro_batches)
+            for stage in (0, 1)
+            for turn in range(turns[stage])
+        ]
+        order += [replace(each, verb=Verb.BACKWARD) for each in order]
+        parts = sections(order, turns)
+        assert expanded(*parts) == order
+        texts.add(sum(len(each.body) if isinstance(each, Loop) else 1 for part in parts for each in part))
+    assert texts == {2 * sum(turns)}
 
 
 def test_receives_follow_the_order_in_which_the_other_stage_sends() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopipe.ir.layout import Box
 from autopipe.ir.program import (
     Instruction,
@@ -118,17 +120,18 @@ def _section(section: Section) -> list[str]:
         if isinstance(item, Instruction):
             straight.append(item)
             continue
-        lines.extend(_lines(straight, "    ", ""))
+        lines.extend(_lines(straight, "    ", [str(each.micro_batch) for each in straight]))
         straight = []
         if isinstance(item, Loop):
             lines.append(f"    for i in range({_range(item)}):")
-            first = item.body[0].micro_batch
-            lines.extend(_lines(item.body, "        ", "i", first))
+            lines.extend(_lines(item.body, "        ", _indices(item)))
     return lines
 
 
 def _range(loop: Loop) -> str:
-    """The loop variable is the micro-batch of the body's first instruction."""
+    """The loop variable is the micro-batch of the body's first instruction; where strides differ, it counts."""
+    if loop.strides:
+        return str(loop.count)
     start = loop.body[0].micro_batch
     stop = start + loop.count * loop.stride
     if loop.stride != 1:
@@ -139,25 +142,31 @@ def _range(loop: Loop) -> str:
 _TASK_ENDS = (Verb.FORWARD, Verb.BACKWARD, Verb.INPUT_GRADIENT, Verb.WEIGHT_GRADIENT)
 
 
-def _lines(items: list[Instruction] | tuple[Instruction, ...], indent: str, variable: str, base: int = 0) -> list[str]:
-    """One line a task: what is posted before it, the task, and what it sends."""
+def _lines(items: Sequence[Instruction], indent: str, indices: Sequence[str]) -> list[str]:
+    """One line a task: what is posted before it, the task, and what it sends. `indices` spell the micro-batches."""
     lines: list[str] = []
     current: list[str] = []
     done = False
-    for item in items:
+    for item, index in zip(items, indices, strict=True):
         if current and done and item.verb not in (Verb.SEND, Verb.SEND_GRADIENT):
             lines.append(indent + "; ".join(current))
             current, done = [], False
         source = "" if item.source is None else f", source={item.source}"
-        current.append(f"s{item.stage}.{item.verb.value}({_index(item.micro_batch, variable, base)}{source})")
+        current.append(f"s{item.stage}.{item.verb.value}({index}{source})")
         done = done or item.verb in _TASK_ENDS
     if current:
         lines.append(indent + "; ".join(current))
     return lines
 
 
-def _index(micro_batch: int, variable: str, base: int) -> str:
-    if not variable:
-        return str(micro_batch)
-    offset = micro_batch - base
-    return variable if not offset else f"{variable} {'+' if offset > 0 else '-'} {abs(offset)}"
+def _indices(loop: Loop) -> list[str]:
+    """The micro-batches of a loop's body, by its variable."""
+    if loop.strides:
+        terms = ("i" if stride == 1 else f"{stride} * i" for stride in loop.strides)
+        return [_moved(term, each.micro_batch) for term, each in zip(terms, loop.body, strict=True)]
+    first = loop.body[0].micro_batch
+    return [_moved("i", each.micro_batch - first) for each in loop.body]
+
+
+def _moved(term: str, offset: int) -> str:
+    return f"{term} {'+' if offset > 0 else '-'} {abs(offset)}" if offset else term

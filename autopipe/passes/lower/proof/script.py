@@ -78,10 +78,11 @@ class Script:
             if isinstance(item, Instruction):
                 yield self._action(item), item.micro_batch
             elif isinstance(item, Loop):
+                strides = item.strides or (item.stride,) * len(item.body)
                 body = [(self._action(each), each.micro_batch) for each in item.body]
-                for distance in range(0, item.count * item.stride, item.stride):
-                    for action, micro_batch in body:
-                        yield action, micro_batch + distance
+                for turn in range(item.count):
+                    for (action, micro_batch), stride in zip(body, strides, strict=True):
+                        yield action, micro_batch + turn * stride
 
     def _action(self, instruction: Instruction) -> Action:
         key = instruction.verb, instruction.stage, instruction.source
