@@ -8,7 +8,7 @@ of parallel parts can run at the same time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autopipe.passes.placement.graphpipe.ordering import least_ordering_cut
@@ -103,7 +103,7 @@ def _tree(
         return Leaf(units[0])
     runs = _in_series(relations, units)
     if len(runs) > 1:
-        return Series(tuple(_tree(relations, run, weights, regions, inside) for run in runs))
+        return _series(_tree(relations, run, weights, regions, inside) for run in runs)
     branches = _components(relations, units)
     if len(branches) > 1:
         return Parallel(tuple(_tree(relations, branch, weights, regions, inside) for branch in branches))
@@ -112,7 +112,10 @@ def _tree(
     first = least_ordering_cut(units, relations.above, weights)
     cut = set(first)
     rest = [unit for unit in units if unit not in cut]
-    parts = [_tree(relations, each, weights, regions, True) for each in (first, rest)]
+    return _series(_tree(relations, each, weights, regions, True) for each in (first, rest))
+
+
+def _series(parts: Iterable[Tree]) -> Series:
     return Series(tuple(itertools.chain.from_iterable(p.parts if isinstance(p, Series) else (p,) for p in parts)))
 
 

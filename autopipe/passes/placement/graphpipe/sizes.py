@@ -1,0 +1,172 @@
+"""The search over lines and sizes of micro-batches, and the choice among their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.placement import Placement
+from autopipe.ir.problem import Problem
+from autopipe.passes.cost.chain_tables import Tables, make_tables
+from autopipe.passes.cost.fit import out_of_memory
+from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.placement.graphpipe.line import Line, make_line
+from autopipe.passes.placement.graphpipe.orders import FEW
+from autopipe.passes.placement.graphpipe.prices import Prices, make_prices
+from autopipe.passes.placement.graphpipe.seconds import NodeSeconds
+from autopipe.passes.placement.graphpipe.solve import Answer, Solver
+from autopipe.passes.placement.graphpipe.stages import stages_of
+from autopipe.passes.placement.graphpipe.tree import Tree
+from autopipe.passes.placement.graphpipe.trial import trial
+from autopipe.passes.placement.graphpipe.units import Units
+from autopipe.passes.placement.graphpipe.ways import ways_of
+
+_BLOCKS_A_DEVICE = 24
+_FEWEST_BLOCKS, _MOST_BLOCKS = 96, 224
+"""Into how many blocks a graph is joined: the search's time grows with their square."""
+
+_CLOSE = 1.005
+"""Steps that differ by no more than this factor are simulated: the search's own prices are no better than that."""
+
+_CLOSE_AMONG_NODES = 1.02
+"""The same where devices are in several nodes: the search does not know which link a message takes."""
+
+_MOST_TRIALS = 4
+
+_HALVINGS = 24
+"""How closely the least excess over the memory limit is found."""
+
+_ROOM = 0.9
+"""Share of the memory up to which the search's own count of it is trusted."""
+
+_NEAR = 1.15
+"""Another line is looked at where a step takes more than so many times what it took if all devices only computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """An answer on the line it is about."""
+
+    answer: Answer
+    line: Line
+
+
+class Sizes:
+    """The search over lines and sizes of micro-batches."""
+
+    def __init__(self, problem: Problem, units: Units, weights: NDArray[np.float64]) -> None:
+        self.problem, self.units, self.weights = problem, units, weights
+        self.samples = sample_axes(problem.graph)
+        self.seconds = NodeSeconds(problem, self.samples)
+        devices = problem.cluster.size
+        self.loads = {
+            size: float(sum(each.sum() for each in self.seconds.of(size, 1))) / devices
+            for size in problem.micro_batch_sizes or (problem.micro_batch_size,)
+        }
+        """For each size the least that a micro-batch takes: all devices compute, and nothing else."""
+        self.bound = min(load * (problem.batch_size // size) for size, load in self.loads.items())
+        several = devices > problem.cluster.levels[0].size
+        self.close = _CLOSE_AMONG_NODES if several else _CLOSE
+
+    def best(self, trees: Iterable[Tree]) -> Placement:
+        """The best answer's placement; of those that promise about the same, the one whose simulated step is best.
+
+        Trees after the first are looked at where its answers leave something to gain.
+        """
+        found: list[_Found] = []
+        near = _NEAR if len(self.units.nodes) > FEW else 1.0
+        first: Line | None = None
+        for tree in trees:
+            least = min((each.answer.step_s for each in found), default=np.inf)
+            if first is not None and least <= self.bound * near:
+                break
+            line = self._line(tree)
+            first = first or line
+            found += (_Found(answer, line) for answer in self._answers(line, least))
+        chosen = self._chosen(found)
+        if chosen is None:
+            assert first is not None, "there is a tree"
+            raise self._too_little_memory(first)
+        return chosen
+
+    def _line(self, tree: Tree) -> Line:
+        devices = self.problem.cluster.size
+        limit = min(max(_BLOCKS_A_DEVICE * devices, _FEWEST_BLOCKS), _MOST_BLOCKS)
+        return make_line(self.problem.graph, self.units, tree, self.weights, limit, devices)
+
+    def _chosen(self, found: list[_Found]) -> Placement | None:
+        """None where memory holds none."""
+        found.sort(key=lambda each: each.answer.step_s)
+        least = found[0].answer.step_s if found else 0.0
+        close = [each for each in found if self._at_best(each.answer) <= least]
+        best: tuple[float, Placement] | None = None
+        for tried, each in enumerate((*close, *(other for other in found if other not in close))):
+            if best is not None and tried >= min(len(close), _MOST_TRIALS):
+                break
+            placement = self._placement(each)
+            if len(close) == 1 and best is None and each.answer.memory <= _ROOM:
+                return placement
+            seconds, used = trial(self.problem, placement)
+            if used <= 1 and (best is None or seconds < best[0]):
+                best = seconds, placement
+        return None if best is None else best[1]
+
+    def _at_best(self, answer: Answer) -> float:
+        """What a step may turn out to take; nothing overlaps in one stage, whose time is known."""
+        return answer.step_s / (self.close if len(answer.drafts) > 1 else 1)
+
+    def _answers(self, line: Line, best: float) -> Iterator[Answer]:
+        """Answers of a line that promise to be better than `best`, or close."""
+        batch = self.problem.batch_size
+        solver = self._solver(line)
+        tables = make_tables(self.problem, line.chain, self.samples)
+        # Filling and draining a pipeline takes about as long as a few micro-batches.
+        for size in sorted(self.loads, key=lambda size: self.loads[size] * (batch // size + 2)):
+            limit = best * self.close
+            if self.loads[size] * (batch // size) > limit:
+                continue
+            for answer in solver.answers(self._prices(tables, size), self.loads[size], limit):
+                best = min(best, answer.step_s)
+                yield answer
+
+    def _solver(self, line: Line) -> Solver:
+        return Solver(line, self.problem.cluster.size, self.problem.train)
+
+    def _prices(self, tables: Tables, size: int, spare: float = 0.0) -> Prices:
+        """The prices of a size; each device has its memory limit, and `spare` bytes more."""
+        problem, devices = self.problem, self.problem.cluster.size
+        shared = bool(problem.graph.batch_axes)
+        degrees = [degree for degree in range(1, devices + 1) if size % degree == 0 and (shared or degree == 1)]
+        ways = [way for degree in degrees for way in ways_of(tables, self.seconds, size, degree)]
+        limit = min(map(problem.memory_of, range(devices))) + spare
+        return make_prices(ways, size, problem.batch_size // size, limit, devices)
+
+    def _placement(self, found: _Found) -> Placement:
+        drafts, size = found.answer.drafts, found.answer.size
+        return Placement(stages_of(found.line.chain, self.samples, self.problem.cluster, drafts, size))
+
+    def _too_little_memory(self, line: Line) -> InfeasibleError:
+        """The error for the stages that exceed the memory limit by least, on the smallest micro-batches."""
+        problem = self.problem
+        tables = make_tables(problem, line.chain, self.samples)
+        solver = self._solver(line)
+
+        def answer(spare: float) -> Answer | None:
+            return solver.any_answer(self._prices(tables, min(self.loads), spare))
+
+        low, high = 0.0, float(problem.memory_of(0))
+        while answer(high) is None:
+            low, high = high, 2 * high
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if answer(middle) else (middle, high)
+        found = answer(high)
+        assert found is not None, "what met the limit meets it again"
+        worst = max(range(len(found.drafts)), key=lambda stage: found.drafts[stage].memory)
+        device = self._placement(_Found(found, line)).stages[worst].devices[0]
+        need = max(found.drafts[worst].memory, problem.memory_of(device) + 1)
+        return out_of_memory(problem, [worst], len(found.drafts), device, need, least=True)
