@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -16,8 +17,15 @@ from autopipe.ir.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
-BENCHMARKS: Final = {"pase": "autopipe.cli.bench.pase", "tessel": "autopipe.cli.bench.tessel"}
+    from autopipe.cli.drawing.picture import Picture
+
+BENCHMARKS: Final = {
+    "graphpipe": "autopipe.cli.bench.graphpipe",
+    "pase": "autopipe.cli.bench.pase",
+    "tessel": "autopipe.cli.bench.tessel",
+}
 """A benchmark's name -> the package whose `cases()` lists its parts."""
 
 
@@ -49,7 +57,8 @@ def bench(output: Output, name: str, only: tuple[str, ...]) -> None:
             bar.advance(0, note=f"{case.part}, {case.name}")
             rows.extend(case.run())
             bar.advance()
-    output.result({"rows": rows}, *_shown(rows))
+    drawn = [] if output.as_json else [_drawn(picture, output) for case in chosen for picture in case.pictures()]
+    output.result({"rows": rows}, *_shown(rows), *itertools.chain.from_iterable(drawn))
 
 
 def _chosen(cases: Sequence[Case], only: tuple[str, ...]) -> list[Case]:
@@ -79,6 +88,14 @@ def _shown(rows: Sequence[Row]) -> list[Table | str]:
         mark = str(notes.index(row.note) + 1) if row.note else ""
         table.add_row(row.case, row.variant, row.metric, _text(row.theirs), _text(row.ours), row.unit, mark)
     return [table, "", *(f"{number}  {note}" for number, note in enumerate(notes, start=1))]
+
+
+def _drawn(picture: Picture, output: Output) -> Iterator[Text | str]:
+    """A timeline below its title."""
+    from autopipe.cli.drawing.terminal import draw_timeline
+
+    yield from ("", picture.title)
+    yield from draw_timeline(picture, output.width, output.coloured)
 
 
 def _text(figure: float | None) -> str:

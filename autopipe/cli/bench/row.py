@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from autopipe.cli.drawing.picture import Picture
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -31,3 +33,5 @@ class Case:
     part: str
     """The table or figure, for the progress bar."""
     run: Callable[[], Iterable[Row]]
+    pictures: Callable[[], Iterable[Picture]] = tuple
+    """What is drawn below the table."""

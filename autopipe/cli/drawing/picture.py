@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from autopipe.cli.drawing.steady import SteadyState, steady_state
 from autopipe.cli.figures import bytes_text, seconds_text
 from autopipe.ir.plan import Plan
-from autopipe.ir.schedule import Phase
-from autopipe.ir.stage_graph import turns_of
+from autopipe.ir.schedule import Phase, Schedule
 from autopipe.ir.timeline import Span, Timeline, Transfer
 
 Curve = tuple[tuple[float, int], ...]
@@ -80,18 +79,24 @@ class Picture:
 def plan_picture(plan: Plan, timeline: Timeline) -> Picture:
     """The picture of a plan's simulated step."""
     summary = plan.summary
+    title = (
+        f"{summary.strategy} with {summary.schedule}: {summary.stages} stages on {len(timeline.memory)} devices, "
+        f"{summary.micro_batches} micro-batches, step {seconds_text(summary.step_time_s)}, "
+        f"bubble {summary.bubble_rate:.1%}"
+    )
+    return step_picture(title, plan.schedule, timeline, plan.memory_limits or (None,) * len(timeline.memory))
+
+
+def step_picture(title: str, schedule: Schedule, timeline: Timeline, limits: tuple[int | None, ...]) -> Picture:
+    """The picture of a simulated step."""
     return Picture(
-        title=(
-            f"{summary.strategy} with {summary.schedule}: {summary.stages} stages on {len(timeline.memory)} devices, "
-            f"{summary.micro_batches} micro-batches, step {seconds_text(summary.step_time_s)}, "
-            f"bubble {summary.bubble_rate:.1%}"
-        ),
+        title=title,
         bars=tuple(sorted(map(_bar, timeline.spans), key=lambda bar: (bar.device, bar.start, bar.end))),
         memory=timeline.memory,
-        limits=plan.memory_limits or (None,) * len(timeline.memory),
+        limits=limits,
         end=timeline.end,
         physical=True,
-        steady=steady_state(plan.schedule, timeline, turns_of(plan.placement, summary.micro_batch_size)),
+        steady=steady_state(schedule, timeline),
         transfers=timeline.transfers,
     )
 
