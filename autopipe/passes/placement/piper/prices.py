@@ -102,33 +102,41 @@ class Prices:
         return max(found) + float(messages)
 
     @cached_property
-    def _work(self) -> Figures:
-        """The least work of each stage."""
-        return Sums(self._least_work).over(self.chains.downsets, slice(None))
+    def _left(self) -> Figures:
+        """The least work that each stage leaves to others."""
+        found: Figures = self._least_work.sum() - Sums(self._least_work).over(self.chains.downsets, slice(None))
+        return found
 
     def options(self, most_s: float) -> list[Option]:
         """All stages that take no more than `most_s`, fit somewhere, and leave no more work to the other devices than
         these do in that time; smaller groups first."""
-        found = []
-        for sharing, figures in self._shared:
-            for recompute in self._recomputations():
-                option = self._option(sharing, figures, recompute, most_s)
-                if len(option.pairs):
-                    found.append(option)
-        return found
+        return self._options(slice(None), most_s)
+
+    def whole(self) -> list[Option]:
+        """All blocks as one stage, in every way that fits."""
+        downsets = self.chains.downsets
+        return self._options(
+            np.flatnonzero((downsets.outer == 0) & (downsets.inner == len(downsets.holds) - 1)), np.inf
+        )
+
+    def _options(self, among: Chosen, most_s: float) -> list[Option]:
+        ways = ((*each, recompute) for each in self._shared for recompute in self._recomputations())
+        found = (self._option(*way, among, most_s) for way in ways)
+        return [option for option in found if len(option.pairs)]
 
     def _recomputations(self) -> tuple[bool, ...]:
         wanted = self.problem.recompute if self.problem.train else "none"
         return {"none": (False,), "full": (True,)}.get(wanted, (False, True))
 
-    def _option(self, sharing: Sharing, figures: BlockFigures, recompute: bool, most_s: float) -> Option:
+    def _option(self, sharing: Sharing, figures: BlockFigures, recompute: bool, among: Chosen, most_s: float) -> Option:
         compute = figures.backward_s + figures.forward_s * (2 if recompute else 1)
-        seconds = Sums(compute).over(self.chains.downsets, slice(None))
-        others = (self.problem.cluster.size - sharing.devices) * most_s
-        left = float(self._least_work.sum()) - self._work
-        chosen = np.flatnonzero((seconds <= most_s) & (left <= others * (1 + _ROUNDING) + _ROUNDING * seconds))
+        seconds = Sums(compute).over(self.chains.downsets, among)
+        left, others = self._left[among], self.problem.cluster.size - sharing.devices
+        enough = left <= (others * most_s if others else _ROUNDING * seconds)
+        places = np.flatnonzero((seconds <= most_s) & enough)
+        chosen = places if isinstance(among, slice) else among[places]
         seconds = (
-            seconds[chosen] + self._step_seconds(sharing, figures, chosen) + self._message_seconds(sharing, chosen)
+            seconds[places] + self._step_seconds(sharing, figures, chosen) + self._message_seconds(sharing, chosen)
         )
         quick = seconds <= most_s
         chosen, seconds = chosen[quick], seconds[quick]

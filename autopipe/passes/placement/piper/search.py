@@ -9,6 +9,7 @@ devices, its value the fewest stages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -77,22 +78,26 @@ def search_steps(prices: Prices, most_step_s: float) -> list[Piece]:
     Limits are raised by `_SLOWER` at a time, as long as a step could be shorter: so this is no proof.
     """
     count = prices.problem.micro_batches
-    best = search(prices, most_step_s / count)
-    pieces, limit = best, _slowest(best) * _SLOWER if best else 0.0
-    while len(pieces) > 1 and count * limit <= step_seconds(best, count):
-        pieces = _answer(prices, prices.options(limit), limit)
-        best = min(best, pieces, key=lambda each: step_seconds(each, count))
+    best = _answer(prices, prices.whole(), math.inf)
+    most_step_s = min(most_step_s, step_seconds(best, count))
+    pieces = search(prices, most_step_s / count)
+    limit = _slowest(pieces)
+    while pieces:
+        best = min(best or pieces, pieces, key=lambda each: step_seconds(each, count))
         limit *= _SLOWER
+        if len(pieces) == 1 or count * limit > min(most_step_s, step_seconds(best, count)):
+            break
+        pieces = _answer(prices, prices.options(limit), limit)
     return best
 
 
 def step_seconds(pieces: list[Piece], micro_batches: int) -> float:
-    """Seconds of a step, filling and draining included."""
-    return sum(piece.seconds for piece in pieces) + (micro_batches - 1) * _slowest(pieces)
+    """Seconds of a step, filling and draining included; infinite without stages."""
+    return sum(piece.seconds for piece in pieces) + (micro_batches - 1) * _slowest(pieces) if pieces else math.inf
 
 
 def _slowest(pieces: list[Piece]) -> float:
-    return max(piece.seconds for piece in pieces)
+    return max((piece.seconds for piece in pieces), default=math.inf)
 
 
 def _answer(prices: Prices, options: list[Option], limit: float) -> list[Piece]:
