@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopipe.ir.program import Turn
 from autopipe.ir.schedule import Phase
+from autopipe.ir.turn import Turn
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from autopipe.ir.layout import Box, MeshAxes, merged
 from autopipe.ir.ops.row import Signature
 from autopipe.ir.placement import Split
 from autopipe.ir.relayout import Relayout
+from autopipe.ir.turn import EVERY, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,33 +103,13 @@ class StageCode:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """Every `of`-th micro-batch of a stage, from number `index` on: those of which a wire carries something."""
-
-    index: int = 0
-    of: int = 1
-
-    def has(self, micro_batch: int) -> bool:
-        """Whether it is one of them."""
-        return micro_batch % self.of == self.index
-
-    def message(self, micro_batch: int) -> int:
-        """The number of the message that carries something of this micro-batch."""
-        return micro_batch // self.of
-
-    def micro_batch(self, message: int) -> int:
-        """The micro-batch that a message carries something of."""
-        return message * self.of + self.index
-
-
-@dataclass(frozen=True, slots=True)
 class Piece:
     """A block of a tensor that one rank sends to another when a task is done.
 
     `channel` numbers the pieces of a program: messages of one channel arrive in the order in which they are sent.
-    `tensor` names the value; `sent` is the block in coordinates of the sender's local tensor, `received` in the
-    receiver's. `needs_gradient` says that its gradient travels the same way back. Where the stages' micro-batches are
-    unequal, it is sent after those of `source_turn` and needed by those of `target_turn`.
+    `sent` is the block of `tensor` in coordinates of the sender's local one, `received` of the receiver's.
+    `needs_gradient` says that its gradient travels the same way back. Where the stages' micro-batches are unequal, it
+    is sent after those of `source_turn` and needed by those of `target_turn`.
     """
 
     channel: int
@@ -140,8 +121,8 @@ class Piece:
     sent: Box
     received: Box
     needs_gradient: bool
-    source_turn: Turn = Turn()
-    target_turn: Turn = Turn()
+    source_turn: Turn = EVERY
+    target_turn: Turn = EVERY
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +256,7 @@ class OutputPlace:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A value that the graph gives, of a micro-batch of the stage that gives it, and where each pipeline has it."""
+    """A value of a micro-batch of the stage that gives it, and where each pipeline has it."""
 
     value: Value
     places: tuple[OutputPlace, ...]
@@ -295,10 +276,7 @@ class InputRange:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Everything that code is generated from.
-
-    A step is `micro_batches` times `micro_batch_size` samples; a stage may take its own in several `turns` each.
-    """
+    """Everything that code is generated from, for steps of `micro_batches` times `micro_batch_size` samples."""
 
     world_size: int
     train: bool

@@ -6,8 +6,8 @@ import dataclasses
 
 from autopipe.ir.placement import Placement
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
-from autopipe.ir.program import Turn
 from autopipe.ir.serial.record import Record
+from autopipe.ir.turn import Turn
 
 _MESSAGE = tuple(field.name for field in dataclasses.fields(Message) if "turn" not in field.name)
 _TURNS = ("source_turn", "source_turns", "target_turn", "target_turns")

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from autopipe.ir.graph import Value
-from autopipe.ir.program import Channel, Instruction, Piece, StageCode, Turn, Verb
+from autopipe.ir.program import Channel, Instruction, Piece, StageCode, Verb
+from autopipe.ir.turn import Turn
 
 _FIRST_USES = {Verb.RECEIVE: (Verb.FORWARD,), Verb.RECEIVE_GRADIENT: (Verb.BACKWARD, Verb.INPUT_GRADIENT)}
 _LAST_USES = (Verb.FORWARD, Verb.BACKWARD, Verb.WEIGHT_GRADIENT)

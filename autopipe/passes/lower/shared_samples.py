@@ -10,7 +10,7 @@ from autopipe.ir.batch import BatchAxes, Samples
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import Box, whole
-from autopipe.ir.program import Turn
+from autopipe.ir.turn import EVERY, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def shared_blocks(
     """
     sent, received = whole(source[1]), whole(target[1])
     if source[0] == target[0]:
-        return (Shared(Turn(), Turn(), sent, received),)
+        return (Shared(EVERY, EVERY, sent, received),)
     pairs = tuple(_overlaps(source[0], target[0]))
     places = batch.values.get(name, ())
     if len(places) == 1:

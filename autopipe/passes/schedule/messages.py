@@ -13,8 +13,8 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.placement import Placement
 from autopipe.ir.prediction import Message
 from autopipe.ir.problem import Problem
-from autopipe.ir.program import Turn
 from autopipe.ir.stage_graph import turns_of
+from autopipe.ir.turn import Turn
 from autopipe.passes.cost.assignment import StageWork, stage_work
 from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.lower.shared_samples import Shared, shared_blocks

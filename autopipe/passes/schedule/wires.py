@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopipe.ir.prediction import Message
-from autopipe.ir.program import Turn
 from autopipe.ir.schedule import Phase
+from autopipe.ir.turn import Turn
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
 WHOLE = PHASES.index(Phase.BACKWARD)

@@ -8,8 +8,8 @@ import math
 from hypothesis import strategies
 
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
-from autopipe.ir.program import Turn
 from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.turn import Turn
 
 
 def chain(stages: int) -> StageGraph:

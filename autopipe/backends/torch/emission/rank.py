@@ -14,9 +14,9 @@ from autopipe.ir.program import (
     Section,
     StageCode,
     StageOnRank,
-    Turn,
     Verb,
 )
+from autopipe.ir.turn import Turn
 
 _LINE = 112
 

@@ -13,9 +13,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopipe.backends.torch.runtime.stage import Stage
-from autopipe.backends.torch.runtime.turns import End, Message, Turn, turns_of
-from autopipe.backends.torch.runtime.wiring import Receive, Send, of_message
+from autopipe.backends.torch.runtime.turns import End, Event, Message, turns_of
+from autopipe.backends.torch.runtime.wiring import Receive, Send
 from autopipe.ir.schedule import Phase, Task
+from autopipe.ir.turn import Turn
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank
@@ -67,8 +68,8 @@ class Turns:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._tasks: list[Task] = []
-        self._order: list[Turn] | None = None
-        self._rest: deque[Turn] = deque()
+        self._order: list[Event] | None = None
+        self._rest: deque[Event] = deque()
 
     def begin(self, step: Callable[[], None]) -> None:
         """Begin a step; before the first, walk through it noting its tasks, and agree with the other ranks."""
@@ -107,9 +108,9 @@ class Turns:
             stage = self._rank.stages[end.target_stage]
             wire = next(each for each in stage.receives if each.channel == end.channel)
         sends = message.ranks[0] == number
-        (stage.give if sends else stage.ask)(wire, of_message(wire.turn, message.number)).wait()
+        (stage.give if sends else stage.ask)(wire, Turn(*wire.turn).micro_batch(message.number)).wait()
 
-    def _agree(self) -> list[Turn]:
+    def _agree(self) -> list[Event]:
         """Tell the others this rank's tasks and channels, and order those of all."""
         number, stages, train = self._rank.number, self._rank.stages.values(), self._rank.train
         own = {
@@ -124,7 +125,7 @@ class Turns:
         }
         every = [json.loads(data) for data in self._rank.transport.gather_bytes(json.dumps(own).encode())]
         leaving, arriving = (
-            {channel: tuple(turn) for each in every for channel, turn in each[way]} for way in ("leaving", "arriving")
+            {channel: Turn(*turn) for each in every for channel, turn in each[way]} for way in ("leaving", "arriving")
         )
         ends = [
             replace(End(*end), source_turn=leaving[end[0]], target_turn=arriving[end[0]])

@@ -20,10 +20,8 @@ from autopipe.backends.torch.runtime.wiring import (
     Recompute,
     Send,
     Wire,
-    message,
-    of_message,
-    takes,
 )
+from autopipe.ir.turn import Turn
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank
@@ -89,7 +87,7 @@ class Stage:
     @staticmethod
     def _due(wires: tuple[_End, ...], micro_batch: int) -> list[_End]:
         """The wires that carry something of a micro-batch."""
-        return [wire for wire in wires if takes(wire.turn, micro_batch)]
+        return [wire for wire in wires if Turn(*wire.turn).has(micro_batch)]
 
     def ask(self, wire: Receive | Send, micro_batch: int) -> Arrival:
         """Post the receive of what comes along a wire: an argument, or the gradient of a result."""
@@ -154,13 +152,13 @@ class Stage:
         for wire in self._due(self.sends, micro_batch):
             if not self._is_remote(wire):
                 block = part(results[wire.result].detach(), wire.box)
-                self._rank.stages[wire.stage].take(message(wire.turn, micro_batch), wire.channel, block)
+                self._rank.stages[wire.stage].take(Turn(*wire.turn).message(micro_batch), wire.channel, block)
 
     def take(self, number: int, channel: int, tensor: torch.Tensor) -> None:
         """The message of this `number` on a channel from a stage on this rank: an argument."""
         wire = next(wire for wire in self.receives if wire.channel == channel)
         # A copy, because requires_grad is set on what arrives, and two stages may share the tensor.
-        self._handed.setdefault(of_message(wire.turn, number), {})[channel] = tensor.clone()
+        self._handed.setdefault(Turn(*wire.turn).micro_batch(number), {})[channel] = tensor.clone()
 
     def send(self, micro_batch: int) -> None:
         """Start sending the results that other ranks need."""
@@ -254,12 +252,12 @@ class Stage:
         for wire in self._due(self.receives, micro_batch):
             if wire.gradient and not self._is_remote(wire):
                 block = part(gradients[wire.argument], wire.box)
-                self._rank.stages[wire.stage].take_gradient(message(wire.turn, micro_batch), wire.channel, block)
+                self._rank.stages[wire.stage].take_gradient(Turn(*wire.turn).message(micro_batch), wire.channel, block)
 
     def take_gradient(self, number: int, channel: int, tensor: torch.Tensor) -> None:
         """The message of this `number` on a channel from a stage on this rank: the gradient of a result."""
         wire = next(wire for wire in self.sends if wire.channel == channel)
-        kept = self._kept[of_message(wire.turn, number)]
+        kept = self._kept[Turn(*wire.turn).micro_batch(number)]
         kept.gradients.setdefault(wire.result, []).append((tensor, wire.box))
 
     def send_gradient(self, micro_batch: int) -> None:

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopipe.backends.torch.runtime import wiring
 from autopipe.ir.schedule import Phase, Task
+from autopipe.ir.turn import EVERY, Turn
 
 _UNITS = {Phase.FORWARD: 1, Phase.BACKWARD: 2, Phase.INPUT_GRADIENT: 1, Phase.WEIGHT_GRADIENT: 1}
 """Rough lengths: they choose among orders, all of which are correct."""
@@ -29,8 +29,8 @@ class End:
     target_rank: int
     gradient: bool
     """Whether gradients come back."""
-    source_turn: wiring.Turn = wiring.EVERY
-    target_turn: wiring.Turn = wiring.EVERY
+    source_turn: Turn = EVERY
+    target_turn: Turn = EVERY
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class Message:
         return (ends[1], ends[0]) if self.gradient else ends
 
 
-Turn = Task | Message
+Event = Task | Message
 
 
-def turns_of(lists: Sequence[Sequence[Task]], ends: Sequence[End]) -> list[list[Turn]]:
+def turns_of(lists: Sequence[Sequence[Task]], ends: Sequence[End]) -> list[list[Event]]:
     """For each rank its tasks and messages in the one order. `lists` are the ranks' tasks; a group's run together.
 
     What can start first comes first, so that the order is near to that in which things happen.
@@ -66,7 +66,7 @@ class _Merge:
     """How far every rank has come in the order."""
 
     def __init__(self, lists: Sequence[Sequence[Task]], ends: Sequence[End]) -> None:
-        self.turns: list[list[Turn]] = [[] for _ in lists]
+        self.turns: list[list[Event]] = [[] for _ in lists]
         self._rest = [deque(tasks) for tasks in lists]
         self._clocks = [0] * len(lists)
         self._done: set[Task] = set()
@@ -75,7 +75,7 @@ class _Merge:
         for rank, tasks in enumerate(lists):
             for stage in {task.stage for task in tasks}:
                 self._ranks.setdefault(stage, []).append(rank)
-        self._sources: dict[tuple[int, bool], set[tuple[wiring.Turn, int, wiring.Turn]]] = {}
+        self._sources: dict[tuple[int, bool], set[tuple[Turn, int, Turn]]] = {}
         """By stage, and whether of gradients, the stages whose messages its tasks need: its turn, stage, their turn."""
         for end in ends:
             forward = end.target_turn, end.source_stage, end.source_turn
@@ -98,9 +98,9 @@ class _Merge:
         backward = task.phase is not Phase.FORWARD
         phases = (Phase.BACKWARD, Phase.INPUT_GRADIENT) if backward else (Phase.FORWARD,)
         return all(
-            any(Task(stage, phase, _meeting(own, other, task.micro_batch)) in self._done for phase in phases)
+            any(Task(stage, phase, other.micro_batch(own.message(task.micro_batch))) in self._done for phase in phases)
             for own, stage, other in self._sources.get((task.stage, backward), ())
-            if wiring.takes(own, task.micro_batch)
+            if own.has(task.micro_batch)
         )
 
     def _start(self, task: Task) -> int:
@@ -125,10 +125,5 @@ class _Merge:
         for end in self._ends:
             leaves = end.gradient and end.target_stage == task.stage if backward else end.source_stage == task.stage
             turn = end.target_turn if backward else end.source_turn
-            if leaves and wiring.takes(turn, task.micro_batch) and end.source_rank != end.target_rank:
-                yield Message(end, backward, wiring.message(turn, task.micro_batch))
-
-
-def _meeting(own: wiring.Turn, other: wiring.Turn, micro_batch: int) -> int:
-    """The micro-batch, of a stage that has its turn `other`, that meets a micro-batch at its `own` turn."""
-    return wiring.of_message(other, wiring.message(own, micro_batch))
+            if leaves and turn.has(task.micro_batch) and end.source_rank != end.target_rank:
+                yield Message(end, backward, turn.message(task.micro_batch))

@@ -8,29 +8,6 @@ Slices = tuple[tuple[int, int], ...]
 """A block of a tensor: (start, stop) in each dimension."""
 
 
-Turn = tuple[int, int]
-"""(index, of): every `of`-th micro-batch of a stage, from number `index` on. A wire of a stage whose neighbour has
-micro-batches of another size carries something of those alone."""
-EVERY: Turn = (0, 1)
-
-
-def takes(turn: Turn, micro_batch: int) -> bool:
-    """Whether it is the turn of a micro-batch."""
-    index, of = turn
-    return micro_batch % of == index
-
-
-def message(turn: Turn, micro_batch: int) -> int:
-    """The number of the message that carries something of a micro-batch."""
-    return micro_batch // turn[1]
-
-
-def of_message(turn: Turn, number: int) -> int:
-    """The micro-batch that the message of this number carries something of."""
-    index, of = turn
-    return number * of + index
-
-
 @dataclass(frozen=True, slots=True)
 class Data:
     """An argument read from the batch: the block `box` of one micro-batch of the graph input `name`."""
@@ -50,7 +27,8 @@ class Receive:
     channel: int
     gradient: bool = True
     box: Slices | None = None
-    turn: Turn = EVERY
+    turn: tuple[int, int] = (0, 1)
+    """Index and count of the `Turn` of the stage's micro-batches of which it carries something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +41,8 @@ class Send:
     channel: int
     gradient: bool = True
     box: Slices | None = None
-    turn: Turn = EVERY
+    turn: tuple[int, int] = (0, 1)
+    """Index and count of the `Turn` of the stage's micro-batches of which it carries something."""
 
 
 @dataclass(frozen=True, slots=True)

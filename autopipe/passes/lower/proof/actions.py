@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from autopipe.ir.errors import CodegenError
-from autopipe.ir.program import Turn
+from autopipe.ir.turn import Turn
 from autopipe.passes.lower.proof.lanes import Door, Lane, Wait
 
 _Each = TypeVar("_Each")

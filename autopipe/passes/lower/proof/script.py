@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from autopipe.ir.program import Instruction, Loop, Piece, Program, RankCode, StageOnRank, Turn, Verb
+from autopipe.ir.program import Instruction, Loop, Piece, Program, RankCode, StageOnRank, Verb
+from autopipe.ir.turn import EVERY, Turn
 from autopipe.passes.lower.proof.actions import Action, Asking, ByTurn, Handed, Part, Running, Sending, by_turn
 from autopipe.passes.lower.proof.lanes import Door, Lane, Wait
 
@@ -104,7 +105,7 @@ class Script:
             case Verb.FORWARD:
                 return self._forward(wired)
             case Verb.WEIGHT_GRADIENT:
-                before = Handed(self.part(stage, "B"), Turn(), Turn())
+                before = Handed(self.part(stage, "B"), EVERY, EVERY)
                 return Running(f"{stage}W", ((before,),), ((),), None, (self.part(stage, "W"),))
             case _:
                 return self._backward(wired, verb)
@@ -121,7 +122,7 @@ class Script:
 
     def _backward(self, wired: StageOnRank, verb: Verb) -> Running:
         stage = wired.stage
-        before = [(Turn(), Handed(self.part(stage, "F"), Turn(), Turn()))]
+        before = [(EVERY, Handed(self.part(stage, "F"), EVERY, EVERY))]
         before += (
             (piece.source_turn, Handed(self.part(piece.target_stage, "B"), piece.target_turn, piece.source_turn))
             for piece in wired.sends

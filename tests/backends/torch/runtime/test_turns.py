@@ -7,7 +7,7 @@ from collections import deque
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime.turns import End, Message, Turn, turns_of
+from autopipe.backends.torch.runtime.turns import End, Event, Message, turns_of
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import Phase, Task
 from autopipe.passes.lower import lower
@@ -24,8 +24,8 @@ def ends_of(program: Program) -> list[End]:
             piece.target_stage,
             piece.target_rank,
             piece.needs_gradient,
-            (piece.source_turn.index, piece.source_turn.of),
-            (piece.target_turn.index, piece.target_turn.of),
+            piece.source_turn,
+            piece.target_turn,
         )
         for rank in program.ranks
         for stage in rank.stages
@@ -33,10 +33,10 @@ def ends_of(program: Program) -> list[End]:
     ]
 
 
-def meet(turns: list[list[Turn]]) -> list[Turn]:
+def meet(turns: list[list[Event]]) -> list[Event]:
     """Run the ranks, each message and each group's task at once on all that have it; the order of events."""
     rest = [deque(each) for each in turns]
-    members: dict[Turn, set[int]] = {}
+    members: dict[Event, set[int]] = {}
     for rank, each in enumerate(turns):
         for turn in each:
             members.setdefault(turn, set()).add(rank)
@@ -74,25 +74,29 @@ def test_ranks_that_wait_for_every_message_come_to_their_end(case: Case) -> None
         ends_of_it = (source, end.source_turn), (target, end.target_turn)
         phases = (Phase.BACKWARD, Phase.INPUT_GRADIENT) if gradient else (Phase.FORWARD,)
         ran, runs = (
-            next(place[task] for phase in phases if (task := Task(stage, phase, message.number * of + index)) in place)
-            for stage, (index, of) in (reversed(ends_of_it) if gradient else ends_of_it)
+            next(
+                place[task]
+                for phase in phases
+                if (task := Task(stage, phase, message.number * turn.of + turn.index)) in place
+            )
+            for stage, turn in (reversed(ends_of_it) if gradient else ends_of_it)
         )
         assert ran < place[message] < runs
 
 
 def _gives(task: Task, end: End) -> bool:
-    index, of = end.source_turn
-    return task.phase is Phase.FORWARD and task.stage == end.source_stage and task.micro_batch % of == index
+    turn = end.source_turn
+    return task.phase is Phase.FORWARD and task.stage == end.source_stage and task.micro_batch % turn.of == turn.index
 
 
 def _gives_back(task: Task, end: End) -> bool:
-    index, of = end.target_turn
-    backward = task.phase in (Phase.BACKWARD, Phase.INPUT_GRADIENT) and task.micro_batch % of == index
+    turn = end.target_turn
+    backward = task.phase in (Phase.BACKWARD, Phase.INPUT_GRADIENT) and task.micro_batch % turn.of == turn.index
     return end.gradient and backward and task.stage == end.target_stage
 
 
 def _carrying(end: End, gradient: bool, task: Task) -> Message:
-    return Message(end, gradient, task.micro_batch // (end.target_turn if gradient else end.source_turn)[1])
+    return Message(end, gradient, task.micro_batch // (end.target_turn if gradient else end.source_turn).of)
 
 
 def test_a_message_stands_right_behind_its_task() -> None:
@@ -104,5 +108,5 @@ def test_a_message_stands_right_behind_its_task() -> None:
     assert [_word(turn) for turn in second] == [">0", "1F0", ">1", "1F1", "1B0", "<0", "1B1", "<1"]
 
 
-def _word(turn: Turn) -> str:
+def _word(turn: Event) -> str:
     return f"{'<' if turn.gradient else '>'}{turn.number}" if isinstance(turn, Message) else str(turn)

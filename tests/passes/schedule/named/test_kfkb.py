@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
-from autopipe.ir.program import Turn
 from autopipe.ir.schedule import Phase, Schedule, WrongScheduleError
 from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.turn import Turn
 from autopipe.passes.cost.in_flight import table_2
 from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards, kept_micro_batches, order_kfkb, stage_order
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b

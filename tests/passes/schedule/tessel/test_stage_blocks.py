@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
-from autopipe.ir.program import Turn
 from autopipe.ir.schedule import Phase
 from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.turn import Turn
 from autopipe.passes.schedule.footprint import static_memory
 from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.schedule.tessel.search import SearchOptions, search
