@@ -58,6 +58,8 @@ def cut(branches: int, *groups: Sequence[str]) -> tuple[Scopes, ...]:
     )
 
 
+_SLOWLY = "--set", "optimizer.lr=0.000001"
+"""Random weights and data diverge in as many steps as a measurement takes."""
 _ATTENTION = "sequence=64 hidden=128 heads=4 feed_forward=512"
 _MODALITIES = f"{_ATTENTION} embedding=128 branches=4 layers=2"
 _LINEAR = "features=512 hidden=512 top_layers=2"
@@ -93,7 +95,7 @@ def build(case: Case, folder: Path, name: str, micro_batches: int) -> tuple[Path
     autopipe("zoo", "build", case.model, "-o", model, *settings)
     configuration.write_text(_constraints(case, _tie(model, case, name == "sequential")), encoding="utf-8")
     batch = ["--micro-batches", micro_batches, "--batch-size", micro_batches * case.micro_batch_size]
-    decisions = ["--config", configuration, "--strategy", "manual", "--schedule", "kfkb", *batch]
+    decisions = ["--config", configuration, "--strategy", "manual", "--schedule", "kfkb", *batch, *_SLOWLY]
     autopipe("plan", model, "--gpus", len(case.stages), "--cluster", "cpu-local", *decisions, "-o", folder / name)
     autopipe("codegen", folder / name)
     summary = json.loads((folder / name / "plan.json").read_text(encoding="utf-8"))["summary"]
