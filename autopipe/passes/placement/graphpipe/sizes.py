@@ -13,6 +13,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.chain_tables import Tables, make_tables
 from autopipe.passes.cost.fit import out_of_memory
+from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.placement.graphpipe.line import Line, make_line
 from autopipe.passes.placement.graphpipe.orders import FEW
@@ -32,10 +33,10 @@ _FEWEST_BLOCKS, _MOST_BLOCKS = 96, 224
 _CLOSE = 1.005
 """Steps that differ by no more than this factor are simulated: the search's own prices are no better than that."""
 
-_CLOSE_AMONG_NODES = 1.02
+_CLOSE_AMONG_NODES = 1.01
 """The same where devices are in several nodes: the search does not know which link a message takes."""
 
-_MOST_TRIALS = 4
+_MOST_TRIALS = 3
 
 _HALVINGS = 24
 """How closely the least excess over the memory limit is found."""
@@ -43,13 +44,13 @@ _HALVINGS = 24
 _ROOM = 0.9
 """Share of the memory up to which the search's own count of it is trusted."""
 
-_NEAR = 1.15
+_NEAR = 1.2
 """Another line is looked at where a step takes more than so many times what it took if all devices only computed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """An answer on the line it is about."""
+    """An answer on the line it is about. Each is its own: answers of arrays cannot be compared."""
 
     answer: Answer
     line: Line
@@ -69,6 +70,7 @@ class Sizes:
         }
         """For each size the least that a micro-batch takes: all devices compute, and nothing else."""
         self.bound = min(load * (problem.batch_size // size) for size, load in self.loads.items())
+        self._problems: dict[int, Problem] = {}
         several = devices > problem.cluster.levels[0].size
         self.close = _CLOSE_AMONG_NODES if several else _CLOSE
 
@@ -110,10 +112,15 @@ class Sizes:
             placement = self._placement(each)
             if len(close) == 1 and best is None and each.answer.memory <= _ROOM:
                 return placement
-            seconds, used = trial(self.problem, placement)
+            seconds, used = trial(self._resized(each.answer.size), placement)
             if used <= 1 and (best is None or seconds < best[0]):
                 best = seconds, placement
         return None if best is None else best[1]
+
+    def _resized(self, size: int) -> Problem:
+        if size not in self._problems:
+            self._problems[size] = resized(self.problem, size)
+        return self._problems[size]
 
     def _at_best(self, answer: Answer) -> float:
         """What a step may turn out to take; nothing overlaps in one stage, whose time is known."""
