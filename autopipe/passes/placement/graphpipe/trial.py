@@ -5,7 +5,6 @@ from __future__ import annotations
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.stage_graph import StageGraph
-from autopipe.passes.cost.resized import resized
 from autopipe.passes.placement.graphpipe.check import check_schedule
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.predict import predict, ticks_of
@@ -18,10 +17,9 @@ _PERIODS = 3
 def trial(problem: Problem, placement: Placement) -> tuple[float, float]:
     """Seconds of a step under 1F1B, and the share of its memory that the fullest device needs.
 
+    `problem` is that of the placement's micro-batches.
     Of many micro-batches the first are simulated; the others take as long as the last of those.
     """
-    size = placement.stages[0].micro_batch_size
-    problem = resized(problem, size)
     graph = StageGraph.of(problem, placement)
     prediction = predict(problem, placement)
     ticks = ticks_of(prediction.stages)

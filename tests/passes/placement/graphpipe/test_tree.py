@@ -102,10 +102,13 @@ def test_a_residual_connection_is_no_branch() -> None:
     assert tree == Series((Leaf(0), Leaf(1), Leaf(2), Leaf(3)))
 
 
-@pytest.mark.parametrize(("weights", "first"), [([9, 9, 1, 9], {0, 1, 2}), ([9, 9, 9, 1], {0, 1, 3})])
-def test_the_region_that_is_not_series_parallel_loses_little(weights: list[float], first: set[int]) -> None:
-    """0 -> 2, 0 -> 3, 1 -> 3, then 4: the light one of those at the end is put before or behind."""
+BESIDE = Series((Parallel((Leaf(0), Leaf(1))), Parallel((Leaf(2), Leaf(3))), Leaf(4)))
+BEHIND = Series((Parallel((Series((Leaf(0), Leaf(2))), Leaf(1))), Leaf(3), Leaf(4)))
+
+
+@pytest.mark.parametrize(("weights", "tree"), [([9, 9, 1, 9], BESIDE), ([9, 9, 9, 1], BEHIND)])
+def test_a_region_that_is_not_series_parallel_loses_little(weights: list[float], tree: Tree) -> None:
+    """2 reads from 0, and 3 from 0 and 1: either 2 waits for 1, or 3 for 2, which matters where both are heavy."""
     found = decompose([0, 0, 0b1, 0b11, 0b1100], [*weights, 1.0])
     assert found.regions == ((0, 1, 2, 3),)
-    assert isinstance(found.tree, Series)
-    assert any(set(leaves(Series(found.tree.parts[:stop]))) in (first, {0, 1}) for stop in range(1, 4))
+    assert found.tree == tree
