@@ -37,7 +37,7 @@ RANDOM = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
-FEWER = settings(RANDOM, max_examples=40)
+FEWER = settings(RANDOM, max_examples=25)
 
 OPTIONS = st.sampled_from([(), ("--blocking",)])
 
