@@ -1,0 +1,80 @@
+"""The search against every valid way of running small models."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from autopipe.ir.problem import Problem
+from autopipe.passes.cost.chain_tables import make_tables
+from autopipe.passes.cost.roofline import node_seconds
+from autopipe.passes.placement.graphpipe.line import make_line
+from autopipe.passes.placement.graphpipe.orders import other_orders
+from autopipe.passes.placement.graphpipe.prices import make_prices
+from autopipe.passes.placement.graphpipe.seconds import NodeSeconds
+from autopipe.passes.placement.graphpipe.solve import Solver
+from autopipe.passes.placement.graphpipe.tree import decompose
+from autopipe.passes.placement.graphpipe.units import make_units
+from autopipe.passes.placement.graphpipe.ways import ways_of
+from tests.passes.cost.graphs import cluster, problem
+from tests.passes.placement.graphpipe.models import Judge, Shape, degrees, model, partitions, shapes
+
+SIZE = 4
+
+
+def least_found(given: Problem, others: bool) -> float:
+    """The least seconds of a micro-batch on the slowest stage; infinite where memory holds no stages."""
+    units = make_units(given.graph)
+    forward, backward = node_seconds(given.work, given.cluster.devices[0], given.precision)
+    weights = [float((forward + backward)[list(nodes)].sum()) for nodes in units.nodes]
+    tree = decompose(units.needs, weights).tree
+    best = np.inf
+    for each in (tree, *(other_orders(tree, units.needs, weights) if others else ())):
+        line = make_line(given.graph, units, each, forward + backward, 100, given.cluster.size)
+        tables = make_tables(given, line.chain)
+        seconds = NodeSeconds(given, tables.samples)
+        allowed = [degree for degree in range(1, given.cluster.size + 1) if SIZE % degree == 0]
+        ways = [way for degree in allowed for way in ways_of(tables, seconds, SIZE, degree)]
+        prices = make_prices(ways, SIZE, given.micro_batches, given.memory_of(0), given.cluster.size)
+        found = Solver(line, given.cluster.size, given.train).fastest(prices, 0.0, best, given.cluster.size)
+        best = best if found is None else found
+    return best
+
+
+def least_of_all(given: Problem) -> float:
+    """The same over all partitions into convex stages and all numbers of devices for each."""
+    judge = Judge.of(given)
+    best = np.inf
+    for stages in partitions(given.graph, given.cluster.size):
+        for each in degrees(len(stages), given.cluster.size, SIZE):
+            placement = judge.place(list(zip(stages, each, strict=True)))
+            seconds = judge.seconds(placement)
+            if seconds < best and judge.fits(placement):
+                best = seconds
+    return best
+
+
+@settings(max_examples=60)
+@given(
+    shapes(),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.sampled_from([10**9, 200_000, 60_000]),
+    st.sampled_from([1e12, 1e10]),
+)
+def test_no_valid_stages_are_faster(shape: Shape, devices: int, micro_batches: int, memory: int, flops: float) -> None:
+    graph = model(shape, SIZE)
+    assume(len(graph.nodes) <= 7)
+    given = problem(graph, cluster(devices, memory=memory, flops=flops), micro_batches)
+    assert least_found(given, others=True) == pytest.approx(least_of_all(given), rel=1e-9)
+
+
+BRANCHES = ("parallel", (("series", (256, 256)), ("series", (256, 256))))
+
+
+@pytest.mark.parametrize("memory", [10**9, 330_000])
+def test_equal_branches_need_no_other_line(memory: int) -> None:
+    given = problem(model(BRANCHES, SIZE), cluster(2, memory=memory), 4)
+    assert least_found(given, others=False) == pytest.approx(least_of_all(given), rel=1e-9)
