@@ -21,7 +21,6 @@ _OPTIONS: dict[str, dict[str, object]] = {
     "pipedream": {"sweep": True},
     "pipedream" + AS_PUBLISHED: {"sweep": True, "objective": "slowest_stage"},
     "piper": {},
-    "piper" + AS_PUBLISHED: {"objective": "slowest_stage"},
 }
 
 

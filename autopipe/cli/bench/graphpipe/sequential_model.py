@@ -11,7 +11,7 @@ from autopipe.cli.bench.graphpipe.published import BATCH, DEVICES, SEQUENTIAL_TH
 from autopipe.cli.bench.row import Case, Row
 
 _SETTINGS: Settings = (("size", "sequential"),)
-_STRATEGIES = ("graphpipe", "pipedream", "piper", "pipedream" + AS_PUBLISHED, "piper" + AS_PUBLISHED)
+_STRATEGIES = ("graphpipe", "pipedream", "piper", "pipedream" + AS_PUBLISHED)
 
 
 def sequential_model() -> list[Case]:

@@ -10,7 +10,7 @@ from autopipe.cli.bench.graphpipe.published import BATCH, DEVICES, LARGEST_SPEED
 from autopipe.cli.bench.graphpipe.steps import Step
 from autopipe.cli.bench.row import Case, Row
 
-SEQUENTIAL = ("pipedream", "pipedream" + AS_PUBLISHED, "piper", "piper" + AS_PUBLISHED)
+SEQUENTIAL = ("pipedream", "pipedream" + AS_PUBLISHED, "piper")
 
 ASSUMPTIONS = (
     "simulated: V100 by data sheet (fp32, 75% of the peak in products), NVLink 50 GB/s in a node of four, 12.5 GB/s "
@@ -49,7 +49,8 @@ def _largest() -> Iterator[Row]:
         for model in MODELS:
             steps = _steps(model, DEVICES[-1], BATCH[model][-1])
             ours = steps["graphpipe"]
-            rivals = [step for name in ("pipedream", "piper") if isinstance(step := steps[name + suffix], Step)]
+            names = ("pipedream" + suffix,) if suffix else ("pipedream", "piper")
+            rivals = [step for name in names if isinstance(step := steps[name], Step)]
             if rivals and isinstance(ours, Step):
                 gains.append(ours.throughput / max(step.throughput for step in rivals))
         variant = f"graphpipe over sequential pipelines{suffix}"
