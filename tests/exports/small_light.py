@@ -31,7 +31,9 @@ NARROWER: Mapping[int, int] = {1000: 24, 4096: 48}
 
 def drawn_small(model: str, folder: Path, batch: int) -> Path:
     """A small copy of a network in `folder`, on `batch` images, with random weights."""
-    return drawn(model, folder, shrunk(model, batch))
+    own = folder / f"batch_{batch}"
+    own.mkdir(exist_ok=True)
+    return drawn(model, own, shrunk(model, batch))
 
 
 def shrunk(model: str, batch: int) -> onnx.ModelProto:
