@@ -121,6 +121,8 @@ def choose_cuts(crossing: NDArray[np.float64], seconds: NDArray[np.float64], lim
     places = np.lexsort((np.arange(count), crossing, share))
     places = places[np.concatenate(([True], np.diff(share[places]) > 0))]
     places = places[places > 0]
+    if not len(places) or limit < 1:
+        return []
     bucket = np.floor(done[places] / max(float(done[-1]), 1e-30) * (limit // 2))
     even = places[np.lexsort((places, crossing[places], bucket))]
     even = even[np.concatenate(([True], np.diff(np.sort(bucket)) > 0))]

@@ -23,6 +23,10 @@ _FEW = 32
 """Units of a graph so small that every fork of it is looked into."""
 
 
+_FORKS = 32
+"""Of a larger graph, forks with less than this part of all work are not looked into."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Blocks `start` to `stop - 1`, each of which waits for the one before."""
@@ -56,12 +60,12 @@ class Line:
 def make_line(graph: Graph, units: Units, tree: Tree, seconds: NDArray[np.float64], limit: int, devices: int) -> Line:
     """The line of a tree, in at most about `limit` blocks; `seconds` weighs each node.
 
-    Forks with less work than what each of `devices` gets become runs, but in a small graph. Where there
+    Forks with less work than what each of `devices` gets become runs, but in a small graph, as do tiny ones. Where there
     are more units, each run's units are joined where many bytes cross.
     """
     weights = np.array([seconds[list(nodes)].sum() for nodes in units.nodes])
     order = leaves(tree)
-    light = float(weights.sum()) / devices if len(order) > _FEW else -1.0
+    light = float(weights.sum()) / min(devices, _FORKS) if len(order) > _FEW else -1.0
     drafts = _drafts(tree, weights, light)
     nodes = [node for unit in order for node in units.nodes[unit]]
     place = np.empty(len(nodes), dtype=np.int64)
