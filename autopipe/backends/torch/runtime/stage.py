@@ -56,6 +56,8 @@ class Stage:
         self._data = [wire for wire in wires if isinstance(wire, Data)]
         self.receives = tuple(wire for wire in wires if isinstance(wire, Receive))
         self.sends = tuple(wire for wire in wires if isinstance(wire, Send))
+        self._turns = {wire.channel: Turn(*wire.turn) for wire in wires if isinstance(wire, Receive | Send)}
+        """By channel."""
         self._loss = next((wire for wire in wires if isinstance(wire, Loss)), None)
         self._recomputes = rank.train and Recompute() in wires
         self._forward = module.forward
@@ -84,10 +86,9 @@ class Stage:
     def _is_remote(self, wire: Receive | Send) -> bool:
         return wire.rank != self._rank.number
 
-    @staticmethod
-    def _due(wires: tuple[_End, ...], micro_batch: int) -> list[_End]:
+    def _due(self, wires: tuple[_End, ...], micro_batch: int) -> list[_End]:
         """The wires that carry something of a micro-batch."""
-        return [wire for wire in wires if Turn(*wire.turn).has(micro_batch)]
+        return [wire for wire in wires if self._turns[wire.channel].has(micro_batch)]
 
     def ask(self, wire: Receive | Send, micro_batch: int) -> Arrival:
         """Post the receive of what comes along a wire: an argument, or the gradient of a result."""
@@ -152,13 +153,12 @@ class Stage:
         for wire in self._due(self.sends, micro_batch):
             if not self._is_remote(wire):
                 block = part(results[wire.result].detach(), wire.box)
-                self._rank.stages[wire.stage].take(Turn(*wire.turn).message(micro_batch), wire.channel, block)
+                self._rank.stages[wire.stage].take(self._turns[wire.channel].message(micro_batch), wire.channel, block)
 
     def take(self, number: int, channel: int, tensor: torch.Tensor) -> None:
         """The message of this `number` on a channel from a stage on this rank: an argument."""
-        wire = next(wire for wire in self.receives if wire.channel == channel)
         # A copy, because requires_grad is set on what arrives, and two stages may share the tensor.
-        self._handed.setdefault(Turn(*wire.turn).micro_batch(number), {})[channel] = tensor.clone()
+        self._handed.setdefault(self._turns[channel].micro_batch(number), {})[channel] = tensor.clone()
 
     def send(self, micro_batch: int) -> None:
         """Start sending the results that other ranks need."""
@@ -252,12 +252,13 @@ class Stage:
         for wire in self._due(self.receives, micro_batch):
             if wire.gradient and not self._is_remote(wire):
                 block = part(gradients[wire.argument], wire.box)
-                self._rank.stages[wire.stage].take_gradient(Turn(*wire.turn).message(micro_batch), wire.channel, block)
+                number = self._turns[wire.channel].message(micro_batch)
+                self._rank.stages[wire.stage].take_gradient(number, wire.channel, block)
 
     def take_gradient(self, number: int, channel: int, tensor: torch.Tensor) -> None:
         """The message of this `number` on a channel from a stage on this rank: the gradient of a result."""
         wire = next(wire for wire in self.sends if wire.channel == channel)
-        kept = self._kept[Turn(*wire.turn).micro_batch(number)]
+        kept = self._kept[self._turns[channel].micro_batch(number)]
         kept.gradients.setdefault(wire.result, []).append((tensor, wire.box))
 
     def send_gradient(self, micro_batch: int) -> None:
