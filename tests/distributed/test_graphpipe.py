@@ -2,74 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
-from math import lcm
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from autopipe.ir.cluster import Cluster, Level, Link
-from autopipe.ir.placement import Placement
-from autopipe.ir.problem import Mode, Problem
-from autopipe.ir.stage_graph import StageGraph
-from autopipe.passes.base import Scheduler
-from autopipe.passes.cost.resized import resized
-from autopipe.passes.cost.work import annotate
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
-from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
-from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
-from autopipe.passes.schedule.tessel.scheduler import Tessel
+from tests.distributed.branching import (
+    BATCH,
+    SCHEDULERS,
+    check_step,
+    cluster_of,
+    side_by_side,
+    training,
+    with_own_sizes,
+)
 from tests.distributed.pool import Pools
-from tests.distributed.trained import check
-from tests.distributed.zoo import SmallModels, small_graph
-from tests.passes.cost.graphs import device
+from tests.distributed.zoo import SmallModels
 
 MODELS = ("two-branch", "mmt", "dlrm", "candle-uno")
-SCHEDULERS: dict[str, Scheduler] = {
-    "kfkb": KForwardsKBackwards(),
-    "1f1b": OneForwardOneBackward(),
-    "tessel": Tessel(time_limit=1.0),
-}
 SIZES = (1, 2, 4)
-BATCH = 16
 LATENCIES = (0.0, 1e-6, 1e-5)
-"""Seconds that an operator takes at least: without any, stages share out their samples; the more, the more stages."""
-
-
-def problem_of(name: str, devices: int, latency: float, size: int) -> Problem:
-    """Training of a small model on devices, four in a node, in micro-batches of so many samples."""
-    graph, loss = small_graph(name, size)
-    inside = min(devices, 4)
-    levels = (Level("node", inside, Link(0.0, 1e9)), Level("cluster", -(-devices // inside), Link(0.0, 2.5e8)))
-    cluster = Cluster("toy", (device(memory=10**11, latency=latency),) * devices, levels)
-    return Problem(graph, annotate(graph), cluster, BATCH, BATCH // size, Mode.TRAIN, loss)
-
-
-def sized(problem: Problem, placement: Placement) -> Problem:
-    """The problem on the largest micro-batches of any stage."""
-    return resized(problem, lcm(*(stage.micro_batch_size for stage in placement.stages)))
-
-
-def check_step(
-    pools: Pools, models: SmallModels, name: str, problem: Problem, placement: Placement, schedule: str, folder: Path
-) -> float:
-    """Run a step; how far it is from one device's."""
-    scheduler = SCHEDULERS[schedule]
-    scheduler.requires(problem, placement)
-    order = scheduler.run(problem, placement)
-    order.verify(StageGraph.of(problem, placement), train=True)
-    model = models.of(name, problem.micro_batch_size, problem.micro_batches)
-    return check(pools, model, placement, folder, order).difference
-
-
-def side_by_side(problem: Problem, placement: Placement) -> bool:
-    """Whether there are stages of which neither waits for the other."""
-    graph = StageGraph.of(problem, placement)
-    stages = range(len(placement.stages))
-    after = {stage: {stage} for stage in stages}
-    for source, target in sorted(graph.edges, reverse=True):
-        after[source] |= after[target]
-    return any(two not in after[one] for one, two in itertools.combinations(stages, 2))
+DRAWN = 2
+"""How often stages of a placement are given micro-batches of their own."""
 
 
 @pytest.mark.distributed
@@ -87,10 +42,32 @@ def side_by_side(problem: Problem, placement: Placement) -> bool:
 def test_uniform_micro_batches(
     pools: Pools, small_models: SmallModels, tmp_path: Path, name: str, devices: int, size: int, schedule: str
 ) -> None:
-    problem = problem_of(name, devices, 1e-6, size)
+    model = small_models.of(name, size, BATCH // size)
+    problem = training(model.graph, model.loss, cluster_of(devices, 1e-6))
     placement = GraphPipe().run(problem)
     assert side_by_side(problem, placement)
-    check_step(pools, small_models, name, problem, placement, schedule, tmp_path)
+    check_step(pools, model, problem, placement, schedule, tmp_path)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "devices", "latency", "schedule"),
+    [
+        ("two-branch", 4, 1e-6, "tessel"),
+        ("mmt", 4, 1e-6, "kfkb"),
+        ("dlrm", 4, 1e-6, "kfkb"),
+        ("candle-uno", 4, 1e-6, "tessel"),
+        ("mmt", 8, 1e-6, "kfkb"),
+    ],
+)
+def test_micro_batches_of_their_own(
+    pools: Pools, small_models: SmallModels, tmp_path: Path, name: str, devices: int, latency: float, schedule: str
+) -> None:
+    model = small_models.of(name, 4, BATCH // 4)
+    problem = training(model.graph, model.loss, cluster_of(devices, latency))
+    placement = with_own_sizes(Random(name), problem, GraphPipe().run(problem))
+    assert len({stage.micro_batch_size for stage in placement.stages}) > 1
+    check_step(pools, model, problem, placement, schedule, tmp_path)
 
 
 @pytest.mark.sweep
@@ -102,7 +79,10 @@ def test_every_size_and_schedule(
     pools: Pools, small_models: SmallModels, tmp_path: Path, name: str, devices: int, latency: float
 ) -> None:
     for size in SIZES:
-        problem = problem_of(name, devices, latency, size)
-        placement = GraphPipe().run(problem)
-        for schedule in SCHEDULERS:
-            check_step(pools, small_models, name, problem, placement, schedule, tmp_path / f"{size}{schedule}")
+        model = small_models.of(name, size, BATCH // size)
+        problem = training(model.graph, model.loss, cluster_of(devices, latency))
+        found = GraphPipe().run(problem)
+        drawn = (with_own_sizes(Random(seed), problem, found) for seed in range(DRAWN if size == max(SIZES) else 0))
+        for number, placement in enumerate((found, *drawn)):
+            for schedule in SCHEDULERS:
+                check_step(pools, model, problem, placement, schedule, tmp_path / f"{size}-{number}-{schedule}")
