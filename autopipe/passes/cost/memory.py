@@ -51,12 +51,21 @@ def state_of(problem: Problem, parts: Iterable[tuple[str, int]]) -> State:
 def static_memory(problem: Problem, placement: Placement) -> tuple[int, ...]:
     """Bytes of parameters, gradients and optimizer state on each device, once each however many stages hold them."""
     works = stage_work(problem, placement)
-    held: list[dict[str, int]] = [{} for _ in problem.cluster.devices]
+    on_device: list[tuple[int, ...]] = [()] * problem.cluster.size
+    for index, work in enumerate(works):
+        for device in work.stage.devices:
+            on_device[device] += (index,)
+    totals = {stages: _held_together(problem, [works[index] for index in stages]) for stages in set(on_device)}
+    return tuple(totals[stages] for stages in on_device)
+
+
+def _held_together(problem: Problem, works: Iterable[StageWork]) -> int:
+    """Bytes of the state of what stages hold on one device."""
+    held: dict[str, int] = {}
     for work in works:
         for name, parts in work.parameters.items():
-            for device in work.stage.devices:
-                held[device][name] = min(parts, held[device].get(name, parts))
-    return tuple(state_of(problem, each.items()).total for each in held)
+            held[name] = min(parts, held.get(name, parts))
+    return state_of(problem, held.items()).total
 
 
 def kept_bytes(work: StageWork, kept: tuple[tuple[Kept, ...], ...]) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopipe.ir.layout import Layout
 from autopipe.ir.placement import Placement, crossing_values
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.assignment import StageWork, stage_work
@@ -205,10 +206,12 @@ def _gradient_groups(
     """
     holders: dict[str, set[int]] = {}
     for work in works:
+        alike: dict[Layout, tuple[int, ...]] = {}
         for name, layout in work.layouts.items():
-            first = layout.box(0)
-            same = (device for place, device in enumerate(work.stage.devices) if layout.box(place) == first)
-            holders.setdefault(name, set()).update(same)
+            if layout not in alike:
+                first, devices = layout.box(0), enumerate(work.stage.devices)
+                alike[layout] = tuple(device for place, device in devices if layout.box(place) == first)
+            holders.setdefault(name, set()).update(alike[layout])
     found = []
     for held in owned:
         groups: dict[tuple[int, ...], int] = {}
