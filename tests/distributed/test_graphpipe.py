@@ -57,7 +57,7 @@ def test_uniform_micro_batches(
         ("mmt", 4, 1e-6, "kfkb"),
         ("dlrm", 4, 1e-6, "kfkb"),
         ("candle-uno", 4, 1e-6, "tessel"),
-        ("mmt", 8, 1e-6, "kfkb"),
+        ("two-branch", 8, 1e-6, "kfkb"),
     ],
 )
 def test_micro_batches_of_their_own(
