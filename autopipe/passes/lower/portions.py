@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from autopipe.ir.batch import batch_axes_of
+from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.placement import Placement
+from autopipe.ir.placement import Placement, crossing_values
 from autopipe.ir.space import AxisKind
 from autopipe.passes.frontend.mixing import mixing_nodes
+from autopipe.passes.lower.shared_samples import check_shareable
 from autopipe.passes.lower.sizes import stage_turns
 
 _APART = (AxisKind.PARALLEL, AxisKind.MEAN, AxisKind.WHOLE)
@@ -15,14 +16,16 @@ _APART = (AxisKind.PARALLEL, AxisKind.MEAN, AxisKind.WHOLE)
 
 
 def check_portions(graph: Graph, placement: Placement) -> None:
-    """Raise InfeasibleError for a stage with smaller micro-batches than the step's that would compute something else.
+    """Raise InfeasibleError where micro-batches of a stage's own would change what is computed.
 
-    Batch statistics and sums over samples depend on how many samples are together; a mean of equal shares does not.
+    Batch statistics and sums over samples depend on how many samples are together, a mean of equal shares does not; and
+    what passes between stages of different micro-batches must keep its samples apart.
     """
     turns = stage_turns(graph, placement)
     if set(turns) == {1}:
         return
-    together = {node.name: node for node in (*mixing_nodes(graph), *_adding_nodes(graph))}
+    batch = batch_axes_of(graph)
+    together = {node.name for node in (*mixing_nodes(graph), *_adding_nodes(graph, batch))}
     for index, (stage, times) in enumerate(zip(placement.stages, turns, strict=True)):
         mixed = next((graph.nodes[node] for node in stage.nodes if graph.nodes[node].name in together), None)
         if times > 1 and mixed is not None:
@@ -31,11 +34,15 @@ def check_portions(graph: Graph, placement: Placement) -> None:
                 f"than on the step's of {stage.micro_batch_size * times}: {mixed.op} {mixed.name!r} mixes samples",
                 hint="give this stage the largest micro-batches of all, or all stages equal ones",
             )
+    sizes = [stage.micro_batch_size for stage in placement.stages]
+    for name, source, target in crossing_values(graph, placement):
+        check_shareable(graph, batch, name, sizes[source], sizes[target])
 
 
-def _adding_nodes(graph: Graph) -> tuple[Node, ...]:
+def _adding_nodes(graph: Graph, batch: BatchAxes) -> tuple[Node, ...]:
     """The nodes that compute something of all samples together that is no mean."""
-    samples = batch_axes_of(graph).nodes
     return tuple(
-        node for node, axes in zip(graph.nodes, samples, strict=True) if any(each.kind not in _APART for each in axes)
+        node
+        for node, axes in zip(graph.nodes, batch.nodes, strict=True)
+        if any(each.kind not in _APART for each in axes)
     )

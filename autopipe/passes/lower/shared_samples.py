@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopipe.ir.batch import BatchAxes, Samples
-from autopipe.ir.errors import CodegenError
+from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import Box, whole
 from autopipe.ir.turn import EVERY, Turn
@@ -31,24 +31,30 @@ def shared_blocks(
 ) -> tuple[Shared, ...]:
     """All that is sent of a value; `source` and `target` are the stages' samples a micro-batch, and the value's shape.
 
-    A value that depends on no sample is sent whole, to each of the receiver's micro-batches once. Raises CodegenError
-    for one that depends on samples but does not keep them apart along one dimension.
+    A value that depends on no sample is sent whole, to each of the receiver's micro-batches once. Raises
+    InfeasibleError where `check_shareable` does.
     """
     sent, received = whole(source[1]), whole(target[1])
     if source[0] == target[0]:
         return (Shared(EVERY, EVERY, sent, received),)
     pairs = tuple(_overlaps(source[0], target[0]))
-    places = batch.values.get(name, ())
-    if len(places) == 1:
-        return tuple(block for pair in pairs for block in _blocks(pair, places[0], source, target))
-    if places or _depends_on_samples(graph, batch, name):
-        raise CodegenError(
-            f"{name!r} goes from micro-batches of {source[0]} samples to ones of {target[0]}, but its samples "
-            "cannot be told apart",
-            hint="give the stages that compute and read it equal micro-batches, or make them one stage",
-        )
+    check_shareable(graph, batch, name, source[0], target[0])
+    for place in batch.values.get(name, ()):
+        return tuple(block for pair in pairs for block in _blocks(pair, place, source, target))
     first = {pair.target_turn: pair for pair in reversed(pairs)}
     return tuple(Shared(pair.source_turn, turn, sent, received) for turn, pair in reversed(first.items()))
+
+
+def check_shareable(graph: Graph, batch: BatchAxes, name: str, source: int, target: int) -> None:
+    """Raise InfeasibleError for a value between micro-batches of `source` and `target` samples that depends on samples
+    but does not keep them apart along one dimension: a mean of some is no mean of others."""
+    places = batch.values.get(name, ())
+    if source != target and len(places) != 1 and (places or _depends_on_samples(graph, batch, name)):
+        raise InfeasibleError(
+            f"{name!r} goes from micro-batches of {source} samples to ones of {target}, but its samples cannot be told "
+            "apart",
+            hint="give the stages that compute and read it equal micro-batches, or make them one stage",
+        )
 
 
 @dataclass(frozen=True, slots=True)

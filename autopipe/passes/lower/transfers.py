@@ -18,7 +18,7 @@ def transfer_pieces(
 ) -> tuple[Piece, ...]:
     """All pieces that cross between stages, by target stage, then value, then turn, then target rank.
 
-    Raises CodegenError for values that cannot be shared out among micro-batches of different sizes.
+    Raises InfeasibleError for values that cannot be shared out among micro-batches of different sizes.
     """
     producers = {(stage.code.pipeline, name): number for number, stage in enumerate(stages) for name in stage.outputs}
     sizes = [stage.micro_batch_size for stage in placement.stages]

@@ -37,7 +37,7 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
 
     A value that a group holds in n parts lies in equal slices, in order, each on an equal number of neighbouring
     devices; a device that needs a slice asks one of those that hold it, in turn, and itself where it does. Where
-    stages have micro-batches of different sizes, blocks are compared as in lowering. Raises CodegenError for values
+    stages have micro-batches of different sizes, blocks are compared as in lowering. Raises InfeasibleError for values
     that cannot be shared out among those.
     """
     graph, works = problem.graph, stage_work(problem, placement)

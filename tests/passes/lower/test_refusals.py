@@ -73,7 +73,9 @@ def test_a_mean_of_micro_batches_that_others_would_read_in_other_portions() -> N
     graph = builder.graph(loss)
     placement = Placement((Stage((0, 1, 2), (0,), 2), Stage((3, 4, 5, 6), (0,), 4)))
     _, schedule = one_device(graph, 1, True, 4)
-    with pytest.raises(CodegenError, match="'v2' goes from micro-batches of 2 samples to ones of 4, but its samples"):
+    with pytest.raises(
+        InfeasibleError, match="'v2' goes from micro-batches of 2 samples to ones of 4, but its samples"
+    ):
         lower(graph, placement, schedule, loss)
 
 
