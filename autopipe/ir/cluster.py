@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopipe.ir.costs import ExchangeCost, TaskCosts
+from autopipe.ir.costs import Affine, ExchangeCost, TaskCosts
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp64")
@@ -118,6 +118,9 @@ class Cluster:
 
     collectives: tuple[ExchangeCost, ...] = ()
     """What collectives of ranks in one node take, where that was measured."""
+
+    post: Affine | None = None
+    """What posting either end of a message takes of its device's own time, where that was measured."""
 
     def __post_init__(self) -> None:
         if not self.devices or not self.levels:

@@ -14,8 +14,10 @@ from autopipe.ir.ops import qualified_name
 from autopipe.ir.ops.row import Signature
 from autopipe.ir.placement import Split
 
-EXCHANGES = ("send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-"""What is measured between ranks: messages, and collectives by the size of their group."""
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+EXCHANGES = ("send", "post", *COLLECTIVES)
+"""What is measured between ranks: messages on their way, what posting an end of one takes of its rank's own time, and
+collectives by the size of their group."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopipe.ir.cluster import Cluster, Device
-from autopipe.ir.costs import Costs, DeviceCosts, Operation, OperationCost
+from autopipe.ir.costs import COLLECTIVES, Costs, DeviceCosts, Operation, OperationCost
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import CostCoverage
@@ -61,8 +61,9 @@ def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
     if sends:
         link = replace(levels[0].link, latency_s=sends[0].fixed_s, bandwidth_bytes_per_s=1 / sends[0].per_byte_s)
         levels = (replace(levels[0], link=link), *levels[1:])
-    collectives = tuple(each for each in exchanges if each.kind != "send")
-    return replace(cluster, devices=devices, levels=levels, collectives=collectives)
+    collectives = tuple(each for each in exchanges if each.kind in COLLECTIVES)
+    post = next((each.fit for each in exchanges if each.kind == "post"), None)
+    return replace(cluster, devices=devices, levels=levels, collectives=collectives, post=post)
 
 
 def coverage(problem: Problem) -> CostCoverage | None:

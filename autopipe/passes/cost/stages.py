@@ -128,6 +128,7 @@ def _stage_cost(
     backward += _accumulate_seconds(work, state_of(problem, work.parameters.items()))
     weight_gradient += _accumulate_seconds(work, waiting_state(problem, work))
     received, sent = received_bytes(graph, work), sent_bytes(graph, work, crossing)
+    post = _post_seconds(work, crossing, received + sent)
     held = transient = 0
     if problem.train:
         everything = kept_bytes(work, tensors.kept)
@@ -136,8 +137,8 @@ def _stage_cost(
     else:
         transient = live_bytes(graph, work, widths)
     return StageCost(
-        forward_s=forward + exchange.forward_s,
-        backward_s=(backward + exchange.backward_s + recompute * (forward + exchange.forward_s))
+        forward_s=forward + exchange.forward_s + post,
+        backward_s=(backward + exchange.backward_s + post + recompute * (forward + exchange.forward_s))
         if problem.train
         else 0.0,
         weight_gradient_s=weight_gradient if problem.train else 0.0,
@@ -167,6 +168,14 @@ def _compute_seconds(work: StageWork, gradient: frozenset[str]) -> tuple[float, 
     )
     halves = np.array(weight_shares(problem.graph, work, gradient))
     return forward, backward, max(float((each * halves).sum()) for _, each in seconds)
+
+
+def _post_seconds(work: StageWork, crossing: frozenset[str], size: int) -> float:
+    """Seconds of a device's own time that posting a micro-batch's messages takes, where that was measured."""
+    post = work.problem.cluster.post
+    if post is None:
+        return 0.0
+    return post.fixed_s * (len(work.received) + len(work.given.keys() & crossing)) + post.per_byte_s * size
 
 
 def _accumulate_seconds(work: StageWork, state: State) -> float:

@@ -9,8 +9,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,11 +21,11 @@ from autopipe.backends.torch.profiler.watch import timing_of
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
 from autopipe.backends.torch.runtime.transport import Transport
-from autopipe.ir.costs import EXCHANGES, Timing
+from autopipe.ir.costs import COLLECTIVES, Timing
 
 SIZES = tuple(2**power for power in (12, 15, 18, 20, 22, 24))
 """Bytes."""
-_LEAST, _MOST = 7, 100
+_LEAST, _MOST, _WARM_UP = 7, 100, 2
 
 
 def group_sizes(ranks: int) -> Iterator[int]:
@@ -46,29 +46,51 @@ def main(target: Path, device: str, seconds: float) -> None:
     transport.make_channels(ChannelEntry(number, 0, 1, 2, 2) for number in range(len(SIZES)))
     each = seconds / (len(SIZES) * (1 + 4 * len(sizes)))
     with torch.no_grad():
-        found = [
-            {"kind": kind, "ranks": ranks, "bytes": size, **asdict(_timed(transport, ranks, run, parts, each))}
-            for kind, ranks, size, run, parts in _runs(transport, sizes)
-        ]
+        found = [row for run in _runs(transport, sizes) for row in _rows(run, _timed(transport, run, each))]
     if transport.rank == 0:
         target.write_text(json.dumps(found), encoding="utf-8")
     transport.stop()
 
 
-Run = tuple[str, int, int, Callable[[], object], int]
-"""What is exchanged, among how many ranks, how many bytes, how, and how many exchanges that makes."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is exchanged among how many ranks, in kinds of which `exchange` tells the seconds."""
+
+    kinds: tuple[str, ...]
+    ranks: int
+    bytes: int
+    exchange: Callable[[], tuple[float, ...]]
+
+
+def _rows(run: Run, timings: Sequence[Timing]) -> Iterator[dict[str, object]]:
+    """The run as JSON, a row a kind."""
+    for kind, timing in zip(run.kinds, timings, strict=True):
+        yield {"kind": kind, "ranks": run.ranks, "bytes": run.bytes, **asdict(timing)}
 
 
 def _runs(transport: Transport, sizes: tuple[int, ...]) -> Iterator[Run]:
     for channel, size in enumerate(SIZES):
-        yield "send", 2, size, _there_and_back(transport, channel, size), 2
+        yield Run(("send", "post"), 2, size, partial(_there_and_back, transport, channel, size))
     for ranks in sizes:
         members = tuple(range(ranks))
         group = Group(members, transport.rank, transport.group, transport.traffic) if transport.rank < ranks else None
         for size in SIZES:
             tensor = torch.ones(ranks, size // 4 // ranks, device=transport.device)
-            for kind in EXCHANGES[1:]:
-                yield kind, ranks, size, partial(_collective, kind, tensor, group), 1
+            for kind in COLLECTIVES:
+                yield Run((kind,), ranks, size, partial(_alone, transport, partial(_collective, kind, tensor, group)))
+
+
+def _alone(transport: Transport, exchange: Callable[[], None]) -> tuple[float]:
+    """Seconds of an exchange that a rank waits for."""
+    start = time.perf_counter()
+    exchange()
+    _done(transport)
+    return (time.perf_counter() - start,)
+
+
+def _done(transport: Transport) -> None:
+    if transport.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _collective(kind: str, tensor: torch.Tensor, group: Group | None) -> None:
@@ -85,39 +107,50 @@ def _collective(kind: str, tensor: torch.Tensor, group: Group | None) -> None:
         group.all_to_all(tensor.T, 0, 1)
 
 
-def _there_and_back(transport: Transport, channel: int, size: int) -> Callable[[], object]:
-    """A message from rank 0 to rank 1 and one back, waited for where it comes, as between stages."""
+def _there_and_back(transport: Transport, channel: int, size: int) -> tuple[float, float]:
+    """Seconds of a message between ranks 0 and 1, as half of there and back, besides posting; and of posting an end.
+
+    Until it is back, three ends have been posted: both of rank 0, and one of rank 1.
+    """
     tensor = torch.ones(size // 4, device=transport.device)
     like = (tensor.dtype, tuple(tensor.shape))
+    peer, first = 1 - transport.rank, transport.rank == 0
+    if peer not in (0, 1):
+        return 0.0, 0.0
+    _work(transport)
+    start, own = time.perf_counter(), time.thread_time()
+    arrival = transport.receive(like, peer, channel, first)
+    if not first:
+        tensor = arrival.wait()
+    transport.send(tensor, peer, channel, not first)
+    post = (time.thread_time() - own) / 2
+    if first:
+        arrival.wait()
+    transport.finish()
+    _done(transport)
+    return (time.perf_counter() - start - 3 * post) / 2, post
 
-    def run() -> None:
-        if transport.rank == 0:
-            arrival = transport.receive(like, 1, channel, True)
-            transport.send(tensor, 1, channel, False)
-            arrival.wait()
-        elif transport.rank == 1:
-            transport.send(transport.receive(like, 0, channel, False).wait(), 0, channel, True)
-        transport.finish()
 
-    return run
+def _work(transport: Transport) -> None:
+    """What a task would do before: messages find the caches taken."""
+    rows = torch.ones(64, 64, device=transport.device)
+    for _ in range(4):
+        rows = torch.softmax(torch.tanh(rows @ rows) + rows, -1) * torch.layer_norm(rows, (64,))
+    _done(transport)
 
 
-def _timed(transport: Transport, ranks: int, run: Callable[[], object], parts: int, seconds: float) -> Timing:
-    """The median of one part, on rank 0; the others run as often as it does."""
-    found: list[float] = []
+def _timed(transport: Transport, run: Run, seconds: float) -> list[Timing]:
+    """Medians on rank 0; the others run as often as it does."""
+    found: list[tuple[float, ...]] = []
     started = time.perf_counter()
     again = torch.ones(1)
     while again.item():
         dist.barrier()
-        start = time.perf_counter()
-        run()
-        if transport.device.type == "cuda":
-            torch.cuda.synchronize()
-        found.append((time.perf_counter() - start) / parts)
+        found.append(run.exchange())
         short = time.perf_counter() - started < seconds
-        again.fill_(float(len(found) < _LEAST + 2 or (len(found) < _MOST and short)))
+        again.fill_(float(len(found) < _LEAST + _WARM_UP or (len(found) < _MOST and short)))
         dist.broadcast(again, 0)
-    return timing_of(found[2:])
+    return [timing_of(each) for each in zip(*found[_WARM_UP:], strict=True)]
 
 
 if __name__ == "__main__":

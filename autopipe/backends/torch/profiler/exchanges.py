@@ -39,8 +39,7 @@ def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[Exchange
 def fitted(samples: Sequence[tuple[int, Timing]]) -> Affine:
     """The line of least relative squared error through times by bytes, neither coefficient below 0."""
     sizes = np.array([size for size, _ in samples], dtype=float)
-    seconds = np.array([timing.seconds for _, timing in samples])
-    weights = 1 / np.maximum(seconds, 1e-12)
+    weights = 1 / np.array([timing.seconds for _, timing in samples])
     columns = np.stack([weights, sizes * weights], axis=1)
     fixed, per_byte = np.linalg.lstsq(columns, np.ones(len(sizes)), rcond=None)[0]
     if fixed < 0:
