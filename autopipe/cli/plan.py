@@ -65,7 +65,7 @@ def plan(
             f"annotations do not tell all of {len(left_out)} nodes, among them {left_out[0]!r}: they are not in the"
             " file, or split along an axis of no tensor in it"
         )
-    if annotate is not None and planned.plan.placement.has_own_sizes:
+    if annotate is not None and planned.plan.has_own_sizes:
         output.warn(
             "annotations do not tell that stages have micro-batches of their own",
             "constraints say it: micro_batch_size",

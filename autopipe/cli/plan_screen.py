@@ -94,7 +94,7 @@ def schedule_line(plan: Plan) -> str:
 
 def stage_table(plan: Plan) -> Table:
     """A row a stage: its devices, nodes and what each of its devices takes; its samples where stages differ in them."""
-    own_sizes = plan.placement.has_own_sizes
+    own_sizes = plan.has_own_sizes
     samples = ("micro-batch",) if own_sizes else ()
     columns = ("stage", "devices", *samples, "nodes", "parameters", "forward", "backward", "memory")
     table = Table(*columns, box=None, pad_edge=False)

@@ -85,11 +85,6 @@ class Placement:
         return 1 + max(device for stage in self.stages for device in stage.devices)
 
     @property
-    def has_own_sizes(self) -> bool:
-        """Whether its stages have micro-batches of different sizes."""
-        return len({stage.micro_batch_size for stage in self.stages}) > 1
-
-    @property
     def pipelines(self) -> int:
         """Number of pipelines."""
         return 1 + max((stage.pipeline for stage in self.stages), default=0)

@@ -69,3 +69,8 @@ class Plan:
     """What the summary was simulated from."""
     memory_limits: tuple[int, ...] = ()
     """Bytes that may be used on each device."""
+
+    @property
+    def has_own_sizes(self) -> bool:
+        """Whether stages have micro-batches of their own, other than the step's."""
+        return any(stage.micro_batch_size != self.summary.micro_batch_size for stage in self.placement.stages)

@@ -48,7 +48,7 @@ def _stages(plan: Plan) -> str:
     split = any(task.phase is Phase.INPUT_GRADIENT for order in plan.schedule.tasks for task in order)
     halves = ("input gradient", "weight gradient") if split else ()
     pipelines = ("pipeline",) if plan.placement.pipelines > 1 else ()
-    samples = ("micro-batch",) if plan.placement.has_own_sizes else ()
+    samples = ("micro-batch",) if plan.has_own_sizes else ()
     heads = ("stage", "devices", *pipelines, *samples, "nodes", "parameters", "forward", "backward", *halves)
     heads += ("gradient sum", "update", "kept a micro-batch", "static memory", "recompute")
     return markup_table(heads, list(_stage_rows(plan, split)))
@@ -62,7 +62,7 @@ def _stage_rows(plan: Plan, split: bool) -> Iterator[str]:
             str(index),
             devices_text(stage.devices),
             *((str(stage.pipeline),) if plan.placement.pipelines > 1 else ()),
-            *((str(stage.micro_batch_size),) if plan.placement.has_own_sizes else ()),
+            *((str(stage.micro_batch_size),) if plan.has_own_sizes else ()),
             str(len(stage.nodes)),
             bytes_text(predicted.parameter_bytes),
             *map(seconds_text, times),
