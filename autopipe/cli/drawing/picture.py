@@ -8,6 +8,7 @@ from autopipe.cli.drawing.steady import SteadyState, steady_state
 from autopipe.cli.figures import bytes_text, seconds_text
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Phase, Schedule
+from autopipe.ir.stage_graph import turns_of
 from autopipe.ir.timeline import Span, Timeline, Transfer
 
 Curve = tuple[tuple[float, int], ...]
@@ -84,11 +85,14 @@ def plan_picture(plan: Plan, timeline: Timeline) -> Picture:
         f"{summary.micro_batches} micro-batches, step {seconds_text(summary.step_time_s)}, "
         f"bubble {summary.bubble_rate:.1%}"
     )
-    return step_picture(title, plan.schedule, timeline, plan.memory_limits or (None,) * len(timeline.memory))
+    limits = plan.memory_limits or (None,) * len(timeline.memory)
+    return step_picture(title, plan.schedule, timeline, limits, turns_of(plan.placement, summary.micro_batch_size))
 
 
-def step_picture(title: str, schedule: Schedule, timeline: Timeline, limits: tuple[int | None, ...]) -> Picture:
-    """The picture of a simulated step."""
+def step_picture(
+    title: str, schedule: Schedule, timeline: Timeline, limits: tuple[int | None, ...], turns: tuple[int, ...] = ()
+) -> Picture:
+    """The picture of a simulated step; `turns` as `StageGraph` has them."""
     return Picture(
         title=title,
         bars=tuple(sorted(map(_bar, timeline.spans), key=lambda bar: (bar.device, bar.start, bar.end))),
@@ -96,7 +100,7 @@ def step_picture(title: str, schedule: Schedule, timeline: Timeline, limits: tup
         limits=limits,
         end=timeline.end,
         physical=True,
-        steady=steady_state(schedule, timeline),
+        steady=steady_state(schedule, timeline, turns),
         transfers=timeline.transfers,
     )
 
