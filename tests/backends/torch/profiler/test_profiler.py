@@ -1,0 +1,125 @@
+"""What the profiler measures is what it is asked for; how long that took is nobody's matter here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from autopipe.backends.onnxruntime import profiler as onnxruntime_profiler
+from autopipe.backends.torch.profiler.exchanges import fitted, measure_exchanges
+from autopipe.backends.torch.profiler.operators import measure_operations
+from autopipe.backends.torch.profiler.watch import Watch, averaged, repeated, timing_of
+from autopipe.ir.costs import EXCHANGES, Affine, Sample, Timing
+from autopipe.ir.graph import Graph
+from autopipe.passes.cost.operations import Operations
+from autopipe.passes.cost.work import annotate
+from tests.passes.cost.graphs import Builder, perceptron
+
+WATCH = Watch(torch.device("cpu"))
+GRAPH = perceptron([16, 8, 8])
+
+
+def samples(graph: Graph) -> list[Sample]:
+    """Of all nodes, in order."""
+    operations, work = Operations.of(graph, "fp32"), annotate(graph)
+    return [operations.sample(index, each) for index, each in enumerate(work) if index not in operations.absorbed]
+
+
+def test_every_operation_of_a_lap_is_measured_once(tmp_path: Path) -> None:
+    lap = samples(GRAPH) * 3
+    found, refused = measure_operations(lap, WATCH, tmp_path, train=True, seconds=0.01)
+    assert refused == ()
+    assert {each.operation for each in found} == {each.operation for each in lap}
+    assert len(found) == 3, "both Relus are one operation"
+    for each in found:
+        assert each.forward.seconds > 0
+        assert each.backward is not None
+        assert each.backward.seconds > 0
+        assert each.forward.repetitions >= 5
+
+
+def test_without_training_there_is_no_backward(tmp_path: Path) -> None:
+    found, _ = measure_operations(samples(GRAPH), WATCH, tmp_path, train=False, seconds=0.01)
+    assert [each.backward for each in found] == [None] * 3
+
+
+def test_no_gradients_no_backward(tmp_path: Path) -> None:
+    builder = Builder(4, 8)
+    graph = builder.finish(builder.relu("x"))
+    (found,), _ = measure_operations(samples(graph), WATCH, tmp_path, train=True, seconds=0.01)
+    assert found.backward is None
+
+
+def test_a_product_and_its_bias_run_as_one(tmp_path: Path) -> None:
+    builder = Builder(8, 16)
+    graph = builder.finish(builder.add(builder.linear("x", 32), builder.parameter("bias", (32,))))
+    (found,), _ = measure_operations(samples(graph), WATCH, tmp_path, train=True, seconds=0.01)
+    assert found.operation.operator == "MatMul+Add"
+    (generated,) = tmp_path.glob("operator_*.py")
+    assert "F.linear" in generated.read_text(encoding="utf-8")
+
+
+def test_shares_of_every_split_run_by_themselves(tmp_path: Path) -> None:
+    operations, work = Operations.of(GRAPH, "fp32"), annotate(GRAPH)
+    lap = [
+        operations.sample(index, work[index], splits) for index in range(4) for splits in operations.cuts(index, (2,))
+    ]
+    found, refused = measure_operations(lap, WATCH, tmp_path, train=True, seconds=0.01)
+    assert refused == ()
+    assert {each.operation for each in found} == {each.operation for each in lap}
+
+
+def test_what_does_not_run_is_left_out_and_said(tmp_path: Path) -> None:
+    product, *rest = samples(GRAPH)
+    (signature,) = product.signatures
+    factors = (signature.operand(0), replace(signature.operand(1), shape=(3, 3)))
+    broken = replace(product, signatures=(replace(signature, operands=factors),))
+    found, refused = measure_operations([broken, *rest], WATCH, tmp_path, train=True, seconds=0.01)
+    assert len(found) == 2
+    assert len(refused) == 1
+    assert "MatMul does not run by itself: " in refused[0]
+
+
+def test_onnxruntime_measures_forwards_of_the_same_operations(tmp_path: Path) -> None:
+    builder = Builder(8, 16)
+    graph = builder.finish(builder.relu(builder.add(builder.linear("x", 32), builder.parameter("bias", (32,)))))
+    found, refused = onnxruntime_profiler.measure_operations(samples(graph), tmp_path, threads=1, seconds=0.01)
+    assert refused == ()
+    assert [each.operation.operator for each in found] == ["MatMul+Add", "Relu"]
+    assert all(each.forward.seconds >= 0 and each.backward is None for each in found)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_medians_spreads_and_means() -> None:
+    assert timing_of([3.0, 1.0, 2.0]) == Timing(2.0, 1.0, 3)
+    assert timing_of([2.0]) == Timing(2.0, 0.0, 1)
+    assert averaged([Timing(1.0, 0.5, 7), Timing(3.0, 0.5, 7)]) == Timing(2.0, 0.5, 7)
+    calls = []
+    (found,) = repeated(lambda: calls.append(0) or (float(len(calls)),), seconds=0.0)
+    assert found == Timing(4.0, 0.75, 5), "the first run is warm-up"
+
+
+def test_a_line_is_found_and_never_falls() -> None:
+    line = Affine(1e-4, 1e-9)
+    sizes = np.array([2**12, 2**16, 2**20, 2**24])
+    found = fitted([(int(size), Timing(line.seconds(size), 0.0, 5)) for size in sizes])
+    assert found.fixed_s == pytest.approx(1e-4)
+    assert found.per_byte_s == pytest.approx(1e-9)
+    falling = fitted([(1000, Timing(2.0, 0.0, 5)), (2000, Timing(1.0, 0.0, 5))])
+    assert falling.per_byte_s == 0.0
+    assert falling.fixed_s > 0
+    steep = fitted([(1000, Timing(1.0, 0.0, 5)), (2000, Timing(3.0, 0.0, 5))])
+    assert steep.fixed_s == 0.0
+    assert steep.per_byte_s > 0
+
+
+@pytest.mark.distributed
+def test_exchanges_of_two_ranks() -> None:
+    found = measure_exchanges(2, "cpu", 0.1)
+    assert [each.kind for each in found] == list(EXCHANGES)
+    assert {each.ranks for each in found} == {2}
+    assert all(each.fit.fixed_s + each.fit.per_byte_s > 0 for each in found)
