@@ -15,6 +15,7 @@ from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.placement.graphpipe.check import check_stages
 from autopipe.passes.placement.graphpipe.notes import region_notes
 from autopipe.passes.placement.graphpipe.orders import other_orders
+from autopipe.passes.placement.graphpipe.own_sizes import with_own_sizes
 from autopipe.passes.placement.graphpipe.sizes import Sizes
 from autopipe.passes.placement.graphpipe.tree import decompose
 from autopipe.passes.placement.graphpipe.units import make_units
@@ -28,6 +29,9 @@ class GraphPipe:
 
     intra: Literal["data_parallel", "pase"] = "data_parallel"
     """How the devices of a stage share its work: by samples, or as the search for splits makes a step shorter."""
+
+    per_stage_micro_batch: bool = False
+    """Whether stages get micro-batches of their own sizes where a step by kFkB is shorter with them."""
 
     name: ClassVar[str] = "graphpipe"
 
@@ -54,6 +58,8 @@ class GraphPipe:
         best = Sizes(problem, units, forward + backward).best(trees)
         placement = replace(best, notes=region_notes(problem.graph, units, found.regions))
         check_stages(problem.graph, placement)
+        if self.per_stage_micro_batch:
+            placement = with_own_sizes(problem, placement)
         if self.intra == "pase":
             placement = split_further(problem, placement)
         check_wishes(problem, placement, self.name)
