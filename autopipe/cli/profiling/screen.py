@@ -57,5 +57,5 @@ def _lines(device: DeviceCosts) -> Iterator[str]:
             f" {seconds_text(tasks.backward_s)}"
         )
     for each in device.exchanges:
-        rate = f" + {bytes_text(round(1 / each.fit.per_byte_s))}/s" if each.fit.per_byte_s else ""
+        rate = f", then {bytes_text(round(1 / each.fit.per_byte_s))}/s" if each.fit.per_byte_s else ""
         yield f"{each.kind.replace('_', '-')} of {each.ranks} ranks: {seconds_text(each.fit.fixed_s)}{rate}"

@@ -23,6 +23,8 @@ from autopipe.passes.cost.work import annotate
 
 _MOST_WAYS = 64
 """Shares are looked up for splits of up to so many ways; smaller ones follow the roofline from there."""
+_NOTHING = ((1.0, 0.0, 0.0),)
+"""No seconds, whatever the share."""
 
 
 def costed_work(graph: Graph, precision: str, cluster: Cluster, costs: Costs | None) -> tuple[Work, ...]:
@@ -36,14 +38,17 @@ def costed_work(graph: Graph, precision: str, cluster: Cluster, costs: Costs | N
     lookups = [_Lookup.of(device, _found(costs, device), precision) for device in _kinds(cluster)]
     degrees = range(2, min(cluster.size, _MOST_WAYS) + 1)
     operations = Operations.of(graph, precision)
-    absorbed = operations.absorbed
+    products = {addition: product for product, addition in operations.additions.items()}
     known: dict[Hashable, tuple[Measured, ...]] = {}
     found = []
     for index, each in enumerate(work):
-        key = operations.key(index), index in absorbed
+        product = products.get(index)
+        key = operations.key(index), None if product is None else operations.key(product)
         if key not in known:
-            shares = tuple(_shares(operations, index, degrees))
-            known[key] = tuple(lookup.measured(each, shares, index in absorbed) for lookup in lookups)
+            shares = tuple(_shares(operations, index if product is None else product, degrees))
+            own = (lookup.measured(each, shares) for lookup in lookups)
+            # An addition that its product's call does takes nothing more.
+            known[key] = tuple(own if product is None else (replace(one, points=_NOTHING) for one in own))
         found.append(replace(each, measured=known[key]))
     return tuple(found)
 
@@ -120,13 +125,8 @@ class _Lookup:
             view=_view_seconds(entries),
         )
 
-    def measured(self, work: Work, shares: Sequence[tuple[float, Operation]], absorbed: bool) -> Measured:
-        """What a node takes on the device at the shares that were measured; the first is the whole node.
-
-        One that is `absorbed` is a part of another, and takes nothing more.
-        """
-        if absorbed:
-            return Measured(self.device.name, True, ((1.0, 0.0, 0.0),))
+    def measured(self, work: Work, shares: Sequence[tuple[float, Operation]]) -> Measured:
+        """What a node takes on the device at the shares that were measured; the first is the whole node."""
         by_share: dict[float, list[tuple[float, float]]] = {}
         for share, operation in shares:
             found = self._seconds(work, share, operation)

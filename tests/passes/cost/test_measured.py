@@ -124,6 +124,12 @@ def test_a_bias_is_a_part_of_its_product() -> None:
     given = measured_problem(graph, costs_of(graph, 5.0))
     forward, _ = node_seconds(given.work, given.cluster.devices[0], "fp32")
     np.testing.assert_allclose(forward, [5.0, 0.0])
+    judged = measured_problem(graph, costs_of(GRAPH, 1.0))
+    found = coverage(judged)
+    assert found is not None
+    assert (found.measured, found.judged) == (0, 2)
+    forward, _ = node_seconds(judged.work, judged.cluster.devices[0], "fp32")
+    assert forward[1] == 0.0
 
 
 TENSORS = TensorCosts(1.0, 0.5)
