@@ -39,9 +39,10 @@ Made by `OMP_NUM_THREADS=1 python benchmarks/fidelity.py --write docs/fidelity.m
 ({processor}), one thread a rank, ranks not more than cores.
 
 Every model of the zoo, as `autopipe zoo build` makes it, trains on {micro_batches} micro-batches of {size} samples.
-`autopipe profile` measured its operators ({seconds:g} s a model), `plan --costs` predicted the step from that, and the
-generated program was run right afterwards: the median of {steps} steps. Messages between two ranks were measured once.
-Two ranks have a stage each (`pipedream`, no replicas, under the searched schedule).
+`autopipe profile` measured its operators for {seconds:g} s, for two ranks with the other core busy; `plan --costs`
+predicted the step from that, and the generated program was run right afterwards: the median of {steps} steps. Messages
+between two ranks were measured once. Two ranks have a stage each (`pipedream`, no replicas, under the searched
+schedule).
 
 {within} of {count} predictions lie within 15% of what was measured; the median is {median:.1%} off, the worst
 {worst:.1%}.
@@ -85,12 +86,12 @@ class Row:
 def rows_of(name: str, exchanges: Path, arguments: argparse.Namespace, folder: Path) -> Iterator[Row]:
     """Profile a model, and predict and run it on each number of ranks."""
     model, measured, costs = (folder / f"{name}.{end}" for end in ("onnx", "measured", "costs"))
-    _run("zoo", "build", name, "-o", model, "--set", "loss=true", "--set", "weights=random")
-    sizes = ("--micro-batch-sizes", arguments.size, "--degrees", "")
-    _run("profile", model, *sizes, "--device", "cpu", "--seconds", arguments.seconds, "-o", measured)
-    _run("profile", "--merge", exchanges, measured, "-o", costs)
     batch = ("--batch-size", arguments.size * arguments.micro_batches, "--micro-batches", arguments.micro_batches)
+    sizes = ("--micro-batch-sizes", arguments.size, "--degrees", "", "--device", "cpu", "--seconds", arguments.seconds)
+    _run("zoo", "build", name, "-o", model, "--set", "loss=true", "--set", "weights=random")
     for ranks, (_, options) in LAYOUTS.items():
+        _run("profile", model, *sizes, "--company", ranks - 1, "-o", measured)
+        _run("profile", "--merge", exchanges, measured, "-o", costs)
         plan = folder / f"{name}.{ranks}.plan"
         cluster = ("--gpus", ranks, "--cluster", "cpu-local", "--costs", costs)
         summary = _run("plan", model, *cluster, *batch, *options, "-o", plan)["summary"]
@@ -147,7 +148,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="FILE")
     for name, default in (("size", 4), ("micro-batches", 4), ("steps", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of profiling, a model")
+    parser.add_argument("--seconds", type=float, default=2.5, help="of profiling, a model and a number of ranks")
     arguments = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:

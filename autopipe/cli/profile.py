@@ -24,6 +24,13 @@ from autopipe.configs.configuration import Configuration
 )
 @click.option("--degrees", metavar="D,…", default="2", show_default=True, help="Ways to split operators; none: ''.")
 @click.option(
+    "--company",
+    type=click.IntRange(0, 1024),
+    default=0,
+    show_default=True,
+    help="Processes that keep other cores busy meanwhile, as other ranks do.",
+)
+@click.option(
     "--ranks", type=click.IntRange(2, 64), help="Also measure messages and collectives between so many ranks."
 )
 @click.option(
@@ -46,6 +53,7 @@ def profile(
     threads: int,
     micro_batch_sizes: str | None,
     degrees: str,
+    company: int,
     ranks: int | None,
     source: str,
     seconds: float,
@@ -89,6 +97,7 @@ def profile(
             device=device,
             name=name,
             threads=threads,
+            company=company,
             ranks=ranks,
             source=source,
             seconds=seconds,

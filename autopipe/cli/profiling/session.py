@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from autopipe.backends.onnxruntime import profiler as onnxruntime_profiler
+from autopipe.backends.torch.profiler.company import company
 from autopipe.backends.torch.profiler.exchanges import measure_exchanges
 from autopipe.backends.torch.profiler.operators import measure_operations
 from autopipe.backends.torch.profiler.tasks import measure_tasks
@@ -43,6 +44,8 @@ class Profiling:
     name: str | None
     """What to call the device."""
     threads: int
+    company: int
+    """Processes that keep other cores busy while operators are measured."""
     ranks: int | None
     """How many exchange messages; exchanges are not measured where None."""
     source: str
@@ -60,7 +63,10 @@ class Profiling:
         train = models[0][1].mode is Mode.TRAIN and self.source == "torch"
         groups = tuple(groups_of(models, self.request.precision, self.degrees))
         started = time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch:
+        with (
+            tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch,
+            company(self.company, self.threads),
+        ):
             operations, refused = self._operations(groups, device, train, Path(scratch), bar)
             tasks = None
             if train:
@@ -129,6 +135,8 @@ class Profiling:
             f"{self.request.model.name} on micro-batches of {', '.join(map(str, sizes))}",
             datetime.datetime.now(datetime.UTC).date().isoformat(),
         ]
+        if self.company:
+            parts.insert(-1, f"beside {self.company} busy process{'es' if self.company > 1 else ''}")
         if self.ranks is not None:
             parts.insert(-1, f"{self.ranks} ranks")
         return ", ".join(parts)
