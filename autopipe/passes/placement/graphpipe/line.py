@@ -60,7 +60,7 @@ class Line:
 def make_line(graph: Graph, units: Units, tree: Tree, seconds: NDArray[np.float64], limit: int, devices: int) -> Line:
     """The line of a tree, in at most about `limit` blocks; `seconds` weighs each node.
 
-    Forks with less work than what each of `devices` gets become runs, but in a small graph, as do tiny ones. Where there
+    But in a small graph, forks with less work than what each of `devices` gets, or tiny ones, become runs. Where there
     are more units, each run's units are joined where many bytes cross.
     """
     weights = np.array([seconds[list(nodes)].sum() for nodes in units.nodes])

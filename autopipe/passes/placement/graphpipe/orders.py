@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 
 from autopipe.passes.placement.graphpipe.tree import Leaf, Parallel, Series, Tree, bits
 
-FEW = 10
+FEW = 8
 """Units of a graph so small that many lines are looked at."""
 
-_MOST_LINES = 128
+_MOST_LINES = 64
 """Of each kind."""
 
 

@@ -102,6 +102,8 @@ class Sizes:
 
     def _chosen(self, found: list[_Found]) -> Placement | None:
         """None where memory holds none."""
+        # Several lines may have one and the same answer.
+        found = list({(each.answer.size, each.answer.step_s): each for each in reversed(found)}.values())
         found.sort(key=lambda each: each.answer.step_s)
         least = found[0].answer.step_s if found else 0.0
         close = [each for each in found if self._at_best(each.answer) <= least]

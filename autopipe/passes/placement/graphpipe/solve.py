@@ -13,6 +13,9 @@ from autopipe.passes.placement.graphpipe.prices import Prices
 from autopipe.passes.placement.graphpipe.search import Search
 from autopipe.passes.placement.graphpipe.stages import Draft
 
+_WORTH_WIDENING = 1.2
+"""Answers that take no longer than so many times the best are given the devices that they leave over."""
+
 _HALVINGS = 8
 """Probes at any value, before those at values that stages can take."""
 
@@ -49,10 +52,35 @@ class Solver:
             if target is None:
                 return
             answer = self._answer(prices, target, levels)
+            if answer.step_s < limit * _WORTH_WIDENING:
+                answer = self.widened(answer, prices)
             yield answer
             limit = min(limit, answer.step_s)
             levels = answer.depth - 1
             least = target
+
+    def widened(self, answer: Answer, prices: Prices) -> Answer:
+        """The answer with devices that it leaves over given to the stages where they shorten the step most."""
+        best = answer
+        while True:
+            spare = self.devices - sum(draft.degree for draft in best.drafts)
+            others = [
+                self._judged((*best.drafts[:stage], wider, *best.drafts[stage + 1 :]), prices)
+                for stage, draft in enumerate(best.drafts)
+                for wider in self._wider(draft, prices, spare)
+            ]
+            better = min(others, key=lambda other: other.step_s, default=best)
+            if better.step_s >= best.step_s:
+                return best
+            best = better
+
+    def _wider(self, draft: Draft, prices: Prices, spare: int) -> Iterator[Draft]:
+        """A stage on more devices, `spare` at most, with what it keeps in flight."""
+        for price in prices.each:
+            at = (draft.start, draft.stop)
+            more = price.way.degree - draft.degree
+            if 0 < more <= spare and price.seconds[at] < np.inf and price.most[at] >= draft.in_flight:
+                yield Draft.of(price.way, draft.start, draft.stop, draft.in_flight)
 
     def any_answer(self, prices: Prices) -> Answer | None:
         """A line of stages that memory holds, however long they take; None where there is none."""
@@ -103,10 +131,13 @@ class Solver:
         for piece in search.way(search.least(self.line.regions)[1]):
             way = prices.way(piece.start, piece.stop, piece.level, target)
             drafts.append(Draft.of(way, piece.start, piece.stop, min(piece.level, prices.micro_batches)))
+        return self._judged(tuple(drafts), prices)
+
+    def _judged(self, drafts: tuple[Draft, ...], prices: Prices) -> Answer:
         memory = max(draft.memory for draft in drafts) / prices.limit
         before = self._before(drafts)
         step = step_seconds(drafts, before, prices.micro_batches, self.train)
-        return Answer(tuple(drafts), prices.size, max(stage_depths(before)), step, memory)
+        return Answer(drafts, prices.size, max(stage_depths(before)), step, memory)
 
     def _before(self, drafts: Sequence[Draft]) -> list[list[int]]:
         """For each stage the stages that it reads from."""

@@ -29,14 +29,26 @@ class Draft:
     """Seconds of the step's end."""
     memory: float
     """Bytes on a device."""
+    in_flight: int
 
     @staticmethod
     def of(way: Way, start: int, stop: int, in_flight: int) -> Draft:
         """A stretch run in some way."""
         at = (start, stop)
         memory = way.always[at] + in_flight * way.kept[at]
-        figures = (way.forward[at], way.backward[at], way.arriving[at], way.returning[at], way.end[at], memory)
-        return Draft(start, stop, way.degree, way.recompute, *map(float, figures))
+        return Draft(
+            start,
+            stop,
+            way.degree,
+            way.recompute,
+            forward=float(way.forward[at]),
+            backward=float(way.backward[at]),
+            arriving=float(way.arriving[at]),
+            returning=float(way.returning[at]),
+            end=float(way.end[at]),
+            memory=float(memory),
+            in_flight=in_flight,
+        )
 
 
 def stages_of(

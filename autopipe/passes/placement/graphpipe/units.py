@@ -45,25 +45,31 @@ def make_units(graph: Graph) -> Units:
 
 def _leaders(graph: Graph) -> list[int]:
     """For each node the one that its unit is named after: the first that depends on an input, and on no view of it."""
-    inputs = {value.name for value in graph.inputs}
-    recomputed = recomputed_nodes(graph)
-    bare = set(recomputed)
-    for index, node in enumerate(graph.nodes):
-        if inputs.isdisjoint(node.inputs) and bare.issuperset(_producers(graph, index)):
-            bare.add(index)
+    producers = [_producers(graph, index) for index in range(len(graph.nodes))]
+    aside = recomputed_nodes(graph) | _without_inputs(graph, producers)
     leaders = list(range(len(graph.nodes)))
-    for index, node in enumerate(graph.nodes):
-        row = operator_of(node)
-        producers = _producers(graph, index)
-        if row is not None and row.kind == "view" and len(producers) == 1 and not bare & {index, *producers}:
-            leaders[index] = leaders[producers[0]]
     readers: dict[int, list[int]] = {}
-    for index in range(len(graph.nodes)):
-        for producer in _producers(graph, index):
+    for index, node in enumerate(graph.nodes):
+        for producer in producers[index]:
             readers.setdefault(producer, []).append(index)
-    for index in sorted(bare, reverse=True):
+        row = operator_of(node)
+        if row is not None and row.kind == "view" and len(producers[index]) == 1:
+            (shown,) = producers[index]
+            if index not in aside and shown not in aside:
+                leaders[index] = leaders[shown]
+    for index in sorted(aside, reverse=True):
         leaders[index] = min((leaders[reader] for reader in readers.get(index, ())), default=index)
     return leaders
+
+
+def _without_inputs(graph: Graph, producers: list[list[int]]) -> set[int]:
+    """Nodes that depend on no input of the model."""
+    inputs = {value.name for value in graph.inputs}
+    found: set[int] = set()
+    for index, node in enumerate(graph.nodes):
+        if inputs.isdisjoint(node.inputs) and found.issuperset(producers[index]):
+            found.add(index)
+    return found
 
 
 def _producers(graph: Graph, index: int) -> list[int]:
