@@ -142,7 +142,11 @@ def with_memory(blocks: StageBlocks, costs: Sequence[StagePrediction], free: Seq
 
 
 def stage_schedule(blocks: StageBlocks, found: BlockSchedule, stages: StageGraph, micro_batches: int) -> Schedule:
-    """The order of the blocks' starts as an order of tasks; of the last unit only the micro-batches there are."""
+    """The order of the blocks' starts as an order of tasks; of the last unit only the micro-batches there are.
+
+    The search may begin a unit's first turn before the last turn of the unit before. Each stage takes its micro-batches
+    in order nevertheless: so many of a neighbour's tasks as a stage waits for are done by then, whichever they are.
+    """
     pipelines = stages.pipelines or (0,) * len(stages.stage_devices)
     orders = []
     for tasks in found.tasks[: stages.devices]:
@@ -152,9 +156,17 @@ def stage_schedule(blocks: StageBlocks, found: BlockSchedule, stages: StageGraph
             micro_batch = unit * stages.pipeline_count + pipelines[stage]
             if micro_batch < micro_batches:
                 order.append(Task(stage, phase, micro_batch * stages.turns_at(stage) + turn))
-        orders.append(tuple(order))
+        orders.append(_in_order(order))
     period = None if found.period is None else found.period * blocks.tick_s
     return Schedule(micro_batches, tuple(orders), tuple(find_repetend(order) for order in orders), period)
+
+
+def _in_order(tasks: Sequence[Task]) -> tuple[Task, ...]:
+    """The same tasks of each stage in the same places, micro-batches ascending."""
+    ascending: dict[tuple[int, Phase], list[Task]] = {}
+    for task in sorted(tasks, key=lambda task: -task.micro_batch):
+        ascending.setdefault((task.stage, task.phase), []).append(task)
+    return tuple(ascending[task.stage, task.phase].pop() for task in tasks)
 
 
 def _in_unit(stages: StageGraph, messages: Sequence[Message]) -> Iterator[tuple[Message, Turned, Turned]]:

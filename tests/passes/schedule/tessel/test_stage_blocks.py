@@ -83,6 +83,10 @@ def test_a_searched_order_runs_within_the_time_and_memory_of_its_blocks(data, mi
     found = search(blocks.graph, micro_batches, QUICK)
     schedule = stage_schedule(blocks, found, graph, micro_batches)
     schedule.verify(graph, train)
+    for order in schedule.tasks:
+        for stage, phase in {(task.stage, task.phase) for task in order}:
+            own = [task.micro_batch for task in order if (task.stage, task.phase) == (stage, phase)]
+            assert own == sorted(own), "a stage takes its micro-batches in order"
     step = simulate(schedule, graph.stage_devices, prediction)
     assert max(span.end for span in step.spans) <= found.makespan * blocks.tick_s * (1 + 1e-9)
     if train:
