@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from autopipe.cli.request import effective, request_of
@@ -34,6 +35,9 @@ def open_plan(folder: Path) -> Planned:
         raise ConfigurationError(
             f"the model of the plan is not at {plan.model}", hint="put it back, or plan again", where=str(folder)
         )
+    if not Path(configuration.costs).is_file():
+        # What they predicted is in the plan, which can be run without them.
+        configuration = replace(configuration, costs="roofline")
     return reopen(request_of(configuration, model), plan)
 
 

@@ -39,6 +39,7 @@ def test_a_profile_is_planned_with(model: Path, command_line: CommandLine) -> No
     without = json.loads(Path("without/plan.json").read_text())
     assert "costs" not in without["summary"]
     assert without["predictions"] != json.loads(Path("with/plan.json").read_text())["predictions"]
+    Path(shown["costs"]).unlink()
     command_line.done("codegen", "with")
 
 
