@@ -70,6 +70,12 @@ def with_own_sizes(random: Random, problem: Problem, placement: Placement) -> Pl
     return replace(placement, stages=tuple(replace(stage, micro_batch_size=size) for stage, size in pairs))
 
 
+def schedules_of(placement: Placement) -> tuple[str, ...]:
+    """The schedules that take stages with such micro-batches."""
+    sizes = {stage.micro_batch_size for stage in placement.stages}
+    return tuple(name for name in SCHEDULERS if name != "1f1b" or len(sizes) == 1)
+
+
 def check_step(
     pools: Pools, model: Trained, problem: Problem, placement: Placement, schedule: str, folder: Path
 ) -> float:
