@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.problem import Work
 from autopipe.passes.cost.kept import kept_values
@@ -22,13 +25,13 @@ def annotate(graph: Graph, precision: str = "fp32") -> tuple[Work, ...]:
     uses = uses_of(graph)
     widths = element_bytes(graph, uses, precision)
     sizes = {name: float(width * graph.type_of(name).elements) for name, width in widths.items()}
-    return _annotated(graph, uses, precision, sizes, [use.flops for use in uses])
+    return _annotated(graph, uses, sizes, [use.flops for use in uses], _kept_bytes(graph, uses, precision))
 
 
 def annotate_share(graph: Graph, samples: SampleAxes, precision: str, share: float) -> tuple[Work, ...]:
     """The work of every node on `share` of the graph's samples, as `annotate` of a graph of so many would have it.
 
-    Bytes that backward keeps are those of all samples.
+    It leaves open what backward keeps.
     """
     widths = element_bytes(graph, samples.uses, precision)
     sizes = {
@@ -36,18 +39,24 @@ def annotate_share(graph: Graph, samples: SampleAxes, precision: str, share: flo
         for name, width in widths.items()
     }
     flops = [use.flops * (share if own else 1.0) for use, own in zip(samples.uses, samples.batch.nodes, strict=True)]
-    return _annotated(graph, samples.uses, precision, sizes, flops)
+    return _annotated(graph, samples.uses, sizes, flops, itertools.repeat(0))
+
+
+def _kept_bytes(graph: Graph, uses: tuple[Use, ...], precision: str) -> Iterator[int]:
+    """Bytes of values that each node makes backward keep, counted at the first node that does."""
+    seen: set[tuple[str, int]] = set()
+    for kept in kept_values(graph, uses, precision):
+        new = {each.key: each.bytes for each in kept if each.key not in seen}
+        seen |= new.keys()
+        yield sum(new.values())
 
 
 def _annotated(
-    graph: Graph, uses: tuple[Use, ...], precision: str, sizes: dict[str, float], flops: list[float]
+    graph: Graph, uses: tuple[Use, ...], sizes: dict[str, float], flops: list[float], kept: Iterator[int]
 ) -> tuple[Work, ...]:
     gradient = differentiable_values(graph)
-    seen: set[tuple[str, int]] = set()
     found = []
-    for node, use, count, kept in zip(graph.nodes, uses, flops, kept_values(graph, uses, precision), strict=True):
-        new = {each.key: each.bytes for each in kept if each.key not in seen}
-        seen |= new.keys()
+    for node, use, count, kept_bytes in zip(graph.nodes, uses, flops, kept, strict=False):
         moved = 0 if use.row.kind in _NO_WORK else _moved(node, use, sizes)
         share = _gradient_share(node, use, gradient)
         found.append(
@@ -57,7 +66,7 @@ def _annotated(
                 backward_flops=use.row.backward * count * share,
                 forward_bytes=moved,
                 backward_bytes=(use.row.backward * moved + _cleared(node, use, sizes, gradient)) * share,
-                kept_bytes=sum(new.values()),
+                kept_bytes=kept_bytes,
             )
         )
     return tuple(found)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from autopipe.passes.placement.graphpipe.tree import Leaf, Parallel, Series, Tree, bits
+from autopipe.passes.placement.graphpipe.tree import Leaf, Parallel, Series, Tree, bits, leaves
 
 FEW = 8
 """Units of a graph so small that many lines are looked at."""
@@ -26,20 +26,26 @@ def other_orders(tree: Tree, needs: Sequence[int], weights: Sequence[float]) -> 
     `needs` are the units that each reads from, as bits, and `weights` what each takes.
     """
     count = len(needs)
-    seen = {tree}
-    found: Iterator[Tree] = iter((_mirrored(tree), _flat(range(count)), _flat(_by_depth(needs, weights))))
-    if count <= FEW:
-        permuted = itertools.islice(_permuted(tree), _MOST_LINES)
-        every = map(_flat, itertools.islice(_extensions(needs, 0, ()), _MOST_LINES))
-        found = itertools.chain(found, permuted, every)
-    for each in found:
-        if each not in seen:
-            seen.add(each)
+    few = count <= FEW
+    seen = {_alike(tree, weights)}
+    for each in (_mirrored(tree), *(itertools.islice(_permuted(tree), _MOST_LINES) if few else ())):
+        if _alike(each, weights) not in seen:
+            seen.add(_alike(each, weights))
             yield each
+    # The stretches of the tree's own order are those of its line.
+    known = {leaves(tree)}
+    every = itertools.islice(_extensions(needs, 0, ()), _MOST_LINES) if few else ()
+    for order in (tuple(range(count)), tuple(_by_depth(needs, weights)), *every):
+        if order not in known:
+            known.add(order)
+            yield Series(tuple(map(Leaf, order)))
 
 
-def _flat(order: Sequence[int]) -> Tree:
-    return Series(tuple(map(Leaf, order))) if len(order) > 1 else Leaf(order[0])
+def _alike(tree: Tree, weights: Sequence[float]) -> object:
+    """Equal for trees that differ in the order of equal branches alone."""
+    if isinstance(tree, Leaf):
+        return weights[tree.unit]
+    return type(tree).__name__, tuple(_alike(part, weights) for part in tree.parts)
 
 
 def _mirrored(tree: Tree) -> Tree:

@@ -13,7 +13,9 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.chain_tables import Tables, make_tables
 from autopipe.passes.cost.fit import out_of_memory
+from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.resized import resized
+from autopipe.passes.cost.roofline import accumulate_per_byte
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.placement.graphpipe.line import Line, make_line
 from autopipe.passes.placement.graphpipe.orders import FEW
@@ -65,14 +67,21 @@ class Sizes:
         self.seconds = NodeSeconds(problem, self.samples)
         devices = problem.cluster.size
         self.loads = {
-            size: float(sum(each.sum() for each in self.seconds.of(size, 1))) / devices
-            for size in problem.micro_batch_sizes or (problem.micro_batch_size,)
+            size: self._load(size) / devices for size in problem.micro_batch_sizes or (problem.micro_batch_size,)
         }
-        """For each size the least that a micro-batch takes: all devices compute, and nothing else."""
+        """For each size the least that a micro-batch takes: all devices compute all the time."""
         self.bound = min(load * (problem.batch_size // size) for size, load in self.loads.items())
         self._problems: dict[int, Problem] = {}
         several = devices > problem.cluster.levels[0].size
         self.close = _CLOSE_AMONG_NODES if several else _CLOSE
+
+    def _load(self, size: int) -> float:
+        """What a micro-batch takes on one device, at least once for each parameter and each operator."""
+        problem = self.problem
+        every = float(sum(each.sum() for each in self.seconds.of(size, 1)))
+        names = ((parameter.value.name, 1) for parameter in problem.graph.parameters)
+        added = accumulate_per_byte(problem.cluster.devices[0]) * state_of(problem, names).gradient_bytes
+        return every + added * (1 - size / problem.batch_size)
 
     def best(self, trees: Iterable[Tree]) -> Placement:
         """The best answer's placement; of those that promise about the same, the one whose simulated step is best.
@@ -82,13 +91,14 @@ class Sizes:
         found: list[_Found] = []
         near = _NEAR if len(self.units.nodes) > FEW else 1.0
         first: Line | None = None
+        least = np.inf
         for tree in trees:
-            least = min((each.answer.step_s for each in found), default=np.inf)
-            if first is not None and least <= self.bound * near:
-                break
             line = self._line(tree)
             first = first or line
             found += (_Found(answer, line) for answer in self._answers(line, least))
+            least = min((each.answer.step_s for each in found), default=np.inf)
+            if least <= self.bound * near:
+                break
         chosen = self._chosen(found)
         if chosen is None:
             assert first is not None, "there is a tree"

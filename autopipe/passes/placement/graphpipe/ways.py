@@ -15,7 +15,7 @@ from autopipe.ir.cluster import Cluster, Link
 from autopipe.passes.cost.chain_tables import Tables
 from autopipe.passes.cost.communication import all_reduce
 from autopipe.passes.cost.ranges import Matrix, range_sums
-from autopipe.passes.cost.roofline import accumulate_per_byte, update_line
+from autopipe.passes.cost.roofline import accumulate_per_byte, task_seconds, update_line
 from autopipe.passes.placement.graphpipe.seconds import NodeSeconds
 
 
@@ -65,6 +65,9 @@ def ways_of(tables: Tables, seconds: NodeSeconds, size: int, degree: int) -> Ite
     link = _mean_link(problem.cluster, degree)
     forward, backward = (range_sums(chain.by_block(each)) for each in seconds.of(size, degree))
     uneven = seconds.undivided(degree)
+    device = problem.cluster.devices[0]
+    starts = task_seconds(device)
+    forward += starts[0]
     if uneven.any():
         forward += np.where(range_sums(chain.by_block(uneven)) > 0.5, np.inf, 0.0)
     arriving = tables.arriving * link.latency_s + received / link.bandwidth_bytes_per_s
@@ -73,8 +76,7 @@ def ways_of(tables: Tables, seconds: NodeSeconds, size: int, degree: int) -> Ite
         zero = np.zeros_like(forward)
         yield Way(degree, False, forward, zero, arriving, zero, zero, always, zero)
         return
-    device = problem.cluster.devices[0]
-    backward += tables.gradients * accumulate_per_byte(device) * (1 - size / problem.batch_size)
+    backward += starts[1] + tables.gradients * accumulate_per_byte(device) * (1 - size / problem.batch_size)
     returning = tables.leaving * link.latency_s + sent / link.bandwidth_bytes_per_s
     update = update_line(device, problem.optimizer.states)
     end = tables.gradients * update.per_byte_s + update.fixed_s * (tables.gradients > 0)
