@@ -23,7 +23,7 @@ from autopipe.passes.cost.ranges import (
     range_maxima,
     range_sums,
 )
-from autopipe.passes.cost.roofline import accumulate_per_byte, node_seconds, update_line
+from autopipe.passes.cost.roofline import accumulate_per_byte, node_seconds, task_seconds, update_line
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
 
 
@@ -66,9 +66,10 @@ class Tables:
             backward = np.zeros_like(forward)
         uneven = np.array([not samples.divides(node, degree) for node in range(len(shares))], dtype=float)
         forbidden = np.where(range_sums(self.chain.by_block(uneven)) > 0.5, np.inf, 0.0)
+        starts = task_seconds(device)
         return (
-            range_sums(self.chain.by_block(forward)) + forbidden,
-            range_sums(self.chain.by_block(backward)) + forbidden,
+            range_sums(self.chain.by_block(forward)) + starts[0] + forbidden,
+            range_sums(self.chain.by_block(backward)) + starts[1] * self.problem.train + forbidden,
         )
 
     def overhead(self, degree: int, device: Device, before: Link | None, after: Link | None, reduce: Cost) -> Matrix:
