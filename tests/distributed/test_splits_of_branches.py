@@ -1,4 +1,4 @@
-"""Branches on two ranks each, split inside as the search finds it, compute what one device does."""
+"""Branches on two ranks each, split inside as the search finds it, and what graphpipe makes of them, on ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 from autopipe.ir.cluster import Level, Link
 from autopipe.ir.placement import Placement, Stage
 from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.placement.graphpipe.strategy import GraphPipe
+from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
 from autopipe.passes.spmd.search.further import split_further
 from tests.distributed.pool import Pools
 from tests.distributed.portions import forwards_first
@@ -43,3 +45,17 @@ def test_two_branches_on_two_ranks_each(
     assert any(split.axis != axes[node] for stage in after.stages for node, own in stage.splits for split in own)
     schedule = forwards_first(stage_graph(model.graph, after), MICRO_BATCHES)
     check(pools, model, after, tmp_path, schedule)
+
+
+@pytest.mark.parametrize("name", ["two-branch", "mmt"])
+def test_graphpipe_with_micro_batches_of_stages_own(
+    pools: Pools, small_models: SmallModels, tmp_path: Path, name: str
+) -> None:
+    model = small_models.of(name, 4)
+    problem = problem_of(model, 4)
+    links = replace(problem.cluster, levels=(Level("node", 4, Link(0.0, 1e9)),))
+    problem = replace(problem, cluster=links, micro_batch_sizes=(2, 4))
+    placement = GraphPipe(intra="pase", per_stage_micro_batch=True).run(problem)
+    assert {stage.micro_batch_size for stage in placement.stages} == {2, 4}
+    schedule = KForwardsKBackwards().run(problem, placement)
+    check(pools, model, placement, tmp_path, schedule)
