@@ -70,6 +70,7 @@ class Sizes:
             size: self._load(size) / devices for size in problem.micro_batch_sizes or (problem.micro_batch_size,)
         }
         """For each size the least that a micro-batch takes: all devices compute all the time."""
+        self.degrees = range(1, devices + 1)
         self.bound = min(load * (problem.batch_size // size) for size, load in self.loads.items())
         self._problems: dict[int, Problem] = {}
         several = devices > problem.cluster.levels[0].size
@@ -143,24 +144,37 @@ class Sizes:
         batch = self.problem.batch_size
         solver = self._solver(line)
         tables = make_tables(self.problem, line.chain, self.samples)
+        if best == np.inf:
+            for answer in self._replicas(solver, tables):
+                best = answer.step_s
+                yield answer
         # Filling and draining a pipeline takes about as long as a few micro-batches.
         for size in sorted(self.loads, key=lambda size: self.loads[size] * (batch // size + 2)):
             limit = best * self.close
             if self.loads[size] * (batch // size) > limit:
                 continue
-            for answer in solver.answers(self._prices(tables, size), self.loads[size], limit):
+            for answer in solver.answers(self._prices(tables, size, self.degrees), self.loads[size], limit):
                 best = min(best, answer.step_s)
                 yield answer
+
+    def _replicas(self, solver: Solver, tables: Tables) -> Iterator[Answer]:
+        """One stage on all devices, with the largest micro-batches that memory takes: known at once, and often good."""
+        for size in sorted(self.loads, reverse=True):
+            prices = self._prices(tables, size, (self.problem.cluster.size,))
+            answer = solver.whole(prices) if prices.each else None
+            if answer is not None:
+                yield answer
+                return
 
     def _solver(self, line: Line) -> Solver:
         return Solver(line, self.problem.cluster.size, self.problem.train)
 
-    def _prices(self, tables: Tables, size: int, spare: float = 0.0) -> Prices:
+    def _prices(self, tables: Tables, size: int, degrees: Iterable[int], spare: float = 0.0) -> Prices:
         """The prices of a size; each device has its memory limit, and `spare` bytes more."""
         problem, devices = self.problem, self.problem.cluster.size
         shared = bool(problem.graph.batch_axes)
-        degrees = [degree for degree in range(1, devices + 1) if size % degree == 0 and (shared or degree == 1)]
-        ways = [way for degree in degrees for way in ways_of(tables, self.seconds, size, degree)]
+        allowed = [degree for degree in degrees if size % degree == 0 and (shared or degree == 1)]
+        ways = [way for degree in allowed for way in ways_of(tables, self.seconds, size, degree)]
         limit = min(map(problem.memory_of, range(devices))) + spare
         return make_prices(ways, size, problem.batch_size // size, limit, devices)
 
@@ -175,7 +189,7 @@ class Sizes:
         solver = self._solver(line)
 
         def answer(spare: float) -> Answer | None:
-            return solver.any_answer(self._prices(tables, min(self.loads), spare))
+            return solver.any_answer(self._prices(tables, min(self.loads), self.degrees, spare))
 
         low, high = 0.0, float(problem.memory_of(0))
         while answer(high) is None:

@@ -59,6 +59,15 @@ class Solver:
             levels = answer.depth - 1
             least = target
 
+    def whole(self, prices: Prices) -> Answer | None:
+        """The fastest single stage; None where memory holds none."""
+        at = (0, prices.places - 1)
+        fitting = [price for price in prices.each if price.seconds[at] < np.inf and price.most[at]]
+        if not fitting:
+            return None
+        way = min(fitting, key=lambda price: float(price.seconds[at])).way
+        return self._judged((Draft.of(way, *at, 1),), prices)
+
     def widened(self, answer: Answer, prices: Prices) -> Answer:
         """The answer with devices that it leaves over given to the stages where they shorten the step most."""
         best = answer
