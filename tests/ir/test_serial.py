@@ -238,6 +238,13 @@ def test_any_stage_is_read_as_it_was_written(indices, devices, one, other, recom
     assert placement_of(Record(form, "plan.json")) == placement
 
 
+def test_notes_are_read_as_they_were_written_and_stand_only_where_there_are_some():
+    placement = Placement((Stage((0,), (0,), 2),), notes=("one", "two"))
+    form = json.loads(json.dumps(placement_form(placement)))
+    assert placement_of(Record(form, "plan.json")).notes == ("one", "two")
+    assert "notes" not in placement_form(Placement(placement.stages))
+
+
 def test_a_long_run_of_nodes_takes_little_space():
     split = (Split("b", 8),)
     stage = Stage(tuple(range(15_000)), tuple(range(64)), 8, tuple((node, split) for node in range(15_000)))

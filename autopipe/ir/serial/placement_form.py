@@ -20,7 +20,8 @@ def placement_of(record: Record) -> Placement:
     found = tuple(_stage_of(each) for each in stages.items())
     if not found:
         stages.refuse("at least one stage")
-    return Placement(found)
+    notes = tuple(each.text() for each in record.at("notes").items()) if record.has("notes") else ()
+    return Placement(found, notes=notes)
 
 
 def _stage_form(stage: Stage) -> dict[str, object]:
