@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ from autopipe.passes.placement.graphpipe.stages import Draft
 
 _WORTH_WIDENING = 1.2
 """Answers that take no longer than so many times the best are given the devices that they leave over."""
+
+_FEW_STAGES = 6
+"""Of more stages, cuts stay where the search puts them."""
 
 _HALVINGS = 8
 """Probes at any value, before those at values that stages can take."""
@@ -69,7 +73,10 @@ class Solver:
         return self._judged((Draft.of(way, *at, 1),), prices)
 
     def widened(self, answer: Answer, prices: Prices) -> Answer:
-        """The answer with devices that it leaves over given to the stages where they shorten the step most."""
+        """The answer with devices that it leaves over given to the stages where they shorten the step most.
+
+        Of few stages the cuts are moved too, where that does: the target of the search does not ask for it.
+        """
         best = answer
         while True:
             spare = self.devices - sum(draft.degree for draft in best.drafts)
@@ -78,10 +85,35 @@ class Solver:
                 for stage, draft in enumerate(best.drafts)
                 for wider in self._wider(draft, prices, spare)
             ]
+            if len(best.drafts) <= _FEW_STAGES:
+                others += (self._judged(drafts, prices) for drafts in self._moved(best.drafts, prices))
             better = min(others, key=lambda other: other.step_s, default=best)
             if better.step_s >= best.step_s:
                 return best
             best = better
+
+    def _moved(self, drafts: tuple[Draft, ...], prices: Prices) -> Iterator[tuple[Draft, ...]]:
+        """The stages with one cut a block further on or back, where depths and memory stay as they are."""
+        depths = stage_depths(self._before(drafts))
+        for stage, (one, other) in enumerate(itertools.pairwise(drafts)):
+            for cut in (one.stop - 1, one.stop + 1):
+                if not one.start < cut < other.stop:
+                    continue
+                first = self._resized(one, one.start, cut, prices)
+                second = self._resized(other, cut, other.stop, prices)
+                if first is not None and second is not None:
+                    found = (*drafts[:stage], first, second, *drafts[stage + 2 :])
+                    if stage_depths(self._before(found)) == depths:
+                        yield found
+
+    def _resized(self, draft: Draft, start: int, stop: int, prices: Prices) -> Draft | None:
+        """A stage of other blocks on as many devices; None where they cannot be shared or memory does not hold it."""
+        at = (start, stop)
+        for price in prices.each:
+            alike = (price.way.degree, price.way.recompute) == (draft.degree, draft.recompute)
+            if alike and price.seconds[at] < np.inf and price.most[at] >= draft.in_flight:
+                return Draft.of(price.way, start, stop, draft.in_flight)
+        return None
 
     def _wider(self, draft: Draft, prices: Prices, spare: int) -> Iterator[Draft]:
         """A stage on more devices, `spare` at most, with what it keeps in flight."""
