@@ -19,6 +19,8 @@ from autopipe.backends.torch.profiler.watch import Mark, Watch, averaged, repeat
 from autopipe.ir.costs import Operation, OperationCost, Sample
 from autopipe.ir.errors import CodegenError
 
+_CHAIN, _CHAIN_S = 64, 0.05
+"""Nodes of a backward by which it is measured what noting them takes, and how long for."""
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -43,8 +45,9 @@ def measure_operations(
         return (), tuple(refused.values())
     run = [sample for sample in lap if sample.operation in known]
     steps = [_Step.of(known[sample.operation]) for sample in run]
+    noting = _noting_seconds(watch)
     with _as_run(lap[0].operation.precision, watch.device):
-        timings = repeated(lambda: _run(steps, watch), seconds)
+        timings = repeated(lambda: _run(steps, watch, noting), seconds)
     places: dict[Operation, list[int]] = {}
     for place, sample in enumerate(run):
         places.setdefault(sample.operation, []).append(place)
@@ -67,14 +70,18 @@ class _Step:
         return _Step(runnable, runnable.leaves())
 
 
-def _run(steps: Sequence[_Step], watch: Watch) -> list[float]:
-    """Seconds of every step's forward, then of every one's backward (0 where there is none)."""
+def _run(steps: Sequence[_Step], watch: Watch, noting: float) -> list[float]:
+    """Seconds of every step's forward, then of every one's backward (0 where there is none).
+
+    `noting` is what noting the begin of a backward takes.
+    """
     results: list[Tensors] = []
     marks = [watch.mark()]
     for step in steps:
         results.append(step.runnable.forward(step.runnable.place, *step.leaves))
         marks.append(watch.mark())
-    return watch.spans(marks) + _backwards(results, [leaf for step in steps for leaf in step.leaves], watch)
+    backward = _backwards(results, [leaf for step in steps for leaf in step.leaves], watch)
+    return watch.spans(marks) + [max(0.0, each - noting) for each in backward]
 
 
 def _backwards(results: Sequence[Tensors], leaves: Sequence[torch.Tensor], watch: Watch) -> list[float]:
@@ -110,6 +117,28 @@ def _backwards(results: Sequence[Tensors], leaves: Sequence[torch.Tensor], watch
     return found
 
 
+def _noting_seconds(watch: Watch) -> float:
+    """What noting where a backward begins takes by itself, as autograd calls Python for it."""
+    if watch.device.type != "cpu":
+        return 0.0  # The device does not wait for that.
+
+    def run() -> list[float]:
+        spans = []
+        for noted in (False, True):
+            end = torch.ones(8, requires_grad=True)
+            seen: list[Mark] = []
+            for _ in range(_CHAIN):
+                end = -end
+                if noted and end.grad_fn is not None:
+                    end.grad_fn.register_prehook(lambda _: seen.append(watch.mark()))  # noqa: B023 - called in this turn
+            marks = [watch.mark()]
+            torch.autograd.backward(end, torch.ones_like(end))
+            spans += watch.spans([*marks, watch.mark()])
+        return [(spans[1] - spans[0]) / _CHAIN]
+
+    return max(0.0, repeated(run, _CHAIN_S)[0].seconds)
+
+
 def _seeds(ends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """A gradient for each result, one for all of a kind: in a model the operator behind has just written it."""
     known: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
@@ -124,7 +153,7 @@ def _tried(sample: Sample, watch: Watch, folder: Path, train: bool, pool: Pool) 
     runnable = Runnable.of(sample, watch.device, folder, train, pool)
     try:
         with _as_run(sample.operation.precision, watch.device):
-            _run([_Step.of(runnable)], watch)
+            _run([_Step.of(runnable)], watch, 0.0)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CodegenError(f"{sample.operation.operator} does not run by itself: {reason}") from error
