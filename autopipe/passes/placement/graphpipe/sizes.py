@@ -38,7 +38,7 @@ _CLOSE = 1.005
 _CLOSE_AMONG_NODES = 1.01
 """The same where devices are in several nodes: the search does not know which link a message takes."""
 
-_MOST_TRIALS = 3
+_MOST_TRIALS = 4
 
 _HALVINGS = 24
 """How closely the least excess over the memory limit is found."""

@@ -56,9 +56,10 @@ class Solver:
             if target is None:
                 return
             answer = self._answer(prices, target, levels)
+            yield answer
             if answer.step_s < limit * _WORTH_WIDENING:
                 answer = self.widened(answer, prices)
-            yield answer
+                yield answer
             limit = min(limit, answer.step_s)
             levels = answer.depth - 1
             least = target
