@@ -1,7 +1,7 @@
 """Predicted against measured step time, with costs measured on this machine: the zoo's models on one and two ranks.
 
 Each model is profiled, planned with what that gave, and run right afterwards; messages of ranks are measured once.
-About five minutes on two quiet cores:
+About seven minutes on two quiet cores:
 
     OMP_NUM_THREADS=1 python benchmarks/fidelity.py --write docs/fidelity.md
     OMP_NUM_THREADS=1 python benchmarks/fidelity.py --only gpt --only dlrm
@@ -31,8 +31,12 @@ from autopipe.cli.main import main as autopipe
 from autopipe.configs.zoo import MODELS
 
 WARM_UP = 4
-LAYOUTS = {1: ("one rank", ()), 2: ("two stages", ("--set", "strategy.replicate=false"))}
-"""By ranks: what the table calls it, and the options that make the plan so."""
+_STAGES = ("--set", "strategy.replicate=false", "--schedule")
+LAYOUTS = {
+    1: {"one rank": ()},
+    2: {"two stages": (*_STAGES, "1f1b"), "two stages, searched": (*_STAGES, "tessel")},
+}
+"""By ranks: what the table calls them, and the options that make the plans so."""
 TEXT = """# Predicted and measured step times
 
 Made by `OMP_NUM_THREADS=1 python benchmarks/fidelity.py --write docs/fidelity.md` on {day}, {cores} cores
@@ -41,13 +45,13 @@ Made by `OMP_NUM_THREADS=1 python benchmarks/fidelity.py --write docs/fidelity.m
 Every model of the zoo, as `autopipe zoo build` makes it, trains on {micro_batches} micro-batches of {size} samples.
 `autopipe profile` measured its operators for {seconds:g} s, for two ranks with the other core busy; `plan --costs`
 predicted the step from that, and the generated program was run right afterwards: the median of {steps} steps. Messages
-between two ranks were measured once. Two ranks have a stage each (`pipedream`, no replicas, under the searched
-schedule).
+between two ranks were measured once. Two ranks have a stage each (`pipedream`, no replicas), under 1F1B and under the
+searched schedule, which mostly splits backwards in halves.
 
 {within} of {count} predictions lie within 15% of what was measured; the median is {median:.1%} off, the worst
 {worst:.1%}.
 
-| model | ranks | predicted | measured | off | quartiles of the steps | nodes measured |
+| model | layout | predicted | measured | off | quartiles of the steps | nodes measured |
 |---|---|---:|---:|---:|---|---|
 {rows}
 """
@@ -55,10 +59,10 @@ schedule).
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One model on so many ranks."""
+    """One model in one layout."""
 
     model: str
-    ranks: int
+    layout: str
     predicted_s: float
     steps_s: tuple[float, ...]
     nodes: tuple[int, int]
@@ -80,7 +84,7 @@ class Row:
         known, judged = self.nodes
         times = f"{self.predicted_s * 1e3:.1f} ms | {self.measured_s * 1e3:.1f} ms | {self.off:+.1%}"
         steps = f"{low:.1f} to {high:.1f} ms"
-        return f"| {self.model} | {LAYOUTS[self.ranks][0]} | {times} | {steps} | {known} of {known + judged} |"
+        return f"| {self.model} | {self.layout} | {times} | {steps} | {known} of {known + judged} |"
 
 
 def rows_of(name: str, exchanges: Path, arguments: argparse.Namespace, folder: Path) -> Iterator[Row]:
@@ -89,18 +93,19 @@ def rows_of(name: str, exchanges: Path, arguments: argparse.Namespace, folder: P
     batch = ("--batch-size", arguments.size * arguments.micro_batches, "--micro-batches", arguments.micro_batches)
     sizes = ("--micro-batch-sizes", arguments.size, "--degrees", "", "--device", "cpu", "--seconds", arguments.seconds)
     _run("zoo", "build", name, "-o", model, "--set", "loss=true", "--set", "weights=random")
-    for ranks, (_, options) in LAYOUTS.items():
+    for ranks, layouts in LAYOUTS.items():
         _run("profile", model, *sizes, "--company", ranks - 1, "-o", measured)
         _run("profile", "--merge", exchanges, measured, "-o", costs)
-        plan = folder / f"{name}.{ranks}.plan"
         cluster = ("--gpus", ranks, "--cluster", "cpu-local", "--costs", costs)
-        summary = _run("plan", model, *cluster, *batch, *options, "-o", plan)["summary"]
-        _run("codegen", plan)
-        data = _batch(plan / "program", folder / f"{name}.npz")
-        steps = ("--steps", arguments.steps + WARM_UP, "--device", "cpu", "--data", data)
-        reports = _run("launch", plan / "program", *steps)["steps"]
-        seconds = tuple(float(each["step_time_s"]) for each in reports[WARM_UP:])
-        yield Row(name, ranks, summary["step_time_s"], seconds, tuple(summary["costs"].values()))
+        for number, (layout, options) in enumerate(layouts.items()):
+            plan = folder / f"{name}.{ranks}.{number}.plan"
+            summary = _run("plan", model, *cluster, *batch, *options, "-o", plan)["summary"]
+            _run("codegen", plan)
+            data = _batch(plan / "program", folder / f"{name}.npz")
+            steps = ("--steps", arguments.steps + WARM_UP, "--device", "cpu", "--data", data)
+            reports = _run("launch", plan / "program", *steps)["steps"]
+            seconds = tuple(float(each["step_time_s"]) for each in reports[WARM_UP:])
+            yield Row(name, layout, summary["step_time_s"], seconds, tuple(summary["costs"].values()))
 
 
 def _batch(program: Path, target: Path) -> Path:
