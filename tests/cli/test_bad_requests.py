@@ -122,7 +122,7 @@ REQUESTS: dict[str, tuple[onnx.ModelProto, int, tuple[str, ...], tuple[str, ...]
         ("stage 0 of 1 needs", "over the limit of 1.00 KiB"),
     ),
     "a search of no time": (perceptron(), 2, ("--set", "schedule.time_limit=0"), ("time_limit is 0", "above 0")),
-    "costs from a file": (perceptron(), 2, ("--costs", "./costs.json"), ("roofline", "costs")),
+    "costs from a file": (perceptron(), 2, ("--costs", "./costs.json"), ("costs.json", "No such file")),
     "unknown pass": (perceptron(), 2, ("--dump-after", "place"), ("'place'", "pipedream")),
 }  # fmt: skip
 """A model, the exit code, the words, and what is said."""

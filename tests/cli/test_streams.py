@@ -19,6 +19,7 @@ COMMANDS: dict[tuple[str, ...], tuple[object, ...]] = {
     ("inspect",): (MODEL,),
     ("plan",): (MODEL, "--gpus", "2", "-o", "new.plan"),
     ("codegen",): ("plan", "-o", "program"),
+    ("profile",): (MODEL, "--seconds", "0.5", "--micro-batch-sizes", "1", "-o", "costs.json"),
     ("show",): ("plan",),
     ("compare",): ("plan", "plan"),
     ("schedule",): ("--shape", "v", "--units", "4"),
