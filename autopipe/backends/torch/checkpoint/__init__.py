@@ -1,0 +1,1 @@
+"""Checkpoints on disk: their form, their folder, and reading them; numpy at most, so that no torch is needed."""
