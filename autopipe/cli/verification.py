@@ -11,8 +11,8 @@ import numpy as np
 from autopipe.backends.onnxruntime.reference import ReferenceModel
 from autopipe.backends.torch.launcher import Gang, launch_program, run_alone
 from autopipe.backends.torch.runtime.data import open_source
+from autopipe.backends.torch.runtime.drawing import draw_block
 from autopipe.backends.torch.runtime.manifest import Manifest, ShardEntry, read_manifest
-from autopipe.backends.torch.runtime.parameters import draw_block
 from autopipe.backends.torch.verification import (
     Difference,
     difference,
@@ -151,7 +151,7 @@ def _drawn_weights(manifest: Manifest, seed: int) -> dict[str, np.ndarray]:
     for index, entry in enumerate(manifest.parameters):
         if entry.storage.kind == "draw":
             whole = ShardEntry(index, (0,) * len(entry.shape), entry.shape, (0,))
-            found[entry.name] = draw_block(entry, whole, seed).astype(entry.dtype)
+            found[entry.name] = draw_block(entry, whole, seed).numpy()
     return found
 
 

@@ -14,8 +14,8 @@ import torch
 
 from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
 from autopipe.backends.torch.emission.manifest import Provenance
+from autopipe.backends.torch.runtime.drawing import draw_block
 from autopipe.backends.torch.runtime.manifest import ShardEntry, read_manifest
-from autopipe.backends.torch.runtime.parameters import draw_block
 from autopipe.backends.torch.verification import Difference, difference, read_losses, read_outputs
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage, stage_edges
@@ -120,7 +120,7 @@ def drawn_parameters(graph: Graph, folder: Path) -> dict[str, torch.Tensor]:
     found = {}
     for index, entry in enumerate(read_manifest(folder).parameters):
         whole = ShardEntry(index, (0,) * len(entry.shape), entry.shape, (0,))
-        found[entry.name] = torch.from_numpy(draw_block(entry, whole, SEED)).to(getattr(torch, entry.dtype))
+        found[entry.name] = draw_block(entry, whole, SEED)
     return found
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from autopipe.backends.torch.runtime import philox
+from autopipe.backends.torch.runtime.drawing import draw_block
 from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry
 from autopipe.ir.errors import ConfigurationError, LaunchError
 
-_PARAMETER_STREAM = 1
 _NUMPY = {"bfloat16": np.dtype("<u2")}
 
 
@@ -27,16 +26,24 @@ def torch_dtype(name: str) -> torch.dtype:
 def load_parameters(manifest: Manifest, rank: int, device: torch.device, seed: int) -> dict[int, torch.Tensor]:
     """The rank's blocks by parameter index, on `device`, gradients enabled for the trainable ones when training."""
     found: dict[int, torch.Tensor] = {}
+    threads = cores_of_a_rank()
     for shard in manifest.shards[rank]:
         entry = manifest.parameters[shard.parameter]
-        block = read_block(manifest.model.parent, manifest.model, entry, shard, seed)
+        block = read_block(manifest.model.parent, manifest.model, entry, shard, seed, threads)
         tensor = block.to(device)
         tensor.requires_grad_(manifest.train and entry.trainable and tensor.is_floating_point())
         found[shard.parameter] = tensor
     return found
 
 
-def read_block(folder: Path, model: Path, entry: ParameterEntry, shard: ShardEntry, seed: int) -> torch.Tensor:
+def cores_of_a_rank() -> int:
+    """Processor cores for each rank of this machine."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def read_block(
+    folder: Path, model: Path, entry: ParameterEntry, shard: ShardEntry, seed: int, threads: int = 1
+) -> torch.Tensor:
     """One block of one parameter on the CPU.
 
     Raises ConfigurationError where the model's file is not there, LaunchError where it cannot be read or is too short.
@@ -44,7 +51,7 @@ def read_block(folder: Path, model: Path, entry: ParameterEntry, shard: ShardEnt
     if entry.storage.kind == "fill":
         return torch.full(shard.shape, entry.storage.value, dtype=torch_dtype(entry.dtype))
     if entry.storage.kind == "draw":
-        return torch.from_numpy(draw_block(entry, shard, seed)).to(torch_dtype(entry.dtype))
+        return draw_block(entry, shard, seed, threads)
     path = folder / entry.storage.file if entry.storage.file else model
     stored = _NUMPY.get(entry.dtype) or np.dtype(entry.dtype).newbyteorder("<")
     try:
@@ -62,23 +69,6 @@ def read_block(folder: Path, model: Path, entry: ParameterEntry, shard: ShardEnt
     if entry.dtype == "bfloat16":
         return torch.from_numpy(block.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(block)
-
-
-def draw_block(entry: ParameterEntry, shard: ShardEntry, seed: int) -> np.ndarray:
-    """The numbers of a block as any sharding draws them: element i of the parameter is element i of its stream."""
-    scheme, scale = entry.storage.scheme, entry.storage.scale
-    if scheme in ("zeros", "ones"):
-        return np.full(shard.shape, float(scheme == "ones"), dtype=np.float32)
-    row = math.prod(entry.shape[1:])
-    first, last = (shard.starts[0] * row, shard.stops[0] * row) if entry.shape else (0, 1)
-    stream = (_PARAMETER_STREAM, shard.parameter)
-    if scheme == "normal":
-        drawn = philox.normal(seed, stream, first, last - first) * scale
-    else:
-        drawn = (philox.uniform(seed, stream, first, last - first) * 2.0 - 1.0) * scale
-    rows = drawn.astype(np.float32).reshape(-1, *entry.shape[1:]) if entry.shape else drawn.astype(np.float32)
-    region = tuple(slice(start, stop) for start, stop in zip(shard.starts[1:], shard.stops[1:], strict=True))
-    return np.ascontiguousarray(rows[(slice(None), *region)]).reshape(shard.shape)
 
 
 def load_constants(folder: Path, names: set[str], device: torch.device) -> dict[str, torch.Tensor]:

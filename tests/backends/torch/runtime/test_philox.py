@@ -31,6 +31,14 @@ def test_numbers_depend_on_their_place_alone(draw: object, start: int, count: in
     assert np.array_equal(draw(3, (1, 4), start, count), draw(3, (1, 4), 0, start + count)[start:])
 
 
+@given(st.lists(st.tuples(PLACES, st.integers(0, 200)), max_size=5))
+def test_a_reader_goes_to_any_place(reads: list[tuple[int, int]]) -> None:
+    reader = philox.Reader(philox.key_of(3, (1,)))
+    whole = philox.words(3, (1,), 0, 6000)
+    for start, count in reads:
+        assert np.array_equal(reader.read(start, count), whole[start : start + count])
+
+
 def test_streams_and_seeds_differ() -> None:
     drawn = [philox.words(seed, stream, 0, 8) for seed, stream in [(0, (1,)), (1, (1,)), (0, (2,)), (0, (1, 5))]]
     for index, one in enumerate(drawn):
