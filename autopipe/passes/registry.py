@@ -24,6 +24,7 @@ STRATEGIES = {
     "pase": "autopipe.passes.placement.pase.strategy:Pase",
     "pipedream": "autopipe.passes.placement.pipedream.strategy:PipeDream",
     "piper": "autopipe.passes.placement.piper.strategy:Piper",
+    "tepdist": "autopipe.passes.placement.tepdist.strategy:TePDist",
     "tessel_shapes": "autopipe.passes.placement.tessel_shapes.strategy:TesselShapes",
 }
 """Where each built-in strategy's class lives."""

@@ -15,8 +15,8 @@ from autopipe.passes.spmd.search.configurations import Splits
 def settled_stages(wishes: Sequence[Wish], groups: Sequence[tuple[int, ...]], strategy: str) -> dict[int, int]:
     """The stage of each node for which a constraint asks for a stage, or for the devices of one of `groups`.
 
-    `strategy` is who makes the stages. Raises ConfigurationError, naming the constraint, for stages or devices that there are not, and for a stage that
-    has other devices than are asked for.
+    `strategy` is who makes the stages. Raises ConfigurationError, naming the constraint, for stages or devices that
+    there are not, and for a stage that has other devices than are asked for.
     """
     found: dict[int, int] = {}
     for wish in wishes:

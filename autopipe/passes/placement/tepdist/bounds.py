@@ -1,0 +1,84 @@
+"""What a factorisation takes at least, and about, before any of its splits are searched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.problem import Problem
+from autopipe.passes.cost.communication import all_reduce
+from autopipe.passes.cost.fit import out_of_memory
+from autopipe.passes.cost.memory import state_of
+from autopipe.passes.cost.roofline import node_seconds
+from autopipe.passes.lower.stages import assign_nodes
+from autopipe.passes.placement.tepdist.meshes import Mesh
+
+_Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bounds:
+    """Bounds for the micro-batches of one size."""
+
+    problem: Problem
+    live: tuple[int, ...]
+    """The nodes that a step runs."""
+    _seconds: dict[int, _Floats] = field(default_factory=dict)
+
+    @staticmethod
+    def of(problem: Problem) -> Bounds:
+        """The bounds of a problem's own micro-batches."""
+        whole = Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size)
+        wanted = (problem.loss,) if problem.train and problem.loss is not None else problem.graph.outputs
+        (plan,) = assign_nodes(problem.graph, Placement((whole,)), wanted)
+        return Bounds(problem, tuple(node for node, _ in plan.nodes))
+
+    def step_s(self, mesh: Mesh) -> float:
+        """Seconds that no step can be shorter than: the fullest stage does an equal part of the work at least."""
+        return self.problem.micro_batches * self._work_s(mesh.width) / mesh.stages
+
+    def divided_s(self, mesh: Mesh, stages: Sequence[Sequence[int]]) -> float:
+        """The same where it is known which nodes a stage has: all of it in turn, as fast as its devices compute."""
+        seconds = self._node_s(mesh.width)
+        return self.problem.micro_batches * max(float(seconds[list(nodes)].sum()) for nodes in stages)
+
+    def estimate_s(self, mesh: Mesh) -> float:
+        """About what a step takes where stages are even: filled, drained, and gradients summed by samples.
+
+        Of stages in a row that take equally long each waits for those before it: p of them take (m + p - 1) / p times
+        what the whole model takes of one of m micro-batches.
+        """
+        rounds = (self.problem.micro_batches + mesh.stages - 1) / mesh.stages
+        names = ((parameter.value.name, 1) for parameter in self.problem.graph.parameters)
+        share = state_of(self.problem, names).gradient_bytes / mesh.stages
+        group = mesh.groups[0]
+        gradients = all_reduce(self.problem.cluster, group).seconds(share) if len(group) > 1 and share else 0.0
+        return rounds * self._work_s(mesh.width) + gradients
+
+    def check_memory(self) -> None:
+        """Raise InfeasibleError where parameters and their state, shared by all devices, are more than memory holds."""
+        problem = self.problem
+        names = [parameter.value.name for parameter in problem.graph.parameters]
+        least = state_of(problem, ((name, 1) for name in names)).total // problem.cluster.size
+        device = max(range(problem.cluster.size), key=problem.memory_of)
+        if least > problem.memory_of(device):
+            raise out_of_memory(problem, [0], 1, device, least, least=True)
+
+    def _work_s(self, width: int) -> float:
+        """Seconds of one micro-batch through the whole model, every node shared by so many devices."""
+        return float(self._node_s(width)[list(self.live)].sum())
+
+    def _node_s(self, width: int) -> _Floats:
+        if width not in self._seconds:
+            problem = self.problem
+            again = problem.train and problem.recompute == "full"
+            kinds = []
+            for device in dict.fromkeys(problem.cluster.devices):
+                forward, backward = node_seconds(problem.work, device, problem.precision, 1.0 / width)
+                kinds.append(forward * (1 + again) + (backward if problem.train else 0.0))
+            self._seconds[width] = np.minimum.reduce(kinds)
+        return self._seconds[width]

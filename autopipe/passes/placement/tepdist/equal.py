@@ -1,0 +1,68 @@
+"""Which stages are equal: layers that repeat are searched once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.problem import Problem
+from autopipe.passes.cost.precision import element_bytes
+from autopipe.passes.cost.splits import SampleAxes, sample_axes
+from autopipe.passes.lower.gradients import differentiable_values
+from autopipe.passes.spmd.search.ground import Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What tells the nodes of a problem apart, beside their names."""
+
+    problem: Problem
+    samples: SampleAxes
+    gradient: frozenset[str]
+    widths: dict[str, int]
+
+    @staticmethod
+    def of(problem: Problem) -> Contents:
+        """The contents of a problem's graph."""
+        samples = sample_axes(problem.graph)
+        gradient = differentiable_values(problem.graph) if problem.train else frozenset()
+        return Contents(problem, samples, gradient, element_bytes(problem.graph, samples.uses, problem.precision))
+
+    def key(self, nodes: Sequence[int], devices: Sequence[int], terms: Terms) -> Hashable:
+        """Equal for stages whose searches are equal, node by node in order; micro-batches in flight do not count."""
+        known: dict[str, int] = {}
+        parts: list[Hashable] = [_reach(self.problem.cluster, devices), terms.recompute]
+        for node in nodes:
+            each = self.problem.graph.nodes[node]
+            read = tuple(self._read(name, known, terms) if name else None for name in each.inputs)
+            written = tuple(self._value(name, known, name in terms.given) if name else None for name in each.outputs)
+            parts.append(
+                (each.op, each.domain, each.attributes, self.samples.axes[node], terms.allowed.get(node), read, written)
+            )
+        return tuple(parts)
+
+    def _read(self, name: str, known: dict[str, int], terms: Terms) -> Hashable:
+        """A value by its number where it is known; what else it is where it is new."""
+        if name in known:
+            return known[name]
+        graph = self.problem.graph
+        parameter, constant = graph.parameter(name), graph.constant(name)
+        if constant is not None:
+            return (self._value(name, known), constant.array.tobytes())
+        if parameter is not None:
+            return (self._value(name, known), parameter.trainable, name in terms.whole)
+        return self._value(name, known)
+
+    def _value(self, name: str, known: dict[str, int], given: bool = False) -> Hashable:
+        known[name] = len(known)
+        value = self.problem.graph.type_of(name)
+        return value.dtype, value.shape, self.widths.get(name), name in self.gradient, given
+
+
+def _reach(cluster: Cluster, devices: Sequence[int]) -> Hashable:
+    """The devices' kinds, their order, and the levels that part neighbours: any two part at the outermost between."""
+    ranked = sorted(devices)
+    levels = tuple(cluster.level(first, second) for first, second in itertools.pairwise(ranked))
+    return tuple(cluster.devices[device] for device in devices), tuple(map(ranked.index, devices)), levels

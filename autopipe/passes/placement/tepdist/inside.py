@@ -1,0 +1,182 @@
+"""The splits inside all stages of a placement, equal stages searched once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.placement import Placement, SplitProof, Stage
+from autopipe.ir.problem import Problem
+from autopipe.passes.cost.fit import device_memory, out_of_memory
+from autopipe.passes.cost.splits import SampleAxes, sample_axes
+from autopipe.passes.cost.stages import StageCost, stage_costs
+from autopipe.passes.placement.tepdist.equal import Contents
+from autopipe.passes.spmd.search.configurations import Splits
+from autopipe.passes.spmd.search.fitting import Solver, step_seconds
+from autopipe.passes.spmd.search.stages import Inside, inside_of
+from autopipe.passes.spmd.search.tables import make_tables
+
+_ROUNDS = 2
+"""How often stages that are equal are fitted into memory again, because others have changed beside them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighed:
+    """A placement, what its stages cost, and by how much the fullest device of each is over its limit."""
+
+    placement: Placement
+    costs: tuple[StageCost, ...]
+    excess: tuple[tuple[int, int], ...]
+    """For each stage bytes (below zero where there is room) and the device."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether memory holds it under 1F1B."""
+        return all(excess <= 0 for excess, _ in self.excess)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Insides:
+    """The search inside stages of one problem, which remembers what it found for stages that come again."""
+
+    problem: Problem
+    solver: Solver
+    contents: Contents
+    samples: SampleAxes
+    _found: dict[Hashable, tuple[tuple[Splits, ...], SplitProof]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(problem: Problem, solver: Solver) -> Insides:
+        """The search on micro-batches of the problem's size."""
+        return Insides(problem, solver, Contents.of(problem), sample_axes(problem.graph))
+
+    def placements(self, skeleton: Placement, wished: Mapping[int, Splits]) -> list[Placement]:
+        """Placements with the stages of `skeleton` that memory holds under 1F1B, `wished` nodes split as asked.
+
+        Every stage is split as the solver finds it best, or by its samples, or the faster of both. Where memory is
+        short for the first, stages recompute if they may, and splits are searched within memory. Raises InfeasibleError
+        where there is none, with the least excess.
+        """
+        plain = self._unlimited(skeleton, wished)
+        fitting = [each.placement for each in plain if each.fits]
+        if plain[0].fits:
+            return fitting
+        if self.problem.train and self.problem.recompute == "auto":
+            fitting += self._recomputing(plain[0], wished)
+        try:
+            fitting.append(self._within(plain[0], wished))
+        except InfeasibleError:
+            if not fitting:
+                raise
+        return fitting
+
+    def proof(self, placement: Placement, wished: Mapping[int, Splits]) -> SplitProof:
+        """What is known of the splits of a single stage, by what the solver proved where memory is no limit."""
+        inside = inside_of(self.problem, placement, wished)
+        _, proof = self._searched(inside, placement, 0)
+        (cost,) = stage_costs(self.problem, placement)
+        seconds = max(step_seconds(cost, self.problem.micro_batches), proof.lower_bound)
+        return SplitProof(seconds, proof.lower_bound, seconds <= proof.lower_bound * (1 + 1e-9))
+
+    def _unlimited(self, skeleton: Placement, wished: Mapping[int, Splits]) -> list[_Weighed]:
+        """What there is without regard to memory, as the solver finds it best first."""
+        inside = inside_of(self.problem, skeleton, wished)
+        numbers = range(len(skeleton.stages))
+        searched = self._weighed(_with_stages(skeleton, [self._searched(inside, skeleton, i)[0] for i in numbers]))
+        by_samples = [self._by_samples(stage, wished) for stage in skeleton.stages]
+        others = [other or own for other, own in zip(by_samples, searched.placement.stages, strict=True)]
+        if others == list(searched.placement.stages):
+            return [searched]
+        sampled = self._weighed(_with_stages(skeleton, others))
+        faster = [min(enumerate((searched, sampled)), key=lambda each: self._seconds(each, i))[0] for i in numbers]
+        if len(set(faster)) == 1:
+            return [searched, sampled]
+        stages = [(searched, sampled)[which].placement.stages[i] for i, which in enumerate(faster)]
+        return [searched, sampled, self._weighed(_with_stages(skeleton, stages))]
+
+    def _seconds(self, candidate: tuple[int, _Weighed], stage: int) -> tuple[bool, float, int]:
+        """By what the ways of a stage are compared."""
+        number, weighed = candidate
+        seconds = step_seconds(weighed.costs[stage], self.problem.micro_batches)
+        return weighed.excess[stage][0] > 0, seconds, number
+
+    def _searched(self, inside: Inside, placement: Placement, index: int) -> tuple[Stage, SplitProof]:
+        """A stage as the solver finds it best without regard to memory."""
+        stage, terms = placement.stages[index], inside.terms[index]
+        nodes = [node for node, _ in inside.plans[index].nodes]
+        key = self.contents.key(nodes, stage.devices, terms)
+        if key not in self._found:
+            tables = make_tables(self.problem, nodes, stage.devices, terms)
+            answer = self.solver(tables, None)
+            chosen = dict(tables.splits(answer.choice))
+            proof = SplitProof(float(answer.cost), float(answer.bound), answer.proven)
+            self._found[key] = tuple(chosen.get(node, ()) for node in nodes), proof
+        splits, proof = self._found[key]
+        return replace(stage, splits=_of_nodes(nodes, splits)), proof
+
+    def _by_samples(self, stage: Stage, wished: Mapping[int, Splits]) -> Stage | None:
+        """The stage with nothing but its samples shared; None where they cannot be, or something else is asked for."""
+        width = len(stage.devices)
+        if any(node in wished or not self.samples.divides(node, width) for node in stage.nodes):
+            return None
+        return replace(stage, splits=self.samples.splits(stage.nodes, width))
+
+    def _recomputing(self, plain: _Weighed, wished: Mapping[int, Splits]) -> list[Placement]:
+        """The same with recomputation in the stages that memory does not hold, in all where that is not enough."""
+        stages = plain.placement.stages
+        full = [replace(stage, recompute=excess > 0) for stage, (excess, _) in zip(stages, plain.excess, strict=True)]
+        for some in (full, [replace(stage, recompute=True) for stage in stages]):
+            bare = [replace(stage, splits=()) for stage in some]
+            fitting = [each.placement for each in self._unlimited(_with_stages(plain.placement, bare), wished)]
+            fitting = [each for each in fitting if self._weighed(each).fits]
+            if fitting:
+                return fitting
+        return []
+
+    def _within(self, plain: _Weighed, wished: Mapping[int, Splits]) -> Placement:
+        """The placement with other splits in the stages that memory does not hold: in equal ones those of the fullest.
+
+        Raises InfeasibleError, with the least excess, where nothing fits.
+        """
+        inside = inside_of(self.problem, plain.placement, wished)
+        keys = [
+            self.contents.key([node for node, _ in plan.nodes], stage.devices, terms)
+            for plan, stage, terms in zip(inside.plans, plain.placement.stages, inside.terms, strict=True)
+        ]
+        rounds: Counter[Hashable] = Counter()
+        while not plain.fits:
+            worst = max(range(len(keys)), key=lambda stage: plain.excess[stage][0])
+            rounds[keys[worst]] += 1
+            if rounds[keys[worst]] > _ROUNDS:
+                device = plain.excess[worst][1]
+                need = self.problem.memory_of(device) + plain.excess[worst][0]
+                raise out_of_memory(self.problem, [worst], len(keys), device, need, least=True)
+            fitted = inside.split(plain.placement, worst, self.solver, own=self.problem).placement
+            nodes = [[node for node, _ in plan.nodes] for plan in inside.plans]
+            splits = [fitted.stages[worst].splits_of(node) for node in nodes[worst]]
+            same = [stage for stage, key in enumerate(keys) if key == keys[worst] and plain.excess[stage][0] > 0]
+            stages = list(plain.placement.stages)
+            for stage in same:
+                stages[stage] = replace(stages[stage], splits=_of_nodes(nodes[stage], splits))
+            plain = self._weighed(_with_stages(plain.placement, stages))
+        return plain.placement
+
+    def _weighed(self, placement: Placement) -> _Weighed:
+        costs = stage_costs(self.problem, placement)
+        used = device_memory(self.problem, placement, costs)
+        excess = tuple(
+            max((used[device] - self.problem.memory_of(device), device) for device in stage.devices)
+            for stage in placement.stages
+        )
+        return _Weighed(placement, costs, excess)
+
+
+def _with_stages(placement: Placement, stages: Sequence[Stage]) -> Placement:
+    return replace(placement, stages=tuple(stages), proof=None)
+
+
+def _of_nodes(nodes: Sequence[int], splits: Sequence[Splits]) -> tuple[tuple[int, Splits], ...]:
+    """As `Stage.splits` has them."""
+    return tuple((node, own) for node, own in zip(nodes, splits, strict=True) if own)

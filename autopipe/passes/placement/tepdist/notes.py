@@ -1,0 +1,37 @@
+"""What the outer search has to say: a line for each factorisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopipe.passes.placement.tepdist.search import Tried
+
+
+def search_notes(tried: Sequence[Tried], best: Tried) -> tuple[str, ...]:
+    """A line a factorisation, the best first: its step, or what speaks against it."""
+    by_mesh: dict[str, list[Tried]] = {}
+    for each in tried:
+        by_mesh.setdefault(each.mesh.name, []).append(each)
+    ranked = sorted(by_mesh.values(), key=lambda each: min(one.step_s for one in each))
+    return tuple(f"{each[0].mesh.name}: {_said(each, best)}" for each in ranked)
+
+
+def _said(tried: Sequence[Tried], best: Tried) -> str:
+    fastest = min(tried, key=lambda each: each.step_s)
+    if fastest is best:
+        return f"{_ms(best.step_s)} with {_micro_batches(best)}, the best of {len(tried)} tried"
+    if math.isfinite(fastest.step_s):
+        return f"{_ms(fastest.step_s)} with {_micro_batches(fastest)}, {fastest.step_s / best.step_s:.2f} times that"
+    beaten = [each for each in tried if each.least_s]
+    if beaten:
+        return f"{_ms(min(each.least_s for each in beaten))} at least"
+    return str(next(each.refused for each in tried if each.refused)).partition("\n")[0]
+
+
+def _micro_batches(tried: Tried) -> str:
+    return f"{tried.micro_batches} micro-batch{'es' if tried.micro_batches > 1 else ''}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"

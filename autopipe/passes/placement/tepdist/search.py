@@ -1,0 +1,133 @@
+"""The outer search: every factorisation of the devices, with the micro-batches under which its step is shortest."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
+from autopipe.ir.placement import Placement
+from autopipe.ir.problem import Problem
+from autopipe.passes.placement.tepdist.meshes import Mesh
+from autopipe.passes.placement.tepdist.sized import Divide, Sized
+from autopipe.passes.spmd.search.fitting import Solver
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What came of a factorisation with one number of micro-batches."""
+
+    mesh: Mesh
+    micro_batches: int
+    step_s: float = math.inf
+    """Seconds of a step; infinite where no placement was found."""
+    placement: Placement | None = None
+    least_s: float = 0.0
+    """Seconds that no step can be shorter than, where it was looked into no further because of them."""
+    refused: AutopipeError | None = None
+    """What speaks against it."""
+
+
+@dataclass(slots=True, eq=False)
+class Outer:
+    """One outer search: what it has tried, and the best of that."""
+
+    problem: Problem
+    solver: Solver
+    divisions: Sequence[Divide]
+    """Ways to divide the nodes among stages, each of which is tried."""
+    end: float | None = None
+    """When to stop, by `time.monotonic`, once there is a placement."""
+    tried: list[Tried] = field(default_factory=list)
+    best: Tried | None = None
+    _sized: dict[int, Sized | AutopipeError] = field(default_factory=dict)
+
+    def run(self, meshes: Iterable[Mesh], sizes: Iterable[int]) -> Tried:
+        """The best of all `meshes` on micro-batches of `sizes` samples.
+
+        Raises the reason against the most promising of them where none has a placement.
+        """
+        counts = sorted(self.problem.batch_size // size for size in sizes)
+        estimates = {mesh: [self._estimate_s(mesh, count) for count in counts] for mesh in meshes}
+        for mesh in sorted(estimates, key=lambda each: min(estimates[each])):
+            self._walk(mesh, counts, estimates[mesh])
+        if self.best is None:
+            raise self._reason()
+        return self.best
+
+    def _walk(self, mesh: Mesh, counts: Sequence[int], estimates: Sequence[float]) -> None:
+        """Try numbers of micro-batches from the most promising one on, up and then down, as long as that helps."""
+        start = min(range(len(counts)), key=estimates.__getitem__)
+        first = last = self._try(mesh, counts[start])
+        for count in counts[start + 1 :]:
+            found = self._try(mesh, count)
+            # Smaller micro-batches may fit into memory where larger ones do not.
+            if found.step_s >= last.step_s and not isinstance(last.refused, InfeasibleError):
+                break
+            last = found
+        last = first
+        for count in counts[:start][::-1]:
+            found = self._try(mesh, count)
+            if found.step_s >= last.step_s:
+                break
+            last = found
+
+    def _try(self, mesh: Mesh, count: int) -> Tried:
+        try:
+            found = self._answer(mesh, count)
+        except (ConfigurationError, InfeasibleError, ModelError) as error:
+            found = Tried(mesh, count, refused=error)
+        self.tried.append(found)
+        if self.best is None or found.step_s < self.best.step_s:
+            self.best = found if found.placement is not None else self.best
+        return found
+
+    def _answer(self, mesh: Mesh, count: int) -> Tried:
+        """The best placement, or why it is not worth looking for."""
+        sized = self.of(count)
+        least = sized.bounds.step_s(mesh)
+        if self._is_beaten(least):
+            return Tried(mesh, count, least_s=least)
+        best: Tried | None = None
+        for stages in dict.fromkeys(sized.stages(mesh, divide) for divide in self.divisions):
+            least = sized.bounds.divided_s(mesh, stages)
+            if self._is_beaten(least):
+                best = best or Tried(mesh, count, least_s=least)
+                continue
+            for step_s, placement in sized.placements(mesh, stages):
+                if best is None or step_s < best.step_s:
+                    best = Tried(mesh, count, step_s, placement)
+        assert best is not None, "there is a division, and placements or an error"
+        return best
+
+    def _is_beaten(self, least: float) -> bool:
+        """Whether something that takes so many seconds at least need not be looked at, or there is no time for it."""
+        if self.best is None:
+            return False
+        return least >= self.best.step_s or (self.end is not None and time.monotonic() > self.end)
+
+    def _estimate_s(self, mesh: Mesh, count: int) -> float:
+        try:
+            return self.of(count).bounds.estimate_s(mesh)
+        except (ConfigurationError, ModelError):
+            return math.inf
+
+    def of(self, count: int) -> Sized:
+        """The problem in so many micro-batches. Raises ConfigurationError or ModelError where there is none."""
+        if count not in self._sized:
+            try:
+                self._sized[count] = Sized.of(self.problem, self.problem.batch_size // count, self.solver)
+            except (ConfigurationError, ModelError) as error:
+                self._sized[count] = error
+        found = self._sized[count]
+        if isinstance(found, AutopipeError):
+            raise found
+        return found
+
+    def _reason(self) -> AutopipeError:
+        """Why there is no placement: memory, if it is that somewhere, else what is said of the most promising."""
+        refusals = [each.refused for each in self.tried if each.refused is not None]
+        assert refusals, "there is a placement, or a reason against each"
+        return next((each for each in refusals if isinstance(each, InfeasibleError)), refusals[0])

@@ -1,0 +1,78 @@
+"""The problem on micro-batches of one size, and the best placement of a factorisation there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.problem import Problem
+from autopipe.passes.cost.constraints import Wish, wishes_of
+from autopipe.passes.cost.resized import resized
+from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.cost.wished import wished_splits
+from autopipe.passes.placement.tepdist.bounds import Bounds
+from autopipe.passes.placement.tepdist.inside import Insides
+from autopipe.passes.placement.tepdist.meshes import Mesh
+from autopipe.passes.placement.tepdist.trial import simulated_s
+from autopipe.passes.spmd.search.configurations import Splits
+from autopipe.passes.spmd.search.fitting import Solver
+from autopipe.passes.spmd.settled import check_degrees, settled_stages
+
+Nodes = tuple[tuple[int, ...], ...]
+"""The nodes of each stage, ascending."""
+
+Divide = Callable[[Problem, Mesh, dict[int, int]], Nodes]
+"""Divides a problem's nodes among the stages of a mesh, some nodes in stages that are asked for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sized:
+    """What is known of micro-batches of one size."""
+
+    problem: Problem
+    wishes: tuple[Wish, ...]
+    wished: dict[int, Splits]
+    """The splits that constraints ask for, by node."""
+    bounds: Bounds
+    insides: Insides
+
+    @staticmethod
+    def of(problem: Problem, size: int, solver: Solver) -> Sized:
+        """The problem on micro-batches of `size` samples.
+
+        Raises ConfigurationError or ModelError where there can be none, and for constraints that cannot be followed.
+        """
+        own = resized(problem, size)
+        wishes = wishes_of(own)
+        wished = wished_splits(wishes, sample_axes(own.graph)) if wishes else {}
+        return Sized(own, wishes, wished, Bounds.of(own), Insides.of(own, solver))
+
+    def stages(self, mesh: Mesh, divide: Divide) -> Nodes:
+        """The nodes of each stage. Raises ConfigurationError for constraints that the mesh cannot follow."""
+        return divide(self.problem, mesh, settled_stages(self.wishes, mesh.groups, "this number of stages"))
+
+    def placements(self, mesh: Mesh, stages: Nodes) -> list[tuple[float, Placement]]:
+        """Seconds of a step and the placement, for each way to split the stages that memory holds.
+
+        Raises ConfigurationError for splits that are asked for and that a stage's devices cannot have, InfeasibleError
+        where memory holds none, with the least excess.
+        """
+        again = self.problem.train and self.problem.recompute == "full"
+        skeleton = Placement(
+            tuple(
+                Stage(nodes, group, self.problem.micro_batch_size, recompute=again)
+                for nodes, group in zip(stages, mesh.groups, strict=True)
+            )
+        )
+        check_degrees(self.problem, self.wished, skeleton)
+        found, refused = [], None
+        for placement in self.insides.placements(skeleton, self.wished):
+            try:
+                found.append((simulated_s(self.problem, placement), placement))
+            except InfeasibleError as error:
+                refused = error
+        if not found and refused is not None:
+            raise refused
+        return found

@@ -1,0 +1,95 @@
+"""TePDist: the strategy and its options (Alibaba PAI, "TePDist", 2023)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.graph import Graph
+from autopipe.ir.placement import Placement
+from autopipe.ir.problem import Problem
+from autopipe.passes.batching import Division
+from autopipe.passes.cost.constraints import wishes_of
+from autopipe.passes.cost.fit import check_operators
+from autopipe.passes.placement.tepdist.bounds import Bounds
+from autopipe.passes.placement.tepdist.levels import Level, solver_of
+from autopipe.passes.placement.tepdist.meshes import Mesh, meshes
+from autopipe.passes.placement.tepdist.notes import search_notes
+from autopipe.passes.placement.tepdist.search import Outer, Tried
+from autopipe.passes.placement.tepdist.sized import Nodes
+from autopipe.passes.spmd.cutting import cut_into_stages
+from autopipe.passes.spmd.wishes import check_wishes
+
+
+@dataclass(frozen=True, slots=True)
+class TePDist:
+    """Tries every way to share the devices among stages and the mesh of each, and splits every operator inside.
+
+    The number of micro-batches is chosen, too, where it is open. What is best is what a step under 1F1B, as it is
+    simulated, takes least with.
+    """
+
+    level: Level = "O2"
+    """How splits are searched inside a stage. `O2`: segments between critical operators, then the whole stage by
+    dynamic programming. `O3`: all cones in one integer programme. `O4`: all operators in one."""
+
+    stages: int | None = None
+    """Pipeline stages, of equal groups of devices; all numbers that divide the devices are tried where it is open."""
+
+    unbalance: float = 0.08
+    """By how much, as a share of the mean, a stage may compute more than the mean."""
+
+    name: ClassVar[str] = "tepdist"
+
+    def division(self, graph: Graph) -> Division:
+        """It chooses the size of micro-batches."""
+        return Division.OWN
+
+    def requires(self, problem: Problem) -> None:
+        """Raise ConfigurationError for options out of range, InfeasibleError for an empty model."""
+        if self.unbalance < 0:
+            raise ConfigurationError(f"unbalance is {self.unbalance}", hint="it is a share from 0", where="strategy")
+        size = problem.cluster.size
+        if self.stages is not None and (self.stages < 1 or size % self.stages):
+            raise ConfigurationError(
+                f"stages is {self.stages}, and {size} devices cannot be shared equally by so many",
+                hint=f"one of {', '.join(str(count) for count in range(1, size + 1) if size % count == 0)}",
+                where="strategy.stages",
+            )
+        check_operators(problem)
+
+    def run(self, problem: Problem) -> Placement:
+        """The placement with the least simulated step.
+
+        Raises InfeasibleError where memory holds none, ConfigurationError for constraints that cannot be followed.
+        """
+        wishes_of(problem, own_sizes=True)
+        Bounds.of(problem).check_memory()
+        outer = self.search(problem)
+        best = outer.run(meshes(problem.cluster, self.stages), sizes_of(problem))
+        assert best.placement is not None
+        return self._told(problem, outer, best, best.placement)
+
+    def search(self, problem: Problem) -> Outer:
+        """The outer search that has tried nothing yet."""
+        end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
+        return Outer(problem, solver_of(self.level, problem.time_limit), (linear_cut,), end)
+
+    def _told(self, problem: Problem, outer: Outer, best: Tried, placement: Placement) -> Placement:
+        """The placement with what is known of it, checked against the constraints."""
+        sized = outer.of(best.micro_batches)
+        check_wishes(sized.problem, placement, self.name)
+        proof = sized.insides.proof(placement, sized.wished) if len(placement.stages) == 1 else None
+        return replace(placement, proof=proof, notes=search_notes(outer.tried, best))
+
+
+def sizes_of(problem: Problem) -> tuple[int, ...]:
+    """The sizes that micro-batches may have."""
+    return problem.micro_batch_sizes or (problem.micro_batch_size,)
+
+
+def linear_cut(problem: Problem, mesh: Mesh, settled: dict[int, int]) -> Nodes:
+    """The stages of the operators in one line, the slowest as fast as it can be."""
+    return cut_into_stages(problem, mesh.stages, settled)
