@@ -17,7 +17,7 @@ from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
 from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, LaunchError, ModelError
 
-HEAVY = ("torch", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "ortools", "pulp", "numpy", "yaml", "rich")
+HEAVY = ("torch", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "ortools", "pulp", "scipy", "numpy", "yaml", "rich")
 
 failure: BaseException | None = None
 """What the command `fail` raises; set by `failing`."""
