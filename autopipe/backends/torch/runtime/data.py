@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,17 @@ from autopipe.ir.errors import ConfigurationError
 _DATA_STREAM = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a run has come: steps done, and samples taken. Batches before may have had another size."""
+
+    steps: int = 0
+    samples: int = 0
+
+
+START = Position()
+
+
 class Source(Protocol):
     """Where samples come from. Sample numbers run on from step to step."""
 
@@ -29,13 +41,16 @@ class Source(Protocol):
         """
 
 
-def open_source(manifest: Manifest, data: str | None, seed: int) -> Source:
-    """The source that `--data` names. Raises ConfigurationError where it does not fit the model."""
+def open_source(manifest: Manifest, data: str | None, seed: int, begin: Position = START) -> Source:
+    """The source that `--data` names, for a run that goes on from `begin`.
+
+    Raises ConfigurationError where it does not fit the model.
+    """
     if data is None:
         return RandomSource(manifest, seed)
     if data.endswith(".npz"):
         return FileSource(manifest, Path(data))
-    return FunctionSource(manifest, data)
+    return FunctionSource(manifest, data, begin)
 
 
 def read_block(source: Source, manifest: Manifest, entry: InputEntry, sample: int, box: Slices) -> np.ndarray:
@@ -107,7 +122,7 @@ class FunctionSource:
     Batch i is what step i runs on. The iterator cannot go back: a run that continues takes the batches before it too.
     """
 
-    def __init__(self, manifest: Manifest, name: str) -> None:
+    def __init__(self, manifest: Manifest, name: str, begin: Position) -> None:
         module, colon, function = name.partition(":")
         if not colon:
             raise ConfigurationError(f"{name!r} is neither an .npz file nor module:function")
@@ -117,18 +132,20 @@ class FunctionSource:
             raise ConfigurationError(f"data function {name!r} cannot be imported: {error}") from error
         self._name = name
         self._manifest = manifest
+        self._begin = begin
         self._batches: Iterator[Mapping[str, np.ndarray]] = iter(made)
         self._step = -1
         self._batch: Mapping[str, np.ndarray] = {}
 
     def rows(self, entry: InputEntry, start: int, stop: int) -> np.ndarray:
-        self._advance(start // self._manifest.batch_size)
+        begin, batch_size = self._begin, self._manifest.batch_size
+        self._advance(begin.steps + (start - begin.samples) // batch_size)
         array = _fitting(np.asarray(self._value(entry)), entry, self._name)
         if entry.batch_axis is None:
             return _converted(array, entry, self._name)
         extent = entry.shape[entry.batch_axis] // self._manifest.micro_batch_size
-        offset = self._step * self._manifest.batch_size
-        have, needed = array.shape[entry.batch_axis], self._manifest.batch_size * extent
+        offset = begin.samples + (self._step - begin.steps) * batch_size
+        have, needed = array.shape[entry.batch_axis], batch_size * extent
         if have < needed:
             raise ConfigurationError(f"{entry.name!r} has {have} rows, a batch {needed}", where=self._name)
         rows = np.take(array, range((start - offset) * extent, (stop - offset) * extent), axis=entry.batch_axis)
