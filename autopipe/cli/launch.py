@@ -10,6 +10,8 @@ import click
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
 
+_SECONDS = click.FloatRange(min=0, min_open=True)
+
 
 @click.command()
 @click.argument("program", type=click.Path(path_type=Path))
@@ -27,6 +29,9 @@ from autopipe.cli.output import Output
 @click.option("--checkpoint", type=click.Path(path_type=Path), metavar="DIR", help="Where to save the training state.")
 @click.option("--checkpoint-every", type=click.IntRange(min=1), metavar="K", help="Steps between two [only the last].")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --checkpoint DIR.")
+@click.option("--start-timeout", type=_SECONDS, default=1800, show_default=True, help="Seconds to join and load.")
+@click.option("--step-timeout", type=_SECONDS, default=600, show_default=True, help="Seconds for a task of a step.")
+@click.option("--checkpoint-timeout", type=_SECONDS, default=7200, show_default=True, help="Seconds to write or read.")
 @click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Chrome trace of this node's ranks.")
 @click.option("--outputs", type=click.Path(path_type=Path), metavar="FILE.npz", help="Outputs of inference.")
 @click.option("--blocking", is_flag=True, help="Overlap no message with a task, to see what that is worth.")
@@ -48,6 +53,9 @@ def launch(
     checkpoint: Path | None,
     checkpoint_every: int | None,
     resume: bool,
+    start_timeout: float,
+    step_timeout: float,
+    checkpoint_timeout: float,
     trace: Path | None,
     outputs: Path | None,
     blocking: bool,
@@ -55,6 +63,9 @@ def launch(
     rank: int | None,
 ) -> None:
     """Run the ranks of PROGRAM, a folder that codegen wrote.
+
+    A rank that does not get on for longer than a time-out, in seconds, while it waits for no other, is named with its
+    task, and all are stopped.
 
     \b
     Example:
@@ -65,6 +76,7 @@ def launch(
 
     from autopipe.backends.torch.launcher import Gang
     from autopipe.backends.torch.runtime.manifest import read_manifest
+    from autopipe.backends.torch.runtime.pulse import Timeouts
     from autopipe.cli.launching import Launch, rehearsal_table
 
     manifest = read_manifest(program.absolute())
@@ -75,6 +87,7 @@ def launch(
         rendezvous_endpoint=rdzv_endpoint,
         rendezvous_id=rdzv_id,
         max_restarts=restarts,
+        timeouts=Timeouts(start_timeout, step_timeout, checkpoint_timeout),
         live=not output.as_json,
         debug=bool(click.get_current_context().params["debug"]),
     )

@@ -15,6 +15,7 @@ from rich.table import Table
 from autopipe.backends.torch.launcher import Gang, launch_program, local_ranks, read_reports, run_alone
 from autopipe.backends.torch.runtime.checkpoint_folder import committed_steps
 from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.runtime.pulse import Timeouts
 from autopipe.backends.torch.trace import chrome_trace
 from autopipe.ir.errors import ConfigurationError
 
@@ -42,7 +43,7 @@ class Launch:
         with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
             scratch = Path(name)
             try:
-                launch_program(self.manifest, self._arguments(scratch), gang, note)
+                launch_program(self.manifest, self._arguments(scratch, gang.timeouts), gang, note)
             finally:
                 if self.trace is not None:
                     _write_json(self.trace, chrome_trace(scratch / "spans"))
@@ -85,7 +86,7 @@ class Launch:
                     f"{path} cannot be written", hint="name a file in a folder that is there and writable"
                 )
 
-    def _arguments(self, scratch: Path) -> list[str]:
+    def _arguments(self, scratch: Path, timeouts: Timeouts) -> list[str]:
         found = ["--device", self.device, "--steps", str(self.steps), "--report", str(scratch / "report.jsonl")]
         if self.checkpoint is not None:
             found += ["--checkpoint", str(self.checkpoint.absolute()), "--resume"]
@@ -96,6 +97,9 @@ class Launch:
             "--checkpoint-every": self.checkpoint_every,
             "--trace": scratch / "spans" if self.trace is not None else None,
             "--outputs": self.outputs.absolute() if self.outputs is not None else None,
+            "--start-timeout": timeouts.start_s,
+            "--step-timeout": timeouts.step_s,
+            "--checkpoint-timeout": timeouts.checkpoint_s,
         }
         for flag, value in values.items():
             found += [flag, str(value)] if value is not None else []

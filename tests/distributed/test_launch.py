@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -87,6 +89,28 @@ def test_a_mistake_found_by_a_rank_is_the_users_and_not_tried_again(tmp_path: Pa
     assert ended.result["error"]["kind"] == "ConfigurationError"
     assert "absent.npz" in ended.result["error"]["where"]
     assert "starting all ranks again" not in ended.stderr
+
+
+def test_a_rank_in_an_endless_loop_is_named_with_its_task_and_the_others_are_stopped(tmp_path: Path) -> None:
+    program = write_chain(tmp_path / "program")
+    loop = """if step == 1:
+            (here / 'reached').write_text('')
+            while True: pass"""
+    process = start(program, "--steps", 3, "--data", spell_data(tmp_path, loop), "--step-timeout", 3, "--json")
+    wait_for((tmp_path / "reached").exists, process)
+    pids = rank_pids(process.pid)
+    ended = finish(process)
+    assert ended.code == 5
+    error = ended.result["error"]
+    assert re.fullmatch(r"rank 0 hangs in task 0F0 for [34] s", error["message"]), error
+    logs = Path(error["hint"].split(" is in ")[1])
+    assert "batch_source.py" in (next(logs.glob("*/attempt_0/0/stderr.log"))).read_text(), (
+        "where it hangs is written down"
+    )
+    shutil.rmtree(logs)
+    for pid in pids.values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_an_interrupt_stops_all_ranks(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -19,6 +20,10 @@ STEPS = 6
 BLOCK = """if step == 4 and rank == 0 and not (here / 'reached').exists():
             (here / 'reached').write_text('')
             time.sleep(10**6)"""
+# Rank 0 takes its time once, so that rank 1 is stopped while it waits.
+SLOW = """if step == 4 and rank == 0 and not (here / 'reached').exists():
+            (here / 'reached').write_text('')
+            time.sleep(2)"""
 
 
 @pytest.mark.parametrize(
@@ -40,6 +45,19 @@ def test_losses_after_a_restart_are_those_of_an_undisturbed_run(tmp_path: Path, 
     assert len(set(undisturbed.losses)) == STEPS
     assert ended.losses == undisturbed.losses
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["step_00000004", "step_00000006"]
+
+
+def test_a_rank_that_hangs_is_started_again_from_the_last_checkpoint(tmp_path: Path) -> None:
+    program = write_chain(tmp_path / "program", Optimizer("sgd", lr=0.05, momentum=0.9))
+    flags = ("--checkpoint", tmp_path / "saved", "--checkpoint-every", 2, "--step-timeout", 5, "--json")
+    process = start(program, "--steps", STEPS, "--data", spell_data(tmp_path, SLOW), *flags)
+    wait_for((tmp_path / "reached").exists, process)
+    os.kill(rank_pids(process.pid)[1], signal.SIGSTOP)
+    ended = finish(process)
+    assert ended.code == 0, ended.stderr
+    assert re.search(r"rank 1 hangs in task 1[FB]\d for [567] s", ended.stderr), ended.stderr
+    assert "starting all ranks again" in ended.stderr
+    assert [step["step"] for step in ended.result["steps"]] == list(range(STEPS))
 
 
 def test_without_restarts_a_killed_rank_ends_the_run(tmp_path: Path) -> None:

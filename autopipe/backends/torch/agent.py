@@ -6,8 +6,12 @@ a data file that is missing would only fail again, so this agent stops at those.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
+import tempfile
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,21 +24,35 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from autopipe.backends.torch.runtime.failures import Failure, read_failure
+from autopipe.backends.torch.runtime.failures import STACKS, Failure, read_failure
+from autopipe.backends.torch.runtime.pulse import PULSES, Timeouts, phase_of
 from autopipe.backends.torch.runtime.transport import ATTEMPT
+from autopipe.backends.torch.watch import Hang, Watch
 from autopipe.ir.errors import LaunchError
 
 _MEETING_TIMEOUT_S = 900
 _POLL_S = 0.1
+_LAST_WORDS_S = 0.5
+"""For a rank that hangs to write what its threads are doing."""
 
 
 class Agent(LocalElasticAgent):
     """Runs this node's ranks, again after a failure that may not come back."""
 
-    def __init__(self, spec: WorkerSpec, logs: Path, redirects: dict[int, Std], note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs: Path,
+        redirects: dict[int, Std],
+        timeouts: Timeouts | None,
+        note: Callable[[str], None],
+    ) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(logs), redirects=redirects))
         self._logs = logs
+        self._timeouts = timeouts
         self._note = note
+        self._watch: Watch | None = None
+        self._hang: Hang | None = None
         self.failure: Failure | None = None
         """The one that ended the latest attempt."""
 
@@ -45,19 +63,46 @@ class Agent(LocalElasticAgent):
         if worker_group.group_rank == 0:
             store.set(ATTEMPT, uuid.uuid4().hex)
         os.environ[ATTEMPT] = store.get(ATTEMPT).decode()
+        self._hang = None
+        if self._timeouts is None:
+            return self._started(worker_group)
+        pulses = Path(tempfile.mkdtemp(prefix="pulses_", dir=self._logs))
+        os.environ[PULSES] = str(pulses)
+        try:
+            started = self._started(worker_group)
+        finally:
+            del os.environ[PULSES]
+        ranks = tuple(worker.global_rank for worker in worker_group.workers)
+        self._watch = Watch(pulses, ranks, self._timeouts, worker_group.group_world_size or 1)
+        return started
+
+    def _started(self, worker_group: WorkerGroup) -> dict[int, Any]:
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.HEALTHY and self._hang is None and self._watch is not None:
+            self._hang = self._watch.look()
+            if self._hang is not None:
+                self._end(worker_group, self._hang.rank)
         if result.state is WorkerState.FAILED:
-            self.failure = first_failure(result.failures, self._logs)
+            hang = self._hang
+            self.failure = _failed(hang, self._logs) if hang else first_failure(result.failures, self._logs)
             if self.failure.final:
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
                 left = self._remaining_restarts - 1
                 self._note(f"{self.failure.error()}; starting all ranks again, {left} restarts left after this")
         return result
+
+    def _end(self, worker_group: WorkerGroup, rank: int) -> None:
+        """End a rank that hangs; elastic then ends the others. It may be deaf to all but SIGKILL."""
+        pid = next(worker.id for worker in worker_group.workers if worker.global_rank == rank)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, STACKS)
+            time.sleep(_LAST_WORDS_S)
+            os.killpg(pid, signal.SIGKILL)
 
 
 def run_agent(
@@ -67,14 +112,16 @@ def run_agent(
     endpoint: str,
     name: str,
     max_restarts: int,
+    timeouts: Timeouts | None,
     logs: Path,
     live: bool,
     note: Callable[[str], None],
 ) -> Failure | None:
     """Meet the other nodes, run `ranks` processes of `command` under this Python to their end.
 
-    Returns the failure that ended them, None where all went well. What they write goes to files in `logs`, but for
-    rank 0's stdout with `live`. Raises torch's SignalException and RendezvousError.
+    Returns the failure that ended them, None where all went well. With `timeouts` a rank that hangs has failed, too.
+    What they write goes to files in `logs`, but for rank 0's stdout with `live`. Raises torch's SignalException and
+    RendezvousError.
     """
     handler = get_rendezvous_handler(
         RendezvousParameters(
@@ -98,7 +145,7 @@ def run_agent(
     redirects = dict.fromkeys(range(ranks), Std.ALL)
     if live:
         redirects[0] = Std.ERR
-    agent = Agent(spec, logs, redirects, note)
+    agent = Agent(spec, logs, redirects, timeouts, note)
     try:
         result = agent.run()
     except SignalException:
@@ -116,6 +163,12 @@ def first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> Failure
     """The failure, among those by rank, that came first and not because of another one."""
     found = [_failure(rank, failure, logs) for rank, failure in failures.items()]
     return min(found, key=lambda failure: (failure.consequence, failure.time))
+
+
+def _failed(hang: Hang, logs: Path) -> Failure:
+    hint = f"--{phase_of(hang.task)}-timeout allows more time; what each rank wrote, and was doing, is in {logs}"
+    code = LaunchError.exit_code
+    return Failure(hang.rank, hang.task, hang.message(), hint, "", time.time(), code, final=False, consequence=False)
 
 
 def _failure(rank: int, failure: ProcessFailure, logs: Path) -> Failure:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from autopipe.backends.torch.runtime.failures import ERROR_FILE, Failure, read_failure
 from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.runtime.pulse import DEFAULTS, Timeouts
 from autopipe.ir.errors import ConfigurationError, LaunchError
 
 _TAKEN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -37,6 +38,8 @@ class Gang:
     rendezvous_endpoint: str = ""
     rendezvous_id: str = ""
     max_restarts: int = 0
+    timeouts: Timeouts = DEFAULTS
+    """How long a rank may take in each phase before it counts as hanging."""
     live: bool = False
     """Rank 0's step lines go to this process's stdout."""
     debug: bool = False
@@ -82,7 +85,8 @@ def launch_program(
     failure: Failure | None = None
     try:
         with rank_environment(), _signals_kept(), _elastic_quiet(gang.debug):
-            failure = run_agent(command, ranks, nodes, endpoint, name, gang.max_restarts, logs, gang.live, note)
+            restarts, timeouts = gang.max_restarts, gang.timeouts
+            failure = run_agent(command, ranks, nodes, endpoint, name, restarts, timeouts, logs, gang.live, note)
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from error

@@ -73,7 +73,7 @@ def _runs(transport: Transport, sizes: tuple[int, ...]) -> Iterator[Run]:
         yield Run(("send", "post"), 2, size, partial(_there_and_back, transport, channel, size))
     for ranks in sizes:
         members = tuple(range(ranks))
-        group = Group(members, transport.rank, transport.group, transport.traffic) if transport.rank < ranks else None
+        group = Group(members, transport) if transport.rank < ranks else None
         for size in SIZES:
             tensor = torch.ones(ranks, size // 4 // ranks, device=transport.device)
             for kind in COLLECTIVES:

@@ -25,7 +25,8 @@ def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[Exchange
         found, logs = Path(name) / "exchanges.json", Path(name) / "logs"
         logs.mkdir()
         command = ("-u", "-m", worker, str(found), device, str(seconds))
-        failure = run_agent(command, ranks, 1, "localhost:0", f"autopipe-{Path(name).name}", 0, logs, False, _silent)
+        run = f"autopipe-{Path(name).name}"
+        failure = run_agent(command, ranks, 1, "localhost:0", run, 0, None, logs, False, _silent)
         if failure is not None:
             raise failure.error()
         rows = json.loads(found.read_text(encoding="utf-8"))

@@ -108,7 +108,8 @@ class Turns:
             stage = self._rank.stages[end.target_stage]
             wire = next(each for each in stage.receives if each.channel == end.channel)
         sends = message.ranks[0] == number
-        (stage.give if sends else stage.ask)(wire, Turn(*wire.turn).micro_batch(message.number)).wait()
+        with self._rank.pulse.waiting():
+            (stage.give if sends else stage.ask)(wire, Turn(*wire.turn).micro_batch(message.number)).wait()
 
     def _agree(self) -> list[Event]:
         """Tell the others this rank's tasks and channels, and order those of all."""
@@ -123,7 +124,7 @@ class Turns:
             "leaving": [(wire.channel, wire.turn) for stage in stages for wire in stage.sends],
             "arriving": [(wire.channel, wire.turn) for stage in stages for wire in stage.receives],
         }
-        every = [json.loads(data) for data in self._rank.transport.gather_bytes(json.dumps(own).encode())]
+        every = [json.loads(data) for data in self._rank.meeting.gather(json.dumps(own).encode())]
         leaving, arriving = (
             {channel: Turn(*turn) for each in every for channel, turn in each[way]} for way in ("leaving", "arriving")
         )

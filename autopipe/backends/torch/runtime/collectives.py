@@ -6,11 +6,9 @@ the shares of all copies add up to the gradient. See `autopipe.passes.lower.shar
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,29 +16,30 @@ import torch.distributed as dist
 from autopipe.ir.layout import Box, Layout, MeshAxes, MeshAxis, Window, degree_of, members
 from autopipe.ir.redistribution import moves_between
 
+if TYPE_CHECKING:
+    from autopipe.backends.torch.runtime.transport import Transport
+
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
 """For each dimension of a tensor the axes of a mesh that cut it, outer to inner, as degree and stride."""
 
 Windows = tuple[tuple[int, int, int, int], ...]
 """Dimensions that are read through windows, each with the step, offset and length of its blocks: see `Window`."""
 
-FindGroup = Callable[[tuple[int, ...]], "dist.ProcessGroup | None"]
-"""The process group of ranks, ascending."""
-
 
 class Group:
     """Ranks that exchange something, as seen from one of them: a stage's group, or those along axes of its mesh."""
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, find: FindGroup, traffic: Counter[str]) -> None:
-        """As `rank` of `ranks` sees it; what it exchanges is counted in `traffic`, bytes by kind (`ir/traffic.py`)."""
+    def __init__(self, ranks: tuple[int, ...], transport: Transport) -> None:
+        """As the rank of `transport`, one of `ranks`, sees it; what it exchanges is counted there."""
         self.ranks = ranks
         self.size = len(ranks)
-        self.position = ranks.index(rank)
+        self.position = ranks.index(transport.rank)
         self.order = tuple(sorted(ranks).index(each) for each in ranks)
         """Where each position's part is in what the process group gathers, which is by rank."""
-        self.process_group = find(tuple(sorted(ranks)))
-        self._find = find
-        self.traffic = traffic
+        self.process_group = transport.group(tuple(sorted(ranks)))
+        self.traffic = transport.traffic
+        self.pulse = transport.pulse
+        self._transport = transport
         self._along: dict[MeshAxes, Group] = {}
 
     def along(self, *axes: tuple[int, int]) -> Group:
@@ -48,7 +47,7 @@ class Group:
         wanted = tuple(MeshAxis(*axis) for axis in axes)
         if wanted not in self._along:
             ranks = tuple(self.ranks[position] for position in members(wanted, self.position))
-            self._along[wanted] = Group(ranks, self.ranks[self.position], self._find, self.traffic)
+            self._along[wanted] = Group(ranks, self._transport)
         return self._along[wanted]
 
     def all_reduce(self, tensor: torch.Tensor, divisor: int = 1) -> torch.Tensor:
@@ -239,12 +238,14 @@ def _all_to_all(parts: list[torch.Tensor], sizes: list[int], group: Group) -> li
     backend = dist.get_backend(group.process_group)
     if sent.is_cuda and backend == "gloo":  # It exchanges tensors of the host alone.
         host = received.cpu()
-        dist.all_to_all_single(host, sent.cpu(), incoming, outgoing, group=group.process_group)
+        with group.pulse.waiting():
+            dist.all_to_all_single(host, sent.cpu(), incoming, outgoing, group=group.process_group)
         received.copy_(host)
     elif backend == "fake":  # That of dry runs lets no rank receive that sends nothing.
         received.zero_()
     else:
-        dist.all_to_all_single(received, sent, incoming, outgoing, group=group.process_group)
+        with group.pulse.waiting():
+            dist.all_to_all_single(received, sent, incoming, outgoing, group=group.process_group)
     by_rank = received.split(incoming)
     return [by_rank[place] for place in group.order]
 
@@ -267,14 +268,16 @@ def _reduced(tensor: torch.Tensor, group: Group, how: dist.ReduceOp.RedOpType) -
 
 def _combined(tensor: torch.Tensor, group: Group, how: dist.ReduceOp.RedOpType) -> torch.Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, how, group=group.process_group)
+    with group.pulse.waiting():
+        dist.all_reduce(total, how, group=group.process_group)
     return total
 
 
 def _gathered(tensor: torch.Tensor, group: Group, dimension: int) -> torch.Tensor:
     group.traffic["all_gather"] += tensor.nbytes * group.size
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size)]
-    dist.all_gather(parts, tensor.contiguous(), group=group.process_group)
+    with group.pulse.waiting():
+        dist.all_gather(parts, tensor.contiguous(), group=group.process_group)
     return torch.cat([parts[place] for place in group.order], dimension)
 
 
@@ -285,5 +288,6 @@ def _scattered(tensor: torch.Tensor, group: Group, dimension: int) -> torch.Tens
     parts = tensor.chunk(group.size, dimension)
     by_rank = [parts[group.order.index(place)].contiguous() for place in range(group.size)]
     shard = torch.empty_like(by_rank[0])
-    dist.reduce_scatter(shard, by_rank, group=group.process_group)
+    with group.pulse.waiting():
+        dist.reduce_scatter(shard, by_rank, group=group.process_group)
     return shard

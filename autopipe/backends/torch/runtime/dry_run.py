@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autopipe.backends.torch.runtime.pending import Arrival, Departure
+from autopipe.backends.torch.runtime.pulse import DEFAULTS, Pulse, Timeouts
 from autopipe.backends.torch.runtime.report import Reporter, peak_memory
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.ir.traffic import by_kind
@@ -40,8 +41,8 @@ class DryReport:
 class DryTransport(Transport):
     """A rank's ends of channels whose other ends do not exist, on torch's `fake` process group."""
 
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
+    def __init__(self, device: str, timeouts: Timeouts = DEFAULTS, pulse: Pulse | None = None) -> None:
+        super().__init__(device, timeouts, pulse)
         self.nccl = self.staged = False
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()

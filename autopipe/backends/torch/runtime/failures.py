@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from autopipe.backends.torch.runtime.pulse import Pulse
 from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
 
 if TYPE_CHECKING:
@@ -24,7 +27,9 @@ _LOST_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken p
 """Words of the errors that a rank gets from torch when another one has gone away."""
 _GRACE_S = 2.0
 """How long a rank that has lost a peer waits before it ends, so that the launcher sees the peer's end first."""
-_WATCH_S = 1.0
+_BEAT_S = 0.5
+STACKS = signal.SIGUSR1
+"""The signal at which a rank writes to stderr what its threads are doing."""
 INTERRUPTED = 130
 
 
@@ -46,6 +51,8 @@ class Failure:
         """What the user shall read of it. A mistake in what was asked for is no matter of a rank or task."""
         if self.exit_code == ConfigurationError.exit_code:
             return ConfigurationError(self.message, self.hint, self.where)
+        if self.message.startswith(f"rank {self.rank} "):
+            return LaunchError(self.message, self.hint, self.where)
         place = self.where
         if not place.startswith("rank "):
             task = f", task {self.task}" if self.task else ""
@@ -90,19 +97,21 @@ def end_on_error(rank: Rank) -> None:
     sys.excepthook = hook
 
 
-def end_with_launcher() -> None:
-    """From now on, end when the process that started this rank has gone, killed perhaps: a rank that no one watches
-    would go on writing where the next launch writes."""
+def live_with_launcher(pulse: Pulse) -> None:
+    """From now on, give signs of life to the process that started this rank, and end when it has gone, killed perhaps:
+    a rank that no one watches would go on writing where the next launch writes. At `STACKS`, say where it stands."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     launcher = os.getppid()
+    faulthandler.register(STACKS)
 
     def watch() -> None:
         while os.getppid() == launcher:
-            time.sleep(_WATCH_S)
+            pulse.beat()
+            time.sleep(_BEAT_S)
         os._exit(LaunchError.exit_code)
 
-    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+    threading.Thread(target=watch, name="pulse", daemon=True).start()
 
 
 def _write(failure: Failure) -> None:

@@ -6,6 +6,8 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from autopipe.backends.torch.runtime.pulse import DEFAULTS, Timeouts
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -32,6 +34,14 @@ class Options:
     """Wait for every message where it is sent or received, instead of where it is used."""
     dry_run: bool = False
     """Run without the other ranks, one step, and report what it does."""
+    start_timeout: float = DEFAULTS.start_s
+    step_timeout: float = DEFAULTS.step_s
+    checkpoint_timeout: float = DEFAULTS.checkpoint_s
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """How long each phase may take."""
+        return Timeouts(self.start_timeout, self.step_timeout, self.checkpoint_timeout)
 
 
 def parse_options(arguments: list[str]) -> Options:
@@ -50,4 +60,6 @@ def parse_options(arguments: list[str]) -> Options:
     parser.add_argument("--outputs", type=Path)
     parser.add_argument("--blocking", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
+    for phase in ("start", "step", "checkpoint"):
+        parser.add_argument(f"--{phase}-timeout", type=float, default=getattr(DEFAULTS, f"{phase}_s"))
     return Options(**vars(parser.parse_args(arguments)))

@@ -73,14 +73,17 @@ class OutputCollector:
         tag = _TAG + index
         if stacked is not None:
             count = torch.tensor([len(stacked)])
-            dist.send(count, 0, tag=tag)
-            dist.send(stacked, 0, tag=tag)
+            with self._transport.pulse.waiting():
+                dist.send(count, 0, tag=tag)
+                dist.send(stacked, 0, tag=tag)
         elif own == 0:
             count = torch.empty(1, dtype=torch.int64)
-            dist.recv(count, shard.rank, tag=tag)
+            with self._transport.pulse.waiting():
+                dist.recv(count, shard.rank, tag=tag)
             shape = tuple(stop - start for start, stop in zip(shard.starts, shard.stops, strict=True))
             stacked = torch.empty((int(count), *shape), dtype=torch_dtype(entry.dtype))
-            dist.recv(stacked, shard.rank, tag=tag)
+            with self._transport.pulse.waiting():
+                dist.recv(stacked, shard.rank, tag=tag)
             return stacked
         return None
 

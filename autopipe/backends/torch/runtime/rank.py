@@ -18,7 +18,7 @@ from autopipe.backends.torch.runtime.clock import Clock
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.data import open_source, read_block
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryTransport
-from autopipe.backends.torch.runtime.failures import end_on_error, end_with_launcher
+from autopipe.backends.torch.runtime.failures import end_on_error, live_with_launcher
 from autopipe.backends.torch.runtime.gradients import GradientReduction
 from autopipe.backends.torch.runtime.later import Later
 from autopipe.backends.torch.runtime.manifest import read_manifest
@@ -26,6 +26,7 @@ from autopipe.backends.torch.runtime.optimizers import make_optimizer
 from autopipe.backends.torch.runtime.options import parse_options
 from autopipe.backends.torch.runtime.outputs import OutputCollector
 from autopipe.backends.torch.runtime.parameters import Arguments, load_constants, load_parameters, torch_dtype
+from autopipe.backends.torch.runtime.pulse import ENDED, Pulse
 from autopipe.backends.torch.runtime.recording import record_gradients
 from autopipe.backends.torch.runtime.report import Reporter
 from autopipe.backends.torch.runtime.stage import Stage
@@ -41,14 +42,16 @@ class Rank:
 
     def __init__(self, number: int, file: str) -> None:
         self.number = number
-        self.task = "start"
+        self.pulse = Pulse.of(number)
         end_on_error(self)
-        end_with_launcher()
+        live_with_launcher(self.pulse)
         self.options = parse_options(sys.argv[1:])
         self.manifest = read_manifest(Path(file).resolve().parent)
         self.train = self.manifest.train
         self.seed = self.manifest.seed if self.options.seed is None else self.options.seed
-        self.transport = (DryTransport if self.options.dry_run else Transport)(self.options.device)
+        self.transport = (DryTransport if self.options.dry_run else Transport)(
+            self.options.device, self.options.timeouts, self.pulse
+        )
         self._check_world()
         self.device = self.transport.device
         self.clock = Clock(self.device)
@@ -67,6 +70,15 @@ class Rank:
             )
         if self.transport.rank != self.number:
             raise ConfigurationError(f"rank {self.transport.rank} runs the file of rank {self.number}")
+
+    @property
+    def task(self) -> str:
+        """What the rank does, for its pulse and its errors."""
+        return self.pulse.task
+
+    @task.setter
+    def task(self, task: str) -> None:
+        self.pulse.task = task
 
     def stage(self, number: int, module: ModuleType, *wires: Wire) -> Stage:
         """Add a stage: its module, and what it takes and gives."""
@@ -90,6 +102,7 @@ class Rank:
         self.task = "end"
         self.collector.finish()
         self.transport.stop()
+        self.task = ENDED
 
     def set_up(self) -> None:
         """Join the world and load what the stages need; once, before the first step."""
@@ -107,7 +120,7 @@ class Rank:
         for number, (module, arguments) in self._modules.items():
             for name in (*module.PARAMETERS, *module.CONSTANTS):
                 setattr(arguments, name, named[name])
-            arguments.group = Group(manifest.stages[number].ranks, self.number, transport.group, transport.traffic)
+            arguments.group = Group(manifest.stages[number].ranks, transport)
             arguments.later = Later(named[name] for name in module.PARAMETERS)
         self.reduction = GradientReduction(transport, self.parameters, manifest.shards[self.number])
         trained = [tensor for tensor in self.parameters.values() if tensor.requires_grad]
@@ -152,7 +165,8 @@ class Rank:
         self.task = "update"
         if self.train:
             self._update()
-        self.transport.finish()
+        with self.pulse.waiting():
+            self.transport.finish()
         self.reporter.end_step(time.perf_counter() - started)
         self.transport.traffic.clear()
         for stage in self.stages.values():
@@ -160,7 +174,8 @@ class Rank:
         self.steps_done += 1
 
     def _update(self) -> None:
-        self.reduction.finish()
+        with self.pulse.waiting():
+            self.reduction.finish()
         if self.options.record is not None and self.steps_done == 0:
             record_gradients(self.options.record, self.number, self.parameters)
         if self.optimizer is not None:

@@ -53,7 +53,8 @@ class Reporter:
     def end_step(self, seconds: float) -> None:
         """Report the step that has just ended. Raises LaunchError for a loss of NaN or infinity."""
         rank = self._rank
-        spans = rank.clock.spans()
+        with rank.pulse.waiting():  # on a GPU, for what it has not done yet
+            spans = rank.clock.spans()
         busy = sum(span.end - span.start for span in spans)
         loss, bad_stage, bad_micro_batch = self._loss()
         numbers = [loss, float(bad_stage), float(bad_micro_batch), seconds, busy, float(peak_memory(rank.device))]

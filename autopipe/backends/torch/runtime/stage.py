@@ -140,13 +140,18 @@ class Stage:
         arrivals = self._arriving.pop((micro_batch, False), {})
         handed = self._handed.pop(micro_batch, {})
         for wire in self._due(self.receives, micro_batch):
-            tensor = arrivals[wire.channel].wait() if self._is_remote(wire) else handed[wire.channel]
+            tensor = self._await(arrivals[wire.channel]) if self._is_remote(wire) else handed[wire.channel]
             parts.setdefault(wire.argument, []).append((tensor, wire.box))
         gradients = {wire.argument for wire in self.receives if wire.gradient}
         for name, pieces in parts.items():
             tensor = joined(pieces, *self._inputs[name])
             found[name] = tensor.requires_grad_(True) if name in gradients and self._rank.train else tensor
         return {name: found[name] for name in self._inputs}
+
+    def _await(self, arrival: Arrival) -> torch.Tensor:
+        """What comes from another rank, once it is there."""
+        with self._rank.pulse.waiting():
+            return arrival.wait()
 
     def _hand_over(self, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None:
         """Give results to stages on this same rank."""
@@ -229,7 +234,7 @@ class Stage:
         found: dict[int, list[Block]] = dict(kept.gradients)
         for wire in self.sends:
             if wire.channel in arrivals:
-                found.setdefault(wire.result, []).append((arrivals[wire.channel].wait(), wire.box))
+                found.setdefault(wire.result, []).append((self._await(arrivals[wire.channel]), wire.box))
         return found
 
     def _seeds(self, kept: Kept, incoming: dict[int, list[Block]]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -13,15 +13,12 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
 from autopipe.backends.torch.runtime.pending import Arrival, Departure
+from autopipe.backends.torch.runtime.pulse import DEFAULTS, Pulse, Timeouts
 from autopipe.backends.torch.runtime.rings import Ring
 from autopipe.ir.errors import LaunchError
 
 ATTEMPT = "AUTOPIPE_ATTEMPT"
 """Environment variable that tells apart the attempts of one launch, where the launcher keeps the store."""
-_STEP_TIMEOUT = timedelta(minutes=30)
-"""For the start and for whatever a step waits for."""
-_CHECKPOINT_TIMEOUT = timedelta(hours=2)
-"""For the slowest rank's files to be on the disk."""
 
 
 class Transport:
@@ -31,7 +28,9 @@ class Transport:
     handle is gone. Where ranks share a GPU, which NCCL refuses, tensors travel through pinned host memory.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, timeouts: Timeouts = DEFAULTS, pulse: Pulse | None = None) -> None:
+        self.timeouts = timeouts
+        self.pulse = pulse or Pulse()
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.device = _choose_device(device)
@@ -53,21 +52,27 @@ class Transport:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
         backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
-        dist.init_process_group(
-            backend, rank=self.rank, world_size=self.world_size, timeout=_STEP_TIMEOUT, store=_attempt_store()
-        )
+        # Others may come late from their start, and then be late with a task: the launcher finds out sooner who hangs.
+        patience = timedelta(seconds=self.timeouts.start_s + self.timeouts.step_s)
+        with self.pulse.waiting():
+            dist.init_process_group(
+                backend, rank=self.rank, world_size=self.world_size, timeout=patience, store=_attempt_store(patience)
+            )
         self._joined = True
 
     def make_patient_group(self) -> None:
         """Make the group of all ranks that waits long enough for checkpoints."""
         if self.world_size > 1:
-            self._patient = dist.new_group(backend="gloo", timeout=_CHECKPOINT_TIMEOUT)
+            patience = timedelta(seconds=self.timeouts.checkpoint_s + self.timeouts.step_s)
+            with self.pulse.waiting():
+                self._patient = dist.new_group(backend="gloo", timeout=patience)
 
     def make_groups(self, members: Iterable[tuple[int, ...]]) -> None:
         """Make all groups that any rank needs, in the same order everywhere, before the first step."""
         for ranks in sorted(set(members)):
             if 1 < len(ranks) < self.world_size and ranks not in self._groups:
-                self._groups[ranks] = dist.new_group(list(ranks))
+                with self.pulse.waiting():
+                    self._groups[ranks] = dist.new_group(list(ranks))
 
     def make_channels(self, channels: Iterable[ChannelEntry]) -> None:
         """Channels in global order. NCCL orders messages by communicator alone, so every channel and direction has its
@@ -76,7 +81,8 @@ class Transport:
             for gradient, buffers in ((False, each.buffers), (True, each.gradient_buffers)):
                 self._rings[each.number, gradient] = Ring(buffers)
                 if self.nccl:
-                    self._channels[each.number, gradient] = dist.new_group([each.source, each.target])
+                    with self.pulse.waiting():
+                        self._channels[each.number, gradient] = dist.new_group([each.source, each.target])
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of these ranks; None stands for the whole world."""
@@ -123,7 +129,8 @@ class Transport:
             return [numbers]
         own = torch.tensor(numbers, dtype=torch.float64)
         parts = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(parts, own)
+        with self.pulse.waiting():
+            dist.all_gather(parts, own)
         return [part.tolist() for part in parts]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
@@ -131,12 +138,14 @@ class Transport:
         if self.world_size == 1:
             return [data]
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._patient)
+        with self.pulse.waiting():
+            dist.all_gather(sizes, torch.tensor([len(data)]), group=self._patient)
         room = max(1, *(int(size) for size in sizes))
         own = torch.zeros(room, dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
         parts = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(parts, own, group=self._patient)
+        with self.pulse.waiting():
+            dist.all_gather(parts, own, group=self._patient)
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def finish(self) -> None:
@@ -151,7 +160,8 @@ class Transport:
         """
         if not dist.is_initialized():
             return
-        dist.barrier()
+        with self.pulse.waiting():
+            dist.barrier()
         if self._joined:
             dist.destroy_process_group()
         else:
@@ -162,13 +172,13 @@ class Transport:
         self._patient = None
 
 
-def _attempt_store() -> Store | None:
+def _attempt_store(patience: timedelta) -> Store | None:
     """The launcher's store, with this attempt's own keys; None where torch shall find or make one."""
     attempt = os.environ.get(ATTEMPT)
     if attempt is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return PrefixStore(attempt, TCPStore(address, port, is_master=False, timeout=_STEP_TIMEOUT))
+    return PrefixStore(attempt, TCPStore(address, port, is_master=False, timeout=patience))
 
 
 def _tag(channel: int, gradient: bool) -> int:

@@ -1,0 +1,131 @@
+"""A rank's pulse: what it does, since when, and that it lives, in a file that can be read whatever has become of it.
+
+The launcher on the same machine reads it (`backends/torch/watch.py`). A rank says of itself only whether it waits for
+others; who of all ranks hangs is for those to find who see several of them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+PULSES = "AUTOPIPE_PULSES"
+"""Environment variable with the folder in which the launcher looks for the ranks' pulses."""
+ENDED = "ended"
+"""The task of a rank that has nothing left to do."""
+_BEAT = struct.Struct("<d")
+_STATE = struct.Struct("<d?")
+_TASK = struct.Struct("<d?64p")
+_SIZE = _BEAT.size + _TASK.size
+
+
+def phase_of(task: str) -> str:
+    """The phase to which a task belongs: `start`, `step` or `checkpoint`."""
+    return {"": "start", "start": "start", "restore": "checkpoint", "checkpoint": "checkpoint"}.get(task, "step")
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds that a rank may take in each phase, without getting further or giving a sign of life."""
+
+    start_s: float = 1800.0
+    """Joining the others and loading."""
+    step_s: float = 600.0
+    """One task of a step; the first one may compile kernels."""
+    checkpoint_s: float = 7200.0
+    """Writing or reading a checkpoint."""
+
+    def of(self, task: str) -> float:
+        """That of the phase to which a task belongs."""
+        return {"start": self.start_s, "step": self.step_s, "checkpoint": self.checkpoint_s}[phase_of(task)]
+
+
+DEFAULTS = Timeouts()
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a pulse says; times are those of the machine's monotonic clock, in seconds."""
+
+    at: float
+    """The last sign of life."""
+    since: float
+    """Since when the rank does what it does."""
+    waits: bool
+    """Whether it waits for other ranks."""
+    task: str
+
+
+class Pulse:
+    """This rank's own pulse."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        """Kept in `file`, which is made, for those who watch; or for nobody."""
+        self._record = bytearray(_SIZE) if file is None else _mapped(file)
+        self._task = ""
+        self.task = "start"
+
+    @staticmethod
+    def of(rank: int) -> Pulse:
+        """The pulse of a rank where its launcher looks for it."""
+        folder = os.environ.get(PULSES)
+        return Pulse(None if folder is None else pulse_file(Path(folder), rank))
+
+    @property
+    def task(self) -> str:
+        """What the rank does, such as `2F0` or `checkpoint`."""
+        return self._task
+
+    @task.setter
+    def task(self, task: str) -> None:
+        self._task = task
+        self.beat()
+        _TASK.pack_into(self._record, _BEAT.size, time.monotonic(), False, task.encode())
+
+    def beat(self) -> None:
+        """Give a sign of life."""
+        _BEAT.pack_into(self._record, 0, time.monotonic())
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While the block runs, the rank waits for others."""
+        _STATE.pack_into(self._record, _BEAT.size, time.monotonic(), True)
+        try:
+            yield
+        finally:
+            _STATE.pack_into(self._record, _BEAT.size, time.monotonic(), False)
+
+
+def pulse_file(folder: Path, rank: int) -> Path:
+    """Where a rank keeps its pulse."""
+    return folder / f"rank_{rank:03d}.pulse"
+
+
+def read_pulse(file: Path) -> Beat | None:
+    """What a pulse says; None where there is none yet."""
+    try:
+        record = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    if len(record) < _SIZE:
+        return None
+    since, waits, task = _TASK.unpack_from(record, _BEAT.size)
+    return Beat(_BEAT.unpack_from(record)[0], since, waits, task.decode(errors="replace"))
+
+
+def _mapped(file: Path) -> mmap.mmap:
+    """The bytes of a new file: what is written to them is in the file at once, even if the process never goes on."""
+    made = file.with_suffix(".new")
+    made.write_bytes(bytes(_SIZE))
+    with made.open("r+b") as opened:
+        record = mmap.mmap(opened.fileno(), _SIZE)
+    _TASK.pack_into(record, _BEAT.size, time.monotonic(), False, b"start")
+    _BEAT.pack_into(record, 0, time.monotonic())
+    made.rename(file)
+    return record
