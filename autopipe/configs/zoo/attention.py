@@ -41,10 +41,21 @@ class Attention:
     init: Initializer = SPREAD
     """How its weights are drawn."""
 
+    closing: Initializer | None = None
+    """How the weights that end in a residual sum are drawn; None: as the others."""
+
     @property
     def width(self) -> int:
         """Width of a head."""
         return self.head_size or self.hidden // self.heads
+
+
+def closing_spread(layers: int) -> Initializer:
+    """GPT-2's spread of what is added to the residual stream, twice a layer: its sum keeps its size.
+
+    Radford et al. 2019, section 2.3.
+    """
+    return normal(SPREAD.scale / math.sqrt(2 * layers))
 
 
 def causal_mask(graph: GraphBuilder, length: int) -> ir.Value:
@@ -103,7 +114,8 @@ def attention(
         value = _projected(graph, "value", sizes, source)
         scale = 1.0 / math.sqrt(sizes.width) if sizes.scaled else None
         merged = merge_heads(graph, weighted_sum(graph, query, key, value, scale=scale, mask=mask), total)
-        return linear(graph, "output", merged, total, sizes.hidden, init=sizes.init, bias=sizes.bias)
+        closing = sizes.closing or sizes.init
+        return linear(graph, "output", merged, total, sizes.hidden, init=closing, bias=sizes.bias)
 
 
 def _projected(graph: GraphBuilder, name: str, sizes: Attention, data: ir.Value) -> ir.Value:
@@ -122,12 +134,13 @@ def feed_forward(
     *,
     activation: str = "Gelu",
     init: Initializer = SPREAD,
+    closing: Initializer | None = None,
     bias: bool = True,
 ) -> ir.Value:
-    """hidden -> inner, activation, inner -> hidden."""
+    """hidden -> inner, activation, inner -> hidden; `closing` draws the second product's weights if it is given."""
     with graph.scope(name):
         raised = graph.op(activation, linear(graph, "up", data, hidden, inner, init=init, bias=bias))
-        return linear(graph, "down", raised, inner, hidden, init=init, bias=bias)
+        return linear(graph, "down", raised, inner, hidden, init=closing or init, bias=bias)
 
 
 def pre_norm_block(
@@ -138,7 +151,8 @@ def pre_norm_block(
         normed = layer_norm(graph, "attention_norm", data, sizes.hidden)
         data = graph.op("Add", data, attention(graph, "attention", sizes, normed, mask=mask))
         normed = layer_norm(graph, "feed_forward_norm", data, sizes.hidden)
-        return graph.op("Add", data, feed_forward(graph, "feed_forward", normed, sizes.hidden, inner))
+        raised = feed_forward(graph, "feed_forward", normed, sizes.hidden, inner, closing=sizes.closing)
+        return graph.op("Add", data, raised)
 
 
 def post_norm_block(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from autopipe.configs.zoo.attention import SPREAD, Attention, causal_mask, pre_norm_block
+from autopipe.configs.zoo.attention import SPREAD, Attention, causal_mask, closing_spread, pre_norm_block
 from autopipe.configs.zoo.builder import GraphBuilder
 from autopipe.configs.zoo.layers import embedding, layer_norm, positions
 from autopipe.configs.zoo.losses import predict_tokens
@@ -75,7 +75,7 @@ class Gpt(ZooModel):
         places, _ = embedding(graph, "position_embedding", order, self.sequence, self.hidden, init=SPREAD)
         data = graph.op("Add", data, places)
         mask = causal_mask(graph, self.sequence)
-        sizes = Attention(self.hidden, self.heads)
+        sizes = Attention(self.hidden, self.heads, closing=closing_spread(self.layers))
         for index in range(self.layers):
             data = pre_norm_block(graph, f"layers.{index}", sizes, 4 * self.hidden, data, mask=mask)
         data = layer_norm(graph, "norm", data, self.hidden)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from autopipe.configs.zoo.attention import SPREAD, Attention, attention, causal_mask
+from autopipe.configs.zoo.attention import SPREAD, Attention, attention, causal_mask, closing_spread
 from autopipe.configs.zoo.builder import ZEROS, GraphBuilder
 from autopipe.configs.zoo.layers import embedding, layer_norm, linear, positions
 from autopipe.configs.zoo.losses import predict_tokens
@@ -83,7 +83,7 @@ class MixtureOfExperts(ZooModel):
         places, _ = embedding(graph, "position_embedding", order, self.sequence, self.hidden, init=SPREAD)
         data = graph.op("Add", data, places)
         mask = causal_mask(graph, self.sequence)
-        sizes = Attention(self.hidden, self.heads)
+        sizes = Attention(self.hidden, self.heads, closing=closing_spread(self.layers))
         for index in range(self.layers):
             with graph.scope(f"layers.{index}"):
                 normed = layer_norm(graph, "attention_norm", data, self.hidden)
@@ -103,7 +103,7 @@ class MixtureOfExperts(ZooModel):
             inner = 4 * self.hidden
             raised = graph.op("MatMul", sent, graph.parameter("up", self.experts, self.hidden, inner, init=SPREAD))
             raised = graph.op("Add", raised, graph.parameter("up_bias", self.experts, 1, inner, init=ZEROS))
-            down = graph.parameter("down", self.experts, inner, self.hidden, init=SPREAD)
+            down = graph.parameter("down", self.experts, inner, self.hidden, init=closing_spread(self.layers))
             lowered = graph.op("MatMul", graph.op("Gelu", raised), down)
             lowered = graph.op("Add", lowered, graph.parameter("down_bias", self.experts, 1, self.hidden, init=ZEROS))
             return graph.op("Einsum", combine, lowered, equation="bsec,bech->bsh")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -125,7 +126,7 @@ def test_weights_that_are_absent_have_types_and_schemes(tmp_path: Path) -> None:
         "table": Initializer("normal", 0.02),
         "scale": Initializer("ones"),
         "offset": Initializer("zeros"),
-        "kernel": Initializer("normal", 0.02),
+        "kernel": Initializer("normal", math.sqrt(2 / 11)),
     }
     assert "'table' and 3 more" in read.warnings[0]
 
