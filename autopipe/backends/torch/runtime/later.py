@@ -2,7 +2,8 @@
 
 Where a schedule splits a stage's backward, its generated forward calls costly operators through `Later`. Autograd then
 gives at once only the gradients of what flows through the stage, as in Qi et al., "Zero Bubble Pipeline Parallelism"
-(2024), section 2; the gradients of the operators' parameters are queued and computed when the schedule says so.
+(2024), section 2; the gradients of the operators' parameters are queued and computed when the schedule says so: by
+formula where there is one, else by a graph of autograd of the operator's own.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from autopipe.backends.torch.runtime.weight_formulas import Waits, formula_of
+
 
 @dataclass(frozen=True, slots=True)
-class WeightGradient:
+class GraphGradient:
     """What gives the gradients of one operator's parameters: where its graph begins and ends, and what comes in."""
 
     result: GradientEdge
@@ -31,7 +34,7 @@ class WeightGradient:
         torch.autograd.backward(self.parameters, torch.autograd.grad([self.result], self.operands, self.gradients))
 
 
-Waiting = deque[WeightGradient]
+Waiting = deque[Waits]
 """Gradients of parameters that are not computed yet."""
 
 
@@ -57,13 +60,16 @@ class Later:
         self.used = self.used or any(later)
         if not any(later) or not torch.is_grad_enabled():
             return function(*operands, **settings)
+        formula = formula_of(function, operands, settings, later)
+        if formula is not None:
+            return formula.run(function, settings, self.add)
         result: torch.Tensor = _Deferred.apply(self, function, settings, later, *operands)  # type: ignore[no-untyped-call]
         return result
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
         return id(tensor if tensor._base is None else tensor._base) in self._weights
 
-    def add(self, gradient: WeightGradient) -> None:
+    def add(self, gradient: Waits) -> None:
         """Queue one operator's gradients of parameters."""
         self._waiting.append(gradient)
 
@@ -103,7 +109,7 @@ class _Deferred(torch.autograd.Function):
         flowing = [each for each, wait in zip(context.inputs, waits, strict=True) if each is not None and not wait]
         waiting = [each for each, wait in zip(context.inputs, waits, strict=True) if wait]
         found = iter(torch.autograd.grad([context.edge], flowing, gradients, retain_graph=True) if flowing else ())
-        context.later.add(WeightGradient(context.edge, gradients, waiting, context.weights))
+        context.later.add(GraphGradient(context.edge, gradients, waiting, context.weights))
         given = (
             None if each is None or wait else next(found) for each, wait in zip(context.inputs, waits, strict=True)
         )

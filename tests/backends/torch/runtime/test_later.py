@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopipe.backends.torch.runtime.later import Later, compute_all
+from autopipe.backends.torch.runtime.weight_formulas import FormulaGradient
 
 Forward = Callable[[Later, torch.Tensor, list[torch.Tensor]], torch.Tensor]
 
@@ -28,14 +29,20 @@ def tied(later: Later, x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
     return later(torch.matmul, later(torch.matmul, x, w[0]), w[0].t()).sum() * rows.sum(0)
 
 
+def rows_and_columns(later: Later, x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
+    """Products of tensors of three dimensions, the first of which nothing flows through, by a weight and its like."""
+    first = later(F.linear, torch.ones(2, 3, 6, dtype=torch.float64), w[0])
+    return later(torch.matmul, first + x, w[0]) + later(torch.matmul, later(torch.mm, x, w[0]), w[5].t())
+
+
 def pieces(later: Later, x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
     """An operator of several results, one of them not used and one used twice."""
     first, _, third = torch.split(later(torch.matmul, x, w[0]), 2, -1)
     return first * third + later(lambda y0, y1: 0.5 * torch.mm(y0, y1), first, w[3]) * w[4]
 
 
-CASES = [linear, two_products, tied, pieces]
-SHAPES = ((4, 6), (6,), (6, 5), (2, 2), (3, 2))
+CASES = [linear, two_products, tied, rows_and_columns, pieces]
+SHAPES = ((4, 6), (6,), (6, 5), (2, 2), (3, 2), (6, 6))
 
 
 def drawn() -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -110,6 +117,62 @@ def test_what_waits_keeps_only_what_it_needs() -> None:
     assert _holders(other) == alone
     compute_all(later.take())
     assert _holders(needed) == alone
+
+
+def test_formulas_queue_no_graph() -> None:
+    x, weight = torch.randn(2, 8, 16, requires_grad=True), torch.randn(16, 4, requires_grad=True)
+    later = Later((weight,))
+    later(torch.matmul, x, weight).sum().backward()
+    assert [type(each) for each in later.take()] == [FormulaGradient]
+
+
+def test_autocast_is_autograd_s() -> None:
+    """Which casts what flows and the weight, and gives the gradient in the weight's own type."""
+    x, weight, bias = torch.randn(8, 16), torch.randn(4, 16, requires_grad=True), torch.randn(4, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        F.linear(x, weight, bias).float().sum().backward()
+    expected, weight.grad = weight.grad, None
+    later = Later((weight,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        later(F.linear, x, weight, bias).float().sum().backward()
+    compute_all(later.take())
+    assert weight.grad is not None
+    assert weight.grad.dtype is torch.float32
+    torch.testing.assert_close(weight.grad, expected)
+
+
+CONVOLUTIONS = [
+    (F.conv1d, (2, 4, 9), (6, 2, 3), (6,), {"stride": 2, "padding": 1, "groups": 2}),
+    (F.conv2d, (2, 3, 8, 7), (5, 3, 3, 2), (), {"dilation": (2, 1), "padding": (1, 0)}),
+    (F.conv3d, (1, 2, 4, 4, 4), (3, 2, 2, 2, 2), (3,), {}),
+    (F.conv_transpose2d, (2, 4, 3, 3), (4, 2, 3, 3), (4,), {"stride": 2, "output_padding": 1, "groups": 2}),
+]
+
+
+@pytest.mark.parametrize(("function", "source", "weight", "bias", "settings"), CONVOLUTIONS)
+@pytest.mark.parametrize("flows", [True, False])
+def test_convolutions(
+    function: Callable[..., torch.Tensor],
+    source: tuple[int, ...],
+    weight: tuple[int, ...],
+    bias: tuple[int, ...],
+    settings: dict[str, object],
+    flows: bool,
+) -> None:
+    """Used twice, the second time on what came out of a micro-batch before."""
+    shapes = (source, weight, *([bias] if bias else []))
+    plain = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    waiting = [each.detach().clone().requires_grad_() for each in plain]
+    plain[0].requires_grad_(flows)
+    waiting[0].requires_grad_(flows)
+    later = Later(waiting[1:])
+    for turn in (1.0, 2.0):
+        function(plain[0] * turn, *plain[1:], **settings).square().sum().backward()
+        later(function, waiting[0] * turn, *waiting[1:], **settings).square().sum().backward()
+    assert waiting[1].grad is None
+    compute_all(later.take())
+    for found, expected in zip(waiting[not flows :], plain[not flows :], strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=1e-12)
 
 
 def _holders(storage: torch.UntypedStorage) -> int:
