@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.table import Table
 
+from autopipe.backends.torch.checkpoint.folder import committed_steps
 from autopipe.backends.torch.launcher import Gang, launch_program, local_ranks, read_reports, run_alone
-from autopipe.backends.torch.runtime.checkpoint_folder import committed_steps
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.pulse import Timeouts
 from autopipe.backends.torch.trace import chrome_trace

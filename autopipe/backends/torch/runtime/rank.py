@@ -13,10 +13,12 @@ from types import ModuleType
 import torch
 
 from autopipe.backends.torch.runtime.blocking import BlockingStage, Turns
-from autopipe.backends.torch.runtime.checkpoint import Checkpointer, TrainingState
+from autopipe.backends.torch.runtime.checkpointing.checkpointer import Checkpointer
+from autopipe.backends.torch.runtime.checkpointing.host_copies import HostCopies
+from autopipe.backends.torch.runtime.checkpointing.training_state import TrainingState
 from autopipe.backends.torch.runtime.clock import Clock
 from autopipe.backends.torch.runtime.collectives import Group
-from autopipe.backends.torch.runtime.data import open_source, read_block
+from autopipe.backends.torch.runtime.data import START, Position, open_source, read_block
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryTransport
 from autopipe.backends.torch.runtime.failures import end_on_error, live_with_launcher
 from autopipe.backends.torch.runtime.gradients import GradientReduction
@@ -58,6 +60,7 @@ class Rank:
         self.turns = Turns(self) if self.options.blocking else None
         self.stages: dict[int, Stage] = {}
         self.steps_done = 0
+        self._begin = START
         self.parameters: dict[int, torch.Tensor] = {}
         self._modules: dict[int, tuple[ModuleType, Arguments]] = {}
         self._inputs = {entry.name: entry for entry in self.manifest.inputs}
@@ -99,6 +102,9 @@ class Rank:
         while self.steps_done < self.options.steps:
             self.run(step)
             self._save()
+        if self.checkpointer is not None:
+            self.task = "checkpoint"
+            self.checkpointer.close()
         self.task = "end"
         self.collector.finish()
         self.transport.stop()
@@ -111,8 +117,8 @@ class Rank:
         gradient_groups = {shard.ranks for shards in manifest.shards for shard in shards}
         transport.make_groups({*gradient_groups, *(ranks for entry in manifest.stages for ranks in entry.groups())})
         transport.make_channels(manifest.channels)
-        if self.options.checkpoint is not None or self.options.blocking:
-            transport.make_patient_group()
+        if self.options.blocking:
+            self.meeting = transport.make_meeting()
         self.parameters = load_parameters(manifest, self.number, self.device, self.seed)
         names = {name for module, _ in self._modules.values() for name in module.CONSTANTS}
         constants = load_constants(manifest.folder, names, self.device)
@@ -133,25 +139,40 @@ class Rank:
     def _checkpointer(self) -> Checkpointer | None:
         if self.options.checkpoint is None:
             return None
-        shards = self.manifest.shards[self.number]
-        state = TrainingState(self.manifest, shards, self.parameters, self.optimizer, self.device)
-        return Checkpointer(self.options.checkpoint, self.manifest, self.transport, state)
+        state = TrainingState(self.manifest, self.number, self.parameters, self.optimizer, self.device)
+        meeting, copies = self.transport.make_meeting(), HostCopies(self.device)
+        return Checkpointer(self.options.checkpoint, self.manifest, state, meeting, copies, self.pulse)
 
     def _restore(self) -> None:
-        """Go on from the newest checkpoint, where the options ask for it."""
+        """Go on from the newest checkpoint, where the options ask for it: from its place in the data, and its seed
+        unless one is given."""
         if self.checkpointer is None or not self.options.resume:
             return
         self.task = "restore"
-        self.steps_done = self.checkpointer.restore()
-        if self.steps_done:
-            self.reporter.say(f"going on after {self.steps_done} steps, from {self.options.checkpoint}")
+        saved = self.checkpointer.restore()
+        if saved is None:
+            return
+        self._begin = Position(saved.step, saved.samples)
+        self.steps_done = saved.step
+        self.seed = saved.seed if self.options.seed is None else self.options.seed
+        self.source = open_source(self.manifest, self.options.data, self.seed, self._begin)
+        self.reporter.say(f"going on after {saved.step} steps, from {self.options.checkpoint}")
 
     def _save(self) -> None:
-        """Save a checkpoint where one is due: every so many steps, and after the last."""
+        """Start to save a checkpoint where one is due: every so many steps, and after the last."""
+        if self.checkpointer is None:
+            return
         every, done = self.options.checkpoint_every, self.steps_done
-        if self.checkpointer is not None and (done == self.options.steps or (every and done % every == 0)):
-            self.task = "checkpoint"
-            self.checkpointer.save(done)
+        self.task = "checkpoint"
+        if done == self.options.steps or (every and done % every == 0):
+            self.checkpointer.save(Position(done, self.samples_done), self.seed)
+        else:
+            self.checkpointer.look()
+
+    @property
+    def samples_done(self) -> int:
+        """Samples taken from the data so far, by plans of other batches too."""
+        return self._begin.samples + (self.steps_done - self._begin.steps) * self.manifest.batch_size
 
     def run(self, step: Callable[[], None]) -> None:
         """Run one step and report it."""
@@ -203,9 +224,8 @@ class Rank:
     def read(self, stage: int, micro_batch: int, data: Data) -> torch.Tensor:
         """What a stage reads of a graph input for one of its micro-batches of this step, on the device."""
         entry = self._inputs[data.name]
-        batch_size = self.manifest.batch_size
-        size = batch_size // self.manifest.micro_batches_at(stage)
-        sample = self.steps_done * batch_size + micro_batch * size
+        size = self.manifest.batch_size // self.manifest.micro_batches_at(stage)
+        sample = self.samples_done + micro_batch * size
         block = torch.from_numpy(read_block(self.source, self.manifest, entry, sample, data.box))
         return block.to(self.device, torch_dtype(entry.dtype), non_blocking=True)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
+from autopipe.backends.torch.runtime.meeting import Meeting
 from autopipe.backends.torch.runtime.pending import Arrival, Departure
 from autopipe.backends.torch.runtime.pulse import DEFAULTS, Pulse, Timeouts
 from autopipe.backends.torch.runtime.rings import Ring
@@ -43,6 +44,7 @@ class Transport:
         self._departures: deque[Departure] = deque()
         self.traffic: Counter[str] = Counter()
         """What this step's exchanges have moved so far, in bytes by kind (`ir/traffic.py`)."""
+        self._meetings: list[Meeting] = []
         self._joined = False
 
     def start(self) -> None:
@@ -60,12 +62,12 @@ class Transport:
             )
         self._joined = True
 
-    def make_patient_group(self) -> None:
-        """Make the group of all ranks that waits long enough for checkpoints."""
-        if self.world_size > 1:
-            patience = timedelta(seconds=self.timeouts.checkpoint_s + self.timeouts.step_s)
-            with self.pulse.waiting():
-                self._patient = dist.new_group(backend="gloo", timeout=patience)
+    def make_meeting(self) -> Meeting:
+        """A meeting of all ranks that waits for the slowest one's files to be on the disk."""
+        patience_s = self.timeouts.checkpoint_s + self.timeouts.step_s
+        meeting = Meeting(self.rank, self.world_size, patience_s, self.pulse)
+        self._meetings.append(meeting)
+        return meeting
 
     def make_groups(self, members: Iterable[tuple[int, ...]]) -> None:
         """Make all groups that any rank needs, in the same order everywhere, before the first step."""
@@ -133,21 +135,6 @@ class Transport:
             dist.all_gather(parts, own)
         return [part.tolist() for part in parts]
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank; waits as long as a checkpoint may take."""
-        if self.world_size == 1:
-            return [data]
-        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world_size)]
-        with self.pulse.waiting():
-            dist.all_gather(sizes, torch.tensor([len(data)]), group=self._patient)
-        room = max(1, *(int(size) for size in sizes))
-        own = torch.zeros(room, dtype=torch.uint8)
-        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
-        parts = [torch.empty_like(own) for _ in range(self.world_size)]
-        with self.pulse.waiting():
-            dist.all_gather(parts, own, group=self._patient)
-        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
-
     def finish(self) -> None:
         """Wait for every message sent."""
         while self._departures:
@@ -167,9 +154,11 @@ class Transport:
         else:
             for group in (*self._groups.values(), *self._channels.values()):
                 dist.destroy_process_group(group)
+            for meeting in self._meetings:
+                meeting.close()
         self._groups.clear()
         self._channels.clear()
-        self._patient = None
+        self._meetings.clear()
 
 
 def _attempt_store(patience: timedelta) -> Store | None:

@@ -9,10 +9,10 @@ from itertools import pairwise
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.dtype import DType
 from autopipe.ir.layout import Box
+from autopipe.ir.problem import Optimizer
 
 _PIECE_BYTES = 2**20
 """Smaller blocks are not cut up among their holders."""
-_STATES = {"sgd": 0, "adamw": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +47,15 @@ def _pieces(manifest: Manifest) -> Iterator[tuple[Piece, tuple[int, ...], int]]:
         for shard in shards:
             blocks = holders.setdefault(shard.parameter, {})
             blocks.setdefault(Box(shard.starts, shard.stops), []).append(rank)
+    states = Optimizer(manifest.optimizer["name"], momentum=manifest.optimizer["momentum"]).states
     for parameter, blocks in sorted(holders.items()):
         entry = manifest.parameters[parameter]
-        element = DType(entry.dtype).itemsize * (1 + (_states(manifest) if entry.trainable else 0))
+        element = DType(entry.dtype).itemsize * (1 + states * entry.trainable)
         number = 0
         for box, ranks in blocks.items():
             for part in _parts(box, min(len(ranks), box.elements * element // _PIECE_BYTES)):
                 yield Piece(parameter, number, part), tuple(ranks), part.elements * element
                 number += 1
-
-
-def _states(manifest: Manifest) -> int:
-    """Numbers that the optimizer keeps of an element."""
-    return 1 if manifest.optimizer.get("momentum") else _STATES[manifest.optimizer["name"]]
 
 
 def _parts(box: Box, count: int) -> Iterator[Box]:
