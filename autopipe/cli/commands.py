@@ -17,6 +17,10 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "compare": ("autopipe.cli.compare:compare", "Show plans side by side."),
     "schedule": ("autopipe.cli.schedule:schedule", "Search the best schedule of blocks given by hand."),
     "profile": ("autopipe.cli.profile:profile", "Measure what a model's operators take on the machine at hand."),
+    "checkpoint": (
+        "autopipe.cli.checkpoint.command:checkpoint",
+        "Look at checkpoints, check them, write trained weights as ONNX.",
+    ),
     "zoo": ("autopipe.cli.zoo:zoo", "Build models of the papers as ONNX files."),
     "bench": ("autopipe.cli.bench.command:bench", "Compute the tables and figures of a paper again, beside its own."),
     "config": ("autopipe.cli.config:config", "Show and check configurations, list cluster presets."),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 from autopipe.ir.errors import ConfigurationError
@@ -11,6 +9,7 @@ from autopipe.passes.annotations.sharding import Configuration
 from autopipe.passes.annotations.splice import spliced
 from autopipe.passes.frontend.load import inlined, load, opened
 from autopipe.passes.frontend.wire import fields_of
+from autopipe.passes.replacing import replacing
 
 MODEL_FUNCTION = 25
 
@@ -26,16 +25,9 @@ def write_annotated(model: Path, target: Path, configuration: Configuration) -> 
     if any(field.number == MODEL_FUNCTION for field in fields_of(data, 0, len(data))):
         data = _without_functions(data)
     try:
-        handle, made = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.absolute().parent)
-        try:
-            with open(handle, "wb") as file:
-                for piece in spliced(data, configuration):
-                    file.write(piece)
-            os.chmod(made, 0o644)
-            os.replace(made, target)
-        except BaseException:
-            os.unlink(made)
-            raise
+        with replacing(target) as file:
+            for piece in spliced(data, configuration):
+                file.write(piece)
     except OSError as error:
         raise ConfigurationError(f"cannot write {target}: {error.strerror}", hint="choose another place") from error
 

@@ -7,12 +7,13 @@ two would drift; so a copy that is provably one becomes a Transpose of the embed
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from autopipe.ir.dtype import DType
-from autopipe.ir.graph import FileSlice, Graph, Node, Parameter, Value
+from autopipe.ir.graph import FileSlice, Graph, Node, Parameter
 from autopipe.passes.frontend.parameters import LIFTED
 
 LARGEST = 1 << 30
@@ -27,30 +28,42 @@ STORED: dict[DType, str] = {
 
 def retied(graph: Graph, path: Path) -> Graph:
     """The graph with transposed copies of embeddings, compared in the file `path`, put back as transpositions."""
-    matrices = [each for each in graph.parameters if len(each.value.shape) == 2 and isinstance(each.storage, FileSlice)]
     gathered = {node.inputs[0] for node in graph.nodes if node.op == "Gather"}
     factors = {node.inputs[1] for node in graph.nodes if node.op == "MatMul"}
-    tables = [each for each in matrices if each.value.name in gathered]
-    nodes: list[Node] = []
-    values: list[Value] = []
-    copies: set[str] = set()
-    for parameter in matrices:
-        if parameter.value.name not in factors or not LIFTED.fullmatch(parameter.value.name):
-            continue
-        table = next((each for each in tables if _is_transposed(each, parameter, path)), None)
-        if table is not None:
-            name = parameter.value.name
-            copies.add(name)
-            values.append(parameter.value)
-            nodes.append(Node(f"{name}/tied", "Transpose", (table.value.name,), (name,), (("perm", (1, 0)),)))
+    tables = [each for each in graph.parameters if each.value.name in gathered]
+    copies = copies_of_tables(tables, [each for each in graph.parameters if each.value.name in factors], path)
+    nodes = [
+        Node(f"{name}/tied", "Transpose", (table.value.name,), (name,), (("perm", (1, 0)),))
+        for name, table in copies.items()
+    ]
     if not copies:
         return graph
     return dataclasses.replace(
         graph,
         parameters=tuple(each for each in graph.parameters if each.value.name not in copies),
         nodes=(*nodes, *graph.nodes),
-        values=(*values, *graph.values),
+        values=(*map(graph.type_of, copies), *graph.values),
     )
+
+
+def copies_of_tables(tables: Sequence[Parameter], others: Sequence[Parameter], path: Path) -> dict[str, Parameter]:
+    """Those of `others`, by name, that an exporter made of one of `tables` by transposing it, and of which.
+
+    Both are compared in the file `path`.
+    """
+    found = {}
+    for other in filter(_is_stored_matrix, others):
+        if LIFTED.fullmatch(other.value.name):
+            table = next(
+                (each for each in tables if _is_stored_matrix(each) and _is_transposed(each, other, path)), None
+            )
+            if table is not None:
+                found[other.value.name] = table
+    return found
+
+
+def _is_stored_matrix(parameter: Parameter) -> bool:
+    return len(parameter.value.shape) == 2 and isinstance(parameter.storage, FileSlice)
 
 
 def _is_transposed(table: Parameter, copy: Parameter, path: Path) -> bool:

@@ -25,6 +25,8 @@ SMALL = 1 << 16
 """Bytes up to which a floating-point constant is held rather than left in the file as a buffer."""
 LARGEST_LOOK = 1 << 24
 """Bytes up to which the numbers of a tensor that may be no weight are looked at."""
+ROW = "/row"
+"""What the one row of an expanded parameter is called after it."""
 HIDDEN = -1e4
 """Below this an added mask hides a position from a softmax."""
 
@@ -122,7 +124,7 @@ class Weights:
         row = len(numbers) // value.shape[0]
         if any(numbers[start : start + row] != numbers[:row] for start in range(row, len(numbers), row)):
             return None
-        first = Value(f"{value.name}/row", value.dtype, (1, *value.shape[1:]))
+        first = Value(f"{value.name}{ROW}", value.dtype, (1, *value.shape[1:]))
         return Parameter(first, FileSlice(storage.file, storage.offset, row), parameter.trainable)
 
     def _is_plain(self, value: Value) -> bool:

@@ -1,0 +1,108 @@
+"""A copy of an ONNX file with trained numbers, streamed: no tensor is ever whole in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from autopipe.ir.errors import ConfigurationError, ModelError
+from autopipe.passes.export.kept import kept_tensors
+from autopipe.passes.export.numbers import Numbers
+from autopipe.passes.export.stream import Progress, write_beside, write_model
+from autopipe.passes.export.tensors import FIXED, file_tensors
+from autopipe.passes.frontend.load import Source, load, located, opened
+from autopipe.passes.frontend.wire import strip_weights
+from autopipe.passes.replacing import replacing
+
+if TYPE_CHECKING:
+    import onnx
+
+INLINE_LIMIT: Final = 3 << 29
+"""Bytes of tensors (1.5 GiB) up to which they stand in the file itself; protobuf cannot hold 2 GiB."""
+SMALL: Final = 1024
+"""Bytes below which a tensor stands in the file however large the others are."""
+FREE_INITIALIZERS: Final = 4
+"""IR version from which initializers need not be inputs of the graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What was written."""
+
+    files: tuple[Path, ...]
+    replaced: int
+    """Tensors of the file with new numbers."""
+    added: int
+    """Tensors that the file lacked."""
+    bytes: int
+    """Of all tensors written."""
+
+
+def write_trained(
+    model: Path,
+    target: Path,
+    trained: Mapping[str, Numbers],
+    progress: Progress = lambda _: None,
+    inline_limit: int = INLINE_LIMIT,
+) -> Written:
+    """Write the file `model` with the numbers of the parameters `trained`, by name, to `target`.
+
+    Its nodes stay as they are, but for constants that were trained: they become initializers. Tensors of more than
+    `inline_limit` bytes in all lie in `target`.data. Files appear whole or not at all, `target` last. `progress` is
+    told the bytes of every piece. Raises ModelError for a parameter that no tensor of the file is, ConfigurationError
+    where a file cannot be written or would take the place of the model's own.
+    """
+    import onnx
+
+    source = load(model)
+    stripped = strip_weights(opened(model))
+    proto = onnx.ModelProto.FromString(stripped.model)
+    try:
+        numbers, lacking = file_tensors(source, proto.graph, trained)
+    except ModelError as error:
+        raise located(error, model) from error
+    names = {each.value.name for each in numbers}
+    tensors = (*numbers, *kept_tensors(proto.graph, source, names))
+    _take_out(proto, {each.value.name for each in tensors})
+    if lacking:
+        proto.ir_version = max(proto.ir_version, FREE_INITIALIZERS)
+    size = sum(each.value.bytes for each in tensors)
+    beside = [each for each in tensors if size > inline_limit and each.value.bytes >= SMALL]
+    data = target.with_name(target.name + ".data")
+    files = (target, data) if beside else (target,)
+    _check_places(source, files)
+    try:
+        with ExitStack() as stack:
+            opened_files = {path: stack.enter_context(replacing(path)) for path in files}
+            places = write_beside(opened_files[data], beside, progress) if beside else {}
+            write_model(opened_files[target], proto, tensors, data.name, places, progress)
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {target}: {error.strerror}", hint="choose another place") from error
+    return Written(files, len(numbers) - len(lacking), len(lacking), size)
+
+
+def _take_out(proto: onnx.ModelProto, names: set[str]) -> None:
+    """Remove what says these tensors in the file: initializers, constants in nodes, and types."""
+    graph = proto.graph
+    for entries in (graph.initializer, graph.value_info):
+        kept = [each for each in entries if each.name not in names]
+        del entries[:]
+        entries.extend(kept)
+    nodes = [node for node in graph.node if node.op_type not in FIXED or node.output[0] not in names]
+    if len(nodes) < len(graph.node):
+        del graph.node[:]
+        graph.node.extend(nodes)
+        proto.ir_version = max(proto.ir_version, FREE_INITIALIZERS)
+
+
+def _check_places(source: Source, files: tuple[Path, ...]) -> None:
+    """The files to write are none of the model's."""
+    folder = source.path.parent
+    entries = (entry for tensor in source.graph.initializer for entry in tensor.external_data)
+    own = [source.path, *(folder / entry.value for entry in entries if entry.key == "location")]
+    for path in files:
+        if path.exists() and any(each.exists() and path.samefile(each) for each in dict.fromkeys(own)):
+            raise ConfigurationError(f"{path} belongs to the model itself", hint="name another file")
