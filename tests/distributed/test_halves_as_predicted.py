@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopipe.backends.torch.runtime.later import Later, Waiting, compute_all
 from autopipe.backends.torch.runtime.parameters import Arguments
+from autopipe.backends.torch.runtime.weight_formulas import FormulaGradient
 from autopipe.ir.dtype import DType
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
@@ -65,32 +66,24 @@ def test_work_and_memory_of_both_halves(tmp_path: Path) -> None:
     named = {f"w{index}": tensor for index, tensor in enumerate(parameters)}
     arguments = Arguments(device=torch.device("cpu"), later=later, **named)
     (ids,) = (torch.from_numpy(array) for array in batch_of(graph, 1).values())
-    operands: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        operands[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    class Watched(Later):
-        def __call__(self, *given: object, **settings: object) -> torch.Tensor:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                return later(*given, **settings)  # type: ignore[arg-type]
-
-    arguments.later = Watched(())
     (result,) = module.forward(arguments, ids)
     with FlopCounterMode(display=False) as counter:
         result.sum().backward()
     assert counter.get_total_flops() == total - waits
     waiting = later.take()
     known = {tensor.untyped_storage().data_ptr() for tensor in (*parameters, ids)}
-    held = sum(size for place, size in operands.items() if place not in known)
-    assert held + _gradient_bytes(waiting) == cost.weight_kept_bytes
+    held = {place: size for place, size in _held(waiting).items() if place not in known}
+    assert sum(held.values()) == cost.weight_kept_bytes
     with FlopCounterMode(display=False) as counter:
         compute_all(waiting)
     assert counter.get_total_flops() == waits
 
 
-def _gradient_bytes(waiting: Waiting) -> int:
-    """Bytes of the results' gradients that wait."""
-    found = [tensor.untyped_storage() for each in waiting for tensor in each.gradients]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+def _held(waiting: Waiting) -> dict[int, int]:
+    """Bytes of the operands and the results' gradients that wait, by where they lie."""
+    found: list[torch.Tensor] = []
+    for each in waiting:
+        assert isinstance(each, FormulaGradient)
+        found += [each.source, *(gradient for (gradient,) in each.arrived)]
+    storages = [tensor.untyped_storage() for tensor in found]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}

@@ -8,40 +8,32 @@ formula where there is one, else by a graph of autograd of the operator's own.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autopipe.backends.torch.runtime.weight_formulas import Waits, formula_of
+from autopipe.backends.torch.runtime.weight_formulas import Formula, FormulaGradient, formula_of
 
 
-@dataclass(frozen=True, slots=True)
-class GraphGradient:
-    """What gives the gradients of one operator's parameters: where its graph begins and ends, and what comes in."""
-
-    result: GradientEdge
-    gradients: tuple[torch.Tensor, ...]
-    """Of the result."""
-    operands: list[GradientEdge]
-    parameters: list[torch.Tensor]
+class Waits(Protocol):
+    """Gradients of one operator's parameters that may not be computed yet."""
 
     def compute(self) -> None:
-        """Add them to `parameter.grad`."""
-        torch.autograd.backward(self.parameters, torch.autograd.grad([self.result], self.operands, self.gradients))
+        """Add them to `parameter.grad`, if backward has come to the operator."""
 
 
-Waiting = deque[Waits]
-"""Gradients of parameters that are not computed yet."""
+Waiting = list[Waits]
+"""Of a forward's operators, in the order in which it called them."""
 
 
 def compute_all(waiting: Waiting) -> None:
-    """Compute them, in the order in which they were queued, each freeing what it alone needed."""
-    while waiting:
-        waiting.popleft().compute()
+    """Compute them, the last first, each freeing what it alone needed."""
+    with torch.no_grad():
+        while waiting:
+            waiting.pop().compute()
 
 
 class Later:
@@ -50,33 +42,72 @@ class Later:
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         # A bias is no such parameter: its gradient is a sum, cheaper computed than waited for.
         self._weights = {id(each) for each in parameters if each.requires_grad and each.dim() > 1}
-        self._waiting: Waiting = deque()
+        self._formulas: list[Formula | None] = []
+        """Of the calls of a forward, which are always the same."""
+        self._calls = 0
+        self._waiting: Waiting = []
         self.used = False
         """Whether a forward has called an operator such that gradients may wait."""
 
-    def __call__(self, function: Callable[..., torch.Tensor], *operands: object, **settings: object) -> torch.Tensor:
-        """`function(*operands, **settings)`, one tensor. Parameters count as such also through views of them."""
-        later = tuple(isinstance(each, torch.Tensor) and self._is_weight(each) for each in operands)
-        self.used = self.used or any(later)
-        if not any(later) or not torch.is_grad_enabled():
+    def __call__(self, function: Callable[..., torch.Tensor], *operands: Any, **settings: Any) -> torch.Tensor:
+        """`function(*operands, **settings)`, one tensor. Parameters count as such also through views of them.
+
+        Forwards call the same operators with the same parameters in the same order: what is known of a call is looked
+        up by its number, since a forward waits for this code.
+        """
+        self.used = True
+        if not torch.is_grad_enabled():
             return function(*operands, **settings)
-        formula = formula_of(function, operands, settings, later)
-        if formula is not None:
-            return formula.run(function, settings, self.add)
-        result: torch.Tensor = _Deferred.apply(self, function, settings, later, *operands)  # type: ignore[no-untyped-call]
+        if self._calls == len(self._formulas):
+            self._formulas.append(formula_of(function, operands, settings, self._places(operands)))
+        formula = self._formulas[self._calls]
+        self._calls += 1
+        if formula is None or formula.function is not function:
+            return self._by_graph(function, operands, settings)
+        result = function(operands[0], *formula.cut_off, *operands[1 + len(formula.cut_off) :], **settings)
+        waits = FormulaGradient(formula.add, operands[0].detach())
+        self._waiting.append(waits)
+        waits.follow(result)
         return result
+
+    def _by_graph(
+        self, function: Callable[..., torch.Tensor], operands: tuple[Any, ...], settings: dict[str, Any]
+    ) -> torch.Tensor:
+        places = self._places(operands)
+        if not places:
+            return function(*operands, **settings)
+        result: torch.Tensor = _Deferred.apply(self._waiting, function, settings, places, *operands)  # type: ignore[no-untyped-call]
+        return result
+
+    def _places(self, operands: tuple[Any, ...]) -> tuple[int, ...]:
+        """Those of the operands that are parameters, or views of them."""
+        return tuple(
+            place for place, each in enumerate(operands) if isinstance(each, torch.Tensor) and self._is_weight(each)
+        )
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
         return id(tensor if tensor._base is None else tensor._base) in self._weights
 
-    def add(self, gradient: Waits) -> None:
-        """Queue one operator's gradients of parameters."""
-        self._waiting.append(gradient)
-
     def take(self) -> Waiting:
-        """What has been queued since the last time."""
-        taken, self._waiting = self._waiting, deque()
+        """What the forward that has just run leaves for later, once its backward has run."""
+        taken, self._waiting, self._calls = self._waiting, [], 0
         return taken
+
+
+@dataclass(frozen=True, slots=True)
+class GraphGradient:
+    """Gradients of one operator's parameters by autograd: where its graph begins and ends, and what comes in."""
+
+    result: GradientEdge
+    operands: list[GradientEdge]
+    parameters: list[torch.Tensor]
+    arrived: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+    """The gradient of the result, once backward has come to it."""
+
+    def compute(self) -> None:
+        """Add them to `parameter.grad`."""
+        for gradients in self.arrived:
+            torch.autograd.backward(self.parameters, torch.autograd.grad([self.result], self.operands, gradients))
 
 
 class _Deferred(torch.autograd.Function):
@@ -88,32 +119,29 @@ class _Deferred(torch.autograd.Function):
     @staticmethod
     def forward(
         context: Any,
-        later: Later,
+        waiting: Waiting,
         function: Callable[..., torch.Tensor],
         settings: dict[str, object],
-        waits: tuple[bool, ...],
+        places: tuple[int, ...],
         *operands: object,
     ) -> torch.Tensor:
         copies = tuple(_cut_off(each) for each in operands)
         with torch.enable_grad():
             result = function(*copies, **settings)
-        context.later, context.waits = later, waits
-        context.edge = get_gradient_edge(result)
-        context.inputs = tuple(_edge(each) for each in copies)
-        context.weights = [each for each, wait in zip(operands, waits, strict=True) if wait]
+        edges = [_edge(each) for each in copies]
+        weights = [each for place in places if (each := edges[place]) is not None]
+        parameters = [operand for place in places if isinstance(operand := operands[place], torch.Tensor)]
+        context.waits = GraphGradient(get_gradient_edge(result), weights, parameters)
+        context.flowing = [None if place in places else each for place, each in enumerate(edges)]
+        waiting.append(context.waits)
         return result.detach()
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        waits = context.waits
-        flowing = [each for each, wait in zip(context.inputs, waits, strict=True) if each is not None and not wait]
-        waiting = [each for each, wait in zip(context.inputs, waits, strict=True) if wait]
-        found = iter(torch.autograd.grad([context.edge], flowing, gradients, retain_graph=True) if flowing else ())
-        context.later.add(GraphGradient(context.edge, gradients, waiting, context.weights))
-        given = (
-            None if each is None or wait else next(found) for each, wait in zip(context.inputs, waits, strict=True)
-        )
-        return (None, None, None, None, *given)
+        waits, flowing = context.waits, [each for each in context.flowing if each is not None]
+        found = iter(torch.autograd.grad([waits.result], flowing, gradients, retain_graph=True) if flowing else ())
+        waits.arrived.append(gradients)
+        return (None, None, None, None, *(None if each is None else next(found) for each in context.flowing))
 
 
 def _cut_off(operand: object) -> object:

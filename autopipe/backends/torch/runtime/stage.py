@@ -40,6 +40,8 @@ class Kept:
     """Where the forward has to be run again, for its results too: how it drew random numbers."""
     gradients: dict[int, list[Block]] = field(default_factory=dict)
     """Gradients of results as they come in from stages on this rank."""
+    waiting: Waiting = field(default_factory=list)
+    """Where backwards are split: gradients of parameters that the first half leaves."""
 
 
 class Stage:
@@ -114,7 +116,9 @@ class Stage:
         results = self._results(arguments, self._rank.train and not self._recomputes)
         self._rank.clock.add(task, start)
         if self._rank.train:
-            self._kept[micro_batch] = Kept(arguments, () if self._recomputes else results, random)
+            kept = Kept(arguments, () if self._recomputes else results, random)
+            kept.waiting = self._p.later.take()
+            self._kept[micro_batch] = kept
         self._leaving[micro_batch, False] = {
             wire.channel: part(results[wire.result].detach(), wire.box)
             for wire in self._due(self.sends, micro_batch)
@@ -207,14 +211,14 @@ class Stage:
         if kept.random is not None:
             with kept.random.again():
                 kept.results = self._results(kept.arguments, True)
+            kept.waiting = self._p.later.take()
         seeds = self._seeds(kept, incoming)
         if seeds:
             torch.autograd.backward([result for result, _ in seeds], [gradient for _, gradient in seeds])
-        waiting = self._p.later.take()
         if phase == "I":
-            self._waiting[micro_batch] = waiting
+            self._waiting[micro_batch] = kept.waiting
         else:
-            compute_all(waiting)
+            compute_all(kept.waiting)
         self._rank.clock.add(task, start)
         gradients = {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

@@ -1,20 +1,22 @@
 """Gradients of weights by formula: of products, convolutions and lookups, which are most of what a model trains.
 
 The operator runs with its weight cut off, so that autograd's own backward gives what flows and nothing else; a hook on
-its result takes the gradient from which, with the operand kept, the weight's gradient follows later. That costs a few
-microseconds an operator, where a graph of autograd for each costs a hundred.
+its result takes the gradient from which, with the operand kept, the weight's gradient follows later. Between operators
+of a model this code finds nothing of itself in the caches, so there is little of it on the way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 Function = Callable[..., torch.Tensor]
+Operands = tuple[Any, ...]
+Settings = Mapping[str, Any]
 Add = Callable[[torch.Tensor, torch.Tensor], None]
 """Adds a weight's gradient to `parameter.grad`: takes the operand beside the weight, and the result's gradient."""
 
@@ -53,83 +55,65 @@ def add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 class Formula:
     """How an operator runs without the history of its weight, and how the weight's gradient comes about."""
 
-    operands: tuple[Any, ...]
-    source: torch.Tensor
-    """The operand beside the weight."""
+    function: Function
+    cut_off: tuple[torch.Tensor, ...]
+    """The weight, and what waits with it, in place of the operands behind the first."""
     add: Add
 
-    def run(self, function: Function, settings: Mapping[str, Any], queue: Callable[[Waits], None]) -> torch.Tensor:
-        """The operator's result. Backward puts on the queue what waits as soon as the result's gradient is there."""
-        result = function(*self.operands, **settings)
-        source, add = self.source.detach(), self.add
-        if result.grad_fn is not None:
-            result.grad_fn.register_prehook(lambda gradients: queue(FormulaGradient(add, source, gradients[0])))
-            return result
 
-        def arrived(leaf: torch.Tensor) -> None:
-            gradient, leaf.grad = leaf.grad, None
-            assert gradient is not None
-            queue(FormulaGradient(add, source, gradient))
-
-        # Nothing flows through the operator, but its result's gradient is needed all the same.
-        result.requires_grad_(True).register_post_accumulate_grad_hook(arrived)
-        return result
-
-
-class Waits(Protocol):
-    """Gradients of one operator's parameters that are not computed yet."""
-
-    def compute(self) -> None:
-        """Add them to `parameter.grad`."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FormulaGradient:
     """A weight's gradient, by formula."""
 
     add: Add
     source: torch.Tensor
-    gradient: torch.Tensor
-    """Of the result."""
+    arrived: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+    """The gradient of the result, once backward has come to it."""
+
+    def follow(self, result: torch.Tensor) -> None:
+        """Have backward note the gradient of the operator's result."""
+        if result.grad_fn is not None:
+            result.grad_fn.register_prehook(self.arrived.append)
+        else:
+            # Nothing flows through the operator, but its result's gradient is needed all the same.
+            result.requires_grad_(True).register_post_accumulate_grad_hook(self._take)
+
+    def _take(self, result: torch.Tensor) -> None:
+        gradient, result.grad = result.grad, None
+        assert gradient is not None
+        self.arrived.append((gradient,))
 
     def compute(self) -> None:
         """Add it to `parameter.grad`."""
-        with torch.no_grad():
-            self.add(self.source, self.gradient)
+        for (gradient,) in self.arrived:
+            self.add(self.source, gradient)
 
 
-def formula_of(
-    function: Function, operands: tuple[Any, ...], settings: Mapping[str, Any], waits: tuple[bool, ...]
-) -> Formula | None:
-    """The formula for one use of an operator, of whose operands those of `waits` are weights; None where there is none.
+def formula_of(function: Function, operands: Operands, settings: Settings, places: tuple[int, ...]) -> Formula | None:
+    """The formula for calls of an operator of whose operands those at `places` are weights; None where there is none.
 
     There is none under autocast, which casts weights and what flows alike.
     """
-    found = _FORMULAS.get(function)
-    if found is None or waits.index(True) != found.place or sum(waits) != 1:
+    make = _FORMULAS.get(function)
+    if make is None or places != (1,):
         return None
-    source, operand = operands[1 - found.place], operands[found.place]
-    weight = Weight.of(operand)
-    if weight is None or torch.is_autocast_enabled(operand.device.type):
+    weight = Weight.of(operands[1])
+    if weight is None or torch.is_autocast_enabled(operands[1].device.type):
         return None
-    return found.make(source, weight, operands, settings)
+    found = make(weight, operands, settings)
+    return None if found is None else Formula(function, *found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """Operators whose weight stands at `place`, and what makes their formula of one use."""
-
-    place: int
-    make: Callable[[torch.Tensor, Weight, tuple[Any, ...], Mapping[str, Any]], Formula | None]
+_Found = tuple[tuple[torch.Tensor, ...], Add]
+"""What is cut off, and how the gradient is added."""
+_Make = Callable[[Weight, Operands, Settings], _Found | None]
 
 
-def _product(rows_first: bool) -> _Kind:
+def _product(rows_first: bool) -> _Make:
     """`x @ weight`, or `x @ weight.t()` where the weight has the rows of the result first."""
 
-    def make(
-        source: torch.Tensor, weight: Weight, operands: tuple[Any, ...], settings: Mapping[str, Any]
-    ) -> Formula | None:
-        if settings or source.dim() < 2 or operands[1].dim() != 2:
+    def make(weight: Weight, operands: Operands, settings: Settings) -> _Found | None:
+        if settings or operands[0].dim() < 2 or operands[1].dim() != 2:
             return None
         parameter, flip = weight.parameter, rows_first is not weight.transposed
 
@@ -141,23 +125,21 @@ def _product(rows_first: bool) -> _Kind:
             else:
                 parameter.grad.addmm_(left.t(), right)
 
-        return Formula((source, operands[1].detach(), *operands[2:]), source, add)
+        return (operands[1].detach(),), add
 
-    return _Kind(1, make)
+    return make
 
 
-def _convolution(transposed: bool) -> _Kind:
+def _convolution(transposed: bool) -> _Make:
     """A convolution; its bias waits with the weight, since libraries compute both gradients in one."""
 
-    def make(
-        source: torch.Tensor, weight: Weight, operands: tuple[Any, ...], settings: Mapping[str, Any]
-    ) -> Formula | None:
+    def make(weight: Weight, operands: Operands, settings: Settings) -> _Found | None:
         bias: torch.Tensor | None = operands[2] if len(operands) > 2 else None
         trained = bias if bias is not None and bias.requires_grad else None
         if weight.transposed or len(operands) > 3 or (trained is not None and not trained.is_leaf):
             return None
         axes = weight.parameter.dim() - 2
-        if source.dim() != axes + 2 or isinstance(settings.get("padding"), str):
+        if operands[0].dim() != axes + 2 or isinstance(settings.get("padding"), str):
             return None
 
         def each(name: str, neutral: int) -> list[int]:
@@ -175,15 +157,12 @@ def _convolution(transposed: bool) -> _Kind:
             if trained is not None:
                 add_to(trained, shifts)
 
-        rest = () if bias is None else (bias.detach(),)
-        return Formula((source, operands[1].detach(), *rest), source, add)
+        return tuple(each.detach() for each in operands[1:] if each is not None), add
 
-    return _Kind(1, make)
+    return make
 
 
-def _lookup(
-    source: torch.Tensor, weight: Weight, operands: tuple[Any, ...], settings: Mapping[str, Any]
-) -> Formula | None:
+def _lookup(weight: Weight, operands: Operands, settings: Settings) -> _Found | None:
     if settings or weight.transposed or len(operands) != 2:
         return None
     rows = len(weight.parameter)
@@ -191,14 +170,14 @@ def _lookup(
     def add(source: torch.Tensor, gradient: torch.Tensor) -> None:
         weight.add(torch.ops.aten.embedding_dense_backward(gradient, source, rows, -1, False))
 
-    return Formula((source, operands[1].detach()), source, add)
+    return (operands[1].detach(),), add
 
 
-_FORMULAS: dict[Function, _Kind] = {
+_FORMULAS: dict[Function, _Make] = {
     F.linear: _product(rows_first=True),
     torch.matmul: _product(rows_first=False),
     torch.mm: _product(rows_first=False),
-    F.embedding: _Kind(1, _lookup),
+    F.embedding: _lookup,
     F.conv1d: _convolution(transposed=False),
     F.conv2d: _convolution(transposed=False),
     F.conv3d: _convolution(transposed=False),
