@@ -10,12 +10,13 @@ import click
 from rich.table import Table
 from rich.text import Text
 
+from autopipe.cli.initial_values import initial_values
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
 from autopipe.ir.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from autopipe.ir.graph import Value
+    from autopipe.ir.graph import Graph, Value
     from autopipe.ir.problem import Work
     from autopipe.passes.frontend import Model
     from autopipe.passes.frontend.branches import Branch
@@ -75,6 +76,7 @@ def _data(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...]) ->
         "parameters": sum(value.elements for value in trained),
         "parameter_tensors": len(trained),
         "parameter_bytes": sum(value.bytes for value in trained),
+        "initial_values": initial_values(graph),
         "buffer_tensors": len(kept),
         "buffer_bytes": sum(value.bytes for value in kept),
         "nodes_before": model.nodes_before,
@@ -112,6 +114,7 @@ def _screen(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...]) 
     row.many("inputs", [_shown(value, dict(graph.batch_axes)) for value in graph.inputs])
     row.many("outputs", [_shown(graph.type_of(name), {}) for name in graph.outputs])
     row.add("parameters", _parameters(model))
+    row.add("initial values", _initial(graph))
     row.add("nodes", f"{len(graph.nodes):,} of {model.nodes_before:,} after cleaning")
     counts = Counter(_operator(node.domain, node.op) for node in graph.nodes).most_common()
     row.add("operators", ", ".join(f"{name} {count}" for name, count in counts))
@@ -163,6 +166,12 @@ def _parameters(model: Model) -> str:
     size = sum(value.bytes for value in trained)
     text = f"{sum(value.elements for value in trained):,} in {len(trained):,} tensors, {_bytes(size)}"
     return text + (f"; {len(kept):,} tensors not trained, {_bytes(sum(each.bytes for each in kept))}" if kept else "")
+
+
+def _initial(graph: Graph) -> str:
+    found = list(initial_values(graph).items())
+    text = ", ".join(f"{count:,} {how}" for how, count in found[:SHOWN]) or "none"
+    return text + (f", and {len(found) - SHOWN} more ways" if len(found) > SHOWN else "")
 
 
 def _branch(branch: Branch, total: float) -> str:

@@ -44,6 +44,7 @@ def test_the_object_says_what_the_model_is(classifier: Path) -> None:
         "train", "loss", 4, {"x": 0, "labels": 0},
     )  # fmt: skip
     assert (shown["parameters"], shown["parameter_bytes"], shown["buffer_tensors"]) == (80, 320, 0)
+    assert shown["initial_values"] == {"stored": 1}
     assert (shown["nodes_before"], shown["nodes"]) == (3, 2)
     assert shown["operators"] == {"MatMul": 1, "SoftmaxCrossEntropyLoss": 1}
     product = 2 * 4 * 16 * 5
@@ -56,6 +57,21 @@ def test_the_screen_shows_the_same(classifier: Path) -> None:
     for words in ("'x' float32[1, 16], samples on axis 0", "80 in 1 tensors, 320 bytes", "2 of 3", "loss 'loss'"):
         assert words in text
     assert text.count("\n") <= 24
+
+
+def test_how_parameters_begin(tmp_path: Path) -> None:
+    """Of a model without weights, by what reads them."""
+    nodes = [
+        node("Gather", "table x", "e"),
+        node("LayerNormalization", "e scale offset", "n"),
+        node("LSTM", "n w r", "y"),
+    ]
+    nodes[2].attribute.append(oh.make_attribute("hidden_size", 4))
+    types = {"table": [11, 4], "scale": [4], "offset": [4], "w": [1, 16, 4], "r": [1, 16, 4]}
+    path = saved(model(nodes, {"x": (INT64, [2, 3])}, "y", types=types), tmp_path)  # type: ignore[arg-type]
+    shown = json.loads(run(str(path), "--json"))
+    assert shown["initial_values"] == {"uniform ±0.5": 2, "normal 0.02": 1, "ones": 1, "zeros": 1}
+    assert "initial values  2 uniform ±0.5, 1 normal 0.02, 1 ones, 1 zeros" in run(str(path))
 
 
 def test_operators_without_a_row_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
