@@ -15,7 +15,12 @@ from autopipe.passes.schedule.messages import stage_messages
 
 def predict(problem: Problem, placement: Placement) -> Prediction:
     """Seconds and bytes of every stage and every message."""
-    return Prediction(_stages(problem, placement), stage_messages(problem, placement))
+    return predicted(problem, placement, stage_costs(problem, placement))
+
+
+def predicted(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> Prediction:
+    """The same where it is known what the stages cost."""
+    return Prediction(tuple(map(_stage, costs)), stage_messages(problem, placement))
 
 
 def task_ticks(problem: Problem, placement: Placement) -> Ticks:
@@ -42,6 +47,7 @@ def _stage(cost: StageCost) -> StagePrediction:
         backward_s=cost.backward_s,
         input_gradient_s=cost.backward_s - cost.weight_gradient_s,
         weight_gradient_s=cost.weight_gradient_s,
+        split_s=cost.split_s,
         gradient_s=cost.gradient_s,
         update_s=cost.update_s,
         parameter_bytes=cost.parameter_bytes,

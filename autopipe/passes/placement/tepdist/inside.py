@@ -13,6 +13,7 @@ from autopipe.passes.cost.fit import device_memory, out_of_memory
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
 from autopipe.passes.cost.stages import StageCost, stage_costs
 from autopipe.passes.placement.tepdist.equal import Contents
+from autopipe.passes.placement.tepdist.trial import step_s
 from autopipe.passes.spmd.search.configurations import Splits
 from autopipe.passes.spmd.search.fitting import Solver, step_seconds
 from autopipe.passes.spmd.search.stages import Inside, inside_of
@@ -23,7 +24,7 @@ _ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Weighed:
+class Weighed:
     """A placement, what its stages cost, and by how much the fullest device of each is over its limit."""
 
     placement: Placement
@@ -52,16 +53,16 @@ class Insides:
         """The search on micro-batches of the problem's size."""
         return Insides(problem, solver, Contents.of(problem), sample_axes(problem.graph))
 
-    def placements(self, skeleton: Placement, wished: Mapping[int, Splits]) -> list[Placement]:
+    def placements(self, skeleton: Placement, wished: Mapping[int, Splits], limit_s: float) -> list[Weighed]:
         """Placements with the stages of `skeleton` that memory holds under 1F1B, `wished` nodes split as asked.
 
         Every stage is split as the solver finds it best, or by its samples, or the faster of both. Where memory is
-        short for the first, stages recompute if they may, and splits are searched within memory. Raises InfeasibleError
-        where there is none, with the least excess.
+        short for the first, stages recompute if they may, and splits are searched within memory, unless a step of it as
+        it is would take `limit_s` already. Raises InfeasibleError where there is none, with the least excess.
         """
         plain = self._unlimited(skeleton, wished)
-        fitting = [each.placement for each in plain if each.fits]
-        if plain[0].fits:
+        fitting = [each for each in plain if each.fits]
+        if plain[0].fits or step_s(self.problem, plain[0].placement, plain[0].costs) >= limit_s:
             return fitting
         if self.problem.train and self.problem.recompute == "auto":
             fitting += self._recomputing(plain[0], wished)
@@ -80,7 +81,7 @@ class Insides:
         seconds = max(step_seconds(cost, self.problem.micro_batches), proof.lower_bound)
         return SplitProof(seconds, proof.lower_bound, seconds <= proof.lower_bound * (1 + 1e-9))
 
-    def _unlimited(self, skeleton: Placement, wished: Mapping[int, Splits]) -> list[_Weighed]:
+    def _unlimited(self, skeleton: Placement, wished: Mapping[int, Splits]) -> list[Weighed]:
         """What there is without regard to memory, as the solver finds it best first."""
         inside = inside_of(self.problem, skeleton, wished)
         numbers = range(len(skeleton.stages))
@@ -96,7 +97,7 @@ class Insides:
         stages = [(searched, sampled)[which].placement.stages[i] for i, which in enumerate(faster)]
         return [searched, sampled, self._weighed(_with_stages(skeleton, stages))]
 
-    def _seconds(self, candidate: tuple[int, _Weighed], stage: int) -> tuple[bool, float, int]:
+    def _seconds(self, candidate: tuple[int, Weighed], stage: int) -> tuple[bool, float, int]:
         """By what the ways of a stage are compared."""
         number, weighed = candidate
         seconds = step_seconds(weighed.costs[stage], self.problem.micro_batches)
@@ -123,19 +124,18 @@ class Insides:
             return None
         return replace(stage, splits=self.samples.splits(stage.nodes, width))
 
-    def _recomputing(self, plain: _Weighed, wished: Mapping[int, Splits]) -> list[Placement]:
+    def _recomputing(self, plain: Weighed, wished: Mapping[int, Splits]) -> list[Weighed]:
         """The same with recomputation in the stages that memory does not hold, in all where that is not enough."""
         stages = plain.placement.stages
         full = [replace(stage, recompute=excess > 0) for stage, (excess, _) in zip(stages, plain.excess, strict=True)]
         for some in (full, [replace(stage, recompute=True) for stage in stages]):
             bare = [replace(stage, splits=()) for stage in some]
-            fitting = [each.placement for each in self._unlimited(_with_stages(plain.placement, bare), wished)]
-            fitting = [each for each in fitting if self._weighed(each).fits]
+            fitting = [each for each in self._unlimited(_with_stages(plain.placement, bare), wished) if each.fits]
             if fitting:
                 return fitting
         return []
 
-    def _within(self, plain: _Weighed, wished: Mapping[int, Splits]) -> Placement:
+    def _within(self, plain: Weighed, wished: Mapping[int, Splits]) -> Weighed:
         """The placement with other splits in the stages that memory does not hold: in equal ones those of the fullest.
 
         Raises InfeasibleError, with the least excess, where nothing fits.
@@ -153,6 +153,7 @@ class Insides:
                 device = plain.excess[worst][1]
                 need = self.problem.memory_of(device) + plain.excess[worst][0]
                 raise out_of_memory(self.problem, [worst], len(keys), device, need, least=True)
+            self._check_least(inside, plain, worst)
             fitted = inside.split(plain.placement, worst, self.solver, own=self.problem).placement
             nodes = [[node for node, _ in plan.nodes] for plan in inside.plans]
             splits = [fitted.stages[worst].splits_of(node) for node in nodes[worst]]
@@ -161,16 +162,26 @@ class Insides:
             for stage in same:
                 stages[stage] = replace(stages[stage], splits=_of_nodes(nodes[stage], splits))
             plain = self._weighed(_with_stages(plain.placement, stages))
-        return plain.placement
+        return plain
 
-    def _weighed(self, placement: Placement) -> _Weighed:
+    def _check_least(self, inside: Inside, plain: Weighed, index: int) -> None:
+        """Raise InfeasibleError where a stage needs more than there is however each node is split by itself."""
+        nodes = [node for node, _ in inside.plans[index].nodes]
+        tables = make_tables(self.problem, nodes, plain.placement.stages[index].devices, inside.terms[index])
+        stays = sum(int(each.min()) for each in tables.model.memory or ())
+        least = stays + max(int(each.min()) for each in tables.passing)
+        device = plain.excess[index][1]
+        if least > self.problem.memory_of(device):
+            raise out_of_memory(self.problem, [index], len(inside.plans), device, least, least=True)
+
+    def _weighed(self, placement: Placement) -> Weighed:
         costs = stage_costs(self.problem, placement)
         used = device_memory(self.problem, placement, costs)
         excess = tuple(
             max((used[device] - self.problem.memory_of(device), device) for device in stage.devices)
             for stage in placement.stages
         )
-        return _Weighed(placement, costs, excess)
+        return Weighed(placement, costs, excess)
 
 
 def _with_stages(placement: Placement, stages: Sequence[Stage]) -> Placement:

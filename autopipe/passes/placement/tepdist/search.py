@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
 from autopipe.ir.placement import Placement
-from autopipe.ir.problem import Problem
+from autopipe.passes.placement.tepdist.bounds import Bounds
 from autopipe.passes.placement.tepdist.meshes import Mesh
 from autopipe.passes.placement.tepdist.sized import Divide, Sized
 from autopipe.passes.spmd.search.fitting import Solver
@@ -34,7 +34,7 @@ class Tried:
 class Outer:
     """One outer search: what it has tried, and the best of that."""
 
-    problem: Problem
+    bounds: Bounds
     solver: Solver
     divisions: Sequence[Divide]
     """Ways to divide the nodes among stages, each of which is tried."""
@@ -49,8 +49,8 @@ class Outer:
 
         Raises the reason against the most promising of them where none has a placement.
         """
-        counts = sorted(self.problem.batch_size // size for size in sizes)
-        estimates = {mesh: [self._estimate_s(mesh, count) for count in counts] for mesh in meshes}
+        counts = sorted(self.bounds.problem.batch_size // size for size in sizes)
+        estimates = {mesh: [self.bounds.estimate_s(mesh, count) for count in counts] for mesh in meshes}
         for mesh in sorted(estimates, key=lambda each: min(estimates[each])):
             self._walk(mesh, counts, estimates[mesh])
         if self.best is None:
@@ -68,7 +68,7 @@ class Outer:
                 break
             last = found
         last = first
-        for count in counts[:start][::-1]:
+        for count in () if isinstance(first.refused, InfeasibleError) else counts[:start][::-1]:
             found = self._try(mesh, count)
             if found.step_s >= last.step_s:
                 break
@@ -86,21 +86,23 @@ class Outer:
 
     def _answer(self, mesh: Mesh, count: int) -> Tried:
         """The best placement, or why it is not worth looking for."""
-        sized = self.of(count)
-        least = sized.bounds.step_s(mesh)
+        least = self.bounds.step_s(mesh, count)
         if self._is_beaten(least):
             return Tried(mesh, count, least_s=least)
+        sized = self.of(count)
         best: Tried | None = None
         for stages in dict.fromkeys(sized.stages(mesh, divide) for divide in self.divisions):
-            least = sized.bounds.divided_s(mesh, stages)
+            least = self.bounds.divided_s(mesh, count, stages)
             if self._is_beaten(least):
                 best = best or Tried(mesh, count, least_s=least)
                 continue
-            for step_s, placement in sized.placements(mesh, stages):
+            for step_s, placement in sized.placements(mesh, stages, self._known_s()):
                 if best is None or step_s < best.step_s:
                     best = Tried(mesh, count, step_s, placement)
-        assert best is not None, "there is a division, and placements or an error"
-        return best
+        return best or Tried(mesh, count, least_s=self._known_s())
+
+    def _known_s(self) -> float:
+        return math.inf if self.best is None else self.best.step_s
 
     def _is_beaten(self, least: float) -> bool:
         """Whether something that takes so many seconds at least need not be looked at, or there is no time for it."""
@@ -108,17 +110,11 @@ class Outer:
             return False
         return least >= self.best.step_s or (self.end is not None and time.monotonic() > self.end)
 
-    def _estimate_s(self, mesh: Mesh, count: int) -> float:
-        try:
-            return self.of(count).bounds.estimate_s(mesh)
-        except (ConfigurationError, ModelError):
-            return math.inf
-
     def of(self, count: int) -> Sized:
         """The problem in so many micro-batches. Raises ConfigurationError or ModelError where there is none."""
         if count not in self._sized:
             try:
-                self._sized[count] = Sized.of(self.problem, self.problem.batch_size // count, self.solver)
+                self._sized[count] = Sized.of(self.bounds.problem, self.bounds.problem.batch_size // count, self.solver)
             except (ConfigurationError, ModelError) as error:
                 self._sized[count] = error
         found = self._sized[count]

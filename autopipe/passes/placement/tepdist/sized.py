@@ -12,10 +12,9 @@ from autopipe.passes.cost.constraints import Wish, wishes_of
 from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.wished import wished_splits
-from autopipe.passes.placement.tepdist.bounds import Bounds
 from autopipe.passes.placement.tepdist.inside import Insides
 from autopipe.passes.placement.tepdist.meshes import Mesh
-from autopipe.passes.placement.tepdist.trial import simulated_s
+from autopipe.passes.placement.tepdist.trial import busy_s, fitting_step_s
 from autopipe.passes.spmd.search.configurations import Splits
 from autopipe.passes.spmd.search.fitting import Solver
 from autopipe.passes.spmd.settled import check_degrees, settled_stages
@@ -35,7 +34,6 @@ class Sized:
     wishes: tuple[Wish, ...]
     wished: dict[int, Splits]
     """The splits that constraints ask for, by node."""
-    bounds: Bounds
     insides: Insides
 
     @staticmethod
@@ -47,14 +45,16 @@ class Sized:
         own = resized(problem, size)
         wishes = wishes_of(own)
         wished = wished_splits(wishes, sample_axes(own.graph)) if wishes else {}
-        return Sized(own, wishes, wished, Bounds.of(own), Insides.of(own, solver))
+        return Sized(own, wishes, wished, Insides.of(own, solver))
 
     def stages(self, mesh: Mesh, divide: Divide) -> Nodes:
         """The nodes of each stage. Raises ConfigurationError for constraints that the mesh cannot follow."""
         return divide(self.problem, mesh, settled_stages(self.wishes, mesh.groups, "this number of stages"))
 
-    def placements(self, mesh: Mesh, stages: Nodes) -> list[tuple[float, Placement]]:
+    def placements(self, mesh: Mesh, stages: Nodes, limit_s: float) -> list[tuple[float, Placement]]:
         """Seconds of a step and the placement, for each way to split the stages that memory holds.
+
+        Those are left out whose stages alone are busy for `limit_s`.
 
         Raises ConfigurationError for splits that are asked for and that a stage's devices cannot have, InfeasibleError
         where memory holds none, with the least excess.
@@ -68,9 +68,11 @@ class Sized:
         )
         check_degrees(self.problem, self.wished, skeleton)
         found, refused = [], None
-        for placement in self.insides.placements(skeleton, self.wished):
+        for each in self.insides.placements(skeleton, self.wished, limit_s):
+            if busy_s(each.costs, self.problem.micro_batches) >= limit_s:
+                continue
             try:
-                found.append((simulated_s(self.problem, placement), placement))
+                found.append((fitting_step_s(self.problem, each.placement, each.costs), each.placement))
             except InfeasibleError as error:
                 refused = error
         if not found and refused is not None:

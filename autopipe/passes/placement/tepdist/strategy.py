@@ -66,8 +66,8 @@ class TePDist:
         Raises InfeasibleError where memory holds none, ConfigurationError for constraints that cannot be followed.
         """
         wishes_of(problem, own_sizes=True)
-        Bounds.of(problem).check_memory()
         outer = self.search(problem)
+        outer.bounds.check_memory()
         best = outer.run(meshes(problem.cluster, self.stages), sizes_of(problem))
         assert best.placement is not None
         return self._told(problem, outer, best, best.placement)
@@ -75,7 +75,7 @@ class TePDist:
     def search(self, problem: Problem) -> Outer:
         """The outer search that has tried nothing yet."""
         end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
-        return Outer(problem, solver_of(self.level, problem.time_limit), (linear_cut,), end)
+        return Outer(Bounds.of(problem), solver_of(self.level, problem.time_limit), (linear_cut,), end)
 
     def _told(self, problem: Problem, outer: Outer, best: Tried, placement: Placement) -> Placement:
         """The placement with what is known of it, checked against the constraints."""

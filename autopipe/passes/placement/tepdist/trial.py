@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.stage_graph import StageGraph
-from autopipe.passes.cost.fit import out_of_memory
+from autopipe.ir.timeline import Timeline
+from autopipe.passes.cost.stages import StageCost
+from autopipe.passes.schedule.limits import check_memory
 from autopipe.passes.schedule.named.kfkb import order_kfkb
-from autopipe.passes.schedule.predict import predict, ticks_of
+from autopipe.passes.schedule.predict import predicted, ticks_of
 from autopipe.passes.schedule.simulate import simulate
+from autopipe.passes.spmd.search.fitting import step_seconds
 
 
-def simulated_s(problem: Problem, placement: Placement) -> float:
-    """Seconds of a step under 1F1B. Raises InfeasibleError where memory does not hold it."""
-    graph, prediction = StageGraph.of(problem, placement), predict(problem, placement)
+def busy_s(costs: Sequence[StageCost], micro_batches: int) -> float:
+    """Seconds that the busiest stage takes of a step: the step is no shorter."""
+    return max(step_seconds(cost, micro_batches) for cost in costs)
+
+
+def step_s(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> float:
+    """Seconds of a step under 1F1B with stages of such costs, whatever memory says."""
+    return _timeline(problem, placement, costs).end
+
+
+def fitting_step_s(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> float:
+    """The same. Raises InfeasibleError where memory does not hold the placement."""
+    timeline = _timeline(problem, placement, costs)
+    check_memory(problem, placement, timeline)
+    return timeline.end
+
+
+def _timeline(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> Timeline:
+    graph, prediction = StageGraph.of(problem, placement), predicted(problem, placement, costs)
     ks = (1,) * len(placement.stages)
     schedule = order_kfkb(graph, problem.micro_batches, ks, problem.train, ticks_of(prediction.stages))
-    timeline = simulate(schedule, graph.stage_devices, prediction)
-    excess = [peak - problem.memory_of(device) for device, peak in enumerate(timeline.peak_memory)]
-    device = max(range(len(excess)), key=excess.__getitem__)
-    if excess[device] > 0:
-        stages = [number for number, stage in enumerate(placement.stages) if device in stage.devices]
-        raise out_of_memory(problem, stages, len(ks), device, timeline.peak_memory[device])
-    return timeline.end
+    return simulate(schedule, graph.stage_devices, prediction)
