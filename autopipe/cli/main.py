@@ -24,7 +24,7 @@ BROKEN_PIPE: Final = 141
 YOUNG_OBJECTS: Final = 100_000
 """New objects between two looks for cycles. Graphs and tables are many small values without any: the default of 700
 costs a search an eighth of its time."""
-RUN_EXTRA: Final = frozenset({"torch", "safetensors"})
+RUN_EXTRA: Final = frozenset({"torch"})
 """Modules that come with the extra `run`; everything else autopipe imports is always installed."""
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime.data import open_source, read_block
+from autopipe.backends.torch.runtime.data import Position, open_source, read_block
 from autopipe.backends.torch.runtime.manifest import InputEntry
 from autopipe.ir.errors import ConfigurationError
 
@@ -149,6 +149,22 @@ def test_values_without_samples_follow_the_steps_of_a_function(tmp_path: Path, m
     source = open_source(MANIFEST, "tables_of_steps:batches", 0)
     found = [read_block(source, MANIFEST, TABLE, sample, ((0, 1), (0, 1))).item() for sample in (0, 2, 6, 16)]
     assert found == [0, 0, 1, 2]
+
+
+def test_after_other_batches_a_function_goes_on_at_the_step_and_a_file_at_the_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps of four samples each, and now six a step."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    lines = ["import numpy as np", "def batches():", "    for step in range(9):"]
+    lines.append("        yield {'ids': np.arange(18).reshape(6, 3) + 100 * step}")
+    (tmp_path / "later_batches.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    source = open_source(MANIFEST, "later_batches:batches", 0, Position(3, 12))
+    found = [source.rows(IDS, sample, sample + 2)[:, 0].tolist() for sample in (12, 14, 16, 18, 28)]
+    assert found == [[300, 303], [306, 309], [312, 315], [400, 403], [512, 515]]
+    np.savez(tmp_path / "data.npz", **arrays(40))
+    stored = open_source(MANIFEST, str(tmp_path / "data.npz"), 0, Position(3, 12))
+    assert stored.rows(IDS, 12, 13).tolist() == [[36, 37, 38]]
 
 
 @pytest.mark.parametrize(
