@@ -10,7 +10,7 @@ import click
 
 from autopipe.configs.configuration import Configuration
 from autopipe.configs.load import load_configuration
-from autopipe.configs.merge import flags
+from autopipe.configs.merge import OPTION_FLAGS, flags
 from autopipe.configs.schema import field_docs
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -25,6 +25,7 @@ _METAVARS = {
     "--costs": "roofline|FILE",
     "--strategy": "NAME",
     "--schedule": "NAME",
+    "--stages": "N",
     "--memory-limit": "14GiB",
     "--time-limit": "SECONDS",
 }
@@ -39,7 +40,7 @@ def configuration_options(command: Command) -> Command:
     @functools.wraps(command)
     def with_configuration(*args: Any, **kwargs: Any) -> Any:
         file, dims, assignments = (kwargs.pop(name) for name in ("config", "dim", "assignment"))
-        words = {flag: kwargs.pop(_parameter(flag)) for flag in flags()}
+        words = {flag: kwargs.pop(_parameter(flag)) for flag in (*flags(), *OPTION_FLAGS)}
         given = {flag: word for flag, word in words.items() if word is not None}
         return command(*args, configuration=load_configuration(file, given, dims, assignments), **kwargs)
 
@@ -47,6 +48,8 @@ def configuration_options(command: Command) -> Command:
     options = [click.option("--config", metavar="FILE", help="A YAML file; the other flags override it.")]
     for flag, key in flags().items():
         text = docs[key].replace("`", "")
+        options.append(click.option(flag, _parameter(flag), metavar=_METAVARS[flag], help=text))
+    for flag, (_, text) in OPTION_FLAGS.items():
         options.append(click.option(flag, _parameter(flag), metavar=_METAVARS[flag], help=text))
     options.append(
         click.option("--dim", multiple=True, metavar="NAME=EXTENT", help="Bind a symbolic dimension (repeatable).")

@@ -19,6 +19,15 @@ Setting = tuple[tuple[str, ...], Entry]
 """A path of keys and what is set there."""
 
 
+OPTION_FLAGS = {
+    "--stages": (
+        ("strategy", "stages"),
+        "Pipeline stages to make, where the strategy has an option stages (strategy.stages).",
+    )
+}
+"""Flags of an option that several strategies have: the path of keys, and what it does."""
+
+
 def flags() -> dict[str, str]:
     """The flags that set a key, in order of declaration: flag -> key."""
     return {key.flag: key.name for key in keys(Configuration) if key.flag}
@@ -27,8 +36,8 @@ def flags() -> dict[str, str]:
 def settings(words: Mapping[str, str], dims: Sequence[str], assignments: Sequence[str]) -> list[Setting]:
     """What a command line sets, the later over the earlier.
 
-    `words` are flags with their words, `dims` the words of `--dim NAME=EXTENT`, `assignments` those of
-    `--set KEY=VALUE`. Raises ConfigurationError for a word without `=` or a key without a name.
+    `words` are flags, of `OPTION_FLAGS` too, with their words, `dims` the words of `--dim NAME=EXTENT`, `assignments`
+    those of `--set KEY=VALUE`. Raises ConfigurationError for a word without `=` or a key without a name.
     """
     found = [_flag_setting(flag, word) for flag, word in words.items()]
     for text in dims:
@@ -54,8 +63,10 @@ def override(document: Entry, given: Sequence[Setting]) -> Entry:
 
 
 def _flag_setting(flag: str, word: str) -> Setting:
-    key = flags()[flag]
     entry = read_word(word, f"{flag} {word}")
+    if flag in OPTION_FLAGS:
+        return OPTION_FLAGS[flag][0], entry
+    key = flags()[flag]
     if key == "cluster":
         return (key, "file" if "." in word or "/" in word else "preset"), entry
     return ((key, "name") if key in ("strategy", "schedule") else (key,)), entry

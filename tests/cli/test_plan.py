@@ -67,6 +67,13 @@ def test_flags_override_the_file_and_the_effective_configuration_is_one(gpt, cap
     assert (tmp_path / "a/config.yaml").read_text() == (tmp_path / "b/config.yaml").read_text()
 
 
+@pytest.mark.parametrize("strategy", ["pase", "tepdist"])
+def test_stages_are_as_many_as_asked_for(gpt, capsys, tmp_path, strategy):
+    words = ("--strategy", strategy, "--gpus", 4, "--stages", 2, "--batch-size", 4, "--schedule", "1f1b")
+    assert run(capsys, gpt, *words, "-o", tmp_path / "a")[0] == 0
+    assert [len(stage.devices) for stage in open_plan(tmp_path / "a").plan.placement.stages] == [2, 2]
+
+
 def test_dumps_follow_their_pass(gpt, capsys):
     passes = ("read", "cost", "pipedream", "1f1b", "simulate")
     flags = ("--gpus", 2, "--schedule", "1f1b")
@@ -89,6 +96,8 @@ def test_an_unknown_pass_is_refused_before_the_work(gpt, capsys):
     [
         (("--gpus", "0"), 2, "gpus"),
         (("--strategy", "pipedraem"), 2, "did you mean pipedream"),
+        (("--stages", "2"), 2, "strategy pipedream chooses its stages itself"),
+        (("--stages", "3", "--strategy", "tepdist", "--gpus", "4"), 2, "one of 1, 2, 4"),
         (("--schedule", "1f2b"), 2, "there is no schedule called '1f2b'"),
         (("--batch-size", "7", "--micro-batches", "2"), 2, "does not divide"),
         (("--gpus", "2", "--memory-limit", "1KiB"), 4, "over the limit"),

@@ -8,7 +8,7 @@ import pytest
 
 from autopipe.cli.commands import COMMANDS
 from autopipe.cli.reference import commands_page, models_page, options_page, pages
-from autopipe.configs.merge import flags
+from autopipe.configs.merge import OPTION_FLAGS, flags
 from autopipe.configs.zoo import MODELS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -29,7 +29,7 @@ def test_every_command_and_flag_of_a_configuration_is_explained() -> None:
     assert set(headings) == set(COMMANDS)
     plan = text.split("## autopipe plan MODEL")[1].split("\n## ")[0]
     rows = {row.split("`")[1]: row for row in plan.splitlines() if row.startswith("| `")}
-    assert {*flags(), "-o", "--annotate", "--config", "--set", "--dim", "--dump-after"} == set(rows)
+    assert {*flags(), *OPTION_FLAGS, "-o", "--annotate", "--config", "--set", "--dim", "--dump-after"} == set(rows)
     assert all(len(row.rsplit(" | ", 1)[1]) > 10 for row in rows.values()), "a flag has no help"
     assert "autopipe plan gpt.onnx --gpus 4\n" in plan
     assert "| `--device` | `auto` or `cuda` or `cpu` | `auto` |" in text
