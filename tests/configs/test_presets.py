@@ -14,7 +14,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 
 NAMES = (
     "1080ti-pcie", "2080ti-pcie", "a100-80gb", "cpu-local", "h100-80gb", "h200", "rtx-4090", "summit", "summit-6",
-    "v100-16gb", "v100-32gb",
+    "tepdist-m8", "tepdist-s1", "v100-16gb", "v100-32gb",
 )  # fmt: skip
 
 MINE = """\
