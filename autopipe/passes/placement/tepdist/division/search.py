@@ -1,0 +1,133 @@
+"""The search for a division of a flow's operators: the best line, then an integer program that may do better."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.passes.placement.tepdist.division.flow import Flow, Places
+from autopipe.passes.placement.tepdist.division.groups import coarsened, grouped
+from autopipe.passes.placement.tepdist.division.line import best_line, least_limit
+from autopipe.passes.placement.tepdist.division.program import balance_program, crossing_program
+from autopipe.passes.placement.tepdist.division.windows import Windows
+from autopipe.passes.solvers.milp import SolverName, solve
+
+_CHEAP = 0.01
+"""Operators that take at most this share of a stage's mean work may join a neighbour."""
+_MOST_OPEN = 5000
+"""Questions of "is it in a later stage than this?" up to which an integer program has all of them."""
+_SAME = 1e-9
+"""Bytes and work that differ by no more than this share are equal."""
+_ROUNDING = 1e-6
+"""Share of its limit by which an integer program's answer may leave a stage above it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The stage of each operator, and what is known of it: see `StageDivision`."""
+
+    stage: Places
+    bound: float
+    line_bytes: float
+    groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What is asked: stages within `windows` that take at most (1 + `unbalance`) times the mean work."""
+
+    flow: Flow
+    stages: int
+    windows: Windows
+    unbalance: float
+    end: float
+    """When integer programs end, by `time.monotonic`."""
+    solver: SolverName
+
+    def run(self) -> Found:
+        """The division that crosses least. Raises InfeasibleError, with the smallest unbalance that has one."""
+        working = int((self.flow.work > 0).sum())
+        if working < self.stages:
+            raise InfeasibleError(
+                f"{working} operators cannot be divided into {self.stages} stages", hint="take fewer stages"
+            )
+        limit = float(self.flow.work.sum()) / self.stages * (1 + self.unbalance)
+        start = line = best_line(self.flow, self.stages, limit, self.windows.first, self.windows.last)
+        if start is None:
+            start = self._balanced(limit)
+        ceiling = self.flow.crossing(start)
+        line_bytes = np.inf if line is None else ceiling
+        group = grouped(self.flow, self.windows, _CHEAP * limit, ceiling)
+        coarse, windows = coarsened(self.flow, group), self.windows.of_groups(group)
+        full = windows.under(coarse, self.stages, limit)
+        stage, bound = start, 0.0
+        if (full.last >= full.first).all():
+            stage, bound = self._crossing(coarse, full, limit, group, start)
+        if line is not None and self.flow.crossing(stage) >= line_bytes * (1 - _SAME):
+            stage = self._evenest(limit, line, line_bytes)
+        return Found(stage, min(bound, self.flow.crossing(stage)), line_bytes, coarse.operators)
+
+    def _crossing(
+        self, coarse: Flow, full: Windows, limit: float, group: Places, start: Places
+    ) -> tuple[Places, float]:
+        """The better of `start` and what an integer program finds, and what it proves."""
+        narrow = full
+        if full.open > _MOST_OPEN:
+            centre = np.zeros(coarse.operators, dtype=np.int64)
+            np.maximum.at(centre, group, start)
+            narrow = full.near(centre, 1)
+        program, model = crossing_program(coarse, self.stages, narrow, limit)
+        answer = solve(model, self.end - time.monotonic(), solver=self.solver)
+        bound = max(answer.bound, 0.0) if narrow is full else 0.0
+        if answer.found:
+            stage = program.stage(answer.values)[group]
+            fits = self.flow.loads(stage, self.stages).max() <= limit * (1 + _ROUNDING)
+            if fits and self.flow.crossing(stage) < self.flow.crossing(start) * (1 - _SAME):
+                return stage, bound
+        return start, bound
+
+    def _balanced(self, limit: float) -> Places:
+        """A division under the limit that is no line.
+
+        Raises InfeasibleError where there is none, with the smallest unbalance that has one.
+        """
+        mean = float(self.flow.work.sum()) / self.stages
+        least = least_limit(self.flow, self.stages, self.windows.first, self.windows.last)
+        group = grouped(self.flow, self.windows, 0.0, np.inf)
+        coarse = coarsened(self.flow, group)
+        most = min(least * (1 + _SAME), float(self.flow.work.sum()))
+        windows = self.windows.of_groups(group).under(coarse, self.stages, most)
+        proven = False
+        if windows.open <= _MOST_OPEN:
+            program, model = balance_program(coarse, self.stages, windows)
+            answer = solve(model, (self.end - time.monotonic()) / 2, solver=self.solver)
+            proven = answer.proven
+            if answer.found:
+                stage = program.stage(answer.values)[group]
+                largest = float(self.flow.loads(stage, self.stages).max())
+                if largest <= limit * (1 + _ROUNDING):
+                    return stage
+                least = min(least, largest)
+        if not np.isfinite(least):
+            raise InfeasibleError(f"no division into {self.stages} stages was found that keeps the constraints")
+        smallest = "smallest unbalance" if proven else "smallest unbalance that was found"
+        raise InfeasibleError(
+            f"operators cannot be divided into {self.stages} stages that take at most {self.unbalance:.1%} more than "
+            f"the mean: the {smallest} is {np.ceil((least / mean - 1) * 1000 - 0.002) / 10:.1f}%",
+            hint="allow it, or take another number of stages",
+        )
+
+    def _evenest(self, limit: float, line: Places, line_bytes: float) -> Places:
+        """Of the lines that cross no more than the best, one whose largest stage is about smallest."""
+        low = least_limit(self.flow, self.stages, self.windows.first, self.windows.last)
+        while limit - low > 0.005 * limit:
+            middle = (low + limit) / 2
+            found = best_line(self.flow, self.stages, middle, self.windows.first, self.windows.last)
+            if found is not None and self.flow.crossing(found) <= line_bytes * (1 + _SAME):
+                line, limit = found, middle
+            else:
+                low = middle
+        return line

@@ -1,0 +1,104 @@
+"""The stages that an operator can be in at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.graph import Graph
+from autopipe.passes.placement.tepdist.division.flow import Floats, Flow, Places
+
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Windows:
+    """The first and the last stage of each operator; both never fall along an edge."""
+
+    first: Places
+    last: Places
+
+    @property
+    def open(self) -> int:
+        """How many questions "is it in a later stage than this?" they leave."""
+        return int((self.last - self.first).sum())
+
+    def of_groups(self, group: Places) -> Windows:
+        """Those that all operators of a group have in common."""
+        count = int(group.max(initial=-1)) + 1
+        first, last = np.zeros(count, dtype=np.int64), np.full(count, np.iinfo(np.int64).max)
+        np.maximum.at(first, group, self.first)
+        np.minimum.at(last, group, self.last)
+        return Windows(first, last)
+
+    def near(self, stage: Places, steps: int) -> Windows:
+        """Those no further than so many stages from `stage`."""
+        return Windows(np.maximum(self.first, stage - steps), np.minimum(self.last, stage + steps))
+
+    def under(self, flow: Flow, stages: int, limit: float) -> Windows:
+        """Those that are left where no stage takes more work than `limit`.
+
+        All that an operator depends on is in no later stage, all that depends on it in no earlier one: as soon as
+        possible and as late as possible are by work, not by number of operators. They may be empty.
+        """
+        before, after = depending(flow)
+        soonest = np.ceil(before / limit * (1 - _ROUNDING)).astype(np.int64) - 1
+        latest = stages - np.ceil(after / limit * (1 - _ROUNDING)).astype(np.int64)
+        return Windows(np.maximum(self.first, soonest), np.minimum(self.last, latest))
+
+
+def windows_of(graph: Graph, flow: Flow, nodes: Places, stages: int, settled: Mapping[int, int]) -> Windows:
+    """Those under which `settled` nodes are in the stages that are asked for, and every edge leads to no earlier stage.
+
+    Raises ConfigurationError, naming two nodes, where there are none.
+    """
+    first, last = np.zeros(flow.operators, dtype=np.int64), np.full(flow.operators, stages - 1)
+    wished = {place: settled[int(node)] for place, node in enumerate(nodes) if int(node) in settled}
+    for place, stage in wished.items():
+        first[place] = last[place] = stage
+    _, sources, readers = flow.edges()
+    order = np.argsort(readers, kind="stable")
+    for source, reader in zip(sources[order].tolist(), readers[order].tolist(), strict=True):
+        first[reader] = max(first[reader], first[source])
+    order = np.argsort(-sources, kind="stable")
+    for source, reader in zip(sources[order].tolist(), readers[order].tolist(), strict=True):
+        last[source] = min(last[source], last[reader])
+    broken = [place for place, stage in wished.items() if first[place] > stage or last[place] < stage]
+    if broken:
+        name, stage = repr(graph.nodes[int(nodes[broken[0]])].name), wished[broken[0]]
+        needed = f"{name} cannot be in stage {stage}: what it depends on is in stage {first[broken[0]]}"
+        if first[broken[0]] <= stage:
+            needed = f"{name} cannot be in stage {stage}: what depends on it is in stage {last[broken[0]]}"
+        raise ConfigurationError(
+            f"constraints contradict one another: {needed}",
+            hint="a stage may read from earlier stages only",
+            where="constraints",
+        )
+    return Windows(first, last)
+
+
+def depending(flow: Flow) -> tuple[Floats, Floats]:
+    """The work of each operator with all it depends on, and with all that depends on it."""
+    _, sources, readers = flow.edges()
+    order = np.argsort(readers, kind="stable")
+    before = _reached(flow, sources[order], readers[order])
+    order = np.argsort(-sources, kind="stable")
+    return before, _reached(flow, readers[order], sources[order])
+
+
+def _reached(flow: Flow, sources: Places, targets: Places) -> Floats:
+    """The work of each operator with all that paths to it begin at; edges come in the order in which they lead."""
+    bits = np.zeros((flow.operators, -(-flow.operators // 8)), dtype=np.uint8)
+    each = np.arange(flow.operators)
+    bits[each, each >> 3] = 0x80 >> (each & 7)
+    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+        bits[target] |= bits[source]
+    found = np.empty(flow.operators)
+    for start in range(0, flow.operators, 1024):
+        found[start : start + 1024] = (
+            np.unpackbits(bits[start : start + 1024], axis=1, count=flow.operators) @ flow.work
+        )
+    return found

@@ -1,0 +1,116 @@
+"""Division of random flows against trying every stage of every operator."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.passes.placement.tepdist.division.flow import Flow, make_flow
+from autopipe.passes.placement.tepdist.division.groups import coarsened, grouped
+from autopipe.passes.placement.tepdist.division.line import best_line, least_limit
+from autopipe.passes.placement.tepdist.division.search import Search
+from autopipe.passes.placement.tepdist.division.windows import Windows
+
+
+@st.composite
+def flows(draw: st.DrawFn, most: int = 7) -> Flow:
+    """A few operators, some without work, and values with one reader or more."""
+    count = draw(st.integers(3, most))
+    work = draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))
+    values = []
+    for source in range(count - 1):
+        for _ in range(draw(st.integers(0, 2))):
+            readers = draw(st.lists(st.integers(source + 1, count - 1), min_size=1, max_size=3))
+            values.append((source, float(draw(st.integers(1, 5))), readers))
+    return make_flow(np.array(work, dtype=float), values)
+
+
+@st.composite
+def tasks(draw: st.DrawFn) -> tuple[Flow, int, Windows, float]:
+    flow = draw(flows())
+    stages = draw(st.integers(2, 3))
+    first, last = np.zeros(flow.operators, dtype=np.int64), np.full(flow.operators, stages - 1)
+    if draw(st.booleans()):
+        first[-1] = last[-1] = stages - 1
+        last[0] = 0
+    unbalance = draw(st.sampled_from([0.0, 0.1, 0.3, 0.6, 1.0]))
+    return flow, stages, Windows(first, last), unbalance
+
+
+def every(flow: Flow, stages: int, windows: Windows) -> list[np.ndarray]:
+    """All divisions into stages that have work, in which no edge leads back."""
+    _, sources, readers = flow.edges()
+    ranges = [range(first, last + 1) for first, last in zip(windows.first, windows.last, strict=True)]
+    tried = (np.array(each) for each in itertools.product(*ranges))
+    return [s for s in tried if (s[sources] <= s[readers]).all() and (flow.loads(s, stages) > 0).all()]
+
+
+@given(tasks())
+@settings(max_examples=80)
+def test_the_division_is_the_best_of_all(task: tuple[Flow, int, Windows, float]) -> None:
+    flow, stages, windows, unbalance = task
+    found = every(flow, stages, windows)
+    limit = flow.work.sum() / stages * (1 + unbalance)
+    allowed = [s for s in found if flow.loads(s, stages).max() <= limit + 1e-6]
+    search = Search(flow, stages, windows, unbalance, np.inf, "auto")
+    if not allowed:
+        with pytest.raises(InfeasibleError) as refused:
+            search.run()
+        if found:
+            smallest = min(flow.loads(s, stages).max() for s in found) * stages / flow.work.sum() - 1
+            assert f"the smallest unbalance is {np.ceil(smallest * 1000 - 0.002) / 10:.1f}%" in str(refused.value)
+        return
+    answer = search.run()
+    assert flow.crossing(answer.stage) == pytest.approx(min(map(flow.crossing, allowed)))
+    assert any((answer.stage == each).all() for each in allowed)
+    assert answer.bound == pytest.approx(flow.crossing(answer.stage))
+
+
+@given(tasks())
+@settings(max_examples=80)
+def test_the_line_is_the_best_of_lines(task: tuple[Flow, int, Windows, float]) -> None:
+    flow, stages, windows, unbalance = task
+    limit = flow.work.sum() / stages * (1 + unbalance)
+    lines = [s for s in every(flow, stages, windows) if (np.diff(s) >= 0).all()]
+    least = least_limit(flow, stages, windows.first, windows.last)
+    assert least == pytest.approx(min((flow.loads(s, stages).max() for s in lines), default=np.inf), rel=1e-5)
+    costs = [flow.crossing(s) for s in lines if flow.loads(s, stages).max() <= limit + 1e-6]
+    line = best_line(flow, stages, limit, windows.first, windows.last)
+    if line is None:
+        assert not costs
+        return
+    assert any((line == each).all() for each in lines)
+    assert flow.crossing(line) == pytest.approx(min(costs))
+
+
+@given(flows(12), st.integers(1, 10))
+@settings(max_examples=100)
+def test_groups_have_no_circles(flow: Flow, ceiling: int) -> None:
+    windows = Windows(np.zeros(flow.operators, dtype=np.int64), np.full(flow.operators, 3))
+    group = grouped(flow, windows, 1.0, float(ceiling))
+    _, sources, readers = flow.edges()
+    assert (group[sources] <= group[readers]).all()
+    assert set(group) == set(range(group.max() + 1))
+    coarse = coarsened(flow, group)
+    assert coarse.work.sum() == flow.work.sum()
+    heavy = flow.size[flow.edges()[0]] > ceiling
+    assert (group[sources[heavy]] == group[readers[heavy]]).all()
+    stage = np.minimum(np.arange(coarse.operators) * 3 // coarse.operators, 2)
+    assert coarse.crossing(stage) == pytest.approx(flow.crossing(stage[group]))
+
+
+def test_two_branches_cross_less_side_by_side() -> None:
+    """Two chains that only meet at the end: a line that takes turns between them cuts both at once."""
+    values = [(index, 4.0, [index + 2]) for index in range(6)]
+    values += [(6, 1.0, [8]), (7, 1.0, [8])]
+    flow = make_flow(np.array([1.0] * 8 + [0.0]), values)
+    windows = Windows(np.zeros(9, dtype=np.int64), np.ones(9, dtype=np.int64))
+    answer = Search(flow, 2, windows, 0.0, np.inf, "auto").run()
+    assert answer.line_bytes == 8
+    assert flow.crossing(answer.stage) == 1
+    assert answer.stage[:8].tolist() in ([0, 1] * 4, [1, 0] * 4)
