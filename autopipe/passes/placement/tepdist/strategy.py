@@ -14,7 +14,7 @@ from autopipe.passes.batching import Division
 from autopipe.passes.cost.constraints import wishes_of
 from autopipe.passes.cost.fit import check_operators
 from autopipe.passes.placement.tepdist.bounds import Bounds
-from autopipe.passes.placement.tepdist.chosen_level import LevelName, solver_of
+from autopipe.passes.placement.tepdist.levels import Level, solver_of
 from autopipe.passes.placement.tepdist.meshes import Mesh, meshes
 from autopipe.passes.placement.tepdist.notes import search_notes
 from autopipe.passes.placement.tepdist.search import Outer, Tried
@@ -31,7 +31,7 @@ class TePDist:
     simulated, takes least with.
     """
 
-    level: LevelName = "O2"
+    level: Level = "O2"
     """How splits are searched inside a stage. `O2`: segments between critical operators, then the whole stage by
     dynamic programming. `O3`: all cones in one integer programme. `O4`: all operators in one."""
 
