@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 
 from autopipe.ir.graph import Graph
+from autopipe.ir.layout import MeshAxes
 from autopipe.ir.ops import OPERATORS, operator_of, qualified_name, signature_of
 from autopipe.ir.ops.statistics import Statistic
 from autopipe.ir.placement import Placement
@@ -42,29 +44,55 @@ def communication_bytes(
     return by_kind(total)
 
 
-def _stage_bytes(
+@dataclass(frozen=True, slots=True)
+class StageExchange:
+    """What a stage's group exchanges in one micro-batch's forward, or backward."""
+
+    kind: str
+    bytes: int
+    """Of all its devices."""
+    backward: bool
+    value: str
+    """The value whose layout changes, or that an operator which tells the group something gives."""
+    over: MeshAxes
+    """The axes of the group's mesh that it goes over."""
+    times: int = 1
+
+
+def stage_exchanges(
     graph: Graph, code: StageCode, differentiable: frozenset[str], widths: Mapping[str, int]
-) -> tuple[Counter[str], Counter[str]]:
-    """One micro-batch's forward and backward inside a stage's group."""
-    forward: Counter[str] = Counter()
-    backward: Counter[str] = Counter()
+) -> Iterator[StageExchange]:
+    """The exchanges inside a stage's group, in the order of its operations; cutting a copy is none."""
     group = len(code.devices)
     if group == 1:
-        return forward, backward
+        return
     flowing = _flowing(code, differentiable)
     for operation in code.operations:
         if isinstance(operation, Collective):
             size = _elements(operation, group) * _width(operation, widths)
-            forward[operation.kind] += size
-            if operation.result.name in flowing:
-                backward[transposed(operation.kind)] += size
+            exchange = StageExchange(operation.kind, size, False, operation.source.name, operation.relayout.over)
+            if operation.kind != "slice":
+                yield exchange
+            if operation.result.name in flowing and operation.kind != "slice":
+                yield replace(exchange, kind=transposed(operation.kind), backward=True)
         elif operation.joint:
             signature = signature_of(graph, graph.nodes[operation.node])
             row = OPERATORS[qualified_name(signature.node)]
             degrees = {split.axis: split.degree for split in operation.splits}
             for told in row.statistics(signature, row.space(signature), degrees):
                 if not told.backward or _is_asked(operation, told, flowing):
-                    (backward if told.backward else forward)[told.kind] += group * told.times * told.bytes
+                    size, over = group * told.times * told.bytes, operation.mesh_of(told.axes)
+                    yield StageExchange(told.kind, size, told.backward, operation.writes[0], over, told.times)
+
+
+def _stage_bytes(
+    graph: Graph, code: StageCode, differentiable: frozenset[str], widths: Mapping[str, int]
+) -> tuple[Counter[str], Counter[str]]:
+    """One micro-batch's forward and backward inside a stage's group."""
+    forward: Counter[str] = Counter()
+    backward: Counter[str] = Counter()
+    for each in stage_exchanges(graph, code, differentiable, widths):
+        (backward if each.backward else forward)[each.kind] += each.bytes
     return forward, backward
 
 

@@ -1,0 +1,97 @@
+"""The task graph of one rank: what it does in a step, in its static order, and what each task waits for.
+
+It is what the rank's program says, loops unrolled, with what happens inside its lines made tasks of their own: the
+collectives of a stage's group, the adding up of gradients, the update, the freeing of what no later task uses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KINDS = (
+    "receive",
+    "forward",
+    "send",
+    "backward",
+    "input_gradient",
+    "weight_gradient",
+    "collective",
+    "accumulate",
+    "reduce",
+    "update",
+    "free",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MessageEnd:
+    """One message of a send or receive: the other rank, and the task of the same message there."""
+
+    peer: int
+    channel: int
+    tensor: str
+    bytes: int
+    task: str
+    """The peer's task, which sends what this one receives, or receives what this one sends."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskNode:
+    """One task.
+
+    Tasks of a schedule are named as in the rank's file and the timeline, such as `2F0`; a send of its results is
+    `2SEND_F0`, of gradients `2SEND_B0`, receives alike, `@1` behind one from stage 1 alone.
+    """
+
+    kind: str
+    """One of `KINDS`."""
+    name: str
+    stage: int | None = None
+    micro_batch: int | None = None
+    bytes: int = 0
+    """What is moved, added, updated or freed."""
+    after: tuple[int, ...] = ()
+    """Tasks of this rank, by place, that must be done before: nothing but what is really waited for."""
+    messages: tuple[MessageEnd, ...] = ()
+    """Of a send or receive."""
+    group: tuple[int, ...] = ()
+    """Ranks that do a collective or a reduction together."""
+    inside: int | None = None
+    """The task during which a collective is done."""
+    what: str = ""
+    """What is freed, or the kind of the collective and the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Tasks that stand in the program once: `count` times as many as those from `start` to `end`, as a loop.
+
+    `last` is where those of its last time start; the micro-batches of one time are `stride` further than those of the
+    time before, None where stages differ in that.
+    """
+
+    section: str
+    """`warm-up`, `repetend`, `cool-down` or `end`."""
+    start: int
+    end: int
+    count: int = 1
+    stride: int | None = 1
+    last: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TaskGraph:
+    """A rank's tasks in the order in which it does them."""
+
+    rank: int
+    nodes: tuple[TaskNode, ...]
+    held: tuple[int, ...]
+    """Bytes in use after each task, by the predictions of the plan; those of a forward or backward while it runs."""
+    static_bytes: int
+    """Of that, what is there all through a step: parameters, gradients, optimizer state, message buffers."""
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes in use."""
+        return max(self.held, default=self.static_bytes)

@@ -1,0 +1,257 @@
+"""The task graph of a rank, from its program: what `autopipe show --tasks` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopipe.ir.graph import Graph
+from autopipe.ir.layout import members
+from autopipe.ir.placement import Placement
+from autopipe.ir.prediction import StagePrediction
+from autopipe.ir.program import Instruction, Loop, Program, RankCode, StageCode, Verb
+from autopipe.ir.task_graph import Stretch, TaskGraph, TaskNode
+from autopipe.passes.lower.gradients import differentiable_values
+from autopipe.passes.lower.sizes import stage_graphs
+from autopipe.passes.lower.task_ends import Ends, is_whole
+from autopipe.passes.lower.task_memory import Memory
+from autopipe.passes.lower.traffic import StageExchange, stage_exchanges
+
+_COMPUTES = {
+    Verb.FORWARD: "F",
+    Verb.BACKWARD: "B",
+    Verb.INPUT_GRADIENT: "I",
+    Verb.WEIGHT_GRADIENT: "W",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSource:
+    """What the task graphs of all ranks of a program are made from."""
+
+    program: Program
+    costs: Sequence[StagePrediction]
+    exchanges: tuple[tuple[StageExchange, ...], ...]
+    """What the group of each stage exchanges for one micro-batch."""
+    ends: Ends
+
+    @staticmethod
+    def of(program: Program, graph: Graph, placement: Placement, costs: Sequence[StagePrediction]) -> TaskSource:
+        """That of a lowered plan; `costs` are the predictions of its stages."""
+        differentiable = differentiable_values(graph) if program.train else frozenset[str]()
+        graphs = stage_graphs(graph, placement)
+        exchanges = tuple(
+            tuple(stage_exchanges(own, code, differentiable, {}))
+            for own, code in zip(graphs, program.stages, strict=True)
+        )
+        return TaskSource(program, costs, exchanges, Ends(program))
+
+    def graph(self, rank: int) -> TaskGraph:
+        """The task graph of one rank."""
+        return _Builder(self, self.program.ranks[rank]).build()
+
+
+class _Builder:
+    """The tasks of one rank, one after the other."""
+
+    def __init__(self, source: TaskSource, code: RankCode) -> None:
+        self.source = source
+        self.program = source.program
+        self.code = code
+        self.nodes: list[TaskNode] = []
+        self.memory = Memory([source.costs[each.stage] for each in code.stages])
+        self.wired = {each.stage: each for each in code.stages}
+        self.done: dict[tuple[int, str, int], int] = {}
+        """By stage, F, B (the whole or its first half) or W, and micro-batch, where the task is."""
+        self.asked: dict[tuple[int, int, bool], list[int]] = {}
+        """By stage, micro-batch, and whether of gradients, where its receives are."""
+        self.added: dict[int, int] = {}
+        """Where a stage's gradients were added up last."""
+
+    def build(self) -> TaskGraph:
+        stretches = [*self._sections(), self._end()]
+        held, static = tuple(self.memory.held), self.memory.static
+        return TaskGraph(self.code.rank, tuple(self.nodes), held, static, tuple(stretches))
+
+    def _sections(self) -> Iterator[Stretch]:
+        code = self.code
+        for title, section in (("warm-up", code.warm_up), ("repetend", code.repetend), ("cool-down", code.cool_down)):
+            for item in section:
+                start = last = len(self.nodes)
+                if isinstance(item, Instruction):
+                    self._add(item)
+                    yield Stretch(title, start, len(self.nodes), last=last)
+                    continue
+                end = start
+                for turn in range(item.count):
+                    last = len(self.nodes)
+                    for each in _moved(item, turn):
+                        self._add(each)
+                    end = end if turn else len(self.nodes)
+                yield Stretch(title, start, end, item.count, None if item.strides else item.stride, last)
+
+    def _add(self, instruction: Instruction) -> None:
+        match instruction.verb:
+            case Verb.RECEIVE | Verb.RECEIVE_GRADIENT:
+                self._receive(instruction)
+            case Verb.SEND | Verb.SEND_GRADIENT:
+                self._send(instruction)
+            case _:
+                self._compute(instruction)
+
+    def _node(self, node: TaskNode, change: int = 0, meanwhile: int = 0) -> int:
+        """Put a task at the end, with what it makes memory hold more from now on, and while it runs; where it is."""
+        self.nodes.append(node)
+        self.memory.add(change, meanwhile)
+        return len(self.nodes) - 1
+
+    def _receive(self, instruction: Instruction) -> None:
+        stage, micro_batch = instruction.stage, instruction.micro_batch
+        gradient = instruction.verb is Verb.RECEIVE_GRADIENT
+        messages = self.source.ends.received(self.wired[stage], instruction)
+        name = self.source.ends.receive_name(stage, gradient, micro_batch, instruction.source)
+        size = sum(each.bytes for each in messages)
+        place = self._node(TaskNode("receive", name, stage, micro_batch, size, messages=messages))
+        self.asked.setdefault((stage, micro_batch, gradient), []).append(place)
+
+    def _send(self, instruction: Instruction) -> None:
+        stage, micro_batch = instruction.stage, instruction.micro_batch
+        gradient = instruction.verb is Verb.SEND_GRADIENT
+        messages = self.source.ends.sent(self.wired[stage], instruction)
+        name = f"{stage}SEND_{'B' if gradient else 'F'}{micro_batch}"
+        size = sum(each.bytes for each in messages)
+        after = (self.done[stage, "B" if gradient else "F", micro_batch],)
+        self._node(TaskNode("send", name, stage, micro_batch, size, after, messages))
+
+    def _compute(self, instruction: Instruction) -> None:
+        verb, stage, micro_batch = instruction.verb, instruction.stage, instruction.micro_batch
+        letter, cost = _COMPUTES[verb], self.source.costs[stage]
+        after = tuple(sorted(self._needed(verb, stage, micro_batch)))
+        kept, meanwhile = Memory.taken(cost, verb, self.program.train)
+        place = self._node(
+            TaskNode(verb.value, f"{stage}{letter}{micro_batch}", stage, micro_batch, after=after), kept, meanwhile
+        )
+        self.done[stage, "B" if letter == "I" else letter, micro_batch] = place
+        if letter == "B":
+            self.done[stage, "W", micro_batch] = place
+        self._collectives(verb, stage, micro_batch, place)
+        if verb is not Verb.FORWARD:
+            self._accumulate(verb, stage, micro_batch, place)
+        freed = Memory.freed(cost, verb, self.program.train)
+        if freed:
+            what = f"what {stage}{'I' if letter == 'W' else 'F'}{micro_batch} kept"
+            self._node(
+                TaskNode("free", f"FREE {stage}{letter}{micro_batch}", stage, micro_batch, freed, (place,), what=what),
+                -freed,
+            )
+        self._free_messages(verb, stage, micro_batch, place)
+
+    def _needed(self, verb: Verb, stage: int, micro_batch: int) -> set[int]:
+        """The tasks whose results a task uses."""
+        if verb is Verb.WEIGHT_GRADIENT:
+            return {self.done[stage, "B", micro_batch]}
+        backward = verb is not Verb.FORWARD
+        found = set(self.asked.get((stage, micro_batch, backward), ()))
+        if backward:
+            found.add(self.done[stage, "F", micro_batch])
+        for giver, number in self.source.ends.handed(self.wired[stage], backward, micro_batch):
+            found.add(self.done[giver, "B" if backward else "F", number])
+        return found
+
+    def _collectives(self, verb: Verb, stage: int, micro_batch: int, place: int) -> None:
+        """What a task's group exchanges while it runs; a forward that is run again exchanges again."""
+        code, every = self.program.stages[stage], self.source.exchanges[stage]
+        forward, backward = ([each for each in every if each.backward is way] for way in (False, True))
+        found = forward
+        if verb in (Verb.BACKWARD, Verb.INPUT_GRADIENT):
+            found = [*(forward if code.recompute else ()), *reversed(backward)]
+        elif verb is Verb.WEIGHT_GRADIENT:
+            found = []
+        task = self.nodes[place].name
+        for number, each in enumerate(found):
+            group, size = _group(code, each, self.code.rank), each.bytes // len(code.devices)
+            what = f"{each.kind} of {each.value.partition(chr(0))[0]}"
+            name = f"{task}/{number}"
+            self._node(TaskNode("collective", name, stage, micro_batch, size, group=group, inside=place, what=what))
+
+    def _accumulate(self, verb: Verb, stage: int, micro_batch: int, place: int) -> None:
+        """Autograd adds the gradients of parameters to what is there of the micro-batches before."""
+        size = _gradient_bytes(self.program, self.program.stages[stage], verb)
+        if size:
+            after = (place, self.added[stage]) if stage in self.added else (place,)
+            half = {Verb.INPUT_GRADIENT: "_I", Verb.WEIGHT_GRADIENT: "_W"}.get(verb, "")
+            name = f"{stage}ACC{half}{micro_batch}"
+            self.added[stage] = self._node(TaskNode("accumulate", name, stage, micro_batch, size, tuple(sorted(after))))
+
+    def _free_messages(self, verb: Verb, stage: int, micro_batch: int, place: int) -> None:
+        """Buffers that are free again for the messages that come next: see `channels`. They are there all the time."""
+        ends = {Verb.FORWARD: not self.program.train, Verb.INPUT_GRADIENT: False}.get(verb, True)
+        for gradient in (False, True):
+            for asked in self.asked.get((stage, micro_batch, gradient), ()):
+                receive = self.nodes[asked]
+                first = (verb is Verb.FORWARD) is not gradient and verb is not Verb.WEIGHT_GRADIENT
+                size = sum(
+                    each.bytes
+                    for each in receive.messages
+                    if (ends if is_whole(self.program, self.wired[stage], each, gradient) else first)
+                )
+                if size:
+                    what = f"buffers of {receive.name}"
+                    self._node(TaskNode("free", f"FREE {receive.name}", stage, micro_batch, size, (place,), what=what))
+
+    def _end(self) -> Stretch:
+        """Sums of gradients over ranks, each as soon as what it adds up is there, and the update."""
+        start = len(self.nodes)
+        if self.program.train and self.code.stages:
+            added = tuple(sorted(self.added.values()))
+            sums: list[int] = []
+            for (home, group), size in _reductions(self.program, self.code).items():
+                after = (self.added[home],) if home in self.added else added
+                name = f"REDUCE{len(sums)}"
+                sums.append(self._node(TaskNode("reduce", name, home, bytes=size, after=after, group=group)))
+            size = sum(_trained(self.program, shard.parameter) * shard.box.elements for shard in self.code.shards)
+            self._node(TaskNode("update", "UPDATE", bytes=size, after=(*added, *sums)))
+        return Stretch("end", start, len(self.nodes), last=start)
+
+
+def _moved(loop: Loop, turn: int) -> Iterator[Instruction]:
+    strides = loop.strides or (loop.stride,) * len(loop.body)
+    return (each.shifted(turn * stride) for each, stride in zip(loop.body, strides, strict=True))
+
+
+def _group(code: StageCode, exchange: StageExchange, rank: int) -> tuple[int, ...]:
+    """The ranks that a collective of a stage goes over, from where `rank` is."""
+    if not exchange.over or exchange.kind == "redistribute":
+        return code.devices
+    return tuple(sorted(code.devices[each] for each in members(exchange.over, code.devices.index(rank))))
+
+
+def _trained(program: Program, parameter: int) -> int:
+    """Bytes of an element of a parameter's gradient; 0 where it has none."""
+    found = program.parameters[parameter]
+    return found.value.dtype.itemsize if found.trainable and found.value.dtype.is_floating else 0
+
+
+def _gradient_bytes(program: Program, code: StageCode, verb: Verb) -> int:
+    """Bytes of the gradients of a stage's parameters that a backward, or one of its halves, gives."""
+    nodes = set(code.deferred)
+    later = {
+        name for operation in code.operations if getattr(operation, "node", None) in nodes for name in operation.reads
+    }
+    found = 0
+    for index, value in code.parameters:
+        waits = value.name in later and len(value.shape) > 1
+        if verb is Verb.BACKWARD or waits is (verb is Verb.WEIGHT_GRADIENT):
+            found += _trained(program, index) * value.elements
+    return found
+
+
+def _reductions(program: Program, code: RankCode) -> Mapping[tuple[int | None, tuple[int, ...]], int]:
+    """Bytes of gradients by the stage whose last backward completes them, if one does, and the ranks that add them."""
+    found: dict[tuple[int | None, tuple[int, ...]], int] = {}
+    for shard in code.shards:
+        size = _trained(program, shard.parameter) * shard.box.elements
+        if size and len(shard.gradient_ranks) > 1:
+            key = shard.home, shard.gradient_ranks
+            found[key] = found.get(key, 0) + size
+    return found
