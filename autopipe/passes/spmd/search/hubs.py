@@ -25,11 +25,12 @@ class Hub:
     from_source: Floats
     """[configurations of the source, layouts] seconds; of a parameter there is no source: [0, layouts]."""
     to_readers: tuple[Floats, ...]
-    """For each reader [layouts, its configurations]; inf where they do not go together."""
+    """For each reader [layouts, its configurations]; inf where they do not go together. Equal readers share them."""
 
     def times(self, factor: float) -> Hub:
         """The same so many times."""
-        return Hub(self.layouts, self.from_source * factor, tuple(each * factor for each in self.to_readers))
+        made = {id(each): each * factor for each in self.to_readers}
+        return Hub(self.layouts, self.from_source * factor, tuple(made[id(each)] for each in self.to_readers))
 
 
 def value_hub(source: Form, readers: Sequence[Form], size_bytes: float, changes: Changes, given: bool) -> Hub:
@@ -47,14 +48,17 @@ def value_hub(source: Form, readers: Sequence[Form], size_bytes: float, changes:
     into = [changes.to_all(source.layouts, free, size_bytes)]
     if bound:
         into.append(changes.to_reader(source.layouts, bound, size_bytes))
-    out = []
+    out: dict[int, Floats] = {}
     for reader in readers:
+        if id(reader) in out:
+            continue
         moving = [changes.moves.seconds(free, reader.layouts, size_bytes)]
         if bound:
             of_equal = changes.moves.seconds(bound, reader.layouts, size_bytes)
             moving.append(of_equal + _only_equal(bound, [layout.even() for layout in reader.layouts]))
-        out.append(np.concatenate(moving)[:, reader.of])
-    return Hub((*free, *bound), np.concatenate(into, axis=1)[source.of], tuple(out))
+        out[id(reader)] = np.concatenate(moving)[:, reader.of]
+    to_readers = tuple(out[id(reader)] for reader in readers)
+    return Hub((*free, *bound), np.concatenate(into, axis=1)[source.of], to_readers)
 
 
 def parameter_hub(readers: Sequence[Form], shape: tuple[int, ...], only_whole: bool) -> Hub:

@@ -1,0 +1,74 @@
+"""What TePDist's levels of the search for splits have in common: a solver of the tables that every search shares."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import replace
+
+from autopipe.passes.placement.tepdist.critical import ranks
+from autopipe.passes.placement.tepdist.pricing import Priced, search_price
+from autopipe.passes.placement.tepdist.program import Programs
+from autopipe.passes.solvers import milp
+from autopipe.passes.solvers.min_sum import Answer, MinSum
+from autopipe.passes.solvers.min_sum.answer import counted
+from autopipe.passes.solvers.min_sum.pricing import memory_alone
+from autopipe.passes.spmd.search.tables import Tables
+
+_PATIENCE_S = 60.0
+"""For one integer program, where there is no time limit."""
+_LEAST_S = 0.1
+"""For one integer program, where time is over."""
+
+
+class Level(ABC):
+    """Answers tables, its integer programs solved by `solver`.
+
+    Of `time_limit` seconds, counted from now on, an answer within memory may take what is left; when they are over, it
+    is the best that is known.
+    """
+
+    def __init__(self, time_limit: float | None = None, solver: milp.SolverName = "auto") -> None:
+        self._end = None if time_limit is None else time.monotonic() + time_limit
+        self._solver = solver
+
+    def __call__(self, tables: Tables, limit: float | None) -> Answer:
+        """The best choice that is found, of those that need at most `limit` bytes where that is given.
+
+        Cost and memory are counted in the tables' own model. Raises InfeasibleError where every choice is forbidden.
+        """
+        model = tables.model
+        free = counted(self.least(model), model)
+        if limit is None or free.memory <= limit:
+            return free
+        least = self.least(memory_alone(model))
+        fitting = counted(replace(least, proven=False), model)
+        if fitting.memory > limit:
+            return replace(fitting, bound=fitting.cost, proven=least.proven, fits=False)
+        found = search_price(
+            model, ranks(model), limit, free, fitting.choice, lambda rate: self.at_price(model, rate), self._end
+        )
+        return counted(self.within(model, found), model)
+
+    @abstractmethod
+    def least(self, model: MinSum) -> Answer:
+        """The choice of least cost, whatever memory it needs."""
+
+    @abstractmethod
+    def at_price(self, model: MinSum, rate: float) -> Answer:
+        """A choice that costs little when a byte costs `rate`; its bound is one of all choices' cost and price."""
+
+    @abstractmethod
+    def within(self, model: MinSum, found: Priced) -> Answer:
+        """The best within the limit, prices being searched."""
+
+    @property
+    def end(self) -> float | None:
+        """Of the clock."""
+        return self._end
+
+    @property
+    def programs(self) -> Programs:
+        """How integer programs are solved in the time that is left."""
+        left = _PATIENCE_S if self._end is None else max(_LEAST_S, self._end - time.monotonic())
+        return Programs(self._solver, left)

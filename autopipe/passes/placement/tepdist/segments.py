@@ -1,0 +1,75 @@
+"""A model cut into segments at its critical nodes; what reaches across many of them is set apart.
+
+A mask or a tied table is read in every layer: no node parts the graph as long as it is there. Such wide variables are
+given before segments are searched (`whole.py`), so that nothing that leads past a critical node is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from autopipe.passes.placement.tepdist.critical import heaviest_path, parting, parts
+from autopipe.passes.solvers.min_sum import MinSum
+from autopipe.passes.solvers.min_sum.model import Array
+from autopipe.passes.solvers.min_sum.ordering import neighbours
+
+MOST_WIDE = 6
+"""Wide variables at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Variables between critical nodes."""
+
+    ends: tuple[int, ...]
+    """Places, among the critical nodes, of those that it has edges with: none, one, or two that follow each other."""
+    inner: tuple[int, ...]
+    """Ascending; none where two critical nodes share an edge."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A model's variables, each of them wide, critical or inside of a segment."""
+
+    wide: tuple[int, ...]
+    critical: tuple[int, ...]
+    """From the first to the last."""
+    segments: tuple[Segment, ...]
+
+
+def cut(model: MinSum, rank: Array) -> Cut:
+    """The cut with the smallest segments; of equal ones that with fewest wide variables.
+
+    Edges lead from lower to higher `rank`. Wide can be those whose neighbours are farthest apart.
+    """
+    around = neighbours(model)
+    spans = [max(others) - min(others) if (others := [rank[o] for o in near]) else 0 for near in around]
+    widest = sorted(range(len(spans)), key=lambda variable: (-spans[variable], variable))[:MOST_WIDE]
+    best = min((_cut(model, rank, around, tuple(widest[:count])) for count in range(len(widest) + 1)), key=_largest)
+    for variable in best.wide:
+        fewer = _cut(model, rank, around, tuple(other for other in best.wide if other != variable))
+        best = min(fewer, best, key=_largest)
+    return best
+
+
+def _largest(found: Cut) -> int:
+    """Variables of the largest segment."""
+    return max((len(segment.inner) for segment in found.segments), default=0)
+
+
+def _cut(model: MinSum, rank: Array, around: list[set[int]], wide: tuple[int, ...]) -> Cut:
+    without = set(wide)
+    if len(without) == len(around):
+        return Cut(wide, (), ())
+    critical = parting(heaviest_path(model, around, rank, without), around, without)
+    place = {variable: number for number, variable in enumerate(critical)}
+    segments = [
+        Segment((number, number + 1), ())
+        for number, (one, other) in enumerate(pairwise(critical))
+        if other in around[one]
+    ]
+    for inner in parts(around, without | place.keys()):
+        ends = {place[other] for variable in inner for other in around[variable] if other in place}
+        segments.append(Segment(tuple(sorted(ends)), inner))
+    return Cut(wide, critical, tuple(segments))
