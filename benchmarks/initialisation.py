@@ -1,0 +1,44 @@
+"""Drawing blocks of a large matrix: all of it, an eighth of its rows or columns, by one thread and by more.
+
+The figures are the least of several rounds: processor time, and time on the clock, which tells something on an idle
+machine alone.
+
+    python benchmarks/initialisation.py --threads 1 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from autopipe.backends.torch.runtime.drawing import draw_block
+from autopipe.backends.torch.runtime.manifest import ParameterEntry, ShardEntry, Storage
+
+SIDE = 8192
+BLOCKS = {
+    "all": ((0, 0), (SIDE, SIDE)),
+    "an eighth of the rows": ((SIDE // 8, 0), (SIDE // 4, SIDE)),
+    "an eighth of the columns": ((0, SIDE // 8), (SIDE, SIDE // 4)),
+}
+
+
+def main() -> None:
+    """Print a line for each block and number of threads."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    entry = ParameterEntry("w", "float32", (SIDE, SIDE), True, Storage("draw", scheme="normal", scale=0.02))
+    for name, (starts, stops) in BLOCKS.items():
+        for threads in arguments.threads:
+            cpu, clock = [], []
+            for _ in range(arguments.rounds):
+                began = time.process_time(), time.perf_counter()
+                draw_block(entry, ShardEntry(0, starts, stops, (0,)), 0, threads)
+                cpu.append(time.process_time() - began[0])
+                clock.append(time.perf_counter() - began[1])
+            print(f"{name:25} {threads} threads  {min(cpu):.3f} s processor time  {min(clock):.3f} s on the clock")
+
+
+if __name__ == "__main__":
+    main()
