@@ -10,11 +10,17 @@ from autopipe.ir.placement import Placement
 from autopipe.passes.base import Strategy
 from autopipe.passes.placement.expert.strategy import Expert
 from autopipe.passes.placement.pase.strategy import Pase
+from autopipe.passes.placement.tepdist.strategy import TePDist
 from tests.distributed.pool import Pools
 from tests.distributed.trained import Trained, check, problem_of
 from tests.distributed.zoo import SAMPLES, SIZES, SmallModels
 
-CHOOSING: dict[str, Strategy] = {"expert": Expert(), "pase": Pase()}
+CHOOSING: dict[str, Strategy] = {
+    "expert": Expert(),
+    "pase": Pase(),
+    "tepdist": TePDist(),
+    "tepdist in two stages": TePDist(stages=2),
+}
 
 
 @pytest.mark.distributed
@@ -22,6 +28,15 @@ CHOOSING: dict[str, Strategy] = {"expert": Expert(), "pase": Pase()}
 def test_what_pase_finds_on_four_ranks(pools: Pools, small_models: SmallModels, tmp_path: Path, name: str) -> None:
     model = small_models.of(name)
     check(pools, model, chosen(Pase(), model, 4), tmp_path)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "stages"), [("gpt", 2), ("vgg19", None), ("two-branch", 2)])
+def test_what_tepdist_finds_on_four_ranks(
+    pools: Pools, small_models: SmallModels, tmp_path: Path, name: str, stages: int | None
+) -> None:
+    model = small_models.of(name)
+    check(pools, model, chosen(TePDist(stages=stages), model, 4), tmp_path)
 
 
 @pytest.mark.sweep

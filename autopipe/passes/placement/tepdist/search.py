@@ -64,7 +64,7 @@ class Outer:
         for count in counts[start + 1 :]:
             found = self._try(mesh, count)
             # Smaller micro-batches may fit into memory where larger ones do not.
-            if found.step_s >= last.step_s and not isinstance(last.refused, InfeasibleError):
+            if found.step_s >= last.step_s and last.refused is None:
                 break
             last = found
         last = first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -11,11 +12,12 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.constraints import wishes_of
+from autopipe.passes.cost.constraints import Wish, wishes_of
 from autopipe.passes.cost.fit import check_operators
+from autopipe.passes.placement.tepdist.asked import asked_meshes
 from autopipe.passes.placement.tepdist.bounds import Bounds
 from autopipe.passes.placement.tepdist.levels import Level, solver_of
-from autopipe.passes.placement.tepdist.meshes import Mesh, meshes
+from autopipe.passes.placement.tepdist.meshes import Mesh
 from autopipe.passes.placement.tepdist.notes import search_notes
 from autopipe.passes.placement.tepdist.search import Outer, Tried
 from autopipe.passes.placement.tepdist.sized import Nodes
@@ -65,10 +67,11 @@ class TePDist:
 
         Raises InfeasibleError where memory holds none, ConfigurationError for constraints that cannot be followed.
         """
-        wishes_of(problem, own_sizes=True)
+        wishes = wishes_of(problem, own_sizes=True)
+        found = asked_meshes(problem.cluster, self.stages, wishes)
         outer = self.search(problem)
         outer.bounds.check_memory()
-        best = outer.run(meshes(problem.cluster, self.stages), sizes_of(problem))
+        best = outer.run(found, sizes_of(problem, wishes))
         assert best.placement is not None
         return self._told(problem, outer, best, best.placement)
 
@@ -85,9 +88,11 @@ class TePDist:
         return replace(placement, proof=proof, notes=search_notes(outer.tried, best))
 
 
-def sizes_of(problem: Problem) -> tuple[int, ...]:
-    """The sizes that micro-batches may have."""
-    return problem.micro_batch_sizes or (problem.micro_batch_size,)
+def sizes_of(problem: Problem, wishes: Sequence[Wish]) -> tuple[int, ...]:
+    """The sizes that micro-batches may have: all that are open, or those that constraints ask for."""
+    asked = {wish.constraint.micro_batch_size for wish in wishes} - {None}
+    open_sizes = problem.micro_batch_sizes or (problem.micro_batch_size,)
+    return tuple(size for size in open_sizes if size in asked) or open_sizes
 
 
 def linear_cut(problem: Problem, mesh: Mesh, settled: dict[int, int]) -> Nodes:

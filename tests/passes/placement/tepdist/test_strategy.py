@@ -1,0 +1,167 @@
+"""The outer search: what it chooses, obeys and refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.placement import Placement, Split
+from autopipe.ir.problem import Constraint, Problem
+from autopipe.ir.stage_graph import StageGraph
+from autopipe.passes.cost.resized import resized
+from autopipe.passes.cost.stages import stage_costs
+from autopipe.passes.cost.work import annotate
+from autopipe.passes.placement.data_parallel import DataParallel
+from autopipe.passes.placement.pase.strategy import Pase
+from autopipe.passes.placement.pipedream.strategy import PipeDream
+from autopipe.passes.placement.tepdist.bounds import Bounds
+from autopipe.passes.placement.tepdist.meshes import meshes
+from autopipe.passes.placement.tepdist.strategy import TePDist
+from autopipe.passes.placement.tepdist.trial import step_s
+from autopipe.passes.schedule.tessel.scheduler import Tessel
+from tests.distributed.zoo import small_graph
+from tests.passes.cost.graphs import cluster, perceptron, problem
+
+GRAPH = perceptron([12, 24, 12, 24, 12])
+"""matmul0 relu1 matmul2 relu3 matmul4 relu5 matmul6 relu7, on eight samples."""
+
+
+def open_problem(devices: int = 4, **fields: Any) -> Problem:
+    """Eight samples in micro-batches of any size."""
+    return replace(
+        problem(GRAPH, cluster(devices)), micro_batches=1, batch_size=8, micro_batch_sizes=(1, 2, 4, 8), **fields
+    )
+
+
+def step_of(given: Problem, placement: Placement) -> float:
+    own = resized(given, placement.stages[0].micro_batch_size)
+    return step_s(own, placement, stage_costs(own, placement))
+
+
+def zoo_problem(name: str, devices: Cluster, samples: int = 16) -> Problem:
+    graph, loss = small_graph(name, samples)
+    base = problem(GRAPH, devices)
+    sizes = tuple(size for size in range(1, samples + 1) if samples % size == 0)
+    return replace(
+        base, graph=graph, work=annotate(graph), batch_size=samples, micro_batches=1, loss=loss, micro_batch_sizes=sizes
+    )
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_it_makes_as_many_stages_as_it_is_told(stages: int) -> None:
+    found = TePDist(stages=stages).run(open_problem())
+    assert [len(stage.devices) for stage in found.stages] == [4 // stages] * stages
+    assert len(found.notes) == 1
+
+
+def test_what_is_chosen_is_no_slower_than_any_number_of_stages() -> None:
+    given = open_problem()
+    best = step_of(given, TePDist().run(given))
+    assert all(best <= step_of(given, TePDist(stages=stages).run(given)) for stages in (1, 2, 4))
+
+
+def test_notes_have_a_line_for_each_factorisation_the_best_first() -> None:
+    notes = TePDist().run(open_problem(8)).notes
+    assert len(notes) == 4
+    assert "the best of" in notes[0]
+
+
+def test_equal_requests_have_equal_answers() -> None:
+    assert TePDist().run(open_problem()) == TePDist().run(open_problem())
+
+
+def test_micro_batches_that_are_given_stay() -> None:
+    given = replace(open_problem(), micro_batches=4, micro_batch_sizes=())
+    given = resized(replace(given, micro_batches=1), 2)
+    assert {stage.micro_batch_size for stage in TePDist().run(given).stages} == {2}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_micro_batches_that_a_constraint_asks_for(size: int) -> None:
+    given = open_problem(constraints=(Constraint("matmul2", micro_batch_size=size),))
+    assert {stage.micro_batch_size for stage in TePDist().run(given).stages} == {size}
+
+
+def test_constraints_on_stages_devices_and_splits_are_kept() -> None:
+    found = TePDist().run(open_problem(constraints=(Constraint("matmul4", stage=1),)))
+    assert 4 in found.stages[1].nodes
+    found = TePDist().run(open_problem(constraints=(Constraint("matmul6", devices=(3, 2)),)))
+    assert next(stage.devices for stage in found.stages if 6 in stage.nodes) == (3, 2)
+    found = TePDist(stages=1).run(open_problem(constraints=(Constraint("matmul4", split=(("n", 2), ("b", 2))),)))
+    assert found.stages[0].splits_of(4) == (Split("n", 2), Split("m", 2))
+
+
+def test_unequal_groups_of_devices_that_constraints_ask_for() -> None:
+    asked = Constraint("matmul0", devices=(0,)), Constraint("matmul6", devices=(1, 2, 3))
+    assert [stage.devices for stage in TePDist().run(open_problem(constraints=asked)).stages] == [(0,), (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "constraints", "message"),
+    [
+        (TePDist(stages=2), (Constraint("matmul0", stage=2),), "asks for stage 2"),
+        (TePDist(stages=4), (Constraint("matmul0", devices=(0, 1)),), "asks for devices \\[0, 1\\]"),
+        (TePDist(), (Constraint("matmul0", devices=(0, 1)), Constraint("relu1", devices=(1, 2))), "asks for devices"),
+        (TePDist(), (Constraint("matmul0", split=(("n", 3),)),), "its stage has"),
+        (TePDist(), (Constraint("matmul0", micro_batch_size=3),), "micro-batches of 3 samples"),
+        (TePDist(), (Constraint("nothing"),), "no node's name matches"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(
+    strategy: TePDist, constraints: tuple[Constraint, ...], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        strategy.run(open_problem(constraints=constraints))
+
+
+@pytest.mark.parametrize(("stages", "message"), [(3, "one of 1, 2, 4"), (0, "one of 1, 2, 4")])
+def test_stages_that_do_not_share_the_devices(stages: int, message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        TePDist(stages=stages).requires(open_problem())
+    assert message in caught.value.hint
+
+
+def test_memory_that_holds_nothing_is_told_with_the_excess() -> None:
+    with pytest.raises(InfeasibleError, match="over the limit"):
+        TePDist().run(open_problem(memory_limit=100))
+
+
+def test_memory_is_kept_and_recomputation_found_where_it_may_be() -> None:
+    free = TePDist().run(open_problem(recompute="auto"))
+    own = resized(open_problem(), free.stages[0].micro_batch_size)
+    most = max(cost.memory_bytes(1) for cost in stage_costs(own, free))
+    tight = open_problem(memory_limit=int(most * 0.8), recompute="auto")
+    found = TePDist().run(tight)
+    own = resized(tight, found.stages[0].micro_batch_size)
+    assert all(cost.memory_bytes(1) <= most * 0.8 for cost in stage_costs(own, found))
+
+
+def test_a_bound_is_never_above_a_step() -> None:
+    given = open_problem(8)
+    bounds = Bounds.of(given)
+    for mesh in meshes(given.cluster):
+        for size in given.micro_batch_sizes:
+            own = replace(resized(given, size), micro_batch_sizes=())
+            found = TePDist(stages=mesh.stages).run(own)
+            assert bounds.step_s(mesh, 8 // size) <= step_of(own, found) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["gpt", "two-branch"])
+def test_never_slower_than_what_it_contains(name: str) -> None:
+    given = zoo_problem(name, cluster(4))
+    best = step_of(given, TePDist().run(given))
+    for rival in (DataParallel(), Pase(), PipeDream()):
+        assert best <= step_of(given, rival.run(given)) * (1 + 1e-9), rival.name
+
+
+def test_tessel_takes_its_stages() -> None:
+    given = zoo_problem("gpt", cluster(4))
+    placement = TePDist(stages=4).run(given)
+    own = resized(given, placement.stages[0].micro_batch_size)
+    scheduler = Tessel()
+    scheduler.requires(own, placement)
+    scheduler.run(own, placement).verify(StageGraph.of(own, placement), train=True)
