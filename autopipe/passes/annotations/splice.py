@@ -10,7 +10,10 @@ from autopipe.passes.annotations.sharding import Configuration
 from autopipe.passes.frontend.wire import (
     GRAPH_NODE,
     LENGTH,
+    MODEL_CONFIGURATION,
     MODEL_GRAPH,
+    MODEL_IR_VERSION,
+    NODE_CONFIGURATION,
     VARINT,
     Field,
     encoded,
@@ -22,8 +25,6 @@ from autopipe.passes.frontend.wire import (
 
 IR_VERSION: Final = 11
 """The first version of the format that has the annotations."""
-MODEL_IR_VERSION, MODEL_CONFIGURATION = 1, 26
-NODE_CONFIGURATION = 10
 
 Piece = bytes | memoryview
 

@@ -15,6 +15,7 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import FileSlice
 from autopipe.passes.annotations.read import configurations_of, texts_of
 from autopipe.passes.annotations.sharding import Configuration
+from autopipe.passes.frontend.unannotated import unannotated
 from autopipe.passes.frontend.wire import strip_weights
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Source:
 
     path: Path
     digest: str
-    """SHA-256 of the file without the numbers of its large tensors."""
+    """SHA-256 of the file without the numbers of its large tensors and without annotations."""
     graph: onnx.GraphProto
     nodes: tuple[onnx.NodeProto, ...]
     positions: tuple[int, ...]
@@ -87,7 +88,7 @@ def _load(path: Path) -> Source:
     positions = ordered(model.graph)
     return Source(
         path=path,
-        digest=hashlib.sha256(stripped.model).hexdigest(),
+        digest=hashlib.sha256(b"".join(unannotated(memoryview(stripped.model)))).hexdigest(),
         graph=model.graph,
         nodes=tuple(model.graph.node[position] for position in positions),
         positions=positions,

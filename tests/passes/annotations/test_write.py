@@ -59,6 +59,18 @@ def test_configurations_for_as_many_devices_are_replaced(tmp_path: Path) -> None
     assert read_model(path).configurations == (four, MINE)
 
 
+def test_annotated_copies_have_the_digest_of_the_model(tmp_path: Path) -> None:
+    """So that a checkpoint of either is one of both."""
+    path = saved(product(), tmp_path)
+    digest = read_model(path).digest
+    write_annotated(path, tmp_path / "a.onnx", MINE)
+    write_annotated(tmp_path / "a.onnx", tmp_path / "b.onnx", Configuration("four", 4, (), (Annotation(1, 0, ()),)))
+    assert read_model(tmp_path / "a.onnx").digest == read_model(tmp_path / "b.onnx").digest == digest
+    other = product()
+    other.graph.node[1].op_type = "Tanh"
+    assert read_model(saved(other, tmp_path)).digest != digest
+
+
 def test_weights_in_files_stay_there(tmp_path: Path) -> None:
     proto = onnx.load(saved(product(), tmp_path))
     onnx.save(proto, tmp_path / "model.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
