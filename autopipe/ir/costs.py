@@ -136,6 +136,9 @@ class TaskCosts:
     """Of one stage's forward of one micro-batch: finding the arguments, handing over the results."""
     backward_s: float
     """Of its backward: starting autograd, handing back the gradients."""
+    waiting_s: float
+    """Of an operator whose parameters' gradients wait for the second half of a split backward: how much longer it takes
+    for that, in the forward and both halves together."""
     update_s: float
     """Of an optimizer's update, besides what it does to tensors."""
     accumulate: TensorCosts

@@ -19,6 +19,9 @@ class StagePrediction:
     """Seconds of a split backward's first half, which gives the gradients of what the stage received."""
     weight_gradient_s: float = 0.0
     """Seconds of its second half, which gives the gradients of parameters."""
+    split_s: float = 0.0
+    """Seconds more that a micro-batch takes because its backward is split, most of them in the forward and in the first
+    half: they count with the first half."""
     gradient_s: float = 0.0
     """Seconds, once a step, in which gradients are summed over devices."""
     update_s: float = 0.0
@@ -41,7 +44,7 @@ class StagePrediction:
             case Phase.BACKWARD:
                 return self.backward_s
             case Phase.INPUT_GRADIENT:
-                return self.input_gradient_s
+                return self.input_gradient_s + self.split_s
             case Phase.WEIGHT_GRADIENT:
                 return self.weight_gradient_s
 

@@ -56,7 +56,7 @@ def _stages(plan: Plan) -> str:
 
 def _stage_rows(plan: Plan, split: bool) -> Iterator[str]:
     for index, (stage, predicted) in enumerate(zip(plan.placement.stages, plan.prediction.stages, strict=True)):
-        halves = (predicted.input_gradient_s, predicted.weight_gradient_s) if split else ()
+        halves = [predicted.seconds(each) for each in (Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)] if split else ()
         times = (predicted.forward_s, predicted.backward_s, *halves, predicted.gradient_s, predicted.update_s)
         cells = (
             str(index),

@@ -54,7 +54,7 @@ def _lines(device: DeviceCosts) -> Iterator[str]:
         tasks = device.tasks
         yield (
             f"besides its operators a forward takes {seconds_text(tasks.forward_s)}, a backward"
-            f" {seconds_text(tasks.backward_s)}"
+            f" {seconds_text(tasks.backward_s)}; an operator whose gradients wait {seconds_text(tasks.waiting_s)} more"
         )
     for each in device.exchanges:
         rate = f", then {bytes_text(round(1 / each.fit.per_byte_s))}/s" if each.fit.per_byte_s else ""

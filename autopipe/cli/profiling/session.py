@@ -113,8 +113,8 @@ class Profiling:
 
     def _tasks(self, device: torch.device, scratch: Path) -> TaskCosts:
         folder = scratch / "medley"
-        write_medley(folder)
-        return measure_tasks(Watch(device), folder, _TASKS * self.seconds)
+        waiting = write_medley(folder)
+        return measure_tasks(Watch(device), folder, waiting, _TASKS * self.seconds)
 
     def _product(self, device: torch.device) -> str:
         if device.type == "cuda":

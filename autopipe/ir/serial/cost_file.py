@@ -152,6 +152,7 @@ def _tasks_form(tasks: TaskCosts) -> dict[str, object]:
     return {
         "forward_s": tasks.forward_s,
         "backward_s": tasks.backward_s,
+        "waiting_s": tasks.waiting_s,
         "update_s": tasks.update_s,
         "accumulate": asdict(tasks.accumulate),
         "updates": [asdict(each) for each in tasks.updates],
@@ -165,6 +166,7 @@ def _tasks_of(record: Record) -> TaskCosts:
     return TaskCosts(
         forward_s=_at_least_zero(record.at("forward_s")),
         backward_s=_at_least_zero(record.at("backward_s")),
+        waiting_s=_at_least_zero(record.at("waiting_s")),
         update_s=_at_least_zero(record.at("update_s")),
         accumulate=_tensors_of(record.at("accumulate")),
         updates=updates,

@@ -45,6 +45,7 @@ def _stage_of(record: Record) -> StagePrediction:
         backward_s=record.at("backward_s").number(),
         input_gradient_s=record.at("input_gradient_s").number(),
         weight_gradient_s=record.at("weight_gradient_s").number(),
+        split_s=record.at("split_s").number(),
         gradient_s=record.at("gradient_s").number(),
         update_s=record.at("update_s").number(),
         parameter_bytes=record.at("parameter_bytes").integer(),

@@ -101,6 +101,11 @@ def task_seconds(device: Device) -> tuple[float, float]:
     return (0.0, 0.0) if device.tasks is None else (device.tasks.forward_s, device.tasks.backward_s)
 
 
+def waiting_seconds(device: Device, operators: int) -> float:
+    """Seconds that so many operators take because their parameters' gradients wait, where that was measured."""
+    return 0.0 if device.tasks is None else device.tasks.waiting_s * operators
+
+
 def _rates(device: Device, precision: str, kind: str) -> tuple[float, float, float]:
     """FLOP/s, bytes/s and seconds a launch for one kind of operator."""
     if kind == "view":

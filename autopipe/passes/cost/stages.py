@@ -26,9 +26,16 @@ from autopipe.passes.cost.memory import (
     state_of,
 )
 from autopipe.passes.cost.precision import element_bytes
-from autopipe.passes.cost.roofline import accumulate_seconds, node_seconds, task_seconds, update_seconds
+from autopipe.passes.cost.roofline import (
+    accumulate_seconds,
+    node_seconds,
+    task_seconds,
+    update_seconds,
+    waiting_seconds,
+)
 from autopipe.passes.cost.uses import uses_of
 from autopipe.passes.lower.gradients import differentiable_values
+from autopipe.passes.lower.halves import waiting_operands
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,8 @@ class StageCost:
     to); with recomputation the second forward too. 0 without training."""
     weight_gradient_s: float
     """Seconds of a split backward's second half: of the backward, what gives the gradients of costly parameters."""
+    split_s: float
+    """Seconds of a micro-batch that splitting its backward costs."""
     gradient_s: float
     """Seconds, once a step, to sum gradients over all devices, of any stage, that hold the same parameters."""
     update_s: float
@@ -142,6 +151,7 @@ def _stage_cost(
         if problem.train
         else 0.0,
         weight_gradient_s=weight_gradient if problem.train else 0.0,
+        split_s=_split_seconds(work) if problem.train else 0.0,
         gradient_s=sum((all_reduce(problem.cluster, group).seconds(size) for group, size in gradients.items()), 0.0),
         update_s=_update_seconds(work, state),
         parameter_bytes=state.parameter_bytes,
@@ -168,6 +178,12 @@ def _compute_seconds(work: StageWork, gradient: frozenset[str]) -> tuple[float, 
     )
     halves = np.array(weight_shares(problem.graph, work, gradient))
     return forward, backward, max(float((each * halves).sum()) for _, each in seconds)
+
+
+def _split_seconds(work: StageWork) -> float:
+    """Seconds that a split backward takes longer, on the slowest device."""
+    count = sum(bool(waiting_operands(work.problem.graph, each.index)) for each in work.nodes)
+    return max(waiting_seconds(work.problem.cluster.devices[device], count) for device in work.stage.devices)
 
 
 def _post_seconds(work: StageWork, crossing: frozenset[str], size: int) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.prediction import Prediction
@@ -47,13 +49,15 @@ def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) 
     """Seconds below which no schedule of this placement's work can be.
 
     The longest way of one micro-batch, and each device's computation between the earliest start and the least that
-    follows; where backwards can be split, what follows is what their first halves need. The update comes after.
+    follows; where backwards can be split, what follows is what their first halves need, and splitting costs nothing
+    here, since whole ones do without. The update comes after.
     """
     stages = StageGraph.of(problem, placement)
     units = problem.micro_batches // stages.pipeline_count
     if not units:
         return 0.0
-    blocks = stage_blocks(stages, prediction, problem.train, _TICK_S, split=problem.train, up=False)
+    free = replace(prediction, stages=tuple(replace(each, split_s=0.0) for each in prediction.stages))
+    blocks = stage_blocks(stages, free, problem.train, _TICK_S, split=problem.train, up=False)
     return makespan_bound(blocks.graph, units) * _TICK_S + least_end(stages, prediction)
 
 

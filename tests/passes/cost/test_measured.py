@@ -133,7 +133,7 @@ def test_a_bias_is_a_part_of_its_product() -> None:
 
 
 TENSORS = TensorCosts(1.0, 0.5)
-TASKS = TaskCosts(10.0, 20.0, 30.0, TENSORS, (TENSORS, TENSORS, TENSORS))
+TASKS = TaskCosts(10.0, 20.0, 3.0, 30.0, TENSORS, (TENSORS, TENSORS, TENSORS))
 
 
 def test_tasks_and_updates_take_what_was_measured() -> None:
@@ -144,6 +144,7 @@ def test_tasks_and_updates_take_what_was_measured() -> None:
     assert cost.forward_s == pytest.approx(10 + 4)
     assert cost.backward_s == pytest.approx(20 + 8 + 0.75 * (2 * 1.0 + 0.5 * size))
     assert cost.update_s == pytest.approx(30 + 2 * 1.0 + 0.5 * size)
+    assert cost.split_s == pytest.approx(3 * 2), "two products"
 
 
 def test_exchanges_take_what_was_measured() -> None:

@@ -23,9 +23,10 @@ from autopipe.backends.torch.runtime.rank import Rank
 
 
 def main(program: Path, target: Path, device: str, seconds: float) -> None:
-    """Measure `program` and write three numbers of seconds to `target`.
+    """Measure `program` and write four numbers of seconds to `target`.
 
-    They are what a forward and a backward take besides their operators, and what an update takes.
+    They are what a forward and a backward of its first stage take besides their operators, how much longer a
+    micro-batch of the second takes, whose backward is split, and what an update takes.
 
     A forward's operators are what its generated function takes, a backward's what autograd does.
     """
@@ -35,11 +36,11 @@ def main(program: Path, target: Path, device: str, seconds: float) -> None:
     inside = _Marks(Watch(torch.device(device)))
     stage = importlib.import_module("stage_00")
     inside.around(stage, "forward")
-    inside.around(torch.autograd, "backward")
     names = runpy.run_path(str(program / "rank_000.py"))
     rank: Rank = names["rank"]
     np.savez(data, **{each.name: np.ones(each.shape, np.float32) for each in rank.manifest.inputs})  # type: ignore[arg-type]
     rank.set_up()
+    inside.around(torch.autograd, "backward", lambda: rank.task[:2])
     whole = _Marks(inside.watch)
     whole.around(rank.stages[0], "forward")
     whole.around(rank.stages[0], "backward")
@@ -50,8 +51,12 @@ def main(program: Path, target: Path, device: str, seconds: float) -> None:
         """Those seconds of one step, of tasks on average."""
         rank.run(names["step"])
         own, found = inside.means(), whole.means()
-        tasks = [max(0.0, found[name] - own[name]) for name in ("forward", "backward")]
-        return [*tasks, found["step"] + found["zero_grad"]]
+        tasks = [max(0.0, found["forward"] - own["forward"]), max(0.0, found["backward"] - own["0B"])]
+        lengths = [0.0, 0.0]
+        for span in rank.clock.spans():
+            lengths[int(span.task[0])] += span.end - span.start
+        split = (lengths[1] - lengths[0]) / rank.manifest.micro_batches
+        return [*tasks, max(0.0, split), found["step"] + found["zero_grad"]]
 
     target.write_text(json.dumps([each.seconds for each in repeated(run, seconds)]), encoding="utf-8")
 
@@ -63,14 +68,14 @@ class _Marks:
         self.watch = watch
         self._found: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
 
-    def around(self, owner: Any, name: str) -> None:
-        """Time every call of an attribute from now on."""
+    def around(self, owner: Any, name: str, key: Callable[[], str] | None = None) -> None:
+        """Time every call of an attribute from now on; note it under what `key` says then, under its name else."""
         call: Callable[..., Any] = getattr(owner, name)
 
         def timed(*arguments: Any, **settings: Any) -> Any:
             start = self.watch.mark()
             result = call(*arguments, **settings)
-            self._found[name].append((start, self.watch.mark()))
+            self._found[name if key is None else key()].append((start, self.watch.mark()))
             return result
 
         setattr(owner, name, timed)

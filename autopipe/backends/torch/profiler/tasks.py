@@ -29,18 +29,20 @@ _OPTIMIZERS: Sequence[Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = (
 """By the number of states."""
 
 
-def measure_tasks(watch: Watch, program: Path, seconds: float) -> TaskCosts:
-    """What tasks, updates and adding up gradients take. `program` is a one-device program of a few small operators.
+def measure_tasks(watch: Watch, program: Path, waiting: int, seconds: float) -> TaskCosts:
+    """What tasks, updates and adding up gradients take. `program` is a one-device program of two like stages of a few
+    small operators; the backward of the second is split, and `waiting` of its operators leave gradients to the end.
 
     Raises LaunchError where it does not run.
     """
-    forward, backward, update = _task_seconds(program, watch.device, seconds / 2)
-    return TaskCosts(forward, backward, update, _accumulations(watch, seconds / 8), _updates(watch, 3 * seconds / 8))
+    forward, backward, split, update = _task_seconds(program, watch.device, seconds / 2)
+    sums, updates = _accumulations(watch, seconds / 8), _updates(watch, 3 * seconds / 8)
+    return TaskCosts(forward, backward, split / waiting, update, sums, updates)
 
 
-def _task_seconds(program: Path, device: torch.device, seconds: float) -> tuple[float, float, float]:
-    """What forwards and backwards take besides their operators, and an update of next to nothing, from a process of its
-    own."""
+def _task_seconds(program: Path, device: torch.device, seconds: float) -> tuple[float, float, float, float]:
+    """What forwards and backwards take besides their operators, what splitting a backward costs, and an update of next
+    to nothing, from a process of its own."""
     with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch, rank_environment():
         found = Path(scratch) / "tasks.json"
         worker = "autopipe.backends.torch.profiler.task_worker"
@@ -52,8 +54,8 @@ def _task_seconds(program: Path, device: torch.device, seconds: float) -> tuple[
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["failed without a word"]
             raise LaunchError(f"tasks cannot be measured: {lines[-1]}")
-        forward, backward, update = json.loads(found.read_text(encoding="utf-8"))
-    return forward, backward, update
+        forward, backward, split, update = json.loads(found.read_text(encoding="utf-8"))
+    return forward, backward, split, update
 
 
 def _updates(watch: Watch, seconds: float) -> tuple[TensorCosts, ...]:

@@ -116,9 +116,13 @@ class Tessel:
         except InfeasibleError:
             return None
         schedule = stage_schedule(blocks, found, stages, problem.micro_batches)
-        # A whole backward is a split one whose halves follow each other: with split ones no order is left out.
-        all_orders = (split or not problem.train) and problem.micro_batches % stages.pipeline_count == 0
-        proof = _proof(self.name, blocks, found, all_orders)
+        # A whole backward is a split one whose halves follow each other: with split ones no order is left out, unless
+        # splitting costs time.
+        costs = split and any(each.split_s for each in prediction.stages)
+        whole = math.floor(busiest_seconds(stages, prediction) / tick)
+        load = whole if costs else max(blocks.graph.loads)
+        all_orders = (split or not problem.train) and not costs and problem.micro_batches % stages.pipeline_count == 0
+        proof = _proof(self.name, blocks, found, all_orders, load)
         schedule = replace(schedule, period=schedule.period if found.repetend else None, proof=proof)
         return task.answer(self.name, schedule, found.makespan * tick)
 
@@ -130,10 +134,13 @@ class Tessel:
         return SearchOptions(min(self.time_limit, problem.time_limit) / searches, seed, unrolled=_MOST_TASKS)
 
 
-def _proof(name: str, blocks: StageBlocks, found: BlockSchedule, all_orders: bool) -> Proof:
-    """What the search proved of the period or, without a steady state, of all tasks together, in seconds."""
+def _proof(name: str, blocks: StageBlocks, found: BlockSchedule, all_orders: bool, load: int) -> Proof:
+    """What the search proved of the period or, without a steady state, of all tasks together, in seconds.
+
+    `load` is what one unit takes at least on the busiest device, in whatever order.
+    """
     if found.repetend is not None:
-        least = found.lower_bound if all_orders else max(blocks.graph.loads)
+        least = found.lower_bound if all_orders else load
         optimal = found.optimal and found.period == least
         return Proof(name, least * blocks.tick_s, optimal, blocks.rounding)
     # A chain of blocks and delays is overstated by less than a tick for each.
