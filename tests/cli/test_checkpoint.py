@@ -1,0 +1,177 @@
+"""`autopipe checkpoint` as a user types it, on checkpoints written by hand; no rank runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.numpy_helper as onh
+import pytest
+
+from autopipe.backends.torch.checkpoint.document import document_of, read_checkpoint, text_of
+from autopipe.backends.torch.checkpoint.folder import checkpoint_path
+from autopipe.backends.torch.checkpoint.form import Block, Checkpoint, StoredParameter, StoredTensor
+from autopipe.backends.torch.checkpoint.shard_file import Content, write_shard
+from autopipe.cli.main import main
+from autopipe.ir.layout import Box
+from autopipe.passes.frontend.load import load
+from tests.passes.frontend.building import floats, model, node, saved
+
+WEIGHT, STATE = floats(6, 4, seed=1), floats(6, 4, seed=2)
+HALVES = [Box((0, 0), (6, 2)), Box((0, 2), (6, 4))]
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Path:
+    """A model of one product, and the checkpoints of steps 3 and 5 of two ranks that hold half of the columns each."""
+    path = saved(model([node("MatMul", "x w", "y")], {"x": [2, 6]}, "y", {"w": floats(6, 4)}), tmp_path)
+    for step in (3, 5):
+        write_checkpoint(tmp_path / "saved", path, step, WEIGHT * step)
+    return tmp_path
+
+
+def write_checkpoint(folder: Path, path: Path, step: int, weight: np.ndarray) -> None:
+    """Both halves of `weight` and of an optimizer's state, in a file each."""
+    target = checkpoint_path(folder, step)
+    target.mkdir(parents=True)
+    files, values, states = [], [], []
+    for rank, box in enumerate(HALVES):
+        region = tuple(map(slice, box.starts, box.stops))
+        parts = {"w": weight[region], "w.m": STATE[region]}
+        contents = [Content(key, "float32", box.shape, memoryview(part.tobytes())) for key, part in parts.items()]
+        file, offsets = write_shard(target / f"rank_{rank:05d}.safetensors", contents)
+        files.append(file)
+        values.append(Block(box, rank, offsets["w"], "w"))
+        states.append(Block(box, rank, offsets["w.m"], "w.m"))
+    stored = [StoredTensor("float32", (6, 4), tuple(blocks)) for blocks in (values, states)]
+    parameter = StoredParameter("w", True, stored[0], (("momentum_buffer", stored[1]),))
+    checkpoint = Checkpoint(
+        str(path), load(path).digest, "a" * 64, 2, step, 8 * step, 0, {"name": "sgd", "lr": 0.1}, tuple(files),
+        (parameter,), (),
+    )  # fmt: skip
+    (target / "manifest.json").write_text(text_of(checkpoint), encoding="utf-8")
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    """What a command that ends well prints with --json."""
+    assert main(["checkpoint", *map(str, words), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], code: int, *words: object) -> str:
+    """The error of a command that ends with `code`."""
+    assert main(["checkpoint", *map(str, words)]) == code
+    error: str = capsys.readouterr().err
+    assert error.startswith("error: ")
+    return error
+
+
+def test_inspect(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = said(capsys, "inspect", given / "saved")
+    assert [each["step"] for each in found["checkpoints"]] == [3, 5]
+    assert (found["step"], found["samples"], found["world_size"]) == (5, 40, 2)
+    (parameter,) = found["parameters"]
+    assert (parameter["name"], parameter["shape"], parameter["bytes"]) == ("w", [6, 4], 96)
+    assert parameter["state"] == {"momentum_buffer": {"dtype": "float32", "bytes": 96}}
+    assert parameter["shards"] == [
+        {"starts": [0, 0], "stops": [6, 2], "file": "rank_00000.safetensors"},
+        {"starts": [0, 2], "stops": [6, 4], "file": "rank_00001.safetensors"},
+    ]
+    assert said(capsys, "inspect", given / "saved", "--step", "3")["step"] == 3
+    one = said(capsys, "inspect", checkpoint_path(given / "saved", 3))
+    assert [each["step"] for each in one["checkpoints"]] == [3]
+    assert main(["checkpoint", "inspect", str(given / "saved")]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("w "))
+    assert line.split() == ["w", "float32[6,", "4]", "2", "momentum_buffer", "(96", "B)"]
+
+
+def test_verify(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [each["step"] for each in said(capsys, "verify", given / "saved")["checkpoints"]] == [3, 5]
+    file = checkpoint_path(given / "saved", 5) / "rank_00001.safetensors"
+    whole = file.read_bytes()
+    for damaged, message in (
+        (whole[:-1] + bytes([whole[-1] ^ 1]), "SHA-256 differs"),
+        (whole[:-1], f"has {len(whole) - 1} bytes, not {len(whole)}"),
+        (None, "cannot be read"),
+    ):
+        file.unlink()
+        if damaged is not None:
+            file.write_bytes(damaged)
+        else:
+            file.mkdir()
+        error = refused(capsys, 5, "verify", given / "saved")
+        assert str(file) in error and message in error
+        assert len(said(capsys, "verify", given / "saved", "--step", "3")["checkpoints"]) == 1
+        if damaged is None:
+            file.rmdir()
+            file.touch()
+    manifest = checkpoint_path(given / "saved", 3) / "manifest.json"
+    manifest.write_text(manifest.read_text(encoding="utf-8").replace("momentum", "nomentum"), encoding="utf-8")
+    assert str(manifest) in refused(capsys, 5, "verify", given / "saved", "--step", "3")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"starts": (0, 1), "stops": (6, 3)}, "two of its blocks overlap"),
+        ({"stops": (6, 3)}, "18 elements, its shape 24"),
+        ({"starts": (0, 4), "stops": (6, 6)}, "outside of its shape"),
+        ({"starts": (0,)}, "1 dimensions, not 2"),
+        ({"starts": (7, 2)}, "ends before it begins"),
+        ({"file": 2}, "file 2 of 2"),
+        ({"offset": 10**6}, "behind the end of rank_00001.safetensors"),
+    ],
+)
+def test_verify_looks_whether_blocks_are_the_tensor(
+    given: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], message: str
+) -> None:
+    """Of a manifest that is as it was written, and wrong."""
+    path = checkpoint_path(given / "saved", 5)
+    checkpoint = read_checkpoint(path)
+    (parameter,) = checkpoint.parameters
+    first, second = parameter.value.blocks
+    box = Box(change.get("starts", second.box.starts), change.get("stops", second.box.stops))
+    places = {key: value for key, value in change.items() if key in ("file", "offset")}
+    blocks = (first, dataclasses.replace(second, box=box, **places))
+    wrong = dataclasses.replace(parameter, value=dataclasses.replace(parameter.value, blocks=blocks))
+    changed = dataclasses.replace(checkpoint, parameters=(wrong,))
+    assert document_of(changed) != document_of(checkpoint)
+    (path / "manifest.json").write_text(text_of(changed), encoding="utf-8")
+    error = refused(capsys, 5, "verify", given / "saved")
+    assert message in error and "parameter 'w'" in error and str(path / "manifest.json") in error
+
+
+def test_export(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = given / "trained.onnx"
+    for words, factor in (((), 5), (("--step", 3), 3)):
+        found = said(capsys, "export", given / "saved", "-o", target, *words)
+        assert (found["step"], found["parameters"], found["replaced"], found["added"]) == (factor, 1, 1, 0)
+        (weight,) = onnx.load(str(target)).graph.initializer
+        assert np.array_equal(onh.to_array(weight), WEIGHT * factor)
+
+
+def test_a_model_that_has_moved(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    moved = given / "moved.onnx"
+    (given / "model.onnx").rename(moved)
+    target = given / "trained.onnx"
+    error = refused(capsys, 2, "export", given / "saved", "-o", target)
+    assert str(given / "model.onnx") in error and "--model FILE" in error
+    assert said(capsys, "export", given / "saved", "-o", target, "--model", moved)["model"] == str(moved)
+    other = saved(model([node("MatMul", "x v", "y")], {"x": [2, 6]}, "y", {"v": floats(6, 4)}), given, "other.onnx")
+    target.unlink()
+    assert "not the model" in refused(capsys, 2, "export", given / "saved", "-o", target, "--model", other)
+    assert not target.exists()
+
+
+def test_there_is_no_such_checkpoint(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = given / "empty"
+    empty.mkdir()
+    assert "no committed checkpoint" in refused(capsys, 2, "inspect", empty)
+    assert "no such folder" in refused(capsys, 2, "verify", given / "nowhere")
+    assert "there are 3, 5" in refused(capsys, 2, "export", given / "saved", "-o", given / "o.onnx", "--step", "4")
+    assert "folder" in refused(capsys, 2, "export", given / "saved", "-o", given)
