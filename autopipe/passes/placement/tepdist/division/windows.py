@@ -55,28 +55,24 @@ def windows_of(graph: Graph, flow: Flow, nodes: Places, stages: int, settled: Ma
 
     Raises ConfigurationError, naming two nodes, where there are none.
     """
-    first, last = np.zeros(flow.operators, dtype=np.int64), np.full(flow.operators, stages - 1)
-    wished = {place: settled[int(node)] for place, node in enumerate(nodes) if int(node) in settled}
-    for place, stage in wished.items():
-        first[place] = last[place] = stage
+    own = np.array([settled.get(node, -1) for node in nodes.tolist()], dtype=np.int64)
+    first, last = np.maximum(own, 0), np.where(own < 0, stages - 1, own)
+    cause = np.arange(flow.operators)
     _, sources, readers = flow.edges()
     order = np.argsort(readers, kind="stable")
     for source, reader in zip(sources[order].tolist(), readers[order].tolist(), strict=True):
-        first[reader] = max(first[reader], first[source])
+        if first[source] > first[reader]:
+            first[reader], cause[reader] = first[source], cause[source]
+        if 0 <= own[reader] < first[reader]:
+            late, early = (repr(graph.nodes[int(nodes[place])].name) for place in (reader, cause[reader]))
+            raise ConfigurationError(
+                f"constraints put {late} into stage {own[reader]}, but it depends on {early} in stage {first[reader]}",
+                hint="a stage may read from earlier stages only",
+                where="constraints",
+            )
     order = np.argsort(-sources, kind="stable")
     for source, reader in zip(sources[order].tolist(), readers[order].tolist(), strict=True):
         last[source] = min(last[source], last[reader])
-    broken = [place for place, stage in wished.items() if first[place] > stage or last[place] < stage]
-    if broken:
-        name, stage = repr(graph.nodes[int(nodes[broken[0]])].name), wished[broken[0]]
-        needed = f"{name} cannot be in stage {stage}: what it depends on is in stage {first[broken[0]]}"
-        if first[broken[0]] <= stage:
-            needed = f"{name} cannot be in stage {stage}: what depends on it is in stage {last[broken[0]]}"
-        raise ConfigurationError(
-            f"constraints contradict one another: {needed}",
-            hint="a stage may read from earlier stages only",
-            where="constraints",
-        )
     return Windows(first, last)
 
 

@@ -1,0 +1,107 @@
+"""Stage division by integer program against the best line of operators, on models of the zoo.
+
+    python benchmarks/tepdist_division.py --models gpt-175b flava --output division.csv
+
+Operators are as the file spells them, none fused. Seconds are the processor's, reading not counted; `wall` is the
+clock's. Bytes are those of a micro-batch of one sample, there and back. `bound` is what no division of the groups
+crosses less than. Where no division keeps the unbalance, the smallest that one was found for is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from autopipe.configs.cluster_file import build_cluster
+from autopipe.configs.presets import cluster_preset
+from autopipe.configs.zoo import build, configure
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.problem import Problem
+from autopipe.passes.cost.work import annotate
+from autopipe.passes.frontend import read, read_model
+from autopipe.passes.placement.tepdist.division import divide
+
+MODELS = {
+    "gpt-175b": ("gpt", {"size": "175b"}, (8, 16, 64)),
+    # As deep as it takes for ten thousand operators.
+    "gpt-350-layers": ("gpt", {"size": "175b", "layers": "350"}, (8, 16, 64)),
+    "two-branch": ("two-branch", {}, (2, 4, 8)),
+    "mmt": ("mmt", {"size": "paper"}, (2, 4, 8)),
+    "flava": ("flava", {"size": "base"}, (2, 4, 8)),
+    "mt5": ("mt5", {}, (2, 4, 8)),
+    "inceptionv3": ("inceptionv3", {}, (2, 4, 8)),
+    "unet": ("unet", {}, (2, 4, 8)),
+}
+HEADER = ("model", "operators", "groups", "stages", "unbalance", "seconds", "wall", "bytes", "line", "bound", "largest")
+
+
+def problem_of(name: str, settings: dict[str, str]) -> Problem:
+    """Training the model on one sample a micro-batch, nothing fused."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(read, "fused", lambda graph: graph):
+        path = Path(folder) / "model.onnx"
+        build(configure(name, {**settings, "loss": "true", "weights": "none"})).save(path)
+        model = read_model(path, batch=1)
+    links = build_cluster(cluster_preset("v100-32gb"), 64, None, None)
+    return Problem(model.graph, annotate(model.graph), links, 1, 1, model.mode, model.loss)
+
+
+def processor_seconds() -> float:
+    """Of this process and of solvers that it started."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def rows(name: str, unbalance: float, time_limit: float) -> Iterator[tuple[object, ...]]:
+    """A row for each number of stages."""
+    kind, settings, counts = MODELS[name]
+    problem = problem_of(kind, settings)
+    for stages in counts:
+        allowed = unbalance
+        processor, wall = processor_seconds(), time.monotonic()
+        try:
+            found = divide(problem, stages, allowed, time_limit=time_limit)
+        except InfeasibleError as error:
+            print(f"{name}, {stages} stages: {error}")
+            allowed = float(
+                str(error).split("found is " if "found is " in str(error) else "unbalance is ")[1].split("%")[0]
+            )
+            allowed /= 100
+            processor, wall = processor_seconds(), time.monotonic()
+            found = divide(problem, stages, allowed, time_limit=time_limit)
+        seconds, elapsed = processor_seconds() - processor, time.monotonic() - wall
+        figures = (
+            f"{seconds:.2f}",
+            f"{elapsed:.2f}",
+            *(f"{each:.0f}" for each in (found.crossing_bytes, found.line_bytes)),
+        )
+        bound = f"{found.bound:.0f}" if found.bound else ""
+        yield name, len(problem.graph.nodes), found.groups, stages, allowed, *figures, bound, f"{found.unbalance:.3f}"
+
+
+def main() -> None:
+    """Divide, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    parser.add_argument("--unbalance", type=float, default=0.08)
+    parser.add_argument("--time-limit", type=float, default=30.0)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    table: list[tuple[object, ...]] = [HEADER]
+    print(*HEADER, sep="  ")
+    for name in arguments.models:
+        for row in rows(name, arguments.unbalance, arguments.time_limit):
+            print(*row, sep="  ", flush=True)
+            table.append(row)
+    if arguments.output:
+        with arguments.output.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Stage division of models: what crosses is what is sent, and what a user asks for is where it is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+
+from autopipe.configs.zoo import build, configure
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.placement import Placement, Stage, crossing_values, recomputed_nodes
+from autopipe.ir.problem import Mode, Problem
+from autopipe.passes.cost.work import annotate
+from autopipe.passes.frontend import read_model
+from autopipe.passes.lower.gradients import differentiable_values
+from autopipe.passes.placement.tepdist.division import StageDivision, divide
+from autopipe.passes.solvers.milp import SolverName
+from tests.passes.cost.graphs import Builder, cluster
+from tests.passes.cost.graphs import problem as given
+
+GPT = (("layers", "4"), ("vocabulary", "1024"), ("sequence", "16"))
+FLAVA = (("text_layers", "4"), ("image_layers", "4"))
+
+
+@cache
+def zoo_problem(name: str, settings: tuple[tuple[str, str], ...]) -> Problem:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        build(configure(name, {**dict(settings), "loss": "true", "weights": "none"})).save(path)
+        model = read_model(path, batch=2)
+    return Problem(model.graph, annotate(model.graph), cluster(8, latency=1e-9), 8, 4, model.mode, model.loss)
+
+
+def placement_of(problem: Problem, division: StageDivision) -> Placement:
+    """One device a stage."""
+    size = problem.micro_batch_size
+    placement = Placement(tuple(Stage(nodes, (place,), size) for place, nodes in enumerate(division.nodes)))
+    placement.verify(problem.graph)
+    return placement
+
+
+def sent(problem: Problem, placement: Placement) -> float:
+    """Bytes of messages and of the gradients that come back."""
+    returned = differentiable_values(problem.graph) if problem.train else frozenset()
+    crossing = [name for name, _, _ in crossing_values(problem.graph, placement)]
+    return sum(problem.graph.type_of(name).bytes * (2 if name in returned else 1) for name in crossing)
+
+
+@pytest.mark.parametrize(("name", "settings", "solver"), [("gpt", GPT, "highs"), ("flava", FLAVA, "cbc")])
+def test_what_crosses_is_what_is_sent(name: str, settings: tuple[tuple[str, str], ...], solver: SolverName) -> None:
+    problem = zoo_problem(name, settings)
+    division = divide(problem, 3, 0.1, solver=solver)
+    placement = placement_of(problem, division)
+    assert division.crossing_bytes == sent(problem, placement)
+    assert division.bound <= division.crossing_bytes <= division.line_bytes
+    assert 0 <= division.unbalance <= 0.1 + 1e-6
+    assert division.proven
+    assert division == divide(problem, 3, 0.1, solver=solver)
+
+
+def test_stages_of_a_branched_model_cross_less_than_lines() -> None:
+    division = divide(zoo_problem("flava", FLAVA), 4, 0.1)
+    assert division.proven
+    assert division.crossing_bytes < division.line_bytes
+
+
+def test_inference_sends_no_gradients() -> None:
+    problem = replace(zoo_problem("gpt", GPT), mode=Mode.INFER)
+    division = divide(problem, 2, 0.2)
+    assert division.crossing_bytes == sent(problem, placement_of(problem, division))
+    assert division.crossing_bytes < divide(zoo_problem("gpt", GPT), 2, 0.2).crossing_bytes
+
+
+def test_settled_operators_are_where_they_are_asked_for() -> None:
+    problem = zoo_problem("gpt", GPT)
+    nodes = [index for index, node in enumerate(problem.graph.nodes) if "layers.1" in node.name]
+    shared = min(recomputed_nodes(problem.graph))
+    settled = {nodes[-1]: 0, shared: 2}
+    division = divide(problem, 3, 1.0, settled)
+    placement_of(problem, division)
+    assert nodes[-1] in division.nodes[0]
+    assert shared in division.nodes[2]
+
+
+def test_settled_operators_that_contradict_one_another_are_named() -> None:
+    problem = zoo_problem("gpt", GPT)
+    late = next(index for index, node in enumerate(problem.graph.nodes) if "layers.3" in node.name)
+    with pytest.raises(ConfigurationError, match=r"'/layers\.3.* into stage 0, but .*/Gather' in stage 1"):
+        divide(problem, 3, 1.0, {0: 1, late: 0})
+
+
+def test_a_balance_that_cannot_be_says_which_can() -> None:
+    builder = Builder(8, 16)
+    data = "x"
+    for width in (16, 4096, 4096):
+        data = builder.linear(data, width)
+    problem = given(builder.finish(data), cluster(2))
+    expected = r"at most 8\.0% more than the mean: the smallest unbalance is \d+\.\d%"
+    with pytest.raises(InfeasibleError, match=expected) as refused:
+        divide(problem, 2, 0.08)
+    smallest = float(str(refused.value).split("unbalance is ")[1].split("%")[0]) / 100
+    assert divide(problem, 2, smallest).unbalance <= smallest + 1e-6
+    with pytest.raises(InfeasibleError, match="3 operators cannot be divided into 4 stages"):
+        divide(problem, 4, 0.08)
+
+
+def test_no_time_leaves_the_best_line() -> None:
+    division = divide(zoo_problem("flava", FLAVA), 4, 0.1, time_limit=0.0)
+    assert division.crossing_bytes == division.line_bytes
+    assert not division.proven
+    assert len(np.concatenate(division.nodes)) == len(zoo_problem("flava", FLAVA).graph.nodes)
