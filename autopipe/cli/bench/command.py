@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 BENCHMARKS: Final = {
     "graphpipe": "autopipe.cli.bench.graphpipe",
     "pase": "autopipe.cli.bench.pase",
+    "tepdist": "autopipe.cli.bench.tepdist",
     "tessel": "autopipe.cli.bench.tessel",
 }
 """A benchmark's name -> the package whose `cases()` lists its parts."""

@@ -40,6 +40,8 @@ class Gpt(ZooModel):
         "6.7b": _sizes(32, 4096, 32),
         "13b": _sizes(40, 5120, 40),
         "175b": _sizes(96, 12288, 96),
+        # Between the two, as Megatron-LM (Narayanan et al., 2021) and Alpa (OSDI 2022) have it.
+        "39b": _sizes(48, 8192, 64),
         # Tessel (HPCA 2024), table III; "1M" read as 1,000,000, which gives the parameter counts it names.
         "11b": _sizes(32, 4096, 32, 1_000_000),
         "24b": _sizes(40, 6144, 48, 1_000_000),

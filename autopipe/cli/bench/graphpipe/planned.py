@@ -6,8 +6,9 @@ import time
 from dataclasses import dataclass, replace
 from functools import cache
 
-from autopipe.cli.bench.graphpipe.models import PAPER, Settings, problem_of
+from autopipe.cli.bench.graphpipe.models import PAPER, problem_of
 from autopipe.cli.bench.graphpipe.steps import Step, graph_step, sequential_step
+from autopipe.cli.bench.zoo_graph import Settings
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.passes.cost.resized import resized

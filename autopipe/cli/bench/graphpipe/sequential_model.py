@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from autopipe.cli.bench.graphpipe.models import Settings
 from autopipe.cli.bench.graphpipe.planned import AS_PUBLISHED, decision, step_of
 from autopipe.cli.bench.graphpipe.published import BATCH, DEVICES, SEQUENTIAL_THROUGHPUT
 from autopipe.cli.bench.row import Case, Row
+from autopipe.cli.bench.zoo_graph import Settings
 
 _SETTINGS: Settings = (("size", "sequential"),)
 _STRATEGIES = ("graphpipe", "pipedream", "piper", "pipedream" + AS_PUBLISHED)

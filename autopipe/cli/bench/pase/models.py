@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
-from functools import cache
-from pathlib import Path
-
 from autopipe.cli.bench.pase.published import BATCH
-from autopipe.configs import zoo
+from autopipe.cli.bench.zoo_graph import zoo_graph
 from autopipe.configs.cluster_file import build_cluster
 from autopipe.configs.presets import cluster_preset
-from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Mode, Problem
 from autopipe.passes.cost.work import annotate
-from autopipe.passes.frontend import read_model
 
 CLUSTERS = ("1080ti-pcie", "2080ti-pcie")
 """Presets: servers of eight devices on PCIe, InfiniBand between them."""
@@ -22,14 +16,6 @@ CLUSTERS = ("1080ti-pcie", "2080ti-pcie")
 def paper_problem(model: str, devices: int, cluster: str = CLUSTERS[0], micro_batches: int = 1) -> Problem:
     """Training a model of the zoo, with its loss, in fp32 with SGD."""
     batch = BATCH[model]
-    graph = _graph(model, batch // micro_batches)
+    graph = zoo_graph(model, (("size", "paper"),), batch // micro_batches)
     links = build_cluster(cluster_preset(cluster), devices, None, None)
     return Problem(graph, annotate(graph), links, batch, micro_batches, Mode.TRAIN, "loss")
-
-
-@cache
-def _graph(model: str, samples: int) -> Graph:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.onnx"
-        zoo.build(zoo.configure(model, {"size": "paper", "loss": True, "weights": "none"})).save(path)
-        return read_model(path, batch=samples).graph
