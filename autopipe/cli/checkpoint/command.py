@@ -75,6 +75,7 @@ def verify(output: Output, folder: Path, step: int | None) -> None:
                 check_checkpoint(path, found.checkpoint, bar.advance)
         except LaunchError as error:
             damage.append(error)
+            output.line(f"{path.name}: damaged")
             continue
         whole.append(found)
         output.line(f"{step_line(found)}: whole")

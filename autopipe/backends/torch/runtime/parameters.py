@@ -38,7 +38,8 @@ def load_parameters(manifest: Manifest, rank: int, device: torch.device, seed: i
 
 def cores_of_a_rank() -> int:
     """Processor cores for each rank of this machine."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def read_block(
