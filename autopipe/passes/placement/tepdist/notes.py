@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autopipe.passes.placement.tepdist.search import Tried
 
 
-def search_notes(tried: Sequence[Tried], best: Tried) -> tuple[str, ...]:
+def search_notes(tried: Sequence[Tried], best: Tried, undivided: Mapping[str, str]) -> tuple[str, ...]:
     """A line a factorisation, the best first: its step, or what speaks against it."""
     by_mesh: dict[str, list[Tried]] = {}
     for each in tried:
         by_mesh.setdefault(each.mesh.name, []).append(each)
     ranked = sorted(by_mesh.values(), key=lambda each: min(one.step_s for one in each))
-    return tuple(f"{each[0].mesh.name}: {_said(each, best)}" for each in ranked)
+    notes = [f"{each[0].mesh.name}: {_said(each, best)}" for each in ranked]
+    reason = undivided.get(best.mesh.name)
+    return tuple([*notes, f"the operators were divided in one line: {reason}"] if reason else notes)
 
 
 def _said(tried: Sequence[Tried], best: Tried) -> str:

@@ -11,7 +11,7 @@ from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleErro
 from autopipe.ir.placement import Placement
 from autopipe.passes.placement.tepdist.bounds import Bounds
 from autopipe.passes.placement.tepdist.meshes import Mesh
-from autopipe.passes.placement.tepdist.sized import Divide, Sized
+from autopipe.passes.placement.tepdist.sized import Divide, Nodes, Sized
 from autopipe.passes.spmd.search.fitting import Solver
 
 
@@ -42,6 +42,8 @@ class Outer:
     """When to stop, by `time.monotonic`, once there is a placement."""
     tried: list[Tried] = field(default_factory=list)
     best: Tried | None = None
+    undivided: dict[str, str] = field(default_factory=dict)
+    """By a factorisation's name why not all ways to divide the nodes were possible; empty where they were."""
     _sized: dict[int, Sized | AutopipeError] = field(default_factory=dict)
 
     def run(self, meshes: Iterable[Mesh], sizes: Iterable[int]) -> Tried:
@@ -91,7 +93,7 @@ class Outer:
             return Tried(mesh, count, least_s=least)
         sized = self.of(count)
         best: Tried | None = None
-        for stages in dict.fromkeys(sized.stages(mesh, divide) for divide in self.divisions):
+        for stages in self._divided(sized, mesh):
             least = self.bounds.divided_s(mesh, count, stages)
             if self._is_beaten(least):
                 best = best or Tried(mesh, count, least_s=least)
@@ -100,6 +102,20 @@ class Outer:
                 if best is None or step_s < best.step_s:
                     best = Tried(mesh, count, step_s, placement)
         return best or Tried(mesh, count, least_s=self._known_s())
+
+    def _divided(self, sized: Sized, mesh: Mesh) -> Iterable[Nodes]:
+        """The divisions that there are, each once. Raises the first one's reason where there is none."""
+        found: dict[Nodes, None] = {}
+        refused: dict[str, InfeasibleError] = {}
+        for divide in self.divisions:
+            try:
+                found[sized.stages(mesh, divide)] = None
+            except InfeasibleError as error:
+                refused[error.message] = error
+        self.undivided.setdefault(mesh.name, "; ".join(refused))
+        if not found:
+            raise next(iter(refused.values()))
+        return found
 
     def _known_s(self) -> float:
         return math.inf if self.best is None else self.best.step_s

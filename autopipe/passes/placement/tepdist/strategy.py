@@ -16,12 +16,10 @@ from autopipe.passes.cost.constraints import Wish, wishes_of
 from autopipe.passes.cost.fit import check_operators
 from autopipe.passes.placement.tepdist.asked import asked_meshes
 from autopipe.passes.placement.tepdist.bounds import Bounds
+from autopipe.passes.placement.tepdist.dividing import LeastCrossing, linear_cut
 from autopipe.passes.placement.tepdist.levels import Level, solver_of
-from autopipe.passes.placement.tepdist.meshes import Mesh
 from autopipe.passes.placement.tepdist.notes import search_notes
 from autopipe.passes.placement.tepdist.search import Outer, Tried
-from autopipe.passes.placement.tepdist.sized import Nodes
-from autopipe.passes.spmd.cutting import cut_into_stages
 from autopipe.passes.spmd.wishes import check_wishes
 
 
@@ -41,7 +39,9 @@ class TePDist:
     """Pipeline stages, of equal groups of devices; all numbers that divide the devices are tried where it is open."""
 
     unbalance: float = 0.08
-    """By how much, as a share of the mean, a stage may compute more than the mean."""
+    """By how much, as a share of the mean, a stage may compute more than the mean where the integer program divides the
+    operators so that the fewest bytes cross. A line of operators, cut so that the slowest stage is fastest, is tried
+    beside it and knows no such limit."""
 
     name: ClassVar[str] = "tepdist"
 
@@ -78,14 +78,15 @@ class TePDist:
     def search(self, problem: Problem) -> Outer:
         """The outer search that has tried nothing yet."""
         end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
-        return Outer(Bounds.of(problem), solver_of(self.level, problem.time_limit), (linear_cut,), end)
+        divisions = linear_cut, LeastCrossing(self.unbalance, problem.time_limit)
+        return Outer(Bounds.of(problem), solver_of(self.level, problem.time_limit), divisions, end)
 
     def _told(self, problem: Problem, outer: Outer, best: Tried, placement: Placement) -> Placement:
         """The placement with what is known of it, checked against the constraints."""
         sized = outer.of(best.micro_batches)
         check_wishes(sized.problem, placement, self.name)
         proof = sized.insides.proof(placement, sized.wished) if len(placement.stages) == 1 else None
-        return replace(placement, proof=proof, notes=search_notes(outer.tried, best))
+        return replace(placement, proof=proof, notes=search_notes(outer.tried, best, outer.undivided))
 
 
 def sizes_of(problem: Problem, wishes: Sequence[Wish]) -> tuple[int, ...]:
@@ -93,8 +94,3 @@ def sizes_of(problem: Problem, wishes: Sequence[Wish]) -> tuple[int, ...]:
     asked = {wish.constraint.micro_batch_size for wish in wishes} - {None}
     open_sizes = problem.micro_batch_sizes or (problem.micro_batch_size,)
     return tuple(size for size in open_sizes if size in asked) or open_sizes
-
-
-def linear_cut(problem: Problem, mesh: Mesh, settled: dict[int, int]) -> Nodes:
-    """The stages of the operators in one line, the slowest as fast as it can be."""
-    return cut_into_stages(problem, mesh.stages, settled)
