@@ -27,7 +27,7 @@ from tests.distributed.zoo import small_graph
 
 pytestmark = pytest.mark.distributed
 
-BATCH = 24
+BATCH = 48
 HALF, STEPS = 5, 10
 TOLERANCE = 1e-5
 ADAMW = Optimizer("adamw", lr=0.01, weight_decay=0.1)

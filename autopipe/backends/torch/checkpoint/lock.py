@@ -19,13 +19,13 @@ _PAUSE_S = 0.1
 class FolderLock:
     """Holds a folder until `release`, or the end of the process, however it ends."""
 
-    def __init__(self, folder: Path, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(self, folder: Path) -> None:
         """Raises ConfigurationError where another run holds the folder, LaunchError where it cannot be made."""
         self._descriptor = -1
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self.held = self._take(time.monotonic() + patience_s)
+        self.held = self._take(time.monotonic() + _PATIENCE_S)
         """False where the file system has no locks: then nothing of others may be removed."""
         if self.held is None:
             self.release()

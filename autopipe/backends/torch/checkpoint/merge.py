@@ -7,48 +7,45 @@ from dataclasses import replace
 
 from autopipe.backends.torch.checkpoint.form import Checkpoint, StoredParameter, StoredTensor
 
+Numbered = tuple[int, StoredParameter]
+"""A part's blocks of a parameter, and the number that the part's file gets."""
+
 
 def merged(parts: Sequence[Checkpoint]) -> Checkpoint:
     """The checkpoint whose files, blocks and generators are those of all parts; the rest is alike in all of them."""
-    parameters: dict[str, StoredParameter] = {}
+    found: dict[str, list[Numbered]] = {}
     for number, part in enumerate(parts):
-        for found in part.parameters:
-            own = _renumbered(found, number)
-            known = parameters.get(own.name)
-            parameters[own.name] = own if known is None else _joined(known, own)
+        for parameter in part.parameters:
+            found.setdefault(parameter.name, []).append((number, parameter))
     return replace(
         parts[0],
         files=tuple(file for part in parts for file in part.files),
-        parameters=tuple(parameters[name] for name in sorted(parameters)),
+        parameters=tuple(_joined(found[name]) for name in sorted(found)),
         random=tuple(
-            replace(each, state=_in_file(each.state, number))
+            replace(each, state=_of_blocks([(number, each.state)]))
             for number, part in enumerate(parts)
             for each in part.random
         ),
     )
 
 
-def _renumbered(parameter: StoredParameter, file: int) -> StoredParameter:
-    state = tuple((name, _in_file(tensor, file)) for name, tensor in parameter.state)
-    return replace(parameter, value=_in_file(parameter.value, file), state=state)
-
-
-def _in_file(tensor: StoredTensor, file: int) -> StoredTensor:
-    return replace(tensor, blocks=tuple(replace(block, file=file) for block in tensor.blocks))
-
-
-def _joined(one: StoredParameter, other: StoredParameter) -> StoredParameter:
-    """A parameter of which two parts hold blocks."""
-    state = dict(one.state)
-    for name, tensor in other.state:
-        state[name] = _with_blocks(state[name], tensor) if name in state else tensor
+def _joined(pieces: Sequence[Numbered]) -> StoredParameter:
+    """A parameter of which several parts hold blocks."""
+    states: dict[str, list[tuple[int, StoredTensor]]] = {}
+    scalars: dict[str, float] = {}
+    for number, piece in pieces:
+        for name, tensor in piece.state:
+            states.setdefault(name, []).append((number, tensor))
+        scalars.update(piece.scalars)
     return replace(
-        one,
-        value=_with_blocks(one.value, other.value),
-        state=tuple(sorted(state.items())),
-        scalars=tuple(sorted((dict(one.scalars) | dict(other.scalars)).items())),
+        pieces[0][1],
+        value=_of_blocks([(number, piece.value) for number, piece in pieces]),
+        state=tuple((name, _of_blocks(tensors)) for name, tensors in sorted(states.items())),
+        scalars=tuple(sorted(scalars.items())),
     )
 
 
-def _with_blocks(one: StoredTensor, other: StoredTensor) -> StoredTensor:
-    return replace(one, blocks=(*one.blocks, *other.blocks))
+def _of_blocks(tensors: Sequence[tuple[int, StoredTensor]]) -> StoredTensor:
+    """A tensor of all these blocks, in files of these numbers."""
+    blocks = (replace(block, file=number) for number, tensor in tensors for block in tensor.blocks)
+    return replace(tensors[0][1], blocks=tuple(blocks))
