@@ -13,7 +13,7 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.cost.communication import all_reduce
 from autopipe.passes.cost.fit import out_of_memory
 from autopipe.passes.cost.memory import state_of
-from autopipe.passes.cost.roofline import node_seconds
+from autopipe.passes.cost.roofline import accumulate_per_byte, node_seconds
 from autopipe.passes.lower.stages import assign_nodes
 from autopipe.passes.placement.tepdist.meshes import Mesh
 
@@ -50,7 +50,7 @@ class Bounds:
         return micro_batches * max(float(seconds[list(nodes)].sum()) for nodes in stages)
 
     def estimate_s(self, mesh: Mesh, micro_batches: int) -> float:
-        """About what a step takes where stages are even: filled, drained, and gradients summed by samples.
+        """About what a step takes where stages are even: filled, drained, gradients added up and summed by samples.
 
         Of stages in a row that take equally long each waits for those before it: p of them take (m + p - 1) / p times
         what the whole model takes of one of m micro-batches.
@@ -58,9 +58,10 @@ class Bounds:
         rounds = (micro_batches + mesh.stages - 1) / mesh.stages
         names = ((parameter.value.name, 1) for parameter in self.problem.graph.parameters)
         share = state_of(self.problem, names).gradient_bytes / mesh.stages
+        added = (micro_batches - 1) * accumulate_per_byte(self.problem.cluster.devices[0]) * share / mesh.width
         group = mesh.groups[0]
         gradients = all_reduce(self.problem.cluster, group).seconds(share) if len(group) > 1 and share else 0.0
-        return rounds * self._work_s(mesh, micro_batches) + gradients
+        return rounds * self._work_s(mesh, micro_batches) + gradients + added
 
     def check_memory(self) -> None:
         """Raise InfeasibleError where parameters and their state, shared by all devices, are more than memory holds."""
