@@ -9,7 +9,6 @@ import pytest
 
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.graph import Graph, Parameter
-from autopipe.ir.layout import Box
 from autopipe.passes.export import Numbers, write_trained
 from autopipe.passes.frontend import Model, read_model
 from tests.distributed.zoo import SIZES
