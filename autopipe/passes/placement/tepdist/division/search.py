@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopipe.ir.errors import InfeasibleError
+from autopipe.passes.placement.tepdist.division.downsets import best_over_downsets, downsets, possible_stages
 from autopipe.passes.placement.tepdist.division.flow import Flow, Places
 from autopipe.passes.placement.tepdist.division.groups import coarsened, grouped
 from autopipe.passes.placement.tepdist.division.line import best_line, least_limit
@@ -19,6 +20,11 @@ _CHEAP = 0.01
 """Operators that take at most this share of a stage's mean work may join a neighbour."""
 _MOST_OPEN = 5000
 """Questions of "is it in a later stage than this?" up to which an integer program has all of them."""
+_MOST_DOWNSETS = 6000
+_MOST_PAIRS = 2_000_000
+"""Downsets, and pairs of them that may begin and end a stage, up to which all are gone through."""
+_NODES = 1000
+"""Of an integer program's search tree: what ends it on a machine that is fast enough."""
 _SAME = 1e-9
 """Bytes and work that differ by no more than this share are equal."""
 _ROUNDING = 1e-6
@@ -62,32 +68,50 @@ class Search:
         line_bytes = np.inf if line is None else ceiling
         group = grouped(self.flow, self.windows, _CHEAP * limit, ceiling)
         coarse, windows = coarsened(self.flow, group), self.windows.of_groups(group)
-        full = windows.under(coarse, self.stages, limit)
-        stage, bound = start, 0.0
-        if (full.last >= full.first).all():
-            stage, bound = self._crossing(coarse, full, limit, group, start)
+        stage, bound = self._divided(coarse, windows, limit, group, start)
         if line is not None and self.flow.crossing(stage) >= line_bytes * (1 - _SAME):
             stage = self._evenest(limit, line, line_bytes)
         return Found(stage, min(bound, self.flow.crossing(stage)), line_bytes, coarse.operators)
 
-    def _crossing(
-        self, coarse: Flow, full: Windows, limit: float, group: Places, start: Places
+    def _divided(
+        self, coarse: Flow, windows: Windows, limit: float, group: Places, start: Places
     ) -> tuple[Places, float]:
-        """The better of `start` and what an integer program finds, and what it proves."""
-        narrow = full
+        """The best division of the groups that is found, `start` if that is none worse, and what is proven."""
+        full = windows.under(coarse, self.stages, limit)
+        if (full.last < full.first).any():
+            return start, 0.0
+        members, bound = downsets(coarse, _MOST_DOWNSETS), 0.0
+        if members is not None and possible_stages(coarse, members, limit) > _MOST_PAIRS:
+            members = None
+        if full.open <= _MOST_OPEN:
+            stage, bound = self._programmed(coarse, full, limit, group, 1.0 if members is None else 1 / 3)
+            start = self._better(start, stage, limit)
+        if self.flow.crossing(start) <= bound * (1 + _SAME):
+            return start, bound
+        if members is not None and time.monotonic() < self.end:
+            best = best_over_downsets(coarse, members, self.stages, limit, windows)
+            if best is not None:
+                return self._better(start, best[group], limit), coarse.crossing(best)
         if full.open > _MOST_OPEN:
             centre = np.zeros(coarse.operators, dtype=np.int64)
             np.maximum.at(centre, group, start)
-            narrow = full.near(centre, 1)
-        program, model = crossing_program(coarse, self.stages, narrow, limit)
-        answer = solve(model, self.end - time.monotonic(), solver=self.solver)
-        bound = max(answer.bound, 0.0) if narrow is full else 0.0
-        if answer.found:
-            stage = program.stage(answer.values)[group]
-            fits = self.flow.loads(stage, self.stages).max() <= limit * (1 + _ROUNDING)
-            if fits and self.flow.crossing(stage) < self.flow.crossing(start) * (1 - _SAME):
-                return stage, bound
+            stage, _ = self._programmed(coarse, full.near(centre, 1), limit, group, 1.0)
+            start = self._better(start, stage, limit)
         return start, bound
+
+    def _programmed(
+        self, coarse: Flow, windows: Windows, limit: float, group: Places, share: float
+    ) -> tuple[Places | None, float]:
+        """What an integer program finds in a share of the time, and what it proves for these windows."""
+        program, model = crossing_program(coarse, self.stages, windows, limit)
+        answer = solve(model, share * (self.end - time.monotonic()), solver=self.solver, nodes=_NODES)
+        return program.stage(answer.values)[group] if answer.found else None, max(answer.bound, 0.0)
+
+    def _better(self, one: Places, other: Places | None, limit: float) -> Places:
+        """The other division, if it crosses less and keeps the limit."""
+        if other is None or self.flow.loads(other, self.stages).max() > limit * (1 + _ROUNDING):
+            return one
+        return other if self.flow.crossing(other) < self.flow.crossing(one) * (1 - _SAME) else one
 
     def _balanced(self, limit: float) -> Places:
         """A division under the limit that is no line.

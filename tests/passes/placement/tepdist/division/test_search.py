@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.errors import InfeasibleError
+from autopipe.passes.placement.tepdist.division.downsets import best_over_downsets, downsets
 from autopipe.passes.placement.tepdist.division.flow import Flow, make_flow
 from autopipe.passes.placement.tepdist.division.groups import coarsened, grouped
 from autopipe.passes.placement.tepdist.division.line import best_line, least_limit
@@ -51,7 +52,7 @@ def every(flow: Flow, stages: int, windows: Windows) -> list[np.ndarray]:
 
 
 @given(tasks())
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_the_division_is_the_best_of_all(task: tuple[Flow, int, Windows, float]) -> None:
     flow, stages, windows, unbalance = task
     found = every(flow, stages, windows)
@@ -72,7 +73,7 @@ def test_the_division_is_the_best_of_all(task: tuple[Flow, int, Windows, float])
 
 
 @given(tasks())
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_the_line_is_the_best_of_lines(task: tuple[Flow, int, Windows, float]) -> None:
     flow, stages, windows, unbalance = task
     limit = flow.work.sum() / stages * (1 + unbalance)
@@ -88,8 +89,29 @@ def test_the_line_is_the_best_of_lines(task: tuple[Flow, int, Windows, float]) -
     assert flow.crossing(line) == pytest.approx(min(costs))
 
 
+@given(tasks())
+@settings(max_examples=50)
+def test_downsets_lead_to_the_best_of_all(task: tuple[Flow, int, Windows, float]) -> None:
+    flow, stages, windows, unbalance = task
+    limit = flow.work.sum() / stages * (1 + unbalance)
+    allowed = [s for s in every(flow, stages, windows) if flow.loads(s, stages).max() <= limit + 1e-6]
+    members = downsets(flow, 1000)
+    assert members is not None
+    _, sources, readers = flow.edges()
+    tried = np.array(list(itertools.product([False, True], repeat=flow.operators)))
+    assert len(members) == (tried[:, sources] >= tried[:, readers]).all(axis=1).sum()
+    assert (members[:, sources] >= members[:, readers]).all()
+    assert downsets(flow, len(members) - 1) is None
+    found = best_over_downsets(flow, members, stages, limit, windows)
+    if found is None:
+        assert not allowed
+        return
+    assert any((found == each).all() for each in allowed)
+    assert flow.crossing(found) == pytest.approx(min(map(flow.crossing, allowed)))
+
+
 @given(flows(12), st.integers(1, 10))
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_groups_have_no_circles(flow: Flow, ceiling: int) -> None:
     windows = Windows(np.zeros(flow.operators, dtype=np.int64), np.full(flow.operators, 3))
     group = grouped(flow, windows, 1.0, float(ceiling))
