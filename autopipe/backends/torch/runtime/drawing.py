@@ -33,18 +33,18 @@ def draw_block(entry: ParameterEntry, shard: ShardEntry, seed: int, threads: int
         return block.fill_(float(entry.storage.scheme == "ones"))
     key = philox.key_of(seed, (_PARAMETER_STREAM, _number_of(entry.name)))
     runs, flat = runs_of(entry.shape, shard.starts, shard.stops), block.view(-1)
+    sharing = threads if len(flat) > PIECE else 1
 
     def draw(thread: int) -> None:
-        for place, words in _pieces(runs, key, thread, threads):
+        for place, words in _pieces(runs, key, thread, sharing):
             numbers = _numbers(entry.storage.scheme, words) * entry.storage.scale
             flat[place : place + len(numbers)] = torch.from_numpy(numbers.astype(np.float32))
 
-    if threads == 1 or len(flat) <= PIECE:
-        threads = 1
+    if sharing == 1:
         draw(0)
     else:
-        with ThreadPoolExecutor(threads) as pool:  # NumPy gives the interpreter free while it draws and computes.
-            list(pool.map(draw, range(threads)))
+        with ThreadPoolExecutor(sharing) as pool:  # NumPy gives the interpreter free while it draws and computes.
+            list(pool.map(draw, range(sharing)))
     return block
 
 
