@@ -14,6 +14,9 @@ from autopipe.passes.solvers.min_sum.restriction import chosen, restricted
 MOST_PAIRS = 50_000
 """Of configurations on edges: what an integer program may have."""
 
+MOST_PAIRS_WITHIN = 10_000
+"""The same within a memory limit, where programs take longest."""
+
 
 def least_by_program(model: MinSum, programs: Programs, most: float = MOST_PAIRS) -> Answer:
     """The best choice of a merged model, by a program of about `most` pairs of configurations at most.
@@ -37,8 +40,8 @@ def least_within(
     Raises InfeasibleError where there is no such choice, or none was found in time.
     """
     at_price = priced(model, rate)
-    left = narrowed(at_price, MOST_PAIRS, known, cutoff + rate * limit)
-    left = promising(at_price, left, MOST_PAIRS)
+    left = narrowed(at_price, 0, known, cutoff + rate * limit)
+    left = promising(at_price, left, MOST_PAIRS_WITHIN)
     start = _places(left, known) if model.memory_of(known) <= limit else None
     found = programs.least(restricted(model, left.kept), start or (), limit)
     left_out = left.left_out - rate * limit

@@ -18,6 +18,14 @@ from autopipe.passes.solvers.min_sum import Answer, MinSum
 from autopipe.passes.solvers.min_sum.model import Array
 from autopipe.passes.solvers.min_sum.restriction import conditioned
 
+CLOSE = 1e-4
+"""Gap that is none, within a memory limit."""
+NODES = 50
+"""Of the search within a memory limit, whose relaxation says little: programs are done or stuck by then."""
+PATIENCE_S = 15.0
+"""For one program within a memory limit."""
+SAME = 1e-9
+"""Gap that is rounding."""
 ROUNDING = 1e-6
 """Share of a memory limit by which a solver may miss it."""
 
@@ -33,6 +41,8 @@ class Programs:
     def least(self, model: MinSum, known: Sequence[int] = (), limit: float | None = None) -> Answer:
         """The best choice of a merged model, within `limit` bytes where that is given; `known` is one that fits.
 
+        Within a limit the search ends at a gap of `CLOSE`, or after so many nodes.
+
         Raises InfeasibleError where there is none, or none was found in time and none is known.
         """
         answer = self._solved(model, known, limit)
@@ -45,14 +55,17 @@ class Programs:
     def _solved(self, model: MinSum, known: Sequence[int], limit: float | None) -> Answer:
         program = _Program.of(model, limit)
         start = program.values(known) if known else None
-        found = milp.solve(program.integer, self.seconds, start=start, solver=self.solver)
+        gap, nodes = (0.0, None) if limit is None else (CLOSE, NODES)
+        seconds = self.seconds if limit is None else min(self.seconds, PATIENCE_S)
+        found = milp.solve(program.integer, seconds, gap, start, self.solver, nodes)
         if not found.found:
             raise InfeasibleError(f"integer program of splits: {found.status.value}")
         choice = program.choice(found.values)
         cost = model.cost_of(choice)
-        bound = cost if found.proven else min(float(cost), program.constant + found.bound)
+        proven = found.proven and (limit is None or found.gap <= SAME)
+        bound = cost if proven else min(float(cost), found.bound)
         memory = model.memory_of(choice)
-        return Answer(choice, cost, bound, found.proven, memory, limit is None or memory <= limit)
+        return Answer(choice, cost, bound, proven, memory, limit is None or memory <= limit)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,8 +75,6 @@ class _Program:
     model: MinSum
     """With no edges at variables of one configuration."""
     integer: milp.Model
-    constant: float
-    """What is not in the program's costs."""
     places: tuple[Array, ...]
     """Of every variable: its binaries."""
     pairs: tuple[Array, ...]
@@ -104,11 +115,13 @@ class _Program:
             bytes_.append((columns[allowed], None if edge.memory is None else edge.memory[allowed]))
         if limit is not None:
             _limit(builder, bytes_, limit)
-        return cls(model, builder.model(), constant, tuple(places), tuple(pairs))
+        # Gaps are shares of all that is paid.
+        builder.add_variables(1, cost=constant, lower=1.0)
+        return cls(model, builder.model(), tuple(places), tuple(pairs))
 
     def values(self, choice: Sequence[int]) -> Array:
         """The program's variables at a choice."""
-        found = np.zeros(self.integer.variables)
+        found = self.integer.lower.copy()
         for columns, number in zip(self.places, choice, strict=True):
             found[columns[number]] = 1.0
         for edge, columns in zip(self.model.edges, self.pairs, strict=True):

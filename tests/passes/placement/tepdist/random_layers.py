@@ -1,4 +1,4 @@
-"""Small random models as tables are: edges from operands to users, lines, residuals, equal layers, values read widely."""
+"""Small random models as tables are: edges to users, lines, residuals, equal layers, values that all layers read."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_without_a_limit_no_choice_is_better(level: type[Level], model: MinSum) 
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(layered(memory=True), st.integers(0, 60))
 def test_within_a_limit_answers_fit_and_bounds_hold(level: type[Level], model: MinSum, limit: int) -> None:
     if best_choice(model) == np.inf:
@@ -92,16 +92,15 @@ def test_networks_are_split_as_the_exact_search_does(level: type[Level], model: 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_within_memory_a_network_is_split_close_to_what_is_possible(level: type[Level]) -> None:
-    given = problem_of(model_graph("gpt", 8), 4)
-    terms = Terms(given=frozenset(given.graph.outputs))
-    tables = make_tables(given, range(len(given.graph.nodes)), tuple(range(4)), terms)
+    given = problem_of(model_graph("alexnet", 8), 4)
+    tables = make_tables(given, range(len(given.graph.nodes)), tuple(range(4)), Terms(given=frozenset({"loss"})))
     free = level()(tables, None)
     least = sum(int(each.min()) for each in tables.model.memory or ())
     limit = (free.memory + least) / 2
     answer = level()(tables, limit)
     assert answer.fits and answer.memory <= limit
     assert free.cost <= answer.bound <= answer.cost
-    assert answer.gap < 0.03
+    assert answer.cost <= solve(tables.model, limit).cost * 1.02
 
 
 def test_a_limit_that_nothing_keeps_gives_the_least_memory() -> None:
