@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +70,30 @@ def test_a_disk_that_takes_no_more(program: Path) -> None:
     assert "the checkpoint cannot be written: File too large" in line
     assert "earlier checkpoints are untouched" in ended.stderr
     assert_untouched(saved, 1, 2)
+
+
+@pytest.fixture
+def full_disk(program: Path, tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with room for the second checkpoint and half of another."""
+    newest = program.parent / "saved" / "step_00000002"
+    pages = sum(-(-path.stat().st_size // 4096) for path in newest.iterdir())
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={4096 * (pages + pages // 2)}", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no file system may be mounted here")
+    shutil.copytree(newest, disk / newest.name)
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.sweep
+def test_a_full_disk(program: Path, full_disk: Path) -> None:
+    ended = finish(start(program, "--steps", 4, "--checkpoint", full_disk, "--checkpoint-every", 1, "--resume"))
+    assert ended.code == 5, ended.stderr
+    (line,) = (line for line in ended.stderr.splitlines() if line.startswith("error:"))
+    assert "task checkpoint: " in line and "the checkpoint cannot be written: No space left on device" in line
+    assert_untouched(full_disk, 2)
 
 
 @pytest.mark.sweep
