@@ -6,6 +6,8 @@ few of them, and then this is exact, whatever the number of stages; where there 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -55,6 +57,33 @@ def possible_stages(flow: Flow, members: Members, limit: float) -> int:
 
 def best_over_downsets(flow: Flow, members: Members, stages: int, limit: float, windows: Windows) -> Places | None:
     """The stage of each operator where least crosses, as `best_line` says it, but of lines in any order."""
+
+    def received(members: Members, before: int, after: Places) -> Floats:
+        return _received(flow, members[before], members, after)
+
+    return _best(flow, members, stages, limit, windows, received, np.add)
+
+
+def evenest_over_downsets(flow: Flow, members: Members, stages: int, limit: float, windows: Windows) -> Places | None:
+    """The stage of each operator where the largest stage takes least work; None where that is more than `limit`."""
+
+    def work(members: Members, before: int, after: Places) -> Floats:
+        taken: Floats = (members[after] & ~members[before]) @ flow.work
+        return taken
+
+    return _best(flow, members, stages, limit, windows, work, np.maximum)
+
+
+def _best(
+    flow: Flow,
+    members: Members,
+    stages: int,
+    limit: float,
+    windows: Windows,
+    price: Callable[[Members, int, Places], Floats],
+    join: np.ufunc,
+) -> Places | None:
+    """The stages whose prices, joined, are least; a price is that of all stages from one downset to several others."""
     done = members @ flow.work
     order = np.argsort(done, kind="stable")
     members, done = members[order], done[order]
@@ -67,7 +96,7 @@ def best_over_downsets(flow: Flow, members: Members, stages: int, limit: float, 
             continue
         low, high = np.searchsorted(done, [done[before], done[before] + limit * (1 + _ROUNDING)], side="right")
         after = low + np.flatnonzero(~(packed[before] & ~packed[low:high]).any(axis=1))
-        cost = best[:stages, before, None] + _received(flow, members[before], members, after)[None, :]
+        cost = join(best[:stages, before, None], price(members, before, after)[None, :])
         cost[~_allowed(windows, stages, members[before], members, after)] = np.inf
         better = cost < best[1:, after]
         best[1:, after] = np.where(better, cost, best[1:, after])

@@ -74,21 +74,21 @@ def least_limit(flow: Flow, stages: int, first: Places, last: Places) -> float:
     """The least work that the largest stage of a line can have, to a millionth; infinite where there is no line."""
     total = float(flow.work.sum())
     low, high = max(total / stages, float(flow.work.max(initial=0.0))), total
-    if not _is_line(flow, stages, high, first, last):
+    if not is_any_line(flow, stages, high, first, last):
         return np.inf
-    if _is_line(flow, stages, low, first, last):
+    if is_any_line(flow, stages, low, first, last):
         return low
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
-        if _is_line(flow, stages, middle, first, last):
+        if is_any_line(flow, stages, middle, first, last):
             high = middle
         else:
             low = middle
     return high
 
 
-def _is_line(flow: Flow, stages: int, limit: float, first: Places, last: Places) -> bool:
-    """Whether there is a line."""
+def is_any_line(flow: Flow, stages: int, limit: float, first: Places, last: Places) -> bool:
+    """Whether there is a line at all, as `best_line` asks for it."""
     count = flow.operators
     done = np.concatenate(([0.0], np.cumsum(flow.work)))
     furthest = np.searchsorted(done, done[:-1] + limit * (1 + _ROUNDING), side="right") - 1

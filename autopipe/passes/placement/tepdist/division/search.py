@@ -8,10 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.placement.tepdist.division.downsets import best_over_downsets, downsets, possible_stages
+from autopipe.passes.placement.tepdist.division.downsets import (
+    Members,
+    best_over_downsets,
+    downsets,
+    evenest_over_downsets,
+    possible_stages,
+)
 from autopipe.passes.placement.tepdist.division.flow import Flow, Places
 from autopipe.passes.placement.tepdist.division.groups import coarsened, grouped
-from autopipe.passes.placement.tepdist.division.line import best_line, least_limit
+from autopipe.passes.placement.tepdist.division.line import best_line, is_any_line, least_limit
 from autopipe.passes.placement.tepdist.division.program import balance_program, crossing_program
 from autopipe.passes.placement.tepdist.division.windows import Windows
 from autopipe.passes.solvers.milp import SolverName, solve
@@ -66,12 +72,21 @@ class Search:
             start = self._balanced(limit)
         ceiling = self.flow.crossing(start)
         line_bytes = np.inf if line is None else ceiling
-        group = grouped(self.flow, self.windows, _CHEAP * limit, ceiling)
+        group = self._groups(limit, ceiling, line is not None)
         coarse, windows = coarsened(self.flow, group), self.windows.of_groups(group)
         stage, bound = self._divided(coarse, windows, limit, group, start)
         if line is not None and self.flow.crossing(stage) >= line_bytes * (1 - _SAME):
             stage = self._evenest(limit, line, line_bytes)
         return Found(stage, min(bound, self.flow.crossing(stage)), line_bytes, coarse.operators)
+
+    def _groups(self, limit: float, ceiling: float, is_line: bool) -> Places:
+        """Groups that can be divided under the limit, as far as that is seen by their line."""
+        for cheap in (_CHEAP * limit, 0.0):
+            group = grouped(self.flow, self.windows, cheap, ceiling)
+            coarse, windows = coarsened(self.flow, group), self.windows.of_groups(group)
+            if not is_line or is_any_line(coarse, self.stages, limit, windows.first, windows.last):
+                break
+        return group
 
     def _divided(
         self, coarse: Flow, windows: Windows, limit: float, group: Places, start: Places
@@ -80,9 +95,7 @@ class Search:
         full = windows.under(coarse, self.stages, limit)
         if (full.last < full.first).any():
             return start, 0.0
-        members, bound = downsets(coarse, _MOST_DOWNSETS), 0.0
-        if members is not None and possible_stages(coarse, members, limit) > _MOST_PAIRS:
-            members = None
+        members, bound = few_downsets(coarse, limit), 0.0
         if full.open <= _MOST_OPEN:
             stage, bound = self._programmed(coarse, full, limit, group, 1.0 if members is None else 1 / 3)
             start = self._better(start, stage, limit)
@@ -121,20 +134,12 @@ class Search:
         mean = float(self.flow.work.sum()) / self.stages
         least = least_limit(self.flow, self.stages, self.windows.first, self.windows.last)
         group = grouped(self.flow, self.windows, 0.0, np.inf)
-        coarse = coarsened(self.flow, group)
-        most = min(least * (1 + _SAME), float(self.flow.work.sum()))
-        windows = self.windows.of_groups(group).under(coarse, self.stages, most)
-        proven = False
-        if windows.open <= _MOST_OPEN:
-            program, model = balance_program(coarse, self.stages, windows)
-            answer = solve(model, (self.end - time.monotonic()) / 2, solver=self.solver)
-            proven = answer.proven
-            if answer.found:
-                stage = program.stage(answer.values)[group]
-                largest = float(self.flow.loads(stage, self.stages).max())
-                if largest <= limit * (1 + _ROUNDING):
-                    return stage
-                least = min(least, largest)
+        stage, proven = self._evenest_groups(group, min(least * (1 + _SAME), float(self.flow.work.sum())))
+        if stage is not None:
+            largest = float(self.flow.loads(stage[group], self.stages).max())
+            if largest <= limit * (1 + _ROUNDING):
+                return stage[group]
+            least = min(least, largest)
         if not np.isfinite(least):
             raise InfeasibleError(f"no division into {self.stages} stages was found that keeps the constraints")
         smallest = "smallest unbalance" if proven else "smallest unbalance that was found"
@@ -143,6 +148,19 @@ class Search:
             f"the mean: the {smallest} is {np.ceil((least / mean - 1) * 1000 - 0.002) / 10:.1f}%",
             hint="allow it, or take another number of stages",
         )
+
+    def _evenest_groups(self, group: Places, limit: float) -> tuple[Places | None, bool]:
+        """The stages of the groups, none above the limit, whose largest takes least, and whether that is proven."""
+        coarse = coarsened(self.flow, group)
+        windows = self.windows.of_groups(group).under(coarse, self.stages, limit)
+        members = few_downsets(coarse, limit)
+        if members is not None:
+            return evenest_over_downsets(coarse, members, self.stages, limit, windows), True
+        if windows.open > _MOST_OPEN:
+            return None, False
+        program, model = balance_program(coarse, self.stages, windows)
+        answer = solve(model, (self.end - time.monotonic()) / 2, solver=self.solver, nodes=_NODES)
+        return program.stage(answer.values) if answer.found else None, answer.proven
 
     def _evenest(self, limit: float, line: Places, line_bytes: float) -> Places:
         """Of the lines that cross no more than the best, one whose largest stage is about smallest."""
@@ -155,3 +173,9 @@ class Search:
             else:
                 low = middle
         return line
+
+
+def few_downsets(flow: Flow, limit: float) -> Members | None:
+    """All downsets, where they are few enough to go through all stages of at most `limit` between them."""
+    members = downsets(flow, _MOST_DOWNSETS)
+    return members if members is not None and possible_stages(flow, members, limit) <= _MOST_PAIRS else None

@@ -22,7 +22,7 @@ from autopipe.passes.solvers.milp import SolverName
 from tests.passes.cost.graphs import Builder, cluster
 from tests.passes.cost.graphs import problem as given
 
-GPT = (("layers", "4"), ("vocabulary", "1024"), ("sequence", "16"))
+GPT = (("layers", "2"), ("vocabulary", "1024"), ("sequence", "16"))
 FLAVA = (("text_layers", "4"), ("image_layers", "4"))
 
 
@@ -77,7 +77,7 @@ def test_inference_sends_no_gradients() -> None:
 
 def test_settled_operators_are_where_they_are_asked_for() -> None:
     problem = zoo_problem("gpt", GPT)
-    nodes = [index for index, node in enumerate(problem.graph.nodes) if "layers.1" in node.name]
+    nodes = [index for index, node in enumerate(problem.graph.nodes) if "layers.0" in node.name]
     shared = min(recomputed_nodes(problem.graph))
     settled = {nodes[-1]: 0, shared: 2}
     division = divide(problem, 3, 1.0, settled)
@@ -88,8 +88,8 @@ def test_settled_operators_are_where_they_are_asked_for() -> None:
 
 def test_settled_operators_that_contradict_one_another_are_named() -> None:
     problem = zoo_problem("gpt", GPT)
-    late = next(index for index, node in enumerate(problem.graph.nodes) if "layers.3" in node.name)
-    with pytest.raises(ConfigurationError, match=r"'/layers\.3.* into stage 0, but .*/Gather' in stage 1"):
+    late = next(index for index, node in enumerate(problem.graph.nodes) if "layers.1" in node.name)
+    with pytest.raises(ConfigurationError, match=r"'/layers\.1.* into stage 0, but .*/Gather' in stage 1"):
         divide(problem, 3, 1.0, {0: 1, late: 0})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.errors import InfeasibleError
+from autopipe.passes.placement.tepdist.division import search as module
 from autopipe.passes.placement.tepdist.division.downsets import best_over_downsets, downsets
 from autopipe.passes.placement.tepdist.division.flow import Flow, make_flow
 from autopipe.passes.placement.tepdist.division.groups import coarsened, grouped
@@ -51,14 +53,20 @@ def every(flow: Flow, stages: int, windows: Windows) -> list[np.ndarray]:
     return [s for s in tried if (s[sources] <= s[readers]).all() and (flow.loads(s, stages) > 0).all()]
 
 
-@given(tasks())
-@settings(max_examples=50)
-def test_the_division_is_the_best_of_all(task: tuple[Flow, int, Windows, float]) -> None:
+@pytest.mark.parametrize("most_downsets", [0, 6000])
+@given(task=tasks())
+@settings(max_examples=30)
+def test_the_division_is_the_best_of_all(task: tuple[Flow, int, Windows, float], most_downsets: int) -> None:
     flow, stages, windows, unbalance = task
     found = every(flow, stages, windows)
     limit = flow.work.sum() / stages * (1 + unbalance)
     allowed = [s for s in found if flow.loads(s, stages).max() <= limit + 1e-6]
-    search = Search(flow, stages, windows, unbalance, np.inf, "auto")
+    with mock.patch.object(module, "_MOST_DOWNSETS", most_downsets):
+        check(Search(flow, stages, windows, unbalance, np.inf, "auto"), found, allowed)
+
+
+def check(search: Search, found: list[np.ndarray], allowed: list[np.ndarray]) -> None:
+    flow, stages = search.flow, search.stages
     if not allowed:
         with pytest.raises(InfeasibleError) as refused:
             search.run()
@@ -73,7 +81,7 @@ def test_the_division_is_the_best_of_all(task: tuple[Flow, int, Windows, float])
 
 
 @given(tasks())
-@settings(max_examples=50)
+@settings(max_examples=40)
 def test_the_line_is_the_best_of_lines(task: tuple[Flow, int, Windows, float]) -> None:
     flow, stages, windows, unbalance = task
     limit = flow.work.sum() / stages * (1 + unbalance)
@@ -90,7 +98,7 @@ def test_the_line_is_the_best_of_lines(task: tuple[Flow, int, Windows, float]) -
 
 
 @given(tasks())
-@settings(max_examples=50)
+@settings(max_examples=40)
 def test_downsets_lead_to_the_best_of_all(task: tuple[Flow, int, Windows, float]) -> None:
     flow, stages, windows, unbalance = task
     limit = flow.work.sum() / stages * (1 + unbalance)
@@ -111,7 +119,7 @@ def test_downsets_lead_to_the_best_of_all(task: tuple[Flow, int, Windows, float]
 
 
 @given(flows(12), st.integers(1, 10))
-@settings(max_examples=50)
+@settings(max_examples=40)
 def test_groups_have_no_circles(flow: Flow, ceiling: int) -> None:
     windows = Windows(np.zeros(flow.operators, dtype=np.int64), np.full(flow.operators, 3))
     group = grouped(flow, windows, 1.0, float(ceiling))
