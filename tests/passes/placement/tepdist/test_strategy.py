@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from autopipe.configs.cluster_file import build_cluster
+from autopipe.configs.presets import cluster_preset
+from autopipe.configs.zoo import build, configure
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, Split
-from autopipe.ir.problem import Constraint, Problem
+from autopipe.ir.problem import Constraint, Mode, Problem
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.cost.resized import resized
+from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.cost.work import annotate
+from autopipe.passes.frontend import read_model
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.placement.pipedream.strategy import PipeDream
@@ -156,6 +162,19 @@ def test_never_slower_than_what_it_contains(name: str) -> None:
     best = step_of(given, TePDist().run(given))
     for rival in (DataParallel(), Pase(), PipeDream()):
         assert best <= step_of(given, rival.run(given)) * (1 + 1e-9), rival.name
+
+
+def test_a_million_classes_are_split_although_nobody_says_so(tmp_path: Path) -> None:
+    settings = {"size": "million", "loss": "true", "weights": "none"}
+    build(configure("vgg19", settings)).save(tmp_path / "vgg.onnx")
+    model = read_model(tmp_path / "vgg.onnx", batch=256)
+    links = build_cluster(cluster_preset("tepdist-m8"), 8)
+    given = Problem(model.graph, annotate(model.graph), links, 256, 1, Mode.TRAIN, model.loss)
+    (stage,) = TePDist().run(given).stages
+    last = max(index for index, node in enumerate(model.graph.nodes) if node.op == "Gemm")
+    assert stage.splits_of(last) == (Split("n", 8),)
+    first = next(index for index, node in enumerate(model.graph.nodes) if node.op == "Conv")
+    assert stage.splits_of(first) == sample_axes(model.graph).splits([first], 8)[0][1], "convolutions share samples"
 
 
 def test_tessel_takes_its_stages() -> None:
