@@ -53,14 +53,16 @@ STRATEGIES: dict[str, Callable[[Trained, int], Placement]] = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run's plan is made from; a batch is `BATCH` samples in any."""
+    """What a run's plan is made from."""
 
     strategy: str
     devices: int
     micro_batches: int = 2
+    batch: int = BATCH
+    """Samples of a step."""
 
     def __str__(self) -> str:
-        return f"{self.strategy}{self.devices}x{self.micro_batches}"
+        return f"{self.strategy}{self.devices}x{self.micro_batches}-{self.batch}"
 
 
 ONE = Plan("pipeline", 1)
@@ -79,7 +81,7 @@ class Runs:
         """The losses of a run that saves in folder `name`."""
         program = self.folder / str(plan)
         if not program.exists():
-            graph, loss = small_graph(self.model, BATCH // plan.micro_batches)
+            graph, loss = small_graph(self.model, plan.batch // plan.micro_batches)
             model = Trained(self.model, graph, loss, Step(0.0, {}), Path(), None, plan.micro_batches)
             placement = STRATEGIES[plan.strategy](model, plan.devices)
             schedule = schedule_of(graph, placement, plan.micro_batches)
@@ -90,11 +92,11 @@ class Runs:
         self.pools.of(plan.devices).run(program, *arguments, "--checkpoint", self.folder / name)
         return read_losses(report)
 
-    def go_on(self, plan: Plan, first: str) -> list[float]:
+    def go_on(self, plan: Plan, first: str, steps: int = STEPS) -> list[float]:
         """The losses from the middle on, under `plan`, after a run that saved in folder `first`."""
         name = f"{first}-{plan}"
         shutil.copytree(self.folder / first, self.folder / name)
-        return self.run(plan, name, "--resume")
+        return self.run(plan, name, "--resume", steps=steps)
 
     def final(self, name: str) -> dict[str, bytes]:
         """Every number that the run that saved in folder `name` ended with, by tensor."""
@@ -125,6 +127,18 @@ def check(runs: Runs, first: Plan, *later: Plan) -> None:
 def test_four_ranks_go_on_as_two_and_one(pools: Pools, tmp_path: Path, optimizer: Optimizer) -> None:
     later = (Plan("data", 2), Plan("random", 4), Plan("pipeline", 2, 4), Plan("pipeline", 1, 1))
     check(Runs(pools, tmp_path, "gpt", optimizer), Plan("pase", 4), *later)
+
+
+def test_another_batch_goes_on_at_the_next_sample(pools: Pools, tmp_path: Path) -> None:
+    """Where nothing is learned, losses tell which samples a step has seen."""
+    runs = Runs(pools, tmp_path, "rnnlm", Optimizer("sgd", lr=0.0))
+    small = Plan("data", 2, 2, BATCH // 2)
+    alone = runs.run(small, "alone", steps=6)
+    large = runs.run(ONE, "large", steps=2)
+    np.testing.assert_allclose(large, [sum(alone[:2]) / 2, sum(alone[2:4]) / 2], rtol=TOLERANCE)
+    np.testing.assert_allclose(runs.go_on(small, "large", steps=4), alone[4:], rtol=TOLERANCE)
+    saved = read_checkpoint(checkpoint_path(tmp_path / f"large-{small}", 4))
+    assert (saved.step, saved.samples) == (4, 3 * BATCH)
 
 
 @pytest.mark.sweep
