@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from autopipe.passes.solvers.milp import Builder, solve
 from autopipe.passes.solvers.min_sum import MinSum
 from autopipe.passes.solvers.min_sum.model import merged
 
@@ -19,35 +20,20 @@ def least_by_milp(model: MinSum, time_limit: float) -> tuple[float, bool]:
     Each node chooses one configuration; the pairs of an edge add up, along either side, to what its nodes choose
     (the local polytope: Schlesinger, 1976).
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import coo_array
-
     simple = merged(model)
     sizes = [len(costs) for costs in simple.costs]
     starts = np.concatenate(([0], np.cumsum(sizes)))
-    costs = [np.concatenate(simple.costs).astype(float)]
-    rows = [np.repeat(np.arange(len(sizes)), sizes)]
-    columns, values = [np.arange(starts[-1])], [np.ones(starts[-1])]
-    row, column = len(sizes), int(starts[-1])
+    builder = Builder()
+    chosen = builder.add_variables(int(starts[-1]), np.concatenate(simple.costs).astype(float))
+    builder.add_rows(np.repeat(np.arange(len(sizes)), sizes), chosen, lower=1, upper=1)
     for edge in simple.edges:
-        places = column + np.arange(edge.costs.size).reshape(edge.costs.shape)
-        for node, axis in ((edge.source, 0), (edge.target, 1)):
+        both = builder.add_variables(edge.costs.size, edge.costs.ravel().astype(float), integral=False)
+        places = both.reshape(edge.costs.shape)
+        for node, other in ((edge.source, places), (edge.target, places.T)):
             own = np.arange(sizes[node])
-            rows += [row + np.moveaxis(np.indices(places.shape), 0, -1)[..., axis].ravel(), row + own]
-            columns += [places.ravel(), starts[node] + own]
-            values += [np.ones(places.size), -np.ones(sizes[node])]
-            row += sizes[node]
-        costs.append(edge.costs.ravel().astype(float))
-        column += edge.costs.size
-    matrix = coo_array((np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), shape=(row, column))
-    right = np.concatenate((np.ones(len(sizes)), np.zeros(row - len(sizes))))
-    scale = max(float(vector.max()) for vector in costs) or 1.0
-    integral = np.concatenate((np.ones(starts[-1]), np.zeros(column - starts[-1])))
-    found = milp(
-        np.concatenate(costs) / scale,
-        integrality=integral,
-        bounds=Bounds(0, 1),
-        constraints=LinearConstraint(matrix.tocsr(), right, right),
-        options={"time_limit": time_limit, "mip_rel_gap": 0.0},
-    )
-    return (float(found.fun) * scale, found.status == 0) if found.fun is not None else (float("inf"), False)
+            row = np.concatenate((np.repeat(own, other.size // len(own)), own))
+            columns = np.concatenate((other.ravel(), starts[node] + own))
+            values = np.concatenate((np.ones(other.size), -np.ones(sizes[node])))
+            builder.add_rows(row, columns, values, lower=0, upper=0)
+    answer = solve(builder.model(), time_limit, solver="highs")
+    return answer.objective, answer.proven
