@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from autopipe.backends.torch.runtime.roots import Root
 from autopipe.backends.torch.runtime.wiring import Slices
 
 Block = tuple[torch.Tensor, Slices | None]
@@ -30,11 +31,11 @@ def joined(pieces: list[Block], dtype: torch.dtype, shape: tuple[int, ...]) -> t
     return whole
 
 
-def added(pieces: list[Block], like: torch.Tensor) -> torch.Tensor:
-    """The sum of gradients, each of a block; blocks that no one uses have gradient zero."""
+def added(pieces: list[Block], root: Root) -> torch.Tensor:
+    """The sum of a result's gradients, each of a block; blocks that no one uses have gradient zero."""
     if len(pieces) == 1 and pieces[0][1] is None:
         return pieces[0][0]
-    total = torch.zeros_like(like)
+    total = torch.zeros(root.shape, dtype=root.dtype, device=root.device)
     for tensor, box in pieces:
         part(total, box).add_(tensor)
     return total

@@ -84,6 +84,8 @@ class GradientReduction:
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket.parameters
         ]
         bucket.flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        for parameter in bucket.parameters:
+            parameter.grad = None  # It is in the message now, and comes back from there.
         bucket.work = self.transport.start_all_reduce(bucket.flat, bucket.ranks)
 
     def _finish(self, bucket: Bucket) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -30,13 +31,15 @@ class Departure:
 
     work: dist.Work | None
     tensor: torch.Tensor
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_gone(self) -> bool:
         """Whether it has been sent."""
         return self.work is None or self.work.is_completed()
 
     def wait(self) -> None:
-        """Wait until it has been sent."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+        """Wait until it has been sent; several threads may."""
+        with self._lock:
+            if self.work is not None:
+                self.work.wait()
+                self.work = None  # Gloo would wait a second time for ever.

@@ -7,12 +7,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from autopipe.backends.torch.runtime.blocks import Block, added, extents, joined, part
 from autopipe.backends.torch.runtime.later import Waiting, compute_all
 from autopipe.backends.torch.runtime.parameters import Arguments
 from autopipe.backends.torch.runtime.pending import Arrival, Departure
 from autopipe.backends.torch.runtime.recomputation import RandomState
+from autopipe.backends.torch.runtime.roots import Root, root_of
 from autopipe.backends.torch.runtime.wiring import (
     Data,
     Loss,
@@ -35,7 +37,9 @@ class Kept:
     """What a forward leaves for its backward."""
 
     arguments: Tensors
-    results: tuple[torch.Tensor, ...]
+    """Those whose gradients are asked for; all where the forward has to be run again."""
+    roots: tuple[Root, ...]
+    """Of the results, whose numbers are kept by nobody but those operators that need them."""
     random: RandomState | None = None
     """Where the forward has to be run again, for its results too: how it drew random numbers."""
     gradients: dict[int, list[Block]] = field(default_factory=dict)
@@ -116,7 +120,9 @@ class Stage:
         results = self._results(arguments, self._rank.train and not self._recomputes)
         self._rank.clock.add(task, start)
         if self._rank.train:
-            kept = Kept(arguments, () if self._recomputes else results, random)
+            kept = Kept(arguments, (), random)
+            if not self._recomputes:
+                kept = Kept(_asking(arguments), tuple(map(root_of, results)))
             kept.waiting = self._p.later.take()
             self._kept[micro_batch] = kept
         self._leaving[micro_batch, False] = {
@@ -210,11 +216,11 @@ class Stage:
         start = self._rank.clock.mark()
         if kept.random is not None:
             with kept.random.again():
-                kept.results = self._results(kept.arguments, True)
+                kept.roots = tuple(map(root_of, self._results(kept.arguments, True)))
             kept.waiting = self._p.later.take()
         seeds = self._seeds(kept, incoming)
         if seeds:
-            torch.autograd.backward([result for result, _ in seeds], [gradient for _, gradient in seeds])
+            torch.autograd.backward([edge for edge, _ in seeds], [gradient for _, gradient in seeds])
         if phase == "I":
             self._waiting[micro_batch] = kept.waiting
         else:
@@ -222,8 +228,7 @@ class Stage:
         self._rank.clock.add(task, start)
         gradients = {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            for name, tensor in kept.arguments.items()
-            if tensor.requires_grad
+            for name, tensor in _asking(kept.arguments).items()
         }
         self._hand_back(micro_batch, gradients)
         self._leaving[micro_batch, True] = {
@@ -241,19 +246,20 @@ class Stage:
                 found.setdefault(wire.result, []).append((self._await(arrivals[wire.channel]), wire.box))
         return found
 
-    def _seeds(self, kept: Kept, incoming: dict[int, list[Block]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The results that backward starts from, and their gradients."""
+    def _seeds(self, kept: Kept, incoming: dict[int, list[Block]]) -> list[tuple[GradientEdge, torch.Tensor]]:
+        """Where backward starts, and the gradients there."""
         if self._loss is not None:
-            loss = kept.results[self._loss.result]
-            incoming.setdefault(self._loss.result, []).append((torch.full_like(loss, self._loss.share), None))
+            loss = kept.roots[self._loss.result]
+            share = torch.full(loss.shape, self._loss.share, dtype=loss.dtype, device=loss.device)
+            incoming.setdefault(self._loss.result, []).append((share, None))
         if self._p.group.size > 1:
             # Exchanges in backward wait for the whole group, so a rank that no gradient comes to takes part too.
-            for index in range(len(kept.results)):
+            for index in range(len(kept.roots)):
                 incoming.setdefault(index, [])
         return [
-            (kept.results[index], added(pieces, kept.results[index]))
+            (edge, added(pieces, kept.roots[index]))
             for index, pieces in sorted(incoming.items())
-            if kept.results[index].requires_grad
+            if (edge := kept.roots[index].edge) is not None
         ]
 
     def _hand_back(self, micro_batch: int, gradients: Tensors) -> None:
@@ -282,3 +288,8 @@ class Stage:
         self._leaving.clear()
         self.losses.clear()
         self.backwards = 0
+
+
+def _asking(arguments: Tensors) -> Tensors:
+    """The arguments whose gradients are asked for."""
+    return {name: tensor for name, tensor in arguments.items() if tensor.requires_grad}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from autopipe.backends.torch.runtime.departures import Departures
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
 from autopipe.backends.torch.runtime.meeting import Meeting
 from autopipe.backends.torch.runtime.pending import Arrival, Departure
@@ -41,7 +42,7 @@ class Transport:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._channels: dict[tuple[int, bool], dist.ProcessGroup] = {}
         self._rings: dict[tuple[int, bool], Ring] = {}
-        self._departures: deque[Departure] = deque()
+        self._departures = Departures(watched=not self.nccl)
         self.traffic: Counter[str] = Counter()
         """What this step's exchanges have moved so far, in bytes by kind (`ir/traffic.py`)."""
         self._meetings: list[Meeting] = []
@@ -100,9 +101,7 @@ class Transport:
             tensor = host
         work = dist.isend(tensor, rank, group=self._channels.get((channel, gradient)), tag=_tag(channel, gradient))
         departure = Departure(work, tensor)
-        self._departures.append(departure)
-        while self._departures and self._departures[0].is_gone():
-            self._departures.popleft()
+        self._departures.add(departure)
         return departure
 
     def receive(self, like: tuple[torch.dtype, tuple[int, ...]], rank: int, channel: int, gradient: bool) -> Arrival:
@@ -137,14 +136,14 @@ class Transport:
 
     def finish(self) -> None:
         """Wait for every message sent."""
-        while self._departures:
-            self._departures.popleft().wait()
+        self._departures.finish()
 
     def stop(self) -> None:
         """Leave all groups, and the world if `start` joined it.
 
         All ranks together: gloo aborts a rank whose peer goes away while it closes its threads.
         """
+        self._departures.close()
         if not dist.is_initialized():
             return
         with self.pulse.waiting():

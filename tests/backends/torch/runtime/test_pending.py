@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
 from dataclasses import dataclass
 from typing import Any, cast
 
+import pytest
 import torch
 
+from autopipe.backends.torch.runtime.departures import Departures
 from autopipe.backends.torch.runtime.pending import Arrival, Departure
 
 
@@ -41,3 +46,58 @@ def test_what_leaves_is_held_until_it_is_gone() -> None:
     departure.wait()
     assert departure.is_gone()
     assert work.waits == 1
+
+
+@dataclass
+class GlooWork:
+    """A handle of gloo's: who does not wait for it never learns that the message is gone."""
+
+    sent: threading.Event
+    fails: bool = False
+
+    def wait(self) -> None:
+        assert self.sent.wait(60)
+        if self.fails:
+            raise RuntimeError("Connection closed by peer")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_message_is_let_go_as_soon_as_it_is_gone() -> None:
+    departures, sent = Departures(watched=True), [threading.Event() for _ in range(3)]
+    tensors = [torch.ones(4) for _ in sent]
+    held = [weakref.ref(each) for each in tensors]
+    for tensor, event in zip(tensors, sent, strict=True):
+        departures.add(Departure(cast(Any, GlooWork(event)), tensor))
+    del tensors, tensor
+    sent[0].set()
+    deadline = time.monotonic() + 60
+    while held[0]() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert [each() is None for each in held] == [True, False, False]
+    sent[1].set()
+    sent[2].set()
+    departures.finish()
+    departures.close()
+    assert [each() is None for each in held] == [True, True, True]
+
+
+def test_a_message_that_cannot_be_sent_ends_the_step() -> None:
+    departures, sent = Departures(watched=True), threading.Event()
+    departures.add(Departure(cast(Any, GlooWork(sent, fails=True)), torch.ones(1)))
+    sent.set()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        departures.finish()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        departures.add(Departure(cast(Any, GlooWork(sent)), torch.ones(1)))
+    departures.close()
+
+
+def test_where_handles_tell_they_are_asked_without_waiting() -> None:
+    departures, works = Departures(watched=False), [CountingWork(completed=True), CountingWork()]
+    for work in works:
+        departures.add(Departure(cast(Any, work), torch.ones(1)))
+    assert [work.waits for work in works] == [0, 0]
+    departures.finish()
+    assert [work.waits for work in works] == [0, 1]

@@ -1,0 +1,25 @@
+"""Where a backward starts: results without their numbers, which autograd keeps itself where it needs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """A result's place in autograd's graph, and its shape."""
+
+    edge: GradientEdge | None
+    """None where no gradient flows through it."""
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def root_of(result: torch.Tensor) -> Root:
+    """The root that a result is."""
+    edge = get_gradient_edge(result) if result.requires_grad else None
+    return Root(edge, result.shape, result.dtype, result.device)
