@@ -112,6 +112,16 @@ def test_a_restored_rank_goes_on_bit_by_bit(tmp_path: Path, settings: dict[str, 
     assert torch.equal(second.parameters[1], first.parameters[1])
 
 
+def test_random_numbers_under_another_plan_follow_from_the_seed_and_repeat_none(tmp_path: Path) -> None:
+    saved_once(tmp_path)
+    drawn = []
+    for plan in ("plan", "other", "other"):
+        resumed(tmp_path, plan=plan)
+        drawn.append(torch.rand(8).tolist())
+    torch.manual_seed(3)
+    assert drawn[1] == drawn[2] and drawn[1] not in (drawn[0], torch.rand(8).tolist())
+
+
 def test_what_is_saved_is_the_state_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps go on while files are written, and change nothing of them."""
     goes_on, write = threading.Event(), shard_file.os.fsync
