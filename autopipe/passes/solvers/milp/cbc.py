@@ -102,17 +102,19 @@ def _problem(model: Model, start: NDArray[np.float64] | None) -> LpProblem:
 
 def _run(command: list[str], seconds: float) -> str:
     """What CBC printed; told to stop, and at last ended, where it does not keep its time."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        return process.communicate(timeout=seconds + _GRACE_S)[0]
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-    try:
-        return process.communicate(timeout=_GRACE_S)[0]
-    except subprocess.TimeoutExpired:
-        return ""
-    finally:
-        process.kill()
-        process.communicate()
+    ) as process:
+        try:
+            return process.communicate(timeout=seconds + _GRACE_S)[0]
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+        except BaseException:
+            process.kill()
+            raise
+        try:
+            return process.communicate(timeout=_GRACE_S)[0]
+        except subprocess.TimeoutExpired:
+            return ""
+        finally:
+            process.kill()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -201,3 +203,21 @@ def test_a_bound_below_the_values_proves_nothing(monkeypatch: pytest.MonkeyPatch
     assert (answer.status, answer.objective, answer.bound) == (Status.FEASIBLE, -11, -12)
     assert answer.gap == pytest.approx(1 / 11)
     assert solve(knapsack(), 1.0, gap=0.1, solver="highs").proven
+
+
+def test_cbc_is_ended_where_it_does_not_keep_its_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in a first relaxation that lasts minutes; what it would have said in the end is not waited for."""
+    program = tmp_path / "cbc"
+    program.write_text("#!/bin/sh\ntrap '' INT\nexec sleep 100\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("pulp.PULP_CBC_CMD.pulp_cbc_path", str(program))
+    monkeypatch.setattr("autopipe.passes.solvers.milp.cbc._GRACE_S", 0.1)
+    started = time.monotonic()
+    assert solve(knapsack(), 0.2, solver="cbc").status is Status.UNKNOWN
+    assert time.monotonic() - started < 60
+
+
+def test_a_machine_without_cbc_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulp.PULP_CBC_CMD.pulp_cbc_path", "/nowhere/cbc")
+    with pytest.raises(AutopipeError, match="no CBC for this machine"):
+        solve(knapsack(), 1.0, solver="cbc")

@@ -86,6 +86,16 @@ def test_settled_operators_are_where_they_are_asked_for() -> None:
     assert shared in division.nodes[2]
 
 
+def test_settled_branches_are_side_by_side_though_the_file_takes_turns() -> None:
+    builder = Builder(8, 16)
+    left, right = "x", "x"
+    for _ in range(3):
+        left, right = builder.linear(left, 16), builder.linear(right, 16)
+    problem = given(builder.finish(left, right), cluster(2))
+    assert divide(problem, 2, 0.0, {4: 0, 1: 1}).nodes == ((0, 2, 4), (1, 3, 5))
+    assert divide(problem, 2, 0.0, {4: 1, 1: 0}).nodes == ((1, 3, 5), (0, 2, 4))
+
+
 def test_settled_operators_that_contradict_one_another_are_named() -> None:
     problem = zoo_problem("gpt", GPT)
     late = next(index for index, node in enumerate(problem.graph.nodes) if "layers.1" in node.name)
