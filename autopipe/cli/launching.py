@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from autopipe.backends.torch.checkpoint.folder import committed_steps
+from autopipe.backends.torch.checkpoint.folder import check_unused
 from autopipe.backends.torch.launcher import Gang, launch_program, local_ranks, read_reports, run_alone
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.pulse import Timeouts
@@ -70,11 +70,8 @@ class Launch:
             raise ConfigurationError(f"{flag} needs a folder", hint="give it with --checkpoint DIR")
         if self.checkpoint is not None and not train:
             raise ConfigurationError("a program for inference has nothing to save", hint="leave out --checkpoint")
-        if self.checkpoint is not None and not self.resume and (steps := committed_steps(self.checkpoint)):
-            raise ConfigurationError(
-                f"{self.checkpoint} holds a checkpoint after {steps[-1]} steps",
-                hint="give --resume to go on from it, or choose another folder",
-            )
+        if self.checkpoint is not None and not self.resume:
+            check_unused(self.checkpoint)
         if self.outputs is not None and train:
             raise ConfigurationError(
                 "a program for training collects no outputs", hint="plan with --mode infer, or leave out --outputs"

@@ -46,6 +46,15 @@ def committed_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
+def check_unused(folder: Path) -> None:
+    """Raise ConfigurationError where a run that starts anew would save beside the checkpoints of another."""
+    if steps := committed_steps(folder):
+        raise ConfigurationError(
+            f"{folder} holds a checkpoint after {steps[-1]} steps",
+            hint="give --resume to go on from it, or choose another folder",
+        )
+
+
 def checkpoint_path(folder: Path, step: int) -> Path:
     """Where the checkpoint of a step lies."""
     return folder / f"step_{step:08d}"

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import torch
 
+from autopipe.backends.torch.checkpoint.folder import check_unused
 from autopipe.backends.torch.runtime.blocking import BlockingStage, Turns
 from autopipe.backends.torch.runtime.checkpointing.checkpointer import Checkpointer
 from autopipe.backends.torch.runtime.checkpointing.host_copies import HostCopies
@@ -148,9 +149,12 @@ class Rank:
     def _restore(self) -> None:
         """Go on from the newest checkpoint, where the options ask for it: from its place in the data, and its seed
         unless one is given."""
-        if self.checkpointer is None or not self.options.resume:
+        if self.checkpointer is None or self.options.checkpoint is None:
             return
         self.task = "restore"
+        if not self.options.resume:
+            check_unused(self.options.checkpoint)
+            return
         saved = self.checkpointer.restore()
         if saved is None:
             return

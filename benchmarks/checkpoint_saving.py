@@ -1,0 +1,78 @@
+"""What a save costs the steps, and what it costs the thread beside them: one rank, AdamW, no network.
+
+Processor seconds, since other work on the machine changes the clock's.
+
+    python benchmarks/checkpoint_saving.py --mebibytes 192
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopipe.backends.torch.runtime.checkpointing.checkpointer import Checkpointer
+from autopipe.backends.torch.runtime.checkpointing.host_copies import HostCopies
+from autopipe.backends.torch.runtime.checkpointing.training_state import TrainingState
+from autopipe.backends.torch.runtime.data import Position
+from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry, Storage
+from autopipe.backends.torch.runtime.meeting import Meeting
+from autopipe.backends.torch.runtime.optimizers import make_optimizer
+from autopipe.backends.torch.runtime.pulse import Pulse
+
+SIDE = 1024
+ADAMW = {"name": "adamw", "lr": 0.1, "momentum": 0.0, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
+STATES = 3
+"""A parameter and two states, in float32."""
+
+
+def checkpointer(folder: Path, mebibytes: int) -> Checkpointer:
+    """One rank's, of a state of that size after a step."""
+    count = mebibytes * 2**20 // (SIDE * SIDE * 4 * STATES)
+    entries = tuple(ParameterEntry(f"w{each}", "float32", (SIDE, SIDE), True, Storage("draw")) for each in range(count))
+    shards = tuple(ShardEntry(each, (0, 0), (SIDE, SIDE), (0,)) for each in range(count))
+    form: dict[str, Any] = dict.fromkeys(Manifest.__dataclass_fields__, ())
+    form |= {"model": Path("m.onnx"), "model_digest": "", "plan": "", "world_size": 1, "optimizer": ADAMW}
+    manifest = Manifest(**form | {"parameters": entries, "shards": (shards,)})
+    parameters = {each: torch.randn(SIDE, SIDE, requires_grad=True) for each in range(count)}
+    optimizer = make_optimizer(ADAMW, list(parameters.values()))
+    assert optimizer is not None
+    for parameter in parameters.values():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    cpu = torch.device("cpu")
+    state = TrainingState(manifest, 0, parameters, optimizer, cpu)
+    return Checkpointer(folder, manifest, state, Meeting(0, 1, 60.0, Pulse()), HostCopies(cpu), Pulse())
+
+
+def main() -> None:
+    """Save and restore, and print what it took."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mebibytes", type=int, default=192)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        saved = checkpointer(Path(folder), arguments.mebibytes)
+        held, beside = [], []
+        for round_ in range(1 + arguments.rounds):  # The first one allocates the copies.
+            before, thread = time.process_time(), time.thread_time()
+            saved.save(Position(round_ + 1, round_ + 1), 0)
+            held.append(time.thread_time() - thread)
+            saved.wait()
+            beside.append(time.process_time() - before - held[-1])
+        before = time.process_time()
+        saved.restore()
+        restored = time.process_time() - before
+        saved.close()
+    print(f"{arguments.mebibytes} MiB, processor seconds, medians of {arguments.rounds} saves after the first:")
+    print(f"on the steps' thread {statistics.median(held[1:]):.3f} (first {held[0]:.3f})")
+    print(f"beside it {statistics.median(beside[1:]):.3f}; restoring {restored:.3f}")
+
+
+if __name__ == "__main__":
+    main()
