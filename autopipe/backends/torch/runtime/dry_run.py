@@ -57,7 +57,9 @@ class DryTransport(Transport):
     def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> Departure:
         """Count what would go."""
         self.sent[rank] += tensor.nbytes
-        return super().send(tensor, rank, channel, gradient)
+        departure = super().send(tensor, rank, channel, gradient)
+        departure.wait()  # It is gone at once.
+        return departure
 
     def receive(self, like: tuple[torch.dtype, tuple[int, ...]], rank: int, channel: int, gradient: bool) -> Arrival:
         """Zeros instead of what would come."""

@@ -30,7 +30,7 @@ class Departure:
     """A tensor that is being sent; it must not change or go away before it is gone."""
 
     work: dist.Work | None
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_gone(self) -> bool:
@@ -38,8 +38,9 @@ class Departure:
         return self.work is None or self.work.is_completed()
 
     def wait(self) -> None:
-        """Wait until it has been sent; several threads may."""
+        """Wait until it has been sent, and let it go; several threads may."""
         with self._lock:
             if self.work is not None:
                 self.work.wait()
                 self.work = None  # Gloo would wait a second time for ever.
+            self.tensor = None

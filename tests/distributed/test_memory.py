@@ -1,0 +1,45 @@
+"""The memory that a plan predicts is what its ranks take, and no rank keeps anything longer than it is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopipe.cli.main import main
+from autopipe.cli.plan_folder import open_prediction
+from autopipe.configs.zoo import build, configure
+from tests.distributed.allocations import peak_of_rank
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("memory") / "gpt.onnx"
+    settings = {"layers": "4", "hidden": "64", "heads": "4", "sequence": "64", "vocabulary": "256", "loss": "true"}
+    build(configure("gpt", settings)).save(path)
+    return path
+
+
+def planned(model: Path, schedule: str, micro_batches: int) -> Path:
+    """The plan of two stages, and its program."""
+    folder = model.parent / f"{schedule}_{micro_batches}"
+    words = ["plan", model, "--gpus", 2, "--cluster", "cpu-local", "--schedule", schedule, "-o", folder, "-q"]
+    words += ["--batch-size", 2 * micro_batches, "--micro-batches", micro_batches]
+    words += ["--strategy", "pipedream", "--set", "strategy.replicate=false"]
+    assert main([str(word) for word in words]) == 0
+    assert main(["codegen", str(folder), "-q"]) == 0
+    return folder
+
+
+def test_the_peak_is_as_predicted(model: Path) -> None:
+    folder = planned(model, "1f1b", 6)
+    _, timeline = open_prediction(folder)
+    for rank, predicted in enumerate(timeline.peak_memory):
+        assert 0.9 <= peak_of_rank(folder / "program", rank) / predicted <= 1.05
+
+
+def test_more_micro_batches_take_no_more_memory(model: Path) -> None:
+    few, many = (peak_of_rank(planned(model, "1f1b", count) / "program", 0) for count in (6, 18))
+    assert abs(many / few - 1) < 0.01
