@@ -77,7 +77,10 @@ class Search:
         stage, bound = self._divided(coarse, windows, limit, group, start)
         if line is not None and self.flow.crossing(stage) >= line_bytes * (1 - _SAME):
             stage = self._evenest(limit, line, line_bytes)
-        return Found(stage, min(bound, self.flow.crossing(stage)), line_bytes, coarse.operators)
+        crossing = self.flow.crossing(stage)
+        # A line of single operators may cross less than any division of the groups, which then proves nothing of it.
+        bound = min(bound, crossing) if bound <= crossing * (1 + _SAME) else 0.0
+        return Found(stage, bound, line_bytes, coarse.operators)
 
     def _groups(self, limit: float, ceiling: float, is_line: bool) -> Places:
         """Groups that can be divided under the limit, as far as that is seen by their line."""
