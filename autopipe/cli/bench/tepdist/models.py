@@ -33,12 +33,15 @@ class Training:
     optimizer: Optimizer = SGD
     memory_limit: int | None = None
     """Bytes a device; its own memory where there is none."""
+    largest: int | None = None
+    """Samples of the largest micro-batch that a strategy may choose; those of a step where there is no limit."""
 
     @property
     def free(self) -> Problem:
         """The problem where a strategy chooses micro-batches, and stages recompute if memory asks for it."""
-        sizes = tuple(size for size in range(1, self.batch + 1) if self.batch % size == 0)
-        return self._problem(self.batch, "auto", sizes)
+        largest = self.largest or self.batch
+        sizes = tuple(size for size in range(1, largest + 1) if largest % size == 0)
+        return self._problem(largest, "auto", sizes)
 
     def given(self, micro_batch_size: int) -> Problem:
         """The problem on micro-batches of one size, without recomputation."""

@@ -13,6 +13,8 @@ from autopipe.cli.bench.tepdist.published import BEST_SHARE, PEAK_FLOPS, PICTURE
 from autopipe.cli.bench.zoo_graph import Settings
 
 _BATCH = 1024
+_MOST_A_DEVICE = 16
+"""Samples of a micro-batch: on one device memory holds no more of them, so that more would only take time."""
 
 _PART = "model extension"
 
@@ -27,7 +29,7 @@ class _Family:
 
     def training(self, devices: int) -> Training:
         settings: Settings = (("size", self.sizes[devices]), *self.common)
-        return Training(self.model, settings, devices, _BATCH, ADAM)
+        return Training(self.model, settings, devices, _BATCH, ADAM, largest=_MOST_A_DEVICE * devices)
 
 
 _FAMILIES = (
