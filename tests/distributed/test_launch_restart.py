@@ -56,7 +56,7 @@ def test_a_rank_that_hangs_is_started_again_from_the_last_checkpoint(tmp_path: P
     os.kill(rank_pids(process.pid)[1], signal.SIGSTOP)
     ended = finish(process)
     assert ended.code == 0, ended.stderr
-    assert re.search(r"rank 1 hangs in task 1[FB]\d for [567] s", ended.stderr), ended.stderr
+    assert re.search(r"rank 1 hangs in task 1[FB]\d for \d+ s", ended.stderr), ended.stderr
     assert "starting all ranks again" in ended.stderr
     assert [step["step"] for step in ended.result["steps"]] == list(range(STEPS))
 
