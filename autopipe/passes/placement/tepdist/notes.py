@@ -27,7 +27,8 @@ def _said(tried: Sequence[Tried], best: Tried) -> str:
         return f"{_ms(fastest.step_s)} with {_micro_batches(fastest)}, {fastest.step_s / best.step_s:.2f} times that"
     beaten = [each for each in tried if each.least_s]
     if beaten:
-        return f"{_ms(min(each.least_s for each in beaten))} at least"
+        why = ", left out as time was up" if any(each.late for each in beaten) else ""
+        return f"{_ms(min(each.least_s for each in beaten))} at least{why}"
     return str(next(each.refused for each in tried if each.refused)).partition("\n")[0]
 
 

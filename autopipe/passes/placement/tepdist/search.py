@@ -25,7 +25,9 @@ class Tried:
     """Seconds of a step; infinite where no placement was found."""
     placement: Placement | None = None
     least_s: float = 0.0
-    """Seconds that no step can be shorter than, where it was looked into no further because of them."""
+    """Seconds that no step can be shorter than, where it was looked into no further."""
+    late: bool = False
+    """Whether that was for want of time."""
     refused: AutopipeError | None = None
     """What speaks against it."""
 
@@ -89,19 +91,24 @@ class Outer:
     def _answer(self, mesh: Mesh, count: int) -> Tried:
         """The best placement, or why it is not worth looking for."""
         least = self.bounds.step_s(mesh, count)
-        if self._is_beaten(least):
-            return Tried(mesh, count, least_s=least)
+        late = self.best is not None and self.end is not None and time.monotonic() > self.end
+        if late or least >= self._known_s():
+            return Tried(mesh, count, least_s=least, late=late)
         sized = self.of(count)
-        best: Tried | None = None
-        for stages in self._divided(sized, mesh):
-            least = self.bounds.divided_s(mesh, count, stages)
-            if self._is_beaten(least):
-                best = best or Tried(mesh, count, least_s=least)
-                continue
-            for step_s, placement in sized.placements(mesh, stages, self._known_s()):
-                if best is None or step_s < best.step_s:
-                    best = Tried(mesh, count, step_s, placement)
-        return best or Tried(mesh, count, least_s=self._known_s())
+        found = [self._placed(sized, mesh, count, stages) for stages in self._divided(sized, mesh)]
+        return min(found, key=lambda each: (each.step_s, each.refused is not None))
+
+    def _placed(self, sized: Sized, mesh: Mesh, count: int, stages: Nodes) -> Tried:
+        """The best placement of stages as divided."""
+        least = self.bounds.divided_s(mesh, count, stages)
+        if least >= self._known_s():
+            return Tried(mesh, count, least_s=least)
+        try:
+            found = sized.placements(mesh, stages, self._known_s())
+        except InfeasibleError as error:
+            return Tried(mesh, count, refused=error)
+        step_s, placement = min(found, key=lambda each: each[0], default=(math.inf, None))
+        return Tried(mesh, count, step_s, placement, 0.0 if found else self._known_s())
 
     def _divided(self, sized: Sized, mesh: Mesh) -> Iterable[Nodes]:
         """The divisions that there are, each once. Raises the first one's reason where there is none."""
@@ -119,12 +126,6 @@ class Outer:
 
     def _known_s(self) -> float:
         return math.inf if self.best is None else self.best.step_s
-
-    def _is_beaten(self, least: float) -> bool:
-        """Whether something that takes so many seconds at least need not be looked at, or there is no time for it."""
-        if self.best is None:
-            return False
-        return least >= self.best.step_s or (self.end is not None and time.monotonic() > self.end)
 
     def of(self, count: int) -> Sized:
         """The problem in so many micro-batches. Raises ConfigurationError or ModelError where there is none."""

@@ -61,7 +61,7 @@ def zoo_problem(name: str, devices: Cluster, samples: int = 16) -> Problem:
 def test_it_makes_as_many_stages_as_it_is_told(stages: int) -> None:
     found = TePDist(stages=stages).run(open_problem())
     assert [len(stage.devices) for stage in found.stages] == [4 // stages] * stages
-    assert len(found.notes) == 1
+    assert found.notes[0].startswith(f"{stages} stage")
 
 
 def test_what_is_chosen_is_no_slower_than_any_number_of_stages() -> None:
@@ -72,8 +72,19 @@ def test_what_is_chosen_is_no_slower_than_any_number_of_stages() -> None:
 
 def test_notes_have_a_line_for_each_factorisation_the_best_first() -> None:
     notes = TePDist().run(open_problem(8)).notes
-    assert len(notes) == 4
+    assert [note.partition(" stage")[0] for note in sorted(notes[:4])] == ["1", "2", "4", "8"]
     assert "the best of" in notes[0]
+
+
+def test_a_time_that_is_up_ends_the_search_with_what_there_is() -> None:
+    found = TePDist().run(open_problem(8, time_limit=1e-9))
+    assert [note.endswith("left out as time was up") for note in found.notes[:4]] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("stages", [None, 2])
+def test_inference(stages: int | None) -> None:
+    found = TePDist(stages=stages).run(open_problem(mode=Mode.INFER, loss=None))
+    assert stages is None or len(found.stages) == stages
 
 
 def test_equal_requests_have_equal_answers() -> None:
