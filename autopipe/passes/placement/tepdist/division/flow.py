@@ -19,6 +19,8 @@ Floats = NDArray[np.float64]
 Places = NDArray[np.int64]
 """One entry an operator, or a list of operators, which are counted in a topological order."""
 
+Bits = NDArray[np.uint8]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flow:
@@ -82,6 +84,18 @@ def make_flow(work: Floats, values: list[tuple[int, float, list[int]]]) -> Flow:
         np.concatenate(([0], np.cumsum([len(readers) for _, readers in kept]))).astype(np.int64),
         np.array([reader for _, readers in kept for reader in readers], dtype=np.int64),
     )
+
+
+def ancestors(flow: Flow) -> Bits:
+    """At [v, u // 8], as bit u % 8 from the left, whether operator v depends on operator u, or is it."""
+    found = np.zeros((flow.operators, -(-flow.operators // 8)), dtype=np.uint8)
+    each = np.arange(flow.operators)
+    found[each, each >> 3] = 0x80 >> (each & 7)
+    _, sources, readers = flow.edges()
+    order = np.argsort(readers, kind="stable")
+    for source, reader in zip(sources[order].tolist(), readers[order].tolist(), strict=True):
+        found[reader] |= found[source]
+    return found
 
 
 def flow_of(problem: Problem) -> tuple[Flow, Places]:

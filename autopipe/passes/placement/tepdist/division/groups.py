@@ -11,7 +11,7 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.passes.placement.tepdist.division.flow import Flow, Places, make_flow
+from autopipe.passes.placement.tepdist.division.flow import Bits, Flow, Places, ancestors, make_flow
 from autopipe.passes.placement.tepdist.division.windows import Windows
 
 Bools = NDArray[np.bool_]
@@ -63,7 +63,7 @@ def _neighbours(flow: Flow, cheap: float) -> Places:
     return into
 
 
-def _earlier(flow: Flow, before: Bools, operator: int, reads: list[int], gives: list[int]) -> int | None:
+def _earlier(flow: Flow, before: Bits, operator: int, reads: list[int], gives: list[int]) -> int | None:
     """The operator that `operator` may follow into an earlier stage: the last it reads, with all it shares behind it.
 
     What it gives then crosses in place of what the other gives it, which is no less; nobody else needs in the later
@@ -74,13 +74,13 @@ def _earlier(flow: Flow, before: Bools, operator: int, reads: list[int], gives: 
     last = max(int(flow.source[value]) for value in reads)
     for value in reads:
         others = [int(flow.source[value]), *_readers(flow, value)]
-        if any(other not in (last, operator) and not before[last, other] for other in others):
+        if any(other not in (last, operator) and not _depends(before, last, other) for other in others):
             return None
     saved = sum(flow.size[value] for value in reads if flow.source[value] == last)
     return last if sum(flow.size[value] for value in gives) <= saved else None
 
 
-def _later(flow: Flow, before: Bools, operator: int, reads: list[int], gives: list[int]) -> int | None:
+def _later(flow: Flow, before: Bits, operator: int, reads: list[int], gives: list[int]) -> int | None:
     """The operator that `operator` may wait for: its first reader, of which all other readers come after.
 
     What it reads then crosses in place of what it gives, which is no less.
@@ -88,7 +88,7 @@ def _later(flow: Flow, before: Bools, operator: int, reads: list[int], gives: li
     if not gives:
         return None
     readers = sorted({reader for value in gives for reader in _readers(flow, value)})
-    if any(not before[reader, readers[0]] for reader in readers[1:]):
+    if any(not _depends(before, reader, readers[0]) for reader in readers[1:]):
         return None
     saved = sum(flow.size[value] for value in gives if readers[0] in _readers(flow, value))
     return readers[0] if sum(flow.size[value] for value in reads) <= saved else None
@@ -99,14 +99,8 @@ def _readers(flow: Flow, value: int) -> list[int]:
     return found
 
 
-def ancestors(flow: Flow) -> Bools:
-    """At [v, u] whether operator v depends on operator u, or is it."""
-    found = np.eye(flow.operators, dtype=bool)
-    _, sources, readers = flow.edges()
-    order = np.argsort(readers, kind="stable")
-    for source, reader in zip(sources[order].tolist(), readers[order].tolist(), strict=True):
-        found[reader] |= found[source]
-    return found
+def _depends(before: Bits, operator: int, other: int) -> bool:
+    return bool(before[operator, other >> 3] & 0x80 >> (other & 7))
 
 
 def _joined(flow: Flow, one: Places, other: Places, together: Bools) -> Places:

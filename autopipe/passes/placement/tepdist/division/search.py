@@ -76,7 +76,7 @@ class Search:
         coarse, windows = coarsened(self.flow, group), self.windows.of_groups(group)
         stage, bound = self._divided(coarse, windows, limit, group, start)
         if line is not None and self.flow.crossing(stage) >= line_bytes * (1 - _SAME):
-            stage = self._evenest(limit, line, line_bytes)
+            stage = self._evenest(limit, line, coarse, group)
         crossing = self.flow.crossing(stage)
         # A line of single operators may cross less than any division of the groups, which then proves nothing of it.
         bound = min(bound, crossing) if bound <= crossing * (1 + _SAME) else 0.0
@@ -165,14 +165,16 @@ class Search:
         answer = solve(model, (self.end - time.monotonic()) / 2, solver=self.solver, nodes=_NODES)
         return program.stage(answer.values) if answer.found else None, answer.proven
 
-    def _evenest(self, limit: float, line: Places, line_bytes: float) -> Places:
-        """Of the lines that cross no more than the best, one whose largest stage is about smallest."""
-        low = least_limit(self.flow, self.stages, self.windows.first, self.windows.last)
+    def _evenest(self, limit: float, line: Places, coarse: Flow, group: Places) -> Places:
+        """Of the lines that cross no more than the best, one of groups whose largest stage is about smallest."""
+        windows = self.windows.of_groups(group)
+        low, most = least_limit(coarse, self.stages, windows.first, windows.last), self.flow.crossing(line)
+        limit = min(limit, float(self.flow.loads(line, self.stages).max()))
         while limit - low > 0.005 * limit:
             middle = (low + limit) / 2
-            found = best_line(self.flow, self.stages, middle, self.windows.first, self.windows.last)
-            if found is not None and self.flow.crossing(found) <= line_bytes * (1 + _SAME):
-                line, limit = found, middle
+            found = best_line(coarse, self.stages, middle, windows.first, windows.last)
+            if found is not None and coarse.crossing(found) <= most * (1 + _SAME):
+                line, limit = found[group], float(coarse.loads(found, self.stages).max())
             else:
                 low = middle
         return line

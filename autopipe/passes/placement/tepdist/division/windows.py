@@ -9,9 +9,11 @@ import numpy as np
 
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
-from autopipe.passes.placement.tepdist.division.flow import Floats, Flow, Places
+from autopipe.passes.placement.tepdist.division.flow import Floats, Flow, Places, ancestors
 
 _ROUNDING = 1e-9
+_ROWS = 1024
+"""Of a table of bits, unpacked at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,23 +80,10 @@ def windows_of(graph: Graph, flow: Flow, nodes: Places, stages: int, settled: Ma
 
 def depending(flow: Flow) -> tuple[Floats, Floats]:
     """The work of each operator with all it depends on, and with all that depends on it."""
-    _, sources, readers = flow.edges()
-    order = np.argsort(readers, kind="stable")
-    before = _reached(flow, sources[order], readers[order])
-    order = np.argsort(-sources, kind="stable")
-    return before, _reached(flow, readers[order], sources[order])
-
-
-def _reached(flow: Flow, sources: Places, targets: Places) -> Floats:
-    """The work of each operator with all that paths to it begin at; edges come in the order in which they lead."""
-    bits = np.zeros((flow.operators, -(-flow.operators // 8)), dtype=np.uint8)
-    each = np.arange(flow.operators)
-    bits[each, each >> 3] = 0x80 >> (each & 7)
-    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-        bits[target] |= bits[source]
-    found = np.empty(flow.operators)
-    for start in range(0, flow.operators, 1024):
-        found[start : start + 1024] = (
-            np.unpackbits(bits[start : start + 1024], axis=1, count=flow.operators) @ flow.work
-        )
-    return found
+    before = ancestors(flow)
+    upstream, downstream = np.empty(flow.operators), np.zeros(flow.operators)
+    for start in range(0, flow.operators, _ROWS):
+        rows = np.unpackbits(before[start : start + _ROWS], axis=1, count=flow.operators)
+        upstream[start : start + _ROWS] = rows @ flow.work
+        downstream += flow.work[start : start + _ROWS] @ rows
+    return upstream, downstream
