@@ -16,6 +16,8 @@ from autopipe.passes.solvers.min_sum.ordering import neighbours
 
 MOST_WIDE = 6
 """Wide variables at most."""
+SMALL = 10
+"""Variables of a segment for which nothing needs to be wide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Cut:
 
 
 def cut(model: MinSum, rank: Array) -> Cut:
-    """The cut with the smallest segments; of equal ones that with fewest wide variables.
+    """The cut with small segments; of such the one with fewest wide variables.
 
     Edges lead from lower to higher `rank`. Wide can be those whose neighbours are farthest apart.
     """
@@ -54,8 +56,8 @@ def cut(model: MinSum, rank: Array) -> Cut:
 
 
 def _largest(found: Cut) -> int:
-    """Variables of the largest segment."""
-    return max((len(segment.inner) for segment in found.segments), default=0)
+    """Variables of the largest segment, or as many as are no trouble."""
+    return max(SMALL, *(len(segment.inner) for segment in found.segments), 0)
 
 
 def _cut(model: MinSum, rank: Array, around: list[set[int]], wide: tuple[int, ...]) -> Cut:

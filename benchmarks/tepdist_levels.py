@@ -1,0 +1,133 @@
+"""TePDist's levels of the search for splits against the exact search.
+
+    python benchmarks/tepdist_levels.py zoo --write docs/tepdist-levels.md
+    python benchmarks/tepdist_levels.py gpt3 --devices 8 16 64 --write docs/tepdist-levels.md
+
+`zoo`: every model of the zoo at its default size. `gpt3`: GPT-3 175B, 96 layers, nothing fused, its norms, activations
+and softmaxes in the operators that ONNX defines them by: over ten thousand in the file. Seconds are the processor's,
+those of the tables apart; memory is no limit. `--write` puts the table under the heading of its name in that page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+import onnx
+import onnx.inliner
+
+from autopipe.configs.cluster_file import build_cluster
+from autopipe.configs.presets import cluster_preset
+from autopipe.configs.zoo import MODELS, build, configure
+from autopipe.ir.problem import Mode, Problem
+from autopipe.passes.cost.work import annotate
+from autopipe.passes.frontend import read, read_model
+from autopipe.passes.frontend.model import Model
+from autopipe.passes.placement.tepdist.level_o2 import O2
+from autopipe.passes.placement.tepdist.level_o3 import O3
+from autopipe.passes.solvers.min_sum import Answer
+from autopipe.passes.spmd.search.exact import Exact
+from autopipe.passes.spmd.search.fitting import Solver
+from autopipe.passes.spmd.search.ground import Terms
+from autopipe.passes.spmd.search.tables import Tables, make_tables
+
+BATCH = 64
+SPELLED_OUT = [("", "LayerNormalization"), ("", "Gelu"), ("", "Softmax")]
+COLUMNS = (
+    "model",
+    "devices",
+    "operators",
+    "tables s",
+    "exact s",
+    "O2 s",
+    "O3 s",
+    "exact ms",
+    "O2 loss",
+    "O3 loss",
+    "O2 gap",
+    "O3 gap",
+)
+
+
+def zoo_model(name: str) -> Model:
+    """A model of the zoo at its default size."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        build(configure(name, {"loss": True, "weights": "none"})).save(path)
+        return read_model(path, batch=BATCH)
+
+
+def gpt3() -> Model:
+    """GPT-3 175B, spelled out and not fused."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        build(configure("gpt", {"size": "175b", "loss": True, "weights": "none"})).save(path)
+        whole = onnx.load(path, load_external_data=False)
+        inlined = onnx.inliner.inline_selected_functions(whole, SPELLED_OUT, inline_schema_functions=True)
+        onnx.save(inlined, path)
+        with patch.object(read, "fused", lambda graph: graph):
+            return read_model(path, batch=BATCH)
+
+
+def timed(make: Callable[[], Solver], tables: Tables) -> tuple[Answer, float]:
+    """An answer without a limit, and the processor's seconds."""
+    begin = time.process_time()
+    answer = make()(tables, None)
+    return answer, time.process_time() - begin
+
+
+def row(name: str, model: Model, devices: int, cluster: str) -> list[str]:
+    """One line of the table."""
+    links = build_cluster(cluster_preset(cluster), devices, None, None)
+    problem = Problem(model.graph, annotate(model.graph), links, BATCH, 1, Mode.TRAIN, model.loss)
+    begin = time.process_time()
+    nodes = range(len(model.graph.nodes))
+    tables = make_tables(problem, nodes, tuple(range(devices)), Terms(given=frozenset(model.graph.outputs)))
+    made = time.process_time() - begin
+    (exact, exact_s), (second, second_s), (third, third_s) = (
+        timed(make, tables) for make in (lambda: Exact(None), O2, O3)
+    )
+    seconds = [f"{each:.2f}" for each in (made, exact_s, second_s, third_s)]
+    losses = [f"{100 * max(0.0, each.cost / exact.cost - 1):.3f}%" for each in (second, third)]
+    gaps = [f"{100 * each.gap:.3f}%" for each in (second, third)]
+    return [name, str(devices), str(model.nodes_before), *seconds, f"{1e3 * exact.cost:.4g}", *losses, *gaps]
+
+
+def rows(part: str, devices: Sequence[int], cluster: str, only: Sequence[str]) -> Iterator[list[str]]:
+    """The lines of a part, one after the other."""
+    for name in sorted(MODELS) if part == "zoo" else ["gpt3-175b"]:
+        if not only or name in only:
+            model = zoo_model(name) if part == "zoo" else gpt3()
+            for count in devices:
+                yield row(name, model, count, cluster)
+
+
+def main() -> None:
+    """Print the table, and write it where that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["zoo", "gpt3"])
+    parser.add_argument("--devices", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--cluster", default="a100-80gb")
+    parser.add_argument("--only", nargs="*", default=[], help="models of the zoo")
+    parser.add_argument("--write", type=Path, help="a page with a heading of the part's name")
+    arguments = parser.parse_args()
+    import scipy.optimize  # noqa: F401  Loaded before anything is timed.
+
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    print("\n".join(lines), flush=True)
+    for each in rows(arguments.part, arguments.devices, arguments.cluster, arguments.only):
+        lines.append("| " + " | ".join(each) + " |")
+        print(lines[-1], flush=True)
+    if arguments.write:
+        page = arguments.write.read_text()
+        table = re.compile(rf"(?<=^## {arguments.part}$)(.*?)^\|.*?(?=^[^|]|\Z)", re.MULTILINE | re.DOTALL)
+        arguments.write.write_text(table.sub(lambda found: found[1] + "\n".join(lines) + "\n", page, count=1))
+
+
+if __name__ == "__main__":
+    main()

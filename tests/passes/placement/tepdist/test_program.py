@@ -1,0 +1,49 @@
+"""The integer program of a min-sum model: both solvers find what trying all choices finds, forbidden pairs included."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_layers import best_choice, layered
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.passes.placement.tepdist.narrowing import narrowed, promising
+from autopipe.passes.placement.tepdist.program import Programs
+from autopipe.passes.solvers.milp import SolverName
+from autopipe.passes.solvers.min_sum import MinSum
+from autopipe.passes.solvers.min_sum.model import merged
+
+
+@pytest.mark.parametrize("solver", ["highs", "cbc"])
+@settings(max_examples=10)
+@given(model=layered(memory=True), limit=st.integers(10, 60))
+def test_the_program_is_the_model(solver: SolverName, model: MinSum, limit: int) -> None:
+    simple, best = merged(model), best_choice(model, limit)
+    programs = Programs(solver)
+    if best == np.inf:
+        with pytest.raises(InfeasibleError):
+            programs.least(simple, limit=limit)
+        return
+    answer = programs.least(simple, limit=limit)
+    assert answer.cost == pytest.approx(best, rel=1e-9)
+    assert answer.memory <= limit
+    assert answer.bound <= answer.cost
+
+
+@settings(max_examples=15)
+@given(layered())
+def test_what_is_dropped_is_in_no_better_choice(model: MinSum) -> None:
+    simple, best = merged(model), best_choice(model)
+    if best == np.inf:
+        return
+    left = promising(simple, narrowed(simple), 4)
+    assert left.bound <= best * (1 + 1e-9) <= left.cost * (1 + 2e-9)
+    for variable, costs in enumerate(simple.costs):
+        assert left.choice[variable] in left.kept[variable]
+        for number in set(range(len(costs))) - set(left.kept[variable].tolist()):
+            others = [each[:] for each in simple.costs]
+            others[variable] = np.where(np.arange(len(costs)) == number, costs, np.inf)
+            with_it = best_choice(MinSum(tuple(others), simple.edges))
+            assert with_it >= min(left.cost, left.left_out) * (1 - 1e-9)

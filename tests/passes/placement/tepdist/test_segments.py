@@ -1,0 +1,114 @@
+"""Cones, critical nodes and segments: what parts a model, and what must not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from random_layers import best_choice, layered
+
+from autopipe.passes.placement.tepdist.cones import is_root
+from autopipe.passes.placement.tepdist.critical import ranks
+from autopipe.passes.placement.tepdist.equal_segments import EqualSegments
+from autopipe.passes.placement.tepdist.filling import fill_cones
+from autopipe.passes.placement.tepdist.segments import MOST_WIDE, cut
+from autopipe.passes.solvers.min_sum import Edge, MinSum, solve
+from autopipe.passes.solvers.min_sum.model import merged
+from autopipe.passes.solvers.min_sum.restriction import conditioned, everything, restricted
+from autopipe.passes.spmd.search.ground import Terms
+from autopipe.passes.spmd.search.tables import make_tables
+from tests.passes.placement.pase.paper.models import model_graph, problem_of
+
+MATRIX = np.array([[0.0, 3.0], [2.0, 0.0]])
+
+
+def joined(count: int, *ends: tuple[int, int], heavy: tuple[int, ...] = ()) -> MinSum:
+    """A model of two configurations a variable; `heavy` ones take a hundred times as long."""
+    costs = [np.array([100.0, 101.0]) if variable in heavy else np.array([1.0, 1.0]) for variable in range(count)]
+    return MinSum(tuple(costs), tuple(Edge(*each, MATRIX) for each in ends))
+
+
+def test_roots_have_several_users_none_several_operands_or_much_to_do() -> None:
+    #  0 -> 1 -> 2 -> 4 -> 5 -> 6, 2 -> 3 -> 5; 4 is heavy.
+    model = joined(7, (0, 1), (1, 2), (2, 3), (2, 4), (3, 5), (4, 5), (5, 6), heavy=(4,))
+    assert np.flatnonzero(is_root(model)).tolist() == [2, 4, 5, 6]
+
+
+@settings(max_examples=20)
+@given(layered())
+def test_filled_cones_cost_what_the_best_around_their_roots_does(model: MinSum) -> None:
+    cones = fill_cones(model)
+    best = best_choice(model)
+    assert best_choice(cones.model) == best
+    if best < np.inf:
+        found = cones.expanded(solve(cones.model).choice)
+        assert model.cost_of(found) == pytest.approx(best)
+
+
+@settings(max_examples=15)
+@given(layered(memory=True))
+def test_filled_cones_tell_cost_and_memory_of_their_filling(model: MinSum) -> None:
+    cones = fill_cones(model, rate=3.0)
+    for choice in np.ndindex(*(len(costs) for costs in cones.model.costs)):
+        whole = cones.expanded(choice)
+        assert cones.model.cost_of(choice) == pytest.approx(model.cost_of(whole))
+        if np.isfinite(model.cost_of(whole)):
+            assert cones.model.memory_of(choice) == model.memory_of(whole)
+
+
+def test_a_residual_leads_past_what_is_between() -> None:
+    # 0 -> 1 -> 2 -> 3 -> 4 with 0 -> 2 beside it: 1 parts nothing.
+    model = joined(5, (0, 1), (1, 2), (0, 2), (2, 3), (3, 4), heavy=(1,))
+    found = cut(model, ranks(model))
+    assert found.critical == (0, 2, 3, 4)
+    assert {(segment.ends, segment.inner) for segment in found.segments} == {
+        ((0, 1), ()),
+        ((0, 1), (1,)),
+        ((1, 2), ()),
+        ((2, 3), ()),
+    }
+
+
+def test_what_every_layer_reads_is_set_apart() -> None:
+    layers = [(each, each + 1) for each in range(19)]
+    model = joined(21, *layers, *((20, each) for each in range(1, 20)))
+    found = cut(model, ranks(model))
+    assert found.wide == (20,)
+    assert found.critical == tuple(range(20))
+
+
+@settings(max_examples=60)
+@given(layered())
+def test_no_edge_leads_past_a_critical_node(model: MinSum) -> None:
+    simple = merged(model)
+    found = cut(simple, ranks(model))
+    place = {variable: number for number, variable in enumerate(found.critical)}
+    inside = {variable: segment for segment in found.segments for variable in segment.inner}
+    assert sorted([*found.wide, *found.critical, *inside]) == list(range(len(model.costs)))
+    assert len(found.wide) <= MOST_WIDE
+    for edge in simple.edges:
+        ends = {edge.source, edge.target} - set(found.wide)
+        segments = {id(inside[variable]) for variable in ends if variable in inside}
+        assert len(segments) <= 1
+        places = {place[variable] for variable in ends if variable in place}
+        assert max(places, default=0) - min(places, default=0) <= 1
+        for variable in ends & inside.keys():
+            assert places <= set(inside[variable].ends)
+
+
+def test_equal_layers_are_solved_once() -> None:
+    """GPT-3 125M has 12 layers and 1.3B has 24: as many segments that differ."""
+    different = []
+    for size in ("125m", "1.3b"):
+        graph = model_graph("gpt", 8, size)
+        terms = Terms(given=frozenset({"loss"}))
+        tables = make_tables(problem_of(graph, 4), range(len(graph.nodes)), tuple(range(4)), terms)
+        cones = fill_cones(tables.model)
+        parts = cut(cones.model, ranks(tables.model)[list(cones.roots)])
+        kept = everything(cones.model)
+        for variable in parts.wide:
+            kept[variable] = np.array([0])
+        equal = EqualSegments()
+        assert len(equal.pairs(conditioned(restricted(cones.model, kept)), parts)) > 30
+        different.append(len(equal.known))
+    assert different[0] == different[1] < 15
