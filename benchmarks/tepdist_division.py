@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 import resource
 import tempfile
 import time
@@ -68,10 +69,10 @@ def rows(name: str, unbalance: float, time_limit: float) -> Iterator[tuple[objec
             found = divide(problem, stages, allowed, time_limit=time_limit)
         except InfeasibleError as error:
             print(f"{name}, {stages} stages: {error}")
-            allowed = float(
-                str(error).split("found is " if "found is " in str(error) else "unbalance is ")[1].split("%")[0]
-            )
-            allowed /= 100
+            told = re.search(r"smallest unbalance.* is ([\d.]+)%", str(error))
+            if told is None:
+                continue
+            allowed = float(told[1]) / 100
             processor, wall = processor_seconds(), time.monotonic()
             found = divide(problem, stages, allowed, time_limit=time_limit)
         seconds, elapsed = processor_seconds() - processor, time.monotonic() - wall
@@ -81,7 +82,16 @@ def rows(name: str, unbalance: float, time_limit: float) -> Iterator[tuple[objec
             *(f"{each:.0f}" for each in (found.crossing_bytes, found.line_bytes)),
         )
         bound = f"{found.bound:.0f}" if found.bound else ""
-        yield name, len(problem.graph.nodes), found.groups, stages, allowed, *figures, bound, f"{found.unbalance:.3f}"
+        yield (
+            name,
+            len(problem.graph.nodes),
+            found.groups,
+            stages,
+            f"{allowed:.3f}",
+            *figures,
+            bound,
+            f"{found.unbalance:.3f}",
+        )
 
 
 def main() -> None:
