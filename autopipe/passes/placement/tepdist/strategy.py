@@ -54,7 +54,9 @@ class TePDist:
         if self.unbalance < 0:
             raise ConfigurationError(f"unbalance is {self.unbalance}", hint="it is a share from 0", where="strategy")
         size = problem.cluster.size
-        if self.stages is not None and (self.stages < 1 or size % self.stages):
+        # Groups of devices that constraints ask for need not be equal.
+        asked = any(constraint.devices for constraint in problem.constraints)
+        if self.stages is not None and (self.stages < 1 or (size % self.stages and not asked)):
             raise ConfigurationError(
                 f"stages is {self.stages}, and {size} devices cannot be shared equally by so many",
                 hint=f"one of {', '.join(str(count) for count in range(1, size + 1) if size % count == 0)}",

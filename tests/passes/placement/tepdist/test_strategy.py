@@ -114,6 +114,10 @@ def test_constraints_on_stages_devices_and_splits_are_kept() -> None:
 
 def test_unequal_groups_of_devices_that_constraints_ask_for() -> None:
     asked = Constraint("matmul0", devices=(0,)), Constraint("matmul6", devices=(1, 2, 3))
+    given = open_problem(3, constraints=(asked[0], replace(asked[1], devices=(1, 2))))
+    strategy = TePDist(stages=2)
+    strategy.requires(given)
+    assert [stage.devices for stage in strategy.run(given).stages] == [(0,), (1, 2)]
     assert [stage.devices for stage in TePDist().run(open_problem(constraints=asked)).stages] == [(0,), (1, 2, 3)]
 
 
