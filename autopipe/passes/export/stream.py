@@ -9,9 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Final
 
+from autopipe.ir.graph import Value
 from autopipe.passes.export.numbers import Numbers
 from autopipe.passes.frontend.elements import NUMBERS
-from autopipe.passes.frontend.wire import GRAPH_INITIALIZER, MODEL_GRAPH, TENSOR_RAW, header
+from autopipe.passes.frontend.wire import (
+    ATTRIBUTE_TENSOR,
+    GRAPH_INITIALIZER,
+    GRAPH_NODE,
+    MODEL_GRAPH,
+    NODE_ATTRIBUTE,
+    TENSOR_RAW,
+    framed,
+    header,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -36,46 +46,74 @@ def write_model(
     file: IO[bytes],
     model: onnx.ModelProto,
     tensors: Sequence[Numbers],
+    constants: Mapping[str, onnx.NodeProto],
     data: str,
     places: Mapping[str, int],
     progress: Progress,
 ) -> None:
-    """Write the model with these initializers besides its own; those that have `places` lie there in the file `data`.
+    """Write the model with these tensors besides its own; those that have `places` lie there in the file `data`.
 
-    `model` loses its graph.
+    A tensor is the value of the node that `constants` has for it, else an initializer. `model` loses its graph.
     """
     graph = model.graph.SerializeToString()
     model.ClearField("graph")
-    heads = [_head(each, data, places.get(each.value.name)) for each in tensors]
-    sizes = [
-        len(head) + (0 if each.value.name in places else each.value.bytes)
-        for head, each in zip(heads, tensors, strict=True)
+    nodes = [(_node_head(constants[each.value.name], each), each) for each in tensors if each.value.name in constants]
+    initializers = [
+        (_initializer_head(each, data, places.get(each.value.name)), each)
+        for each in tensors
+        if each.value.name not in constants
     ]
-    headers = [header(GRAPH_INITIALIZER, size) for size in sizes]
-    file.write(model.SerializeToString())
-    file.write(header(MODEL_GRAPH, len(graph) + sum(map(len, headers)) + sum(sizes)))
+    streamed = sum(each.value.bytes for each in tensors if each.value.name not in places)
+    size = len(graph) + sum(len(head) for head, _ in (*nodes, *initializers)) + streamed
+    file.write(model.SerializeToString() + header(MODEL_GRAPH, size))
+    for head, each in nodes:  # Before all others: these read nothing.
+        file.write(head)
+        _write(file, each, progress)
     file.write(graph)
-    for before, head, each in zip(headers, heads, tensors, strict=True):
-        file.write(before)
+    for head, each in initializers:
         file.write(head)
         if each.value.name not in places:
             _write(file, each, progress)
 
 
-def _head(numbers: Numbers, data: str, place: int | None) -> bytes:
-    """A tensor's message up to its numbers, or all of it where they lie in the file `data`."""
+def _initializer_head(numbers: Numbers, data: str, place: int | None) -> bytes:
+    """An initializer up to its numbers, or all of it where they lie in the file `data`."""
     import onnx
 
     value = numbers.value
-    tensor = onnx.TensorProto(name=value.name, data_type=NUMBERS[value.dtype], dims=value.shape)
     if place is None:
-        head: bytes = tensor.SerializeToString()
-        return head + header(TENSOR_RAW, value.bytes)
+        head = _tensor_head(value)
+        return header(GRAPH_INITIALIZER, len(head) + value.bytes) + head
+    tensor = onnx.TensorProto(name=value.name, data_type=NUMBERS[value.dtype], dims=value.shape)
     tensor.data_location = onnx.TensorProto.EXTERNAL
     for key, entry in (("location", data), ("offset", place), ("length", value.bytes)):
         tensor.external_data.add(key=key, value=str(entry))
-    whole: bytes = tensor.SerializeToString()
-    return whole
+    return framed(GRAPH_INITIALIZER, tensor.SerializeToString())
+
+
+def _node_head(node: onnx.NodeProto, numbers: Numbers) -> bytes:
+    """A Constant node up to its numbers."""
+    import onnx
+
+    size = numbers.value.bytes
+    tensor = _tensor_head(numbers.value)
+    attribute = onnx.AttributeProto(name="value", type=onnx.AttributeProto.TENSOR).SerializeToString()
+    attribute += header(ATTRIBUTE_TENSOR, len(tensor) + size) + tensor
+    bare = onnx.NodeProto()
+    bare.CopyFrom(node)
+    del bare.attribute[:]
+    head: bytes = bare.SerializeToString()
+    head += header(NODE_ATTRIBUTE, len(attribute) + size) + attribute
+    return header(GRAPH_NODE, len(head) + size) + head
+
+
+def _tensor_head(value: Value) -> bytes:
+    import onnx
+
+    head: bytes = onnx.TensorProto(
+        name=value.name, data_type=NUMBERS[value.dtype], dims=value.shape
+    ).SerializeToString()
+    return head + header(TENSOR_RAW, value.bytes)
 
 
 def _write(file: IO[bytes], numbers: Numbers, progress: Progress) -> None:

@@ -50,10 +50,10 @@ def write_trained(
 ) -> Written:
     """Write the file `model` with the numbers of the parameters `trained`, by name, to `target`.
 
-    Its nodes stay as they are, but for constants that were trained: they become initializers. Tensors of more than
-    `inline_limit` bytes in all lie in `target`.data. Files appear whole or not at all, `target` last. `progress` is
-    told the bytes of every piece. Raises ModelError for a parameter that no tensor of the file is, ConfigurationError
-    where a file cannot be written or would take the place of the model's own.
+    Its nodes stay as they are, but for a ConstantOfShape that was trained: it becomes an initializer. Where tensors
+    have more than `inline_limit` bytes in all, initializers lie in `target`.data. Files appear whole or not at all,
+    `target` last. `progress` is told the bytes of every piece. Raises ModelError for a parameter that no tensor of the
+    file is, ConfigurationError where a file cannot be written or would take the place of the model's own.
     """
     import onnx
 
@@ -66,11 +66,12 @@ def write_trained(
         raise located(error, model) from error
     names = {each.value.name for each in numbers}
     tensors = (*numbers, *kept_tensors(proto.graph, source, names))
-    _take_out(proto, {each.value.name for each in tensors})
+    constants = _take_out(proto, {each.value.name for each in tensors})
     if lacking:
         proto.ir_version = max(proto.ir_version, FREE_INITIALIZERS)
     size = sum(each.value.bytes for each in tensors)
-    beside = [each for each in tensors if size > inline_limit and each.value.bytes >= SMALL]
+    movable = (each for each in tensors if each.value.name not in constants and each.value.bytes >= SMALL)
+    beside = list(movable) if size > inline_limit else []
     data = target.with_name(target.name + ".data")
     files = (target, data) if beside else (target,)
     _check_places(source, files)
@@ -78,24 +79,28 @@ def write_trained(
         with ExitStack() as stack:
             opened_files = {path: stack.enter_context(replacing(path)) for path in files}
             places = write_beside(opened_files[data], beside, progress) if beside else {}
-            write_model(opened_files[target], proto, tensors, data.name, places, progress)
+            write_model(opened_files[target], proto, tensors, constants, data.name, places, progress)
     except OSError as error:
         raise ConfigurationError(f"cannot write {target}: {error.strerror}", hint="choose another place") from error
     return Written(files, len(numbers) - len(lacking), len(lacking), size)
 
 
-def _take_out(proto: onnx.ModelProto, names: set[str]) -> None:
-    """Remove what says these tensors in the file: initializers, constants in nodes, and types."""
+def _take_out(proto: onnx.ModelProto, names: set[str]) -> dict[str, onnx.NodeProto]:
+    """Remove what says these tensors in the file: initializers, types, and nodes. Those of constants are returned."""
     graph = proto.graph
     for entries in (graph.initializer, graph.value_info):
-        kept = [each for each in entries if each.name not in names]
+        others = [each for each in entries if each.name not in names]
         del entries[:]
-        entries.extend(kept)
-    nodes = [node for node in graph.node if node.op_type not in FIXED or node.output[0] not in names]
-    if len(nodes) < len(graph.node):
-        del graph.node[:]
-        graph.node.extend(nodes)
+        entries.extend(others)
+    kept, taken = [], []
+    for node in graph.node:
+        (taken if node.op_type in FIXED and node.output[0] in names else kept).append(node)
+    constants = {node.output[0]: node for node in taken if node.op_type == "Constant"}
+    if len(constants) < len(taken):
         proto.ir_version = max(proto.ir_version, FREE_INITIALIZERS)
+    del graph.node[:]
+    graph.node.extend(kept)
+    return constants
 
 
 def _check_places(source: Source, files: tuple[Path, ...]) -> None:
