@@ -92,7 +92,8 @@ def _take_out(proto: onnx.ModelProto, names: set[str]) -> dict[str, onnx.NodePro
         others = [each for each in entries if each.name not in names]
         del entries[:]
         entries.extend(others)
-    kept, taken = [], []
+    kept: list[onnx.NodeProto] = []
+    taken: list[onnx.NodeProto] = []
     for node in graph.node:
         (taken if node.op_type in FIXED and node.output[0] in names else kept).append(node)
     constants = {node.output[0]: node for node in taken if node.op_type == "Constant"}
