@@ -1,0 +1,66 @@
+"""Peak memory that plans predict against what their ranks allocate: two stages on two ranks, run dry on the CPU.
+
+OMP_NUM_THREADS=1 python benchmarks/memory.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from autopipe.cli.main import main as autopipe
+from autopipe.cli.plan_folder import open_prediction
+from tests.distributed.allocations import peak_of_rank
+
+MODELS = {
+    "gpt": ("layers=4", "hidden=128", "heads=4", "sequence=128", "vocabulary=512"),
+    "unet": ("width=8", "image=64"),
+}
+SCHEDULES = ("1f1b", "gpipe", "kfkb")
+BATCH = ("--batch-size", "16", "--micro-batches", "8")
+
+
+def call(*words: object) -> None:
+    """Run a command of autopipe's, without its words."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        if code := autopipe([str(word) for word in words]):
+            sys.exit(code)
+
+
+def rows(folder: Path) -> None:
+    """Print a line a rank: predicted and allocated bytes, and their ratio."""
+    for name, sizes in MODELS.items():
+        model = folder / f"{name}.onnx"
+        call("zoo", "build", name, "-o", model, *(word for size in (*sizes, "loss=true") for word in ("--set", size)))
+        for schedule in SCHEDULES:
+            plan = folder / f"{name}-{schedule}"
+            options = ("--set", "strategy.replicate=false", "--set", "optimizer.name=adamw", "--schedule", schedule)
+            call("plan", model, "--gpus", 2, "--cluster", "cpu-local", *BATCH, *options, "-o", plan)
+            call("codegen", plan)
+            _, timeline = open_prediction(plan)
+            for rank, predicted in enumerate(timeline.peak_memory):
+                # A process of its own, so that nothing of another rank is counted.
+                command = [sys.executable, __file__, "--program", str(plan / "program"), "--rank", str(rank)]
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                found = int(done.stdout.split()[-1])
+                ratio = found / predicted
+                print(f"{name} {schedule} rank {rank}: {predicted:,} predicted, {found:,} allocated, {ratio:.3f}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--program", type=Path)
+    parser.add_argument("--rank", type=int, default=0)
+    given = parser.parse_args()
+    if given.program is not None:
+        print(peak_of_rank(given.program, given.rank))
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            rows(Path(scratch))
