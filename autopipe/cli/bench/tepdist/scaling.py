@@ -14,7 +14,7 @@ from autopipe.cli.bench.zoo_graph import Settings
 
 _BATCH = 1024
 _MOST_A_DEVICE = 16
-"""Samples of a micro-batch: on one device memory holds no more of them, so that more would only take time."""
+"""Samples of a micro-batch: more than one device holds of GPT without recomputation."""
 
 _PART = "model extension"
 
@@ -40,11 +40,11 @@ _FAMILIES = (
     ),
     _Family("moe", {1: "380m", 2: "690m", 4: "1.3b", 8: "2.4b", 16: "10b"}, ()),
 )
-"""Sizes as in Alpa (OSDI 2022, table 5), against which the paper measures; its own are pictures."""
+"""Sizes grow as in Alpa (OSDI 2022), against which the paper measures; its own are pictures."""
 
 _NOTE = (
-    f"simulated: {MACHINE}; fp32, AdamW, {_BATCH} samples of 1024 tokens a step; sizes as Alpa's (OSDI 2022), since "
-    "the paper's are pictures; operations of forward and backward, recomputation not counted"
+    f"simulated: {MACHINE}; fp32, AdamW, {_BATCH} samples of 1024 tokens a step; sizes grow as Alpa's (OSDI 2022), "
+    "since the paper's are pictures; operations of forward and backward, recomputation not counted"
 )
 
 
