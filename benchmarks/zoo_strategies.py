@@ -1,0 +1,50 @@
+"""GraphPipe against PipeDream and Piper on every model of the zoo, small, in the simulator: samples a second.
+
+    python benchmarks/zoo_strategies.py
+    python benchmarks/zoo_strategies.py --only mt5 --as-graphs
+
+Others' placements run as sequential pipelines, or with `--as-graphs` like GraphPipe's, where a stage waits for what it
+reads alone. Training, on 4 and 8 V100 of Summit, 32 samples a step, micro-batches as each strategy chooses them.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from autopipe.cli.bench.graphpipe.models import problem_of
+from autopipe.cli.bench.graphpipe.planned import AS_PUBLISHED, answer_of
+from autopipe.cli.bench.graphpipe.steps import graph_step, sequential_step
+from autopipe.configs.zoo import MODELS
+
+DEVICES = (4, 8)
+SAMPLES = 32
+STRATEGIES = ("graphpipe", "pipedream", "pipedream" + AS_PUBLISHED, "piper")
+
+
+def throughput(strategy: str, model: str, devices: int, as_graph: bool) -> float | None:
+    """Samples a second of the strategy's answer; None where it has none."""
+    placement = answer_of(strategy, model, devices, SAMPLES, ()).placement
+    if placement is None:
+        return None
+    step = graph_step if as_graph or strategy == "graphpipe" else sequential_step
+    return step(problem_of(model, devices, SAMPLES, ()), placement).throughput
+
+
+def main() -> None:
+    """Print a row a model and number of devices."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", metavar="MODEL", choices=sorted(MODELS), help="repeatable")
+    parser.add_argument("--as-graphs", action="store_true")
+    arguments = parser.parse_args()
+    print(f"| model | devices | {' | '.join(STRATEGIES)} | gain |")
+    print(f"|{'---|' * (3 + len(STRATEGIES))}")
+    for model in arguments.only or sorted(MODELS):
+        for devices in DEVICES:
+            found = [throughput(each, model, devices, arguments.as_graphs) for each in STRATEGIES]
+            ours, best = found[0] or 0.0, max(each for each in found[1:] if each is not None)
+            cells = ("refused" if each is None else f"{each:,.0f}" for each in found)
+            print(f"| {model} | {devices} | {' | '.join(cells)} | {ours / best:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
