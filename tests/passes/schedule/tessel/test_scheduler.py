@@ -15,6 +15,7 @@ from autopipe.ir.serial.plan_file import read_plan, write_plan
 from autopipe.passes.pipeline import make_plan
 from autopipe.passes.placement.pipedream.strategy import PipeDream
 from autopipe.passes.request import Request
+from autopipe.passes.schedule.limits import lower_bound
 from autopipe.passes.schedule.named.gpipe import GPipe
 from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.simulate import simulate
@@ -64,6 +65,22 @@ def test_backwards_are_split_where_that_shortens_the_step(gpt):
         assert searched.schedule.proof.order == "tessel"
         assert (Phase.INPUT_GRADIENT in phases_of(searched.schedule)) is (micro_batches == 4)
     assert steps[4] < 0.95 < steps[64] <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
+def test_what_splitting_costs_is_weighed(gpt, share):
+    """Each stage takes that share of its backward longer where it is split: little is worth it, much is not."""
+    planned = make_plan(request(gpt, OneForwardOneBackward(), batch_size=4, micro_batches=4))
+    placement, known = planned.plan.placement, planned.plan.prediction
+    stages = tuple(dataclasses.replace(each, split_s=share * each.backward_s) for each in known.stages)
+    prediction = dataclasses.replace(known, stages=stages)
+    schedule = TESSEL.run_with(planned.problem, placement, prediction)
+    assert (Phase.INPUT_GRADIENT in phases_of(schedule)) is (share < 0.5)
+    devices = [stage.devices for stage in placement.stages]
+    step, whole = (simulate(each, devices, prediction).end for each in (schedule, planned.plan.schedule))
+    assert lower_bound(planned.problem, placement, prediction) <= step <= whole * (1 + 1e-9)
+    load = max(each.forward_s + each.backward_s for each in stages)
+    assert schedule.period is None or schedule.proof.lower_bound <= load * (1 + 1e-3), "whole backwards take no more"
 
 
 def test_a_steady_state_is_told_with_its_proof_and_read_again(gpt, tmp_path):
