@@ -81,7 +81,7 @@ def _source_flops(signature: Signature, space: Space) -> float:
 
 
 POOLING = (
-    Operator("MaxPool", pool, "reduction", _window_flops, 1.0, keeps=("0", ">0")),
+    Operator("MaxPool", pool, "reduction", _window_flops, 1.0, keeps=("0", "places")),
     Operator("AveragePool", pool, "reduction", _window_flops, 1.0),
     Operator("LpPool", pool, "reduction", _window_flops, 2.0, keeps=("0", ">0")),
     Operator("GlobalAveragePool", _global_mean, "reduction", _source_flops, 1.0),

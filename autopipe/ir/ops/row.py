@@ -111,7 +111,8 @@ class Operator:
     """Operations of backward, as a multiple of forward (2 for products: one for each operand's gradient)."""
     keeps: tuple[str, ...] = ()
     """What backward needs kept: "0", "1" … operands, ">0" … results, "*" all operands, "mask" one byte an element
-    of the first result. Values kept by several consumers count once; parameters and constants are kept anyway."""
+    of the first result, "places" eight (where a maximum was). Values kept by several consumers count once; parameters
+    and constants are kept anyway."""
     static: tuple[int, ...] = ()
     """Operands whose numbers must be known while compiling (Reshape's shape)."""
     differentiable: bool = True

@@ -11,6 +11,9 @@ from autopipe.passes.cost.precision import PRODUCT_KINDS, element_bytes, narrows
 from autopipe.passes.cost.uses import Use
 from autopipe.passes.lower.gradients import differentiable_values
 
+_BESIDE = {"mask": 1, "places": 8}
+"""Bytes an element of the first result of what is no value of the graph."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kept:
@@ -74,9 +77,9 @@ class _Keeper:
         return tuple(found.values())
 
     def _tensors(self, node: Node, use: Use, what: str) -> list[Kept]:
-        if what == "mask":
-            elements = self.graph.type_of(node.outputs[0]).elements
-            return [Kept((f"{node.outputs[0]}\0mask", 1), elements, use.space.results[0] or ())]
+        if what in _BESIDE:
+            width, elements = _BESIDE[what], self.graph.type_of(node.outputs[0]).elements
+            return [Kept((f"{node.outputs[0]}\0{what}", width), elements * width, use.space.results[0] or ())]
         if what.startswith(">"):
             position = int(what[1:])
             names, dimensions = node.outputs, use.space.results
