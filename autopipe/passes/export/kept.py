@@ -22,12 +22,17 @@ if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source
 
 
-def kept_tensors(graph: onnx.GraphProto, source: Source, trained: Collection[str]) -> list[Numbers]:
+def kept_tensors(
+    graph: onnx.GraphProto, source: Source, trained: Collection[str]
+) -> tuple[list[Numbers], list[Numbers]]:
     """Initializers and constants of `graph` without numbers there, but for those that are `trained`.
+
+    First those whose numbers lie in the file itself, then those in files beside it.
 
     `graph` is that of the file of `source` without the numbers of its large tensors.
     """
-    found = []
+    inside: list[Numbers] = []
+    beside: list[Numbers] = []
     for name, tensor in _tensors(graph):
         if name in trained or tensor.raw_data or tensor.float_data or tensor.double_data:
             continue
@@ -36,8 +41,9 @@ def kept_tensors(graph: onnx.GraphProto, source: Source, trained: Collection[str
         else:
             place = source.slices.get(name)
         if place is not None:
-            found.append(_stored(Value(name, dtype_of(tensor.data_type, name), tuple(tensor.dims)), place, source.path))
-    return found
+            value = Value(name, dtype_of(tensor.data_type, name), tuple(tensor.dims))
+            (beside if place.file else inside).append(_stored(value, place, source.path))
+    return inside, beside
 
 
 def _tensors(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:

@@ -51,9 +51,10 @@ def write_trained(
     """Write the file `model` with the numbers of the parameters `trained`, by name, to `target`.
 
     Its nodes stay as they are, but for a ConstantOfShape that was trained: it becomes an initializer. Where tensors
-    have more than `inline_limit` bytes in all, initializers lie in `target`.data. Files appear whole or not at all,
-    `target` last. `progress` is told the bytes of every piece. Raises ModelError for a parameter that no tensor of the
-    file is, ConfigurationError where a file cannot be written or would take the place of the model's own.
+    have more than `inline_limit` bytes in all, trained initializers lie in `target`.data; what else stands in the file
+    stays there: only so are masks known for what they are. Files appear whole or not at all, `target` last. `progress`
+    is told the bytes of every piece. Raises ModelError for a parameter that no tensor of the file is,
+    ConfigurationError where a file cannot be written or would take the place of the model's own.
     """
     import onnx
 
@@ -65,13 +66,14 @@ def write_trained(
     except ModelError as error:
         raise located(error, model) from error
     names = {each.value.name for each in numbers}
-    tensors = (*numbers, *kept_tensors(proto.graph, source, names))
+    inside, outside = kept_tensors(proto.graph, source, names)
+    tensors = (*numbers, *outside, *inside)
     constants = _take_out(proto, {each.value.name for each in tensors})
     if lacking:
         proto.ir_version = max(proto.ir_version, FREE_INITIALIZERS)
     size = sum(each.value.bytes for each in tensors)
-    movable = (each for each in tensors if each.value.name not in constants and each.value.bytes >= SMALL)
-    beside = list(movable) if size > inline_limit else []
+    movable = (each for each in (*numbers, *outside) if each.value.name not in constants)
+    beside = [each for each in movable if size > inline_limit and each.value.bytes >= SMALL]
     data = target.with_name(target.name + ".data")
     files = (target, data) if beside else (target,)
     _check_places(source, files)
