@@ -22,7 +22,7 @@ from autopipe.passes.solvers.min_sum import Answer, MinSum
 from autopipe.passes.solvers.min_sum.model import Array
 from autopipe.passes.solvers.min_sum.restriction import conditioned, everything, restricted
 
-MOST_GIVEN = 64
+MOST_GIVEN = 8
 """Combinations of wide variables' strategies."""
 SAME = 1e-9
 """Share of a cost below which another is no better."""

@@ -20,7 +20,7 @@ from autopipe.passes.solvers.min_sum.restriction import conditioned, everything,
 
 ROUNDS = 20
 """Sweeps forth and back for bounds."""
-MOST_PAIRS = 5_000
+MOST_PAIRS = 20_000
 """Of configurations on edges: what a segment's integer program may have."""
 
 Ends = tuple[int, ...]
