@@ -13,7 +13,8 @@ import pytest
 from autopipe.cli.main import autopipe, main
 from tests.cli.command_line import CommandLine
 from tests.cli.test_bad_requests import MODEL, perceptron
-from tests.passes.frontend.building import saved
+from tests.cli.test_checkpoint import WEIGHT, write_checkpoint
+from tests.passes.frontend.building import model, node, saved
 
 COMMANDS: dict[tuple[str, ...], tuple[object, ...]] = {
     ("inspect",): (MODEL,),
@@ -23,6 +24,9 @@ COMMANDS: dict[tuple[str, ...], tuple[object, ...]] = {
     ("show",): ("plan",),
     ("compare",): ("plan", "plan"),
     ("schedule",): ("--shape", "v", "--units", "4"),
+    ("checkpoint", "inspect"): ("saved",),
+    ("checkpoint", "verify"): ("saved",),
+    ("checkpoint", "export"): ("saved", "-o", "trained.onnx"),
     ("zoo", "list"): (),
     ("zoo", "build"): ("dlrm", "--set", "weights=none"),
     ("config", "show"): ("--gpus", "4"),
@@ -50,8 +54,12 @@ LEAVES = {path for path, command in ALL.items() if not isinstance(command, click
 
 @pytest.fixture
 def here(command_line: CommandLine) -> CommandLine:
-    """The command line in a folder with a model and its plan."""
+    """The command line in a folder with a model and its plan, and a product and its checkpoint."""
     saved(perceptron(trains=True), command_line.folder)
+    product = saved(
+        model([node("MatMul", "x w", "y")], {"x": [2, 6]}, "y", {"w": WEIGHT}), command_line.folder, "w.onnx"
+    )
+    write_checkpoint(command_line.folder / "saved", product, 3, WEIGHT)
     command_line.done("plan", MODEL, "--gpus", "2", "-o", "plan")
     return command_line
 

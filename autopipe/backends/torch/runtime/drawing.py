@@ -50,7 +50,7 @@ def draw_block(entry: ParameterEntry, shard: ShardEntry, seed: int, threads: int
 
 def _number_of(name: str) -> int:
     """A number that only this name has: indices differ from graph to graph, names do not."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:16], "little")
 
 
 def _numbers(scheme: str, words: philox.Words) -> npt.NDArray[np.float64]:
