@@ -20,7 +20,6 @@ import torch.distributed as dist
 from autopipe.backends.torch.profiler.watch import timing_of
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
-from autopipe.backends.torch.runtime.prompt_threads import prompt_threads
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.ir.costs import COLLECTIVES, Timing
 
@@ -41,11 +40,10 @@ def group_sizes(ranks: int) -> Iterator[int]:
 def main(target: Path, device: str, seconds: float) -> None:
     """Measure, and write the samples from rank 0."""
     transport = Transport(device)
-    with prompt_threads():
-        transport.start()
-        sizes = tuple(group_sizes(transport.world_size))
-        transport.make_groups(tuple(range(size)) for size in sizes)
-        transport.make_channels(ChannelEntry(number, 0, 1, 2, 2) for number in range(len(SIZES)))
+    transport.start()
+    sizes = tuple(group_sizes(transport.world_size))
+    transport.make_groups(tuple(range(size)) for size in sizes)
+    transport.make_channels(ChannelEntry(number, 0, 1, 2, 2) for number in range(len(SIZES)))
     each = seconds / (len(SIZES) * (1 + 4 * len(sizes)))
     with torch.no_grad():
         found = [row for run in _runs(transport, sizes) for row in _rows(run, _timed(transport, run, each))]

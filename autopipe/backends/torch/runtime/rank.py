@@ -29,7 +29,6 @@ from autopipe.backends.torch.runtime.optimizers import make_optimizer
 from autopipe.backends.torch.runtime.options import parse_options
 from autopipe.backends.torch.runtime.outputs import OutputCollector
 from autopipe.backends.torch.runtime.parameters import Arguments, load_constants, load_parameters, torch_dtype
-from autopipe.backends.torch.runtime.prompt_threads import prompt_threads
 from autopipe.backends.torch.runtime.pulse import ENDED, Pulse
 from autopipe.backends.torch.runtime.recording import record_gradients
 from autopipe.backends.torch.runtime.report import Reporter
@@ -115,11 +114,10 @@ class Rank:
     def set_up(self) -> None:
         """Join the world and load what the stages need; once, before the first step."""
         manifest, transport = self.manifest, self.transport
+        transport.start()
         gradient_groups = {shard.ranks for shards in manifest.shards for shard in shards}
-        with prompt_threads():
-            transport.start()
-            transport.make_groups({*gradient_groups, *(ranks for entry in manifest.stages for ranks in entry.groups())})
-            transport.make_channels(manifest.channels)
+        transport.make_groups({*gradient_groups, *(ranks for entry in manifest.stages for ranks in entry.groups())})
+        transport.make_channels(manifest.channels)
         if self.options.blocking:
             self.meeting = transport.make_meeting()
         self.parameters = load_parameters(manifest, self.number, self.device, self.seed)
