@@ -14,6 +14,7 @@ from autopipe.ir.schedule import Schedule
 from autopipe.ir.serial.plan_file import plan_digest
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.ir.timeline import Timeline
+from autopipe.passes.base import Scheduler, Strategy
 from autopipe.passes.batching import Batching, Division
 from autopipe.passes.cost.measured import coverage
 from autopipe.passes.cost.precision import element_bytes
@@ -21,7 +22,7 @@ from autopipe.passes.cost.uses import uses_of
 from autopipe.passes.frontend import Model
 from autopipe.passes.lower.portions import check_portions
 from autopipe.passes.lower.traffic import communication_bytes
-from autopipe.passes.request import Request, costed, divided, problems_of, read_for
+from autopipe.passes.request import Request, costed, divided, problems_of, read_for, work_of
 from autopipe.passes.runner import Observer, Runner, Silent
 from autopipe.passes.schedule.limits import check_memory, lower_bound, quality
 from autopipe.passes.schedule.predict import predict
@@ -44,42 +45,91 @@ class Planned:
         return plan_digest(self.plan)
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A placement with the problem it answers and what its stages are expected to take."""
+
+    model: Model
+    problem: Problem
+    placement: Placement
+    graph: StageGraph
+    prediction: Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A schedule of a placement and the step that it makes, within the memory of all devices."""
+
+    schedule: Schedule
+    timeline: Timeline
+
+
 def pass_names(request: Request) -> tuple[str, ...]:
-    """The passes, in the order in which they run."""
-    return ("read", "cost", request.strategy.name, request.scheduler.name, "predict", "simulate")
+    """The passes of `make_plan`, in the order in which they run."""
+    strategy, scheduler = named(request)
+    return ("read", "cost", strategy.name, "predict", scheduler.name, "simulate")
+
+
+def named(request: Request) -> tuple[Strategy, Scheduler]:
+    """The strategy and the scheduler of a request that names both."""
+    if request.strategy is None or request.scheduler is None:
+        raise ValueError("the request leaves open by which strategy or scheduler")
+    return request.strategy, request.scheduler
 
 
 def make_plan(request: Request, observer: Observer | None = None) -> Planned:
-    """Read the model, cost it, place it, schedule it and simulate a step.
+    """Read the model, cost it, place it, schedule it and simulate a step, as the request names strategy and scheduler.
 
     Raises ConfigurationError, ModelError or InfeasibleError, naming the pass where the message itself names no place.
     """
     runner = Runner(observer or Silent())
-    scheduler = request.scheduler
-    model, problem, placement = _placed(request, runner)
+    strategy, scheduler = named(request)
+    placed = place(request, strategy, runner)
+    return planned(request, strategy, scheduler, placed, schedule(placed, scheduler, runner), runner)
+
+
+def place(request: Request, strategy: Strategy, runner: Runner) -> Placed:
+    """The placement that a strategy makes, and what it is expected to take. Raises as `make_plan` does."""
+    model, problem, placement = _placed(request, strategy, runner)
     check_portions(problem.graph, placement)
-    graph = StageGraph.of(problem, placement)
-    schedule = runner.run(
+    prediction = runner.run("predict", lambda: predict(problem, placement))
+    return Placed(model, problem, placement, StageGraph.of(problem, placement), prediction)
+
+
+def schedule(placed: Placed, scheduler: Scheduler, runner: Runner) -> Scheduled:
+    """The schedule that a scheduler makes, simulated.
+
+    Raises InfeasibleError where it cannot take the placement, or where memory does not hold what it keeps.
+    """
+    problem, placement = placed.problem, placed.placement
+    found = runner.run(
         scheduler.name,
         lambda: scheduler.run(problem, placement),
         lambda: scheduler.requires(problem, placement),
-        lambda result: result.verify(graph, problem.train),
+        lambda result: result.verify(placed.graph, problem.train),
     )
-    prediction = runner.run("predict", lambda: predict(problem, placement))
-    timeline = runner.run("simulate", lambda: simulate(schedule, graph.stage_devices, prediction))
+    timeline = runner.run("simulate", lambda: simulate(found, placed.graph.stage_devices, placed.prediction))
     check_memory(problem, placement, timeline)
+    return Scheduled(found, timeline)
+
+
+def planned(
+    request: Request, strategy: Strategy, scheduler: Scheduler, placed: Placed, scheduled: Scheduled, runner: Runner
+) -> Planned:
+    """The plan that a placement and its schedule are."""
+    problem = placed.problem
     plan = Plan(
         model=str(request.model),
         graph_digest=problem.graph.digest(),
         mode=problem.mode.value,
         batch_size=problem.batch_size,
-        placement=placement,
-        schedule=schedule,
-        summary=_summary(request, problem, placement, schedule, prediction, timeline, runner.seconds),
-        prediction=prediction,
+        placement=placed.placement,
+        schedule=scheduled.schedule,
+        summary=_summary(strategy.name, scheduler.name, placed, scheduled, runner.seconds),
+        prediction=placed.prediction,
         memory_limits=tuple(problem.memory_of(device) for device in range(problem.cluster.size)),
     )
-    return Planned(plan, problem, timeline, model)
+    return Planned(plan, problem, scheduled.timeline, placed.model)
 
 
 def reopen(request: Request, plan: Plan) -> Planned:
@@ -89,7 +139,7 @@ def reopen(request: Request, plan: Plan) -> Planned:
     plan does not belong to the model.
     """
     model = read_for(request, plan.summary.micro_batch_size)
-    problem = costed(request, model, Batching(plan.batch_size, plan.summary.micro_batches))
+    problem = costed(request, model, Batching(plan.batch_size, plan.summary.micro_batches), work_of(request, model))
     if problem.graph.digest() != plan.graph_digest:
         raise ConfigurationError(
             f"the plan does not belong to this model: the graph of {request.model} is not the one that was planned",
@@ -117,28 +167,27 @@ def _check_decisions(problem: Problem, plan: Plan) -> None:
         raise ConfigurationError(error.message, hint="plan again", where="placement") from error
 
 
-def _placed(request: Request, runner: Runner) -> tuple[Model, Problem, Placement]:
+def _placed(request: Request, strategy: Strategy, runner: Runner) -> tuple[Model, Problem, Placement]:
     """The placement, of the first division that has one: smaller micro-batches help where memory is short.
 
     They do so for a strategy that wants as few as there can be, and therefore begins with the largest.
     """
     refused: InfeasibleError | None = None
-    for model, problem in problems_of(request, runner):
+    for model, problem in problems_of(request, strategy, runner):
         try:
-            placement = _answer(request, runner, problem)
+            placement = _answer(strategy, runner, problem)
         except InfeasibleError as error:
-            if request.strategy.division(problem.graph) is not Division.FEW:
+            if strategy.division(problem.graph) is not Division.FEW:
                 raise
             refused = error
         else:
-            return _with_chosen_size(request, runner, model, problem, placement)
+            return _with_chosen_size(request, strategy, runner, model, problem, placement)
     assert refused is not None, "there is a problem, or an error says why not"
     raise refused
 
 
-def _answer(request: Request, runner: Runner, problem: Problem) -> Placement:
+def _answer(strategy: Strategy, runner: Runner, problem: Problem) -> Placement:
     """What the strategy says."""
-    strategy = request.strategy
     return runner.run(
         strategy.name,
         lambda: strategy.run(problem),
@@ -148,7 +197,7 @@ def _answer(request: Request, runner: Runner, problem: Problem) -> Placement:
 
 
 def _with_chosen_size(
-    request: Request, runner: Runner, model: Model, problem: Problem, placement: Placement
+    request: Request, strategy: Strategy, runner: Runner, model: Model, problem: Problem, placement: Placement
 ) -> tuple[Model, Problem, Placement]:
     """The model and the problem on the micro-batches that the strategy chose, the largest where stages differ.
 
@@ -164,7 +213,7 @@ def _with_chosen_size(
         same = _nodes(smaller) == _nodes(problem)
         problem = smaller
         if not same:
-            placement = _answer(request, runner, problem)
+            placement = _answer(strategy, runner, problem)
     return model, problem, placement
 
 
@@ -174,26 +223,21 @@ def _nodes(problem: Problem) -> list[tuple[str, str, tuple[str, ...]]]:
 
 
 def _summary(
-    request: Request,
-    problem: Problem,
-    placement: Placement,
-    schedule: Schedule,
-    prediction: Prediction,
-    timeline: Timeline,
-    seconds: tuple[tuple[str, float], ...],
+    strategy: str, scheduler: str, placed: Placed, scheduled: Scheduled, seconds: tuple[tuple[str, float], ...]
 ) -> Summary:
-    bound = lower_bound(problem, placement, prediction)
+    problem, placement, schedule, timeline = placed.problem, placed.placement, scheduled.schedule, scheduled.timeline
+    bound = lower_bound(problem, placement, placed.prediction)
     if schedule.proof is not None and schedule.period is None:
         bound = max(bound, schedule.proof.lower_bound)
     optimal, gap = quality(schedule, timeline.end, bound)
     return Summary(
-        strategy=request.strategy.name,
-        schedule=request.scheduler.name,
+        strategy=strategy,
+        schedule=scheduler,
         devices=problem.cluster.size,
         stages=len(placement.stages),
         micro_batches=problem.micro_batches,
         micro_batch_size=problem.micro_batch_size,
-        depth=StageGraph.of(problem, placement).depth,
+        depth=placed.graph.depth,
         step_time_s=timeline.end,
         samples_per_s=problem.batch_size / timeline.end if timeline.end else 0.0,
         bubble_rate=timeline.bubble_rate,

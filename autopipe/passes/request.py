@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.costs import Costs
 from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
-from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem
+from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem, Work
 from autopipe.passes.annotations.constraints import annotated_constraints
 from autopipe.passes.base import Scheduler, Strategy
 from autopipe.passes.batching import Batching, batchings
@@ -25,8 +24,8 @@ class Request:
 
     model: Path
     cluster: Cluster
-    strategy: Strategy
-    scheduler: Scheduler
+    strategy: Strategy | None
+    scheduler: Scheduler | None
     dims: tuple[tuple[str, int], ...] = ()
     batch_axes: tuple[tuple[str, int | None], ...] = ()
     frozen: tuple[str, ...] = ()
@@ -47,29 +46,29 @@ class Request:
     """What was measured on the cluster's devices; their figures alone count where None."""
 
 
-def first_problem(request: Request, runner: Runner) -> tuple[Model, Problem]:
+def first_problem(request: Request, strategy: Strategy, runner: Runner) -> tuple[Model, Problem]:
     """The problem with the first division of the batch that the model and the strategy take."""
-    return next(problems_of(request, runner))
+    return next(problems_of(request, strategy, runner))
 
 
-def problems_of(request: Request, runner: Runner) -> Iterator[tuple[Model, Problem]]:
+def problems_of(request: Request, strategy: Strategy, runner: Runner) -> Iterator[tuple[Model, Problem]]:
     """The problems that the model and the strategy take, with the best division of the batch first.
 
     Raises the reason against the best division where there is none.
     """
-    read = runner.run("read", lambda: read_for(request, None))
+    read = _read(request, runner, None)
     refused: list[AutopipeError] = []
     declined: list[AutopipeError] = []
     found = False
     try:
-        for batching in _divisions(request, read):
+        for batching in _divisions(request, strategy, read):
             try:
                 model, problem = divided(request, runner, read, batching)
             except (ConfigurationError, InfeasibleError, ModelError) as error:
                 refused.append(error)
                 continue
             try:
-                request.strategy.requires(problem)
+                strategy.requires(problem)
             except (ConfigurationError, InfeasibleError, ModelError) as error:
                 declined.append(error)
                 continue
@@ -85,18 +84,29 @@ def divided(request: Request, runner: Runner, read: Model, batching: Batching) -
     """The model on micro-batches of a division, and its problem."""
     model = read
     if read.batch not in (None, batching.micro_batch_size):
-        model = runner.run("read", lambda: read_for(request, batching.micro_batch_size))
-    return model, runner.run("cost", partial(costed, request, model, batching))
+        model = _read(request, runner, batching.micro_batch_size)
+    return model, _posed(request, runner, model, batching)
 
 
-def _divisions(request: Request, read: Model) -> Iterator[Batching]:
+def _read(request: Request, runner: Runner, micro_batch_size: int | None) -> Model:
+    """The model as `read_for` gives it, read once a run: requests of one run are for one model."""
+    return runner.once("read", micro_batch_size, lambda: read_for(request, micro_batch_size))
+
+
+def _posed(request: Request, runner: Runner, model: Model, batching: Batching) -> Problem:
+    """The problem that the model poses, its operators costed once a run: so are requests for one cluster."""
+    work = runner.once("cost", id(model), lambda: work_of(request, model))
+    return costed(request, model, batching, work)
+
+
+def _divisions(request: Request, strategy: Strategy, read: Model) -> Iterator[Batching]:
     """Divisions of the batch, best first; `read` is the model on the samples that its file fixes, else on one.
 
     One sample may be what the file fixes or what an open batch was bound to: first it is taken for open.
     """
     given = request.batch_size, request.micro_batches, request.micro_batch_size
     owns = (None, 1) if read.batch == 1 else (read.batch or 1,)
-    division = request.strategy.division(read.graph)
+    division = strategy.division(read.graph)
     seen: set[Batching] = set()
     for own in owns:
         for batching in batchings(*given, own, request.cluster.size, division):
@@ -118,15 +128,20 @@ def read_for(request: Request, micro_batch_size: int | None) -> Model:
     )
 
 
-def costed(request: Request, model: Model, batching: Batching) -> Problem:
-    """The problem that the model poses. Raises ConfigurationError where it is to train and has no loss."""
+def work_of(request: Request, model: Model) -> tuple[Work, ...]:
+    """What each node of the model costs. Raises ConfigurationError where it is to train and has no loss."""
     if model.mode is Mode.TRAIN and not model.loss:
         raise ConfigurationError(
             "the model has no output called 'loss' to train", hint="name one by --set loss=NAME, or use --mode infer"
         )
+    return costed_work(model.graph, request.precision, request.cluster, request.costs)
+
+
+def costed(request: Request, model: Model, batching: Batching, work: tuple[Work, ...]) -> Problem:
+    """The problem that the model poses with nodes of such costs."""
     return Problem(
         graph=model.graph,
-        work=costed_work(model.graph, request.precision, request.cluster, request.costs),
+        work=work,
         cluster=request.cluster,
         batch_size=batching.batch_size,
         micro_batches=batching.micro_batches,

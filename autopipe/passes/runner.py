@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from autopipe.ir.errors import AutopipeError
 
@@ -37,11 +37,18 @@ class Runner:
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self._seconds: dict[str, float] = {}
+        self._known: dict[object, object] = {}
 
     @property
     def seconds(self) -> tuple[tuple[str, float], ...]:
         """Wall-clock seconds by pass, in the order in which they first ran."""
         return tuple(self._seconds.items())
+
+    def once(self, name: str, key: object, compute: Callable[[], Result]) -> Result:
+        """`compute()` as a pass, the first time that it is asked for under `key`; the same result again after that."""
+        if (name, key) not in self._known:
+            self._known[name, key] = self.run(name, compute)
+        return cast(Result, self._known[name, key])
 
     def run(
         self,

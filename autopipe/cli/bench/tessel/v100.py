@@ -14,7 +14,6 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
 from autopipe.passes.request import Request, first_problem
 from autopipe.passes.runner import Runner, Silent
-from autopipe.passes.schedule.named.gpipe import GPipe
 
 _CLUSTER = "v100-32gb"
 _NO_LIMIT = 2**60
@@ -30,12 +29,12 @@ def problem_on_v100(
         request = Request(  # Memory is asked afterwards, by `layer_memory`.
             path,
             build_cluster(cluster_preset(_CLUSTER), devices, None, None),
-            TesselShapes(),
-            GPipe(),
+            strategy=None,
+            scheduler=None,
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
             precision="fp16",
             recompute="full",
             memory_limit=_NO_LIMIT,
         )
-        return first_problem(request, Runner(Silent()))[1]
+        return first_problem(request, TesselShapes(), Runner(Silent()))[1]
