@@ -18,6 +18,7 @@ STRATEGIES = {
     "data_parallel": "autopipe.passes.placement.data_parallel:DataParallel",
     "expert": "autopipe.passes.placement.expert.strategy:Expert",
     "graphpipe": "autopipe.passes.placement.graphpipe.strategy:GraphPipe",
+    "grid": "autopipe.passes.placement.grid.strategy:Grid",
     "manual": "autopipe.passes.placement.manual:Manual",
     "mcmc": "autopipe.passes.placement.pase.mcmc:Mcmc",
     "one_weird_trick": "autopipe.passes.placement.expert.one_weird_trick:OneWeirdTrick",

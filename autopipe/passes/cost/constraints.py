@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.errors import ConfigurationError
@@ -50,6 +50,13 @@ def wishes_of(problem: Problem, pipelines: int = 1, own_sizes: bool = False) -> 
     for wish in wishes:
         _check_size(problem, wish, own_sizes)
     return wishes
+
+
+def asked_sizes(problem: Problem, wishes: Sequence[Wish]) -> tuple[int, ...]:
+    """The sizes that micro-batches may have: all that are open, or those that constraints ask for."""
+    asked = {wish.constraint.micro_batch_size for wish in wishes} - {None}
+    open_sizes = problem.micro_batch_sizes or (problem.micro_batch_size,)
+    return tuple(size for size in open_sizes if size in asked) or open_sizes
 
 
 def _check_size(problem: Problem, wish: Wish, own_sizes: bool) -> None:

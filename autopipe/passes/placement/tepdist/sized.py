@@ -14,7 +14,7 @@ from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.wished import wished_splits
 from autopipe.passes.placement.tepdist.inside import Insides
 from autopipe.passes.placement.tepdist.meshes import Mesh
-from autopipe.passes.placement.tepdist.trial import busy_s, fitting_step_s
+from autopipe.passes.schedule.trial import busy_s, fitting_step_s
 from autopipe.passes.spmd.search.configurations import Splits
 from autopipe.passes.spmd.search.fitting import Solver
 from autopipe.passes.spmd.settled import check_degrees, settled_stages

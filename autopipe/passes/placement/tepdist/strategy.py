@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -12,7 +11,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.constraints import Wish, wishes_of
+from autopipe.passes.cost.constraints import asked_sizes, wishes_of
 from autopipe.passes.cost.fit import check_operators
 from autopipe.passes.placement.tepdist.asked import asked_meshes
 from autopipe.passes.placement.tepdist.bounds import Bounds
@@ -73,7 +72,7 @@ class TePDist:
         found = asked_meshes(problem.cluster, self.stages, wishes)
         outer = self.search(problem)
         outer.bounds.check_memory()
-        best = outer.run(found, sizes_of(problem, wishes))
+        best = outer.run(found, asked_sizes(problem, wishes))
         assert best.placement is not None
         return self._told(problem, outer, best, best.placement)
 
@@ -89,10 +88,3 @@ class TePDist:
         check_wishes(sized.problem, placement, self.name)
         proof = sized.insides.proof(placement, sized.wished) if len(placement.stages) == 1 else None
         return replace(placement, proof=proof, notes=search_notes(outer.tried, best, outer.undivided))
-
-
-def sizes_of(problem: Problem, wishes: Sequence[Wish]) -> tuple[int, ...]:
-    """The sizes that micro-batches may have: all that are open, or those that constraints ask for."""
-    asked = {wish.constraint.micro_batch_size for wish in wishes} - {None}
-    open_sizes = problem.micro_batch_sizes or (problem.micro_batch_size,)
-    return tuple(size for size in open_sizes if size in asked) or open_sizes

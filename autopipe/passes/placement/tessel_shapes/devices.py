@@ -1,4 +1,4 @@
-"""Which devices each part of a shape gets, and in which order its stages go over them."""
+"""Which devices each part of a shape gets."""
 
 from __future__ import annotations
 
@@ -12,14 +12,3 @@ def shared_out(weights: Sequence[float], devices: int) -> tuple[tuple[int, ...],
         counts[max(range(len(weights)), key=lambda part: weights[part] / counts[part])] += 1
     starts = [sum(counts[:part]) for part in range(len(weights))]
     return tuple(tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True))
-
-
-def visited(devices: Sequence[int], chunks: int, wave: bool) -> tuple[int, ...]:
-    """The device of each stage of a chain with `chunks` stages a device.
-
-    It goes over the devices again and again (Megatron's interleaving), or with `wave` back and forth (Hanayo's).
-    """
-    order: list[int] = []
-    for chunk in range(chunks):
-        order += reversed(devices) if wave and chunk % 2 else devices
-    return tuple(order)

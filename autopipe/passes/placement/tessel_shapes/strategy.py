@@ -19,12 +19,13 @@ from autopipe.passes.cost.chain import Chain
 from autopipe.passes.cost.fit import check_operators, fitted
 from autopipe.passes.placement.tessel_shapes.branches import find_meeting
 from autopipe.passes.placement.tessel_shapes.cuts import even_stages
-from autopipe.passes.placement.tessel_shapes.devices import shared_out, visited
+from autopipe.passes.placement.tessel_shapes.devices import shared_out
 from autopipe.passes.placement.tessel_shapes.memory import with_chains_that_fit
 from autopipe.passes.placement.tessel_shapes.model import CostedModel, costed_model
 from autopipe.passes.placement.tessel_shapes.parts import hoisted, line_of_parts
 from autopipe.passes.placement.tessel_shapes.stages import stage_of, stage_of_several
 from autopipe.passes.placement.tessel_shapes.tables import Wide, large_tables, wide_nodes
+from autopipe.passes.spmd.visits import visited
 
 _SHAPES = ("auto", "v", "x", "m", "nn", "k")
 

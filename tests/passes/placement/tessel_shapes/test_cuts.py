@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.passes.placement.tessel_shapes.cuts import best_stops
-from autopipe.passes.placement.tessel_shapes.devices import shared_out, visited
+from autopipe.passes.placement.tessel_shapes.devices import shared_out
 
 SECONDS = st.lists(st.integers(0, 9), min_size=1, max_size=8)
 
@@ -47,8 +47,3 @@ def test_devices_go_where_most_work_is(weights: list[int], more: int) -> None:
     )
     least = min(max(weight / count for weight, count in zip(weights, counts, strict=True)) for counts in every)
     assert max(weight / len(group) for weight, group in zip(weights, groups, strict=True)) == least
-
-
-def test_chunks_visit_each_device_equally_often() -> None:
-    assert visited((2, 3), 3, wave=False) == (2, 3, 2, 3, 2, 3)
-    assert visited((2, 3), 3, wave=True) == (2, 3, 3, 2, 2, 3)

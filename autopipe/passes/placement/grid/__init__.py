@@ -1,0 +1,1 @@
+"""Pipeline, data and tensor parallelism multiplied, as large models are run by hand."""

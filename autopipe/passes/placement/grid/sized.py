@@ -1,0 +1,66 @@
+"""The problem on micro-batches of one size, and the placement of a factorisation there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.ir.problem import Problem
+from autopipe.passes.cost.constraints import Wish, wishes_of
+from autopipe.passes.cost.resized import resized
+from autopipe.passes.cost.splits import SampleAxes, sample_axes
+from autopipe.passes.placement.grid.degrees import Degrees
+from autopipe.passes.spmd.cutting import cut_into_stages
+from autopipe.passes.spmd.groups import group_splits
+from autopipe.passes.spmd.replicas import check_samples, replicated_network, with_samples_split
+from autopipe.passes.spmd.settled import settled_stages
+from autopipe.passes.spmd.visits import visited
+
+Nodes = tuple[tuple[int, ...], ...]
+"""The nodes of each stage, ascending."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sized:
+    """What is known of micro-batches of one size."""
+
+    problem: Problem
+    samples: SampleAxes
+    wishes: tuple[Wish, ...]
+    _shared: dict[tuple[int, int], dict[int, tuple[Split, ...]]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(problem: Problem, size: int) -> Sized:
+        """Raises ConfigurationError or ModelError where there can be no micro-batches of `size` samples."""
+        own = resized(problem, size)
+        return Sized(own, sample_axes(own.graph), wishes_of(own))
+
+    def placement(self, degrees: Degrees, chunks: int, wave: bool) -> Placement:
+        """The stages of a factorisation, recomputing where all are to.
+
+        Raises InfeasibleError where replicas cannot share the samples, or the operators are too few.
+        """
+        problem = self.problem
+        check_samples(problem, degrees.data, "grid")
+        groups = visited(degrees.groups(), chunks, wave)
+        settled = settled_stages(self.wishes, groups, "grid") if self.wishes else {}
+        again = problem.train and problem.recompute == "full"
+        shared = self._shared_by(degrees)
+        stages = []
+        for nodes, group in zip(cut_into_stages(problem, len(groups), settled), groups, strict=True):
+            own = {node: shared[node] for node in nodes if node in shared}
+            splits = with_samples_split(self.samples, nodes, degrees.data, own)
+            stages.append(Stage(nodes, group, problem.micro_batch_size, splits, again))
+        return Placement(tuple(stages))
+
+    def _shared_by(self, degrees: Degrees) -> dict[int, tuple[Split, ...]]:
+        """The splits of the nodes that a replica's devices share."""
+        key = degrees.data, degrees.tensor
+        if key not in self._shared:
+            network = replicated_network(self.problem.graph, degrees.data, self.samples)
+            found = group_splits(network, degrees.tensor, range(len(self.problem.graph.nodes)))
+            if not found and degrees.tensor > 1:
+                raise InfeasibleError(f"{degrees.tensor} devices can share no layer", where="strategy.tensor")
+            self._shared[key] = found
+        return self._shared[key]
