@@ -4,27 +4,75 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 from autopipe.configs.choice import Choice, build
 from autopipe.configs.configuration import Configuration
+from autopipe.configs.source import Entry, Place
 from autopipe.ir.errors import ConfigurationError
 from autopipe.passes.base import Scheduler, Strategy
 from autopipe.passes.registry import scheduler_class, strategy_class, strategy_names
 
+AUTO = "auto"
+"""What leaves the strategy, or the schedule, to the search over all of them."""
 
-def chosen_strategy(configuration: Configuration) -> Strategy:
-    """The strategy; raises ConfigurationError for an unknown name or an option it does not have."""
+_SEARCHED = "tessel"
+"""The scheduler of a strategy that is named where the schedule is left open."""
+
+
+def chosen_strategy(configuration: Configuration) -> Strategy | None:
+    """The strategy, None where it is left open.
+
+    Raises ConfigurationError for an unknown name or an option it does not have.
+    """
     choice = configuration.strategy
+    if choice.name == AUTO:
+        _check_no_options(choice, "strategy")
+        return None
     schema = _class_of(choice, strategy_class)
     _check_stages(choice, schema)
     return cast(Strategy, build(choice, schema, "strategy"))
 
 
-def chosen_scheduler(configuration: Configuration) -> Scheduler:
-    """The scheduler; raises ConfigurationError for an unknown name or an option it does not have."""
+def chosen_scheduler(configuration: Configuration) -> Scheduler | None:
+    """The scheduler; None where it is left open, and so is the strategy: one that is named meets the searched schedule.
+
+    Raises ConfigurationError for an unknown name or an option it does not have.
+    """
     choice = configuration.schedule
+    if choice.name == AUTO:
+        _check_no_options(choice, "schedule")
+        if configuration.strategy.name == AUTO:
+            return None
+        choice = dataclasses.replace(choice, name=_SEARCHED)
     return cast(Scheduler, build(choice, _class_of(choice, scheduler_class), "schedule"))
+
+
+def choice_of(chosen: Strategy | Scheduler | None) -> Choice:
+    """What a configuration says of a strategy or a scheduler: its name with all of its options."""
+    if chosen is None:
+        return Choice(AUTO)
+    place = Place("the plan")
+    fields = dataclasses.fields(cast(Any, chosen))
+    return Choice(chosen.name, tuple((field.name, _entry(getattr(chosen, field.name), place)) for field in fields))
+
+
+def _entry(value: Any, place: Place) -> Entry:
+    """An option's value as a YAML file would hold it."""
+    if isinstance(value, tuple):
+        return Entry(tuple(_entry(each, place) for each in value), place)
+    return Entry(str(value) if isinstance(value, Path) else value, place)
+
+
+def _check_no_options(choice: Choice, path: str) -> None:
+    """Raise ConfigurationError for an option of `auto`, which has none."""
+    for name, entry in choice.options:
+        raise ConfigurationError(
+            f"{path} {AUTO} has no option {name!r}",
+            hint=f"name the {path} that has it, by {path}.name",
+            where=str(entry.place),
+        )
 
 
 def _check_stages(choice: Choice, schema: type[Any]) -> None:

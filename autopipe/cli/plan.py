@@ -44,18 +44,20 @@ def plan(
     from autopipe.cli.files import check_writable
     from autopipe.cli.plan_folder import check_target, write_plan_folder
     from autopipe.cli.plan_screen import plan_screen
-    from autopipe.cli.progress import Watcher
+    from autopipe.cli.progress import Watcher, names_of
     from autopipe.cli.request import request_of
     from autopipe.ir.serial.plan_file import summary_form
-    from autopipe.passes.pipeline import make_plan, pass_names
+    from autopipe.passes.auto.choose import choose
+    from autopipe.passes.pipeline import make_plan
 
     target = folder or Path(f"{model}.plan")
     check_target(target)
     if annotate is not None:
         check_writable(annotate)
     request = request_of(configuration, model)
-    with output.progress("planning", total=len(pass_names(request))) as bar:
-        planned = make_plan(request, Watcher(output, bar, request, dump_after))
+    with output.progress("planning", total=len(names_of(request))) as bar:
+        make = choose if request.strategy is None else make_plan
+        planned = make(request, Watcher(output, bar, request, dump_after))
     left_out = annotate_model(planned, annotate) if annotate is not None else ()
     write_plan_folder(target, planned, configuration)
     for warning in planned.model.warnings:

@@ -7,21 +7,28 @@ from collections.abc import Sequence
 from autopipe.cli.dump import dumped
 from autopipe.cli.output import Bar, Output
 from autopipe.ir.errors import ConfigurationError
+from autopipe.passes.auto.choose import weighed_names
 from autopipe.passes.pipeline import pass_names
 from autopipe.passes.request import Request
+
+
+def names_of(request: Request) -> tuple[str, ...]:
+    """The passes that a request goes through."""
+    return pass_names(request) if request.strategy else weighed_names(request)
 
 
 class Watcher:
     """An observer of the pipeline that shows what it hears."""
 
     def __init__(self, output: Output, bar: Bar, request: Request, dump_after: Sequence[str]) -> None:
-        self._names = pass_names(request)
+        self._names = names_of(request)
         for name in dump_after:
             if name not in self._names:
                 raise ConfigurationError(
                     f"there is no pass called {name!r}", hint=f"they are {', '.join(self._names)}", where="--dump-after"
                 )
         self._output, self._bar, self._dump_after = output, bar, frozenset(dump_after)
+        self._furthest = 0
 
     def started(self, name: str) -> None:
         """Show the pass beside the bar."""
@@ -29,7 +36,8 @@ class Watcher:
 
     def finished(self, name: str, value: object, seconds: float) -> None:
         """Move the bar, and print the value where it was asked for."""
-        self._bar.reach(self._names.index(name) + 1)
+        self._furthest = max(self._furthest, self._names.index(name) + 1)
+        self._bar.reach(self._furthest)
         self._output.detail(f"{name}: {seconds:.2f} s")
         if name in self._dump_after:
             self._output.line(f"--- after {name}\n{dumped(value)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autopipe.ir.alternatives import Alternative
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.prediction import Prediction
 from autopipe.ir.schedule import Schedule
@@ -69,6 +70,8 @@ class Plan:
     """What the summary was simulated from."""
     memory_limits: tuple[int, ...] = ()
     """Bytes that may be used on each device."""
+    alternatives: tuple[Alternative, ...] = ()
+    """What else was weighed, and what came of it; () where the strategy was named."""
 
     @property
     def has_own_sizes(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -38,6 +39,8 @@ class Planned:
     timeline: Timeline
     model: Model
     """What the plan's graph was read from."""
+    request: Request
+    """What makes this plan: the strategy and the scheduler are named in it."""
 
     @property
     def digest(self) -> str:
@@ -129,7 +132,8 @@ def planned(
         prediction=placed.prediction,
         memory_limits=tuple(problem.memory_of(device) for device in range(problem.cluster.size)),
     )
-    return Planned(plan, problem, scheduled.timeline, placed.model)
+    named = dataclasses.replace(request, strategy=strategy, scheduler=scheduler)
+    return Planned(plan, problem, scheduled.timeline, placed.model, named)
 
 
 def reopen(request: Request, plan: Plan) -> Planned:
@@ -147,7 +151,7 @@ def reopen(request: Request, plan: Plan) -> Planned:
         )
     _check_decisions(problem, plan)
     stage_devices = tuple(stage.devices for stage in plan.placement.stages)
-    return Planned(plan, problem, simulate(plan.schedule, stage_devices, plan.prediction), model)
+    return Planned(plan, problem, simulate(plan.schedule, stage_devices, plan.prediction), model, request)
 
 
 def _check_decisions(problem: Problem, plan: Plan) -> None:

@@ -37,7 +37,7 @@ class Request:
     micro_batch_size: int | None = None
     optimizer: Optimizer = field(default=Optimizer())
     precision: str = "fp32"
-    recompute: str = "none"
+    recompute: str | None = None
     memory_limit: int | None = None
     constraints: tuple[Constraint, ...] = ()
     time_limit: float | None = None
@@ -149,7 +149,7 @@ def costed(request: Request, model: Model, batching: Batching, work: tuple[Work,
         loss=model.loss or None,
         optimizer=request.optimizer,
         precision=request.precision,
-        recompute=request.recompute,
+        recompute=request.recompute or "none",
         memory_limit=request.memory_limit,
         constraints=(*request.constraints, *annotated_constraints(model, request.cluster.size)),
         time_limit=request.time_limit,

@@ -14,6 +14,7 @@ from autopipe.ir.plan import CostCoverage, Plan, Summary
 from autopipe.ir.prediction import Prediction
 from autopipe.ir.problem import Mode
 from autopipe.ir.schedule import Schedule
+from autopipe.ir.serial.alternatives_form import alternatives_form, alternatives_of
 from autopipe.ir.serial.placement_form import placement_form, placement_of
 from autopipe.ir.serial.prediction_form import prediction_form, prediction_of
 from autopipe.ir.serial.record import Record, read_record, record_text
@@ -59,6 +60,7 @@ def read_plan(folder: Path) -> Plan:
         summary=summary,
         prediction=prediction,
         memory_limits=record.at("memory_limits").integers(),
+        alternatives=alternatives_of(record.at("alternatives")) if record.has("alternatives") else (),
     )
 
 
@@ -116,6 +118,7 @@ def plan_form(plan: Plan) -> dict[str, object]:
         "memory_limits": list(plan.memory_limits),
         "placement": placement_form(plan.placement),
         "predictions": prediction_form(plan.prediction),
+        **({"alternatives": alternatives_form(plan.alternatives)} if plan.alternatives else {}),
     }
 
 

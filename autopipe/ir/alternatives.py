@@ -1,0 +1,42 @@
+"""What was weighed when a plan was chosen: every choice with what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """All that is decided before a placement and a schedule follow: naming it gives the same plan again."""
+
+    strategy: str
+    options: tuple[tuple[str, str], ...] = ()
+    """The strategy's options that are not its defaults, as a configuration spells them."""
+    schedule: str | None = None
+    """None where no schedule was looked at."""
+    micro_batches: int | None = None
+    """None where they are left to the strategy, or to what it wants."""
+    recompute: str = "none"
+    shard: bool = False
+    """Whether replicas hold the optimizer's state in shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A choice and what came of it."""
+
+    choice: Choice
+    step_time_s: float | None = None
+    """Of the simulated step; None where there is none."""
+    lower_bound_s: float | None = None
+    """No schedule of its placement takes less; None where there is no placement."""
+    micro_batches: int | None = None
+    """Those of its placement."""
+    stages: int | None = None
+    bubble_rate: float | None = None
+    peak_memory_bytes: int | None = None
+    """The most on any device."""
+    refused: str | None = None
+    """Why there is no step: in one line."""
+    same_as: str | None = None
+    """The strategy that came to the same placement before; the step is that one's."""

@@ -1,0 +1,55 @@
+"""One way to a placement: a strategy with its options, and what of the request it settles."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from autopipe.ir.alternatives import Choice
+from autopipe.passes.base import Strategy
+from autopipe.passes.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A request in which the schedule alone is open, told by what it settles."""
+
+    strategy: Strategy
+    micro_batches: int | None = None
+    """None where the request says how many, or the strategy does."""
+    batch_size: int | None = None
+    """The samples that these micro-batches are to have; None where `micro_batches` is."""
+    recompute: str = "none"
+
+    def settled(self, request: Request) -> Request:
+        """The request with what this candidate settles of it."""
+        count = request.micro_batches if self.micro_batches is None else self.micro_batches
+        return dataclasses.replace(
+            request,
+            strategy=self.strategy,
+            batch_size=request.batch_size or self.batch_size,
+            micro_batches=count,
+            recompute=request.recompute or self.recompute,
+        )
+
+    def choice(self, request: Request, schedule: str | None = None) -> Choice:
+        """What to name in order to get the same plan again."""
+        return Choice(
+            strategy=self.strategy.name,
+            options=_options(self.strategy),
+            schedule=schedule,
+            micro_batches=self.micro_batches,
+            recompute=request.recompute or self.recompute,
+        )
+
+
+def _options(strategy: Strategy) -> tuple[tuple[str, str], ...]:
+    """The options of a strategy that are not its defaults; each has one. JSON's spelling is YAML's, too."""
+    assert dataclasses.is_dataclass(strategy)
+    given = ((field.name, getattr(strategy, field.name), field.default) for field in dataclasses.fields(strategy))
+    return tuple(
+        (name, value if isinstance(value, str) else json.dumps(value))
+        for name, value, default in given
+        if value != default
+    )

@@ -1,0 +1,61 @@
+"""The plan that is chosen where a request leaves the strategy open."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from autopipe.passes.auto.candidates import candidates
+from autopipe.passes.auto.search import Search
+from autopipe.passes.auto.variations import variations
+from autopipe.passes.base import Scheduler
+from autopipe.passes.pipeline import Planned, planned
+from autopipe.passes.registry import scheduler_class, scheduler_names
+from autopipe.passes.request import Request
+from autopipe.passes.runner import Observer, Runner, Silent
+
+_FIRST = ("kfkb", "1f1b", "gpipe")
+"""Schedules that take any placement of whole micro-batches: kFkB also those of stages with their own."""
+_LAST = ("tessel",)
+"""Schedules that are searched: they take longest, and need not be asked where another one meets the bound."""
+
+
+def choose(request: Request, observer: Observer | None = None) -> Planned:
+    """The plan with the shortest simulated step that any candidate gives, with what came of the others.
+
+    Candidates are weighed twice: each is placed, and its step simulated under one schedule; then all schedules are
+    tried on those whose placement bears a shorter step than the best so far. Raises what speaks against the first
+    candidates where none has a plan.
+    """
+    runner = Runner(observer or Silent())
+    end = None if request.time_limit is None else time.monotonic() + request.time_limit
+    search = Search(request, runner, _schedulers(request), end)
+    search.try_all(candidates(request))
+    search.try_all(variations(search))
+    search.schedule_all()
+    best = search.best
+    if best is None:
+        raise search.reason()
+    assert best.placed is not None
+    run = best.best
+    assert run is not None and run.scheduled is not None
+    settled = best.candidate.settled(request)
+    found = planned(settled, best.candidate.strategy, run.scheduler, best.placed, run.scheduled, runner)
+    rows = tuple(row for each in search.tried for row in each.alternatives(request))
+    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, alternatives=rows))
+
+
+def weighed_names(request: Request) -> tuple[str, ...]:
+    """The passes that run while `choose` weighs candidates, about in the order in which they first do."""
+    strategies = dict.fromkeys(each.strategy.name for each in candidates(request))
+    schedulers = (each.name for each in _schedulers(request))
+    return ("read", "cost", *strategies, "predict", *schedulers, "simulate")
+
+
+def _schedulers(request: Request) -> tuple[Scheduler, ...]:
+    """The schedules that may be taken: the one that is named, or all, those that are searched last."""
+    if request.scheduler is not None:
+        return (request.scheduler,)
+    # csv follows a file that somebody names.
+    middle = [name for name in scheduler_names() if name not in (*_FIRST, *_LAST, "csv")]
+    return tuple(scheduler_class(name)() for name in (*_FIRST, *middle, *_LAST))

@@ -1,0 +1,104 @@
+"""The search over candidates: a placement each, then every schedule that can still win."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
+from autopipe.passes.auto.candidate import Candidate
+from autopipe.passes.auto.tried import Run, Tried
+from autopipe.passes.base import Scheduler
+from autopipe.passes.pipeline import Placed, place, schedule
+from autopipe.passes.request import Request
+from autopipe.passes.runner import Runner
+from autopipe.passes.schedule.limits import SAME, lower_bound
+
+_REFUSALS = (ConfigurationError, InfeasibleError, ModelError)
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """One search: what it has tried. What is strictly shorter wins, so that the order of candidates settles ties."""
+
+    request: Request
+    runner: Runner
+    schedulers: Sequence[Scheduler]
+    """The first that takes a placement says about what its step takes; the others are tried where they could win."""
+    end: float | None = None
+    """When to stop, by `time.monotonic`, once there is a plan."""
+    tried: list[Tried] = field(default_factory=list)
+
+    @property
+    def best(self) -> Tried | None:
+        """The candidate with the shortest step, the first of equals; None where none has one."""
+        found = min(self.tried, key=lambda each: each.step_s, default=None)
+        return None if found is None or math.isinf(found.step_s) else found
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the shortest step; infinite where there is none."""
+        return math.inf if self.best is None else self.best.step_s
+
+    def is_over(self) -> bool:
+        """Whether there is a plan and no more time."""
+        return self.end is not None and self.best is not None and time.monotonic() >= self.end
+
+    def try_all(self, candidates: Iterable[Candidate]) -> None:
+        """Place each candidate and simulate its step under the first schedule that takes it."""
+        for candidate in candidates:
+            if not self.is_over():
+                self._place(candidate)
+
+    def schedule_all(self) -> None:
+        """Try all schedules on the placements that can still win, the one with the least bound first."""
+        for each in sorted(self.tried, key=lambda one: (one.step_s, one.bound_s)):
+            for scheduler in self.schedulers:
+                if self.is_over() or each.placed is None or each.bound_s >= self.step_s * (1 - SAME):
+                    break
+                if all(run.scheduler != scheduler for run in each.runs):
+                    each.runs.append(self._run(each.placed, scheduler))
+
+    def _place(self, candidate: Candidate) -> None:
+        asked = self._within_time(candidate.settled(self.request))
+        try:
+            placed = place(asked, candidate.strategy, self.runner)
+        except _REFUSALS as error:
+            self.tried.append(Tried(candidate, refused=error))
+            return
+        same = next((each for each in self.tried if each.placed and _are_same(each.placed, placed)), None)
+        bound = lower_bound(placed.problem, placed.placement, placed.prediction)
+        found = Tried(candidate, placed, bound) if same is None else Tried(candidate, same_as=same)
+        self.tried.append(found)
+        for scheduler in self.schedulers if same is None else ():
+            found.runs.append(self._run(placed, scheduler))
+            if found.runs[-1].scheduled:
+                break
+
+    def _run(self, placed: Placed, scheduler: Scheduler) -> Run:
+        try:
+            return Run(scheduler, schedule(placed, scheduler, self.runner))
+        except _REFUSALS as error:
+            return Run(scheduler, refused=error)
+
+    def _within_time(self, request: Request) -> Request:
+        if self.end is None:
+            return request
+        return dataclasses.replace(request, time_limit=max(0.0, self.end - time.monotonic()))
+
+    def reason(self) -> AutopipeError:
+        """Why there is no plan: of all that speaks against placements and schedules, that of memory first."""
+        refusals = [each.refused for each in self.tried] + [run.refused for each in self.tried for run in each.runs]
+        found = [each for each in refusals if each is not None]
+        return next((each for each in found if isinstance(each, InfeasibleError)), found[0])
+
+
+def _are_same(first: Placed, second: Placed) -> bool:
+    """Whether two placements are one, of one problem."""
+    a, b = first.problem, second.problem
+    return (a.micro_batches, a.recompute, a.optimizer) == (b.micro_batches, b.recompute, b.optimizer) and (
+        first.placement == second.placement
+    )

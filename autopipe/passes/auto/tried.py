@@ -1,0 +1,79 @@
+"""What came of a candidate: its placement, and the step of every schedule that was tried on it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from autopipe.ir.alternatives import Alternative
+from autopipe.ir.errors import AutopipeError
+from autopipe.passes.auto.candidate import Candidate
+from autopipe.passes.base import Scheduler
+from autopipe.passes.pipeline import Placed, Scheduled
+from autopipe.passes.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of a schedule on a placement: the step it makes, or why there is none."""
+
+    scheduler: Scheduler
+    scheduled: Scheduled | None = None
+    refused: AutopipeError | None = None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step; infinite where there is none."""
+        return math.inf if self.scheduled is None else self.scheduled.timeline.end
+
+
+@dataclass(slots=True, eq=False)
+class Tried:
+    """A candidate that was tried."""
+
+    candidate: Candidate
+    placed: Placed | None = None
+    bound_s: float = math.inf
+    """No schedule of the placement takes less."""
+    refused: AutopipeError | None = None
+    """Why there is no placement."""
+    same_as: Tried | None = None
+    """The one tried before that has the same placement, and the runs."""
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def best(self) -> Run | None:
+        """The run with the shortest step, the first of equals; None where none has one."""
+        return min((run for run in self.runs if run.scheduled), key=lambda run: run.step_s, default=None)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the shortest step; infinite where there is none."""
+        return math.inf if self.best is None else self.best.step_s
+
+    def alternatives(self, request: Request) -> tuple[Alternative, ...]:
+        """What is kept of it: a row for every schedule, one where there is none."""
+        placed = self.same_as.placed if self.same_as else self.placed
+        runs = self.same_as.runs if self.same_as else self.runs
+        if placed is None:
+            return (Alternative(self.candidate.choice(request), refused=_line(self.refused)),)
+        return tuple(self._row(request, placed, run) for run in runs)
+
+    def _row(self, request: Request, placed: Placed, run: Run) -> Alternative:
+        timeline = None if run.scheduled is None else run.scheduled.timeline
+        return Alternative(
+            choice=self.candidate.choice(request, run.scheduler.name),
+            step_time_s=None if timeline is None else timeline.end,
+            lower_bound_s=self.same_as.bound_s if self.same_as else self.bound_s,
+            micro_batches=placed.problem.micro_batches,
+            stages=len(placed.placement.stages),
+            bubble_rate=None if timeline is None else timeline.bubble_rate,
+            peak_memory_bytes=None if timeline is None else max(timeline.peak_memory),
+            refused=_line(run.refused),
+            same_as=self.same_as.candidate.strategy.name if self.same_as else None,
+        )
+
+
+def _line(error: AutopipeError | None) -> str | None:
+    """An error's first line, of one space each."""
+    return None if error is None else " ".join(error.message.partition("\n")[0].split())
