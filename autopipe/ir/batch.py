@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.ops import operator_of
 from autopipe.ir.ops.spaces import Spaces
+from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.ir.space import AxisKind, Dimension, Space
 
 
@@ -71,6 +72,7 @@ class BatchAxes:
         return found[0] if found else None
 
 
+@remembered(GRAPHS)
 def batch_axes_of(graph: Graph) -> BatchAxes:
     """Follow the batch axes of `graph.batch_axes` through the graph.
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
+from autopipe.ir.remembered import GRAPHS, remembered
 
 Attribute = int | float | str | tuple[int, ...] | tuple[float, ...] | tuple[str, ...]
 
@@ -221,6 +222,7 @@ class Graph:
         found = self._held.get(name)
         return found if isinstance(found, Constant) else None
 
+    @remembered(GRAPHS)
     def consumers(self) -> dict[str, tuple[int, ...]]:
         """For each value, the indices of the nodes that read it, ascending, each once."""
         found: dict[str, list[int]] = {}

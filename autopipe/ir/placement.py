@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.ops import operator_of
+from autopipe.ir.remembered import GRAPHS, remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class Placement:
 _CHEAP_KINDS = frozenset({"view", "memory", "elementwise", "reduction"})
 
 
+@remembered(GRAPHS)
 def recomputed_nodes(graph: Graph) -> frozenset[int]:
     """Nodes that every stage which needs their values computes for itself: masks, positions, constant tables.
 

@@ -10,6 +10,7 @@ from autopipe.ir.graph import Graph, Node
 from autopipe.ir.layout import Layout, replicated
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
+from autopipe.ir.remembered import remembered
 from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.uses import Use, uses_of
 from autopipe.passes.lower.exchanges import Laid, laid, taken_layouts
@@ -59,6 +60,7 @@ class StageWork:
     received_layouts: dict[str, Layout]
 
 
+@remembered(2)
 def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
     """The work of each stage, in order: nodes that no wanted output depends on are left out."""
     graph = problem.graph

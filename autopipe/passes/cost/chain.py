@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import recomputed_nodes
+from autopipe.ir.remembered import GRAPHS, remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Chain:
         return sums
 
 
+@remembered(GRAPHS)
 def linear_order(graph: Graph) -> tuple[int, ...]:
     """The graph's own order, with nodes that depend on no input moved down to just before their first reader.
 

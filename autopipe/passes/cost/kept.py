@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph, Node
+from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.ir.space import Dimension, Windowed
 from autopipe.passes.cost.precision import PRODUCT_KINDS, element_bytes, narrows
 from autopipe.passes.cost.uses import Use
@@ -41,6 +42,7 @@ class Kept:
         return size
 
 
+@remembered(GRAPHS)
 def kept_values(graph: Graph, uses: tuple[Use, ...], precision: str = "fp32") -> tuple[tuple[Kept, ...], ...]:
     """For each node what backward needs of it, at `precision`.
 

@@ -8,6 +8,7 @@ its operands (PyTorch documentation, "Automatic Mixed Precision package", op-spe
 from __future__ import annotations
 
 from autopipe.ir.graph import Graph
+from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.uses import Use
 
 PRODUCT_KINDS = frozenset({"matmul", "convolution", "recurrent"})
@@ -22,6 +23,7 @@ def narrows(precision: str) -> bool:
     return precision in _HALF
 
 
+@remembered(GRAPHS)
 def element_bytes(graph: Graph, uses: tuple[Use, ...], precision: str) -> dict[str, int]:
     """Bytes an element of every value, by name, when the graph runs at `precision`."""
     held = [each.value for each in graph.parameters] + [each.value for each in graph.constants]

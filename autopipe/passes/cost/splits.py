@@ -10,6 +10,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import is_block
 from autopipe.ir.placement import Split
+from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.uses import Use, uses_of
 
 
@@ -56,6 +57,7 @@ class SampleAxes:
         return tuple(found)
 
 
+@remembered(GRAPHS)
 def sample_axes(graph: Graph) -> SampleAxes:
     """The batch axes of `graph` as stages are cut by them."""
     batch = batch_axes_of(graph)

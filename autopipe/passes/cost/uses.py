@@ -10,6 +10,7 @@ from autopipe.ir.graph import Graph, Node
 from autopipe.ir.ops import operator_of, qualified_name, signature_of
 from autopipe.ir.ops.row import Operator
 from autopipe.ir.ops.spaces import use_keys
+from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.ir.space import Space
 
 
@@ -22,6 +23,7 @@ class Use:
     flops: float
 
 
+@remembered(GRAPHS)
 def uses_of(graph: Graph) -> tuple[Use, ...]:
     """The use that each node makes of its operator, in the order of the nodes.
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.ops import operator_of
+from autopipe.ir.remembered import GRAPHS, remembered
 
 
+@remembered(GRAPHS)
 def differentiable_values(graph: Graph) -> frozenset[str]:
     """Values whose gradient a trainable parameter needs: floating, computed from one through differentiable nodes."""
     found = {parameter.value.name for parameter in graph.parameters if parameter.trainable}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import is_block
+from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.ir.space import AxisKind
 from autopipe.passes.cost.uses import Use
 
@@ -50,6 +51,7 @@ class Network:
         return space.axis(axis).kind is not AxisKind.WHOLE and is_block(space, axis, degree)
 
 
+@remembered(GRAPHS)
 def weights_of(graph: Graph) -> dict[str, frozenset[str]]:
     """Each value that depends on parameters and constants alone, with its parameters."""
     weights = {each.value.name: frozenset([each.value.name]) for each in graph.parameters}
