@@ -17,7 +17,7 @@ from autopipe.configs.dump import dump
 from autopipe.configs.load import dump_configuration, load_configuration, resolve_cluster
 from autopipe.configs.presets import cluster_names, cluster_preset, is_cluster, read_cluster
 from autopipe.configs.quantity import format_bytes
-from autopipe.ir.cluster import Cluster
+from autopipe.ir.cluster import Cluster, Device, Group, Link
 
 
 @click.group()
@@ -67,7 +67,7 @@ def check(output: Output, file: Path) -> None:
 @config.command()
 @standard_options
 def clusters(output: Output) -> None:
-    """List the cluster presets.
+    """List the cluster presets, mixed ones with a line for each group of devices.
 
     \b
     Example:
@@ -78,12 +78,26 @@ def clusters(output: Output) -> None:
     entries = []
     for name in cluster_names():
         description = cluster_preset(name)
-        device = description.device
-        entries.append({"preset": name, **dump(description), "memory_bytes": device.memory})
-        links = " / ".join(f"{level.bandwidth / 1e9:g}" for level in description.levels)
-        figures = (f"{device.peak.fp32 / 1e12:g}", f"{device.bandwidth / 1e9:g}")
-        table.add_row(name, device.name, format_bytes(device.memory), *figures, links)
+        cluster = build_cluster(description, None)
+        least = min(device.memory_bytes for device in cluster.kinds)
+        entries.append({"preset": name, **dump(description), "memory_bytes": least})
+        label, first = name, 0
+        for group in cluster.groups or (Group("", cluster.size, ()),):
+            device = cluster.devices[first]
+            kind = f"{group.size} x {device.name}" if cluster.groups else device.name
+            links = " / ".join(_gigabytes(each.link) for each in (*group.levels, *cluster.levels))
+            table.add_row(label, kind, *_figures(device), links)
+            label, first = "", first + group.size
     output.result({"clusters": entries}, table)
+
+
+def _figures(device: Device) -> tuple[str, str, str]:
+    fp32 = f"{device.peak('fp32') / 1e12:g}"
+    return format_bytes(device.memory_bytes), fp32, f"{device.bandwidth_bytes_per_s / 1e9:g}"
+
+
+def _gigabytes(link: Link) -> str:
+    return f"{link.bandwidth_bytes_per_s / 1e9:g}"
 
 
 def _checked(configuration: Configuration) -> Cluster:

@@ -1,160 +1,173 @@
-"""The schema of a cluster's description, in a file or within a configuration."""
+"""The schema of a cluster's description, in a file or within a configuration, and the cluster made of it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import ClassVar
 
-from autopipe.configs.quantity import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS
-from autopipe.configs.schema import Above, AtLeast, AtMost
-from autopipe.ir.cluster import Cluster, Device, Level, Link
+from autopipe.configs.device_file import (
+    MOST_DEVICES,
+    DeviceCount,
+    DeviceDescription,
+    LevelDescription,
+    device_of,
+    level_of,
+)
+from autopipe.ir.cluster import Cluster, Device, Group
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 
-Latency = Annotated[float, SECONDS, AtLeast(0)]
-Bandwidth = Annotated[float, BYTES_PER_SECOND, Above(0)]
-Peak = Annotated[float, FLOPS, Above(0)]
-Fraction = Annotated[float, Above(0), AtMost(1)]
-
-MOST_DEVICES = 2**20
-DeviceCount = Annotated[int, AtLeast(1), AtMost(MOST_DEVICES)]
-
 
 @dataclass(frozen=True, slots=True)
-class PeakRates:
-    """Peak rates by precision, one multiply-add counted as two operations."""
-
-    fp32: Peak
-    """Peak of 32-bit floating point."""
-
-    tf32: Peak | None = None
-    """Peak of matrix units on 32-bit values rounded to 19 bits."""
-
-    fp16: Peak | None = None
-    """Peak of 16-bit floating point, matrix units included; fp32's rate where it is not given."""
-
-    bf16: Peak | None = None
-    """Peak of bfloat16, matrix units included; fp32's rate where it is not given."""
-
-    fp64: Peak | None = None
-    """Peak of 64-bit floating point."""
-
-
-@dataclass(frozen=True, slots=True)
-class Efficiencies:
-    """Fractions of the peak (of the memory bandwidth for operators bound by it) that classes of operators reach."""
-
-    matmul: Fraction
-    """Matrix products."""
-
-    convolution: Fraction
-    """Convolutions."""
-
-    elementwise: Fraction
-    """Operators on each element by itself."""
-
-    normalization: Fraction
-    """Softmax, batch and layer normalization."""
-
-    reduction: Fraction
-    """Sums, means and maxima over axes, pooling."""
-
-    memory: Fraction
-    """Operators that only move data: transpose, concatenate, gather."""
-
-    recurrent: Fraction
-    """LSTM, GRU and RNN."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceDescription:
-    """One kind of device."""
-
-    name: str
-    """The product's name."""
-
-    memory: Annotated[int, BYTES, AtLeast(1)]
-    """Memory a program may use."""
-
-    peak: PeakRates
-    """Peak rates by precision."""
-
-    bandwidth: Bandwidth
-    """Bandwidth between the device and its own memory."""
-
-    launch_latency: Latency
-    """Time from one kernel's end to the next one's start, when each is launched by itself."""
-
-    efficiency: Efficiencies
-    """Fractions of peak and bandwidth that classes of operators reach."""
-
-
-@dataclass(frozen=True, slots=True)
-class LevelDescription:
-    """One level of the hierarchy of links."""
-
-    name: str
-    """What the level forms, such as `node` or `cluster`."""
-
-    latency: Latency
-    """Time before the first byte arrives."""
-
-    bandwidth: Bandwidth
-    """Bandwidth from one device to another, in one direction."""
-
-    size: DeviceCount | None = None
-    """Members of the level below in one group; at the outermost level, `null` for as many as are needed."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterDescription:
-    """Devices of one kind in a hierarchy of nodes."""
+class GroupDescription:
+    """Devices of one kind beside others in a mixed cluster."""
 
     name: str
     """A name for reports."""
 
-    device: DeviceDescription
-    """The kind of device."""
+    device: DeviceDescription | str
+    """The kind of device, or the name of a preset whose device it is."""
+
+    count: DeviceCount
+    """Number of devices."""
+
+    levels: tuple[LevelDescription, ...] = ()
+    """The group's own links, from the innermost (devices in a node) outwards; the preset's where none are given and
+    `device` names one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterDescription:
+    """Devices of one kind in a hierarchy of nodes, or groups of devices of different kinds."""
+
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("device", "groups"),)
+
+    name: str
+    """A name for reports."""
 
     levels: tuple[LevelDescription, ...]
-    """From the innermost (devices in a node) to the outermost (nodes in the cluster)."""
+    """From the innermost (devices in a node) to the outermost (nodes in the cluster); with `groups` the one level that
+    joins them."""
+
+    device: DeviceDescription | None = None
+    """The kind of device, where there is but one."""
+
+    groups: tuple[GroupDescription, ...] = ()
+    """The groups of a mixed cluster, in the order in which devices are counted: `gpus` takes the first ones."""
 
 
 def build_cluster(
     description: ClusterDescription, count: int | None, nodes: int | None = None, devices_per_node: int | None = None
 ) -> Cluster:
-    """A cluster of `count` devices (all there are where it is None).
+    """A cluster of `count` devices (all there are where it is None), in a mixed one the first.
 
     `nodes` and `devices_per_node` replace the sizes of the two innermost levels. An outermost level without a size
-    grows to hold `count`. Raises ConfigurationError for levels without a size elsewhere or a level that is missing,
-    InfeasibleError where fewer than `count` devices are described.
+    grows to hold `count`. Raises ConfigurationError for levels without a size elsewhere, a level that is missing, or
+    what a mixed cluster cannot have, InfeasibleError where fewer than `count` devices are described.
     """
-    sizes = _sizes(description, nodes, devices_per_node)
-    fixed = math.prod(size for size in sizes if size is not None)
-    if sizes[-1] is None:
-        sizes[-1] = 1 if count is None else max(1, -(-count // fixed))
-    total = math.prod(size for size in sizes if size is not None)
+    who = f"cluster {description.name}"
+    if not description.levels:
+        raise ConfigurationError(f"{who} has no levels", hint="describe at least one")
+    if description.groups:
+        if nodes is not None or devices_per_node is not None:
+            raise ConfigurationError(
+                f"{who} has groups, so cluster.nodes and cluster.devices_per_node do not say whose nodes",
+                hint="take the first devices by gpus, or give each group its count in a file of your own",
+            )
+        found = _mixed(description)
+        shape = ", ".join(f"{group.count} in {group.name}" for group in description.groups)
+    elif description.device is not None:
+        sizes = _all_sizes(_sizes(description, nodes, devices_per_node), count)
+        found = _uniform(description, description.device, sizes)
+        shape = " x ".join(f"{size} in a {level.name}" for size, level in zip(sizes, description.levels, strict=True))
+    else:
+        raise ConfigurationError(f"{who} describes no device", hint="give device, or groups of devices")
+    if count is not None and count > found.size:
+        raise InfeasibleError(
+            f"{who} has {found.size} devices ({shape}), {count - found.size} fewer than the {count} wanted",
+            hint="ask for fewer devices or give the cluster more nodes",
+        )
+    return found if count is None else found.take(count)
+
+
+def _uniform(description: ClusterDescription, device: DeviceDescription, sizes: Sequence[int]) -> Cluster:
+    total = math.prod(sizes)
+    _check_total(description, total)
+    levels = tuple(level_of(level, size) for size, level in zip(sizes, description.levels, strict=True))
+    return Cluster(description.name, (device_of(device),) * total, levels)
+
+
+def _mixed(description: ClusterDescription) -> Cluster:
+    who = f"cluster {description.name}"
+    outer, *more = description.levels
+    if more or outer.size not in (None, len(description.groups)):
+        raise ConfigurationError(
+            f"{who} joins {len(description.groups)} groups by "
+            + (f"{len(description.levels)} levels" if more else f"a level of {outer.size}"),
+            hint="give one level without a size; the links inside a group are its own levels",
+        )
+    names = [group.name for group in description.groups]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigurationError(f"{who} has two groups called {twice!r}", hint="give each a name of its own")
+    _check_total(description, sum(group.count for group in description.groups))
+    groups = tuple(_group(who, group) for group in description.groups)
+    devices = tuple(device for group in description.groups for device in _devices(group))
+    joining = level_of(outer, len(groups))
+    full = math.prod(level.size for level in groups[0].levels) == groups[0].size
+    if len(set(groups)) == len(set(devices)) == 1 and full:
+        return Cluster(description.name, devices, (*groups[0].levels, joining))
+    return Cluster(description.name, devices, (joining,), groups)
+
+
+def _devices(group: GroupDescription) -> tuple[Device, ...]:
+    assert not isinstance(group.device, str), "names of presets are looked up where a description is read"
+    return (device_of(group.device),) * group.count
+
+
+def _group(who: str, group: GroupDescription) -> Group:
+    """The group with the levels that its devices need."""
+    if not group.levels:
+        raise ConfigurationError(
+            f"group {group.name} of {who} has no levels",
+            hint="describe at least the links in a node, or name a preset as its device",
+        )
+    levels, members = [], group.count
+    for level in group.levels:
+        size = members if level.size is None else level.size
+        if level.size is None and level is not group.levels[-1]:
+            raise _no_size(level, f"group {group.name} of {who}")
+        if levels and members == 1:
+            break
+        levels.append(level_of(level, min(size, members)))
+        members = -(-members // size)
+    if members > 1:
+        raise InfeasibleError(
+            f"group {group.name} of {who} has {group.count} devices, and its levels hold only "
+            f"{math.prod(level.size for level in levels)}",
+            hint="give it fewer devices, or one level more",
+        )
+    return Group(group.name, group.count, tuple(levels))
+
+
+def _check_total(description: ClusterDescription, total: int) -> None:
     if total > MOST_DEVICES:
         raise ConfigurationError(
             f"cluster {description.name} has {total} devices", hint=f"at most {MOST_DEVICES} can be planned for"
         )
-    if count is not None and count > total:
-        shape = " x ".join(f"{size} in a {level.name}" for size, level in zip(sizes, description.levels, strict=True))
-        raise InfeasibleError(
-            f"cluster {description.name} has {total} devices ({shape}), {count - total} fewer than the {count} wanted",
-            hint="ask for fewer devices or give the cluster more nodes",
-        )
-    levels = tuple(
-        Level(level.name, size or 1, Link(level.latency, level.bandwidth))
-        for size, level in zip(sizes, description.levels, strict=True)
-    )
-    cluster = Cluster(description.name, (_device(description.device),) * total, levels)
-    return cluster if count is None else cluster.take(count)
+
+
+def _all_sizes(sizes: Sequence[int | None], count: int | None) -> list[int]:
+    """The sizes, the outermost one with as many members as `count` devices need where it is open."""
+    *inner, last = sizes
+    fixed = [size or 1 for size in inner]
+    if last is None:
+        last = 1 if count is None else max(1, -(-count // math.prod(fixed)))
+    return [*fixed, last]
 
 
 def _sizes(description: ClusterDescription, nodes: int | None, devices_per_node: int | None) -> list[int | None]:
-    if not description.levels:
-        raise ConfigurationError(f"cluster {description.name} has no levels", hint="describe at least one")
     sizes = [level.size for level in description.levels]
     if devices_per_node is not None:
         sizes[0] = devices_per_node
@@ -167,20 +180,9 @@ def _sizes(description: ClusterDescription, nodes: int | None, devices_per_node:
         )
     for level, size in zip(description.levels[:-1], sizes, strict=False):
         if size is None:
-            raise ConfigurationError(
-                f"level {level.name} of cluster {description.name} has no size", hint="only the outermost may have none"
-            )
+            raise _no_size(level, f"cluster {description.name}")
     return sizes
 
 
-def _device(description: DeviceDescription) -> Device:
-    peaks = ((name, getattr(description.peak, name)) for name in PeakRates.__dataclass_fields__)
-    efficiencies = ((name, getattr(description.efficiency, name)) for name in Efficiencies.__dataclass_fields__)
-    return Device(
-        name=description.name,
-        memory_bytes=description.memory,
-        peak_flops=tuple((name, rate) for name, rate in peaks if rate is not None),
-        bandwidth_bytes_per_s=description.bandwidth,
-        launch_latency_s=description.launch_latency,
-        efficiency=tuple(efficiencies),
-    )
+def _no_size(level: LevelDescription, who: str) -> ConfigurationError:
+    return ConfigurationError(f"level {level.name} of {who} has no size", hint="only the outermost may have none")

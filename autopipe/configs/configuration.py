@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from autopipe.configs.choice import Choice
-from autopipe.configs.cluster_file import ClusterDescription, DeviceCount
+from autopipe.configs.cluster_file import ClusterDescription
+from autopipe.configs.device_file import DeviceCount
 from autopipe.configs.quantity import BYTES, SECONDS
 from autopipe.configs.schema import Above, AtLeast, AtMost, FilePath
 from autopipe.ir import problem
@@ -99,6 +100,9 @@ class ClusterChoice:
 
     devices_per_node: DeviceCount | None = None
     """Number of devices in each node, in place of the cluster's own."""
+
+    straddle: bool = False
+    """Whether a stage may have devices of different kinds. Otherwise none does but where constraints ask for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -13,7 +14,7 @@ from autopipe.configs.configuration import ClusterChoice, Configuration
 from autopipe.configs.convert import convert
 from autopipe.configs.dump import dump
 from autopipe.configs.merge import Setting, override, settings
-from autopipe.configs.presets import cluster_preset, read_cluster
+from autopipe.configs.presets import cluster_preset, read_cluster, with_presets
 from autopipe.configs.source import Entry, Place, read_file, read_text
 from autopipe.ir.cluster import Cluster
 
@@ -50,12 +51,13 @@ def resolve_cluster(configuration: Configuration) -> Cluster:
     Raises ConfigurationError for a cluster that cannot be read, InfeasibleError where it has fewer than `gpus` devices.
     """
     choice = configuration.cluster
-    return build_cluster(_description(choice), configuration.gpus, choice.nodes, choice.devices_per_node)
+    found = build_cluster(_description(choice), configuration.gpus, choice.nodes, choice.devices_per_node)
+    return replace(found, straddle=choice.straddle)
 
 
 def _description(choice: ClusterChoice) -> ClusterDescription:
     if choice.inline is not None:
-        return choice.inline
+        return with_presets(choice.inline, "cluster.inline")
     if choice.file is not None:
         return read_cluster(choice.file)
     return cluster_preset(choice.preset or "")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from autopipe.configs.cluster_file import ClusterDescription
+from autopipe.configs.cluster_file import ClusterDescription, GroupDescription
 from autopipe.configs.convert import convert, nearest
 from autopipe.configs.source import read_file
 from autopipe.ir.errors import ConfigurationError
@@ -33,10 +34,31 @@ def cluster_preset(name: str, where: str = "") -> ClusterDescription:
 
 def read_cluster(path: str | Path) -> ClusterDescription:
     """A cluster's description from a YAML file; raises ConfigurationError with `file:line`."""
-    return convert(read_file(path), ClusterDescription)
+    return with_presets(convert(read_file(path), ClusterDescription), str(path))
+
+
+def with_presets(description: ClusterDescription, where: str) -> ClusterDescription:
+    """The description with the devices of presets in place of their names, and their links for groups without any.
+
+    Raises ConfigurationError, at `where`, for a name that no preset of one kind of device has.
+    """
+    return replace(description, groups=tuple(_with_preset(group, where) for group in description.groups))
+
+
+def _with_preset(group: GroupDescription, where: str) -> GroupDescription:
+    if not isinstance(group.device, str):
+        return group
+    preset = cluster_preset(group.device, where)
+    if preset.device is None:
+        raise ConfigurationError(
+            f"group {group.name} has the device of preset {group.device}, which has several",
+            hint="name a preset with one kind of device",
+            where=where,
+        )
+    return replace(group, device=preset.device, levels=group.levels or preset.levels)
 
 
 def is_cluster(path: str | Path) -> bool:
     """Whether a YAML file describes a cluster rather than a configuration, by the keys it has."""
     document = read_file(path).value
-    return isinstance(document, dict) and not {"device", "levels"}.isdisjoint(document)
+    return isinstance(document, dict) and not {"device", "levels", "groups"}.isdisjoint(document)

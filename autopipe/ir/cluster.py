@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from autopipe.ir.costs import Affine, ExchangeCost, TaskCosts
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
@@ -41,6 +41,16 @@ class Device:
 
     tasks: TaskCosts | None = None
     """What tasks take besides their operators, where that was measured."""
+
+    collectives: tuple[ExchangeCost, ...] = ()
+    """What collectives of ranks in one node of such devices take, where that was measured."""
+
+    post: Affine | None = None
+    """What posting either end of a message takes of the device's own time, where that was measured."""
+
+    def __hash__(self) -> int:
+        # Devices are keys of many tables, and what tells them apart is at the front.
+        return hash((self.name, self.memory_bytes, self.peak_flops, self.bandwidth_bytes_per_s))
 
     def peak(self, precision: str) -> float:
         """FLOP/s in `precision`; a narrower one that the device has no units for runs at the rate of fp32.
@@ -101,10 +111,25 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """Neighbouring devices of a cluster that have nodes and links of their own."""
+
+    name: str = field(compare=False)
+    """What it is called in reports."""
+
+    size: int
+    """Number of devices."""
+
+    levels: tuple[Level, ...]
+    """From the innermost (devices in a node) to the outermost in the group."""
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """Devices 0, 1, ... filled into nodes in order, nodes into the levels above.
 
     Where the number of devices is not a multiple of a level's extent, the last group of that level is partly filled.
+    A cluster of `groups` holds each one's devices in order, and one level that joins the groups.
     """
 
     name: str
@@ -114,24 +139,23 @@ class Cluster:
     """One entry a device, in order of their indices."""
 
     levels: tuple[Level, ...]
-    """From the innermost (devices in a node) to the outermost (nodes in the cluster)."""
+    """From the innermost (devices in a node) to the outermost (nodes in the cluster); with `groups` what joins them."""
 
-    collectives: tuple[ExchangeCost, ...] = ()
-    """What collectives of ranks in one node take, where that was measured."""
+    groups: tuple[Group, ...] = ()
+    """Where nodes or links are not everywhere alike: the parts within which they are."""
 
-    post: Affine | None = None
-    """What posting either end of a message takes of its device's own time, where that was measured."""
+    straddle: bool = False
+    """Whether a stage may have devices of different kinds without being asked for one by one."""
 
     def __post_init__(self) -> None:
         if not self.devices or not self.levels:
             raise ConfigurationError(f"cluster {self.name} needs at least one device and one level")
-        if any(level.size < 1 for level in self.levels):
+        if any(level.size < 1 for level in self._all_levels()):
             raise ConfigurationError(f"cluster {self.name} has a level of size below 1")
-        places = math.prod(level.size for level in self.levels)
-        if places < len(self.devices):
-            raise ConfigurationError(
-                f"cluster {self.name} has {len(self.devices)} devices but its levels hold only {places}"
-            )
+        if self.groups:
+            self._check_groups()
+        else:
+            _check_room(f"cluster {self.name}", len(self.devices), self.levels)
 
     @property
     def size(self) -> int:
@@ -139,29 +163,48 @@ class Cluster:
         return len(self.devices)
 
     @property
+    def kinds(self) -> tuple[Device, ...]:
+        """The kinds of devices, in order of the first of each."""
+        return tuple(dict.fromkeys(self.devices))
+
+    @property
     def devices_per_node(self) -> int:
-        """Number of devices in a full node."""
-        return self.levels[0].size
+        """Number of devices in a full node, the smallest where groups have different ones."""
+        return min(group.levels[0].size for group in self.groups) if self.groups else self.levels[0].size
 
     @property
     def node_count(self) -> int:
         """Number of nodes that hold a device."""
-        return -(-self.size // self.devices_per_node)
+        return self.node(self.size - 1) + 1
 
     def node(self, device: int) -> int:
         """Index of the node that holds `device`."""
-        return self._index(device) // self.devices_per_node
+        first, levels = self.part(device)
+        before = sum(-(-group.size // group.levels[0].size) for group, start in self._placed() if start < first)
+        return before + (device - first) // levels[0].size
+
+    def part(self, device: int) -> tuple[int, tuple[Level, ...]]:
+        """The first device, and the levels, of the group that holds `device`; of the cluster where it has no groups."""
+        self._check(device)
+        if not self.groups:
+            return 0, self.levels
+        group, start = next((group, start) for group, start in self._placed() if device < start + group.size)
+        return start, group.levels
 
     def level(self, first: int, second: int) -> Level | None:
         """The level of the smallest group that holds both devices; None for one and the same device."""
-        low, high = self._index(first), self._index(second)
-        if low == high:
+        start, levels = self.part(first)
+        if first == second:
             return None
-        for level in self.levels[:-1]:
+        if self.groups and self.part(second)[0] != start:
+            return self.levels[0]
+        self._check(second)
+        low, high = first - start, second - start
+        for level in levels[:-1]:
             low, high = low // level.size, high // level.size
             if low == high:
                 return level
-        return self.levels[-1]
+        return levels[-1]
 
     def link(self, first: int, second: int) -> Link:
         """The link between two devices; a device reaches itself at the bandwidth of its memory, without latency."""
@@ -176,8 +219,7 @@ class Cluster:
         if len(members) == 1:
             return self.link(members[0], members[0])
         # Wherever two members part at some level, so do two members that are neighbours in order of index.
-        links = {self.link(first, second) for first, second in itertools.pairwise(members)}
-        return min(links, key=lambda link: (link.bandwidth_bytes_per_s, -link.latency_s))
+        return slower(self.link(first, second) for first, second in itertools.pairwise(members))
 
     def take(self, count: int) -> Cluster:
         """The first `count` devices; each level keeps the places still needed.
@@ -190,16 +232,64 @@ class Cluster:
             raise InfeasibleError(
                 f"cluster {self.name} has {self.size} devices, {count - self.size} fewer than the {count} asked for"
             )
-        levels = []
-        members = count
-        for level in self.levels:
-            levels.append(replace(level, size=min(level.size, members)))
-            members = -(-members // level.size)
-        return replace(self, devices=self.devices[:count], levels=tuple(levels))
+        if not self.groups:
+            return replace(self, devices=self.devices[:count], levels=_filled(self.levels, count))
+        kept = [(group, min(group.size, count - start)) for group, start in self._placed() if start < count]
+        groups = tuple(replace(group, size=size, levels=_filled(group.levels, size)) for group, size in kept)
+        if len(groups) == 1:
+            return replace(self, devices=self.devices[:count], levels=groups[0].levels, groups=())
+        return replace(self, devices=self.devices[:count], levels=_filled(self.levels, len(groups)), groups=groups)
 
-    def _index(self, device: int) -> int:
+    def reordered(self, order: Sequence[int]) -> tuple[Cluster, tuple[int, ...]]:
+        """The groups in another order, and for each device of that cluster its index in this one."""
+        placed = list(self._placed())
+        old = tuple(
+            device for each in order for device in range(placed[each][1], placed[each][1] + placed[each][0].size)
+        )
+        groups = tuple(self.groups[each] for each in order)
+        return replace(self, devices=tuple(self.devices[device] for device in old), groups=groups), old
+
+    def _placed(self) -> Iterable[tuple[Group, int]]:
+        """The groups, each with its first device."""
+        starts = itertools.accumulate((group.size for group in self.groups), initial=0)
+        return zip(self.groups, starts, strict=False)
+
+    def _all_levels(self) -> Iterable[Level]:
+        return itertools.chain(self.levels, *(group.levels for group in self.groups))
+
+    def _check_groups(self) -> None:
+        if len(self.levels) != 1:
+            raise ConfigurationError(f"cluster {self.name} joins groups by {len(self.levels)} levels", hint="give one")
+        if any(group.size < 1 or not group.levels for group in self.groups):
+            raise ConfigurationError(f"cluster {self.name} has a group without devices or levels")
+        for group in self.groups:
+            _check_room(f"group {group.name} of cluster {self.name}", group.size, group.levels)
+        if sum(group.size for group in self.groups) != self.size:
+            raise ConfigurationError(f"the groups of cluster {self.name} do not hold its {self.size} devices")
+        _check_room(f"cluster {self.name}", len(self.groups), self.levels, "groups")
+
+    def _check(self, device: int) -> None:
         if not 0 <= device < self.size:
             raise ConfigurationError(
                 f"cluster {self.name} has no device {device}", hint=f"devices are 0 to {self.size - 1}"
             )
-        return device
+
+
+def slower(links: Iterable[Link]) -> Link:
+    """The link of least bandwidth, of most latency among equals."""
+    return min(set(links), key=lambda link: (link.bandwidth_bytes_per_s, -link.latency_s))
+
+
+def _check_room(who: str, count: int, levels: Sequence[Level], what: str = "devices") -> None:
+    places = math.prod(level.size for level in levels)
+    if places < count:
+        raise ConfigurationError(f"{who} has {count} {what} but its levels hold only {places}")
+
+
+def _filled(levels: Sequence[Level], count: int) -> tuple[Level, ...]:
+    """The levels with the places that `count` members of the innermost need."""
+    found = []
+    for level in levels:
+        found.append(replace(level, size=min(level.size, count)))
+        count = -(-count // level.size)
+    return tuple(found)

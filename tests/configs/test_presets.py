@@ -32,8 +32,12 @@ levels:
 """
 
 
+MIXED = ("a100-v100", "h100-a100-v100")
+"""Presets of several kinds of devices, of which there are so many."""
+
+
 def test_the_presets_are_there() -> None:
-    assert cluster_names() == NAMES
+    assert cluster_names() == tuple(sorted((*NAMES, *MIXED)))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.cluster import Cluster, Link
+from autopipe.ir.cluster import Cluster, Level, Link, slower
 from autopipe.ir.costs import Affine
 
 
@@ -122,10 +122,12 @@ def all_to_all(cluster: Cluster, group: Sequence[int]) -> Cost:
 
 def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Cost | None:
     """What was measured of a collective of so many ranks in one node."""
-    if not cluster.collectives or len({cluster.node(device) for device in group}) > 1:
+    known = cluster.devices[group[0]].collectives
+    alike = known and len({cluster.devices[device] for device in group}) == 1
+    if not alike or len({cluster.node(device) for device in group}) > 1:
         return None
     ranks = len(set(group))
-    fits = (each.fit for each in cluster.collectives if each.kind == kind and each.ranks == ranks)
+    fits = (each.fit for each in known if each.kind == kind and each.ranks == ranks)
     return next((Cost((fit,)) for fit in fits), None)
 
 
@@ -143,41 +145,76 @@ def _cost(
     measured = _measured(cluster, kind, members)
     if measured is not None:
         return measured
-    links = tuple(_links(cluster, members, beside))
-    crossed = {_level(cluster, first, second) for first, second in itertools.pairwise(members)}
-    slowest = min((links[level] for level in crossed), key=lambda link: (_rate(link), -link.latency_s))
+    first, hierarchy = cluster.part(members[0])
+    if cluster.groups and cluster.part(members[-1])[0] != first:
+        slowest, levels = _among_groups(cluster, members, beside)
+    else:
+        own, others = (tuple(each - first for each in some) for some in (members, beside))
+        slowest, levels = _in_one_group(hierarchy, own, others)
     ways = flat(len(members), slowest)
-    levels = _levels(cluster, members, links)
     if len(levels) > 1:
         ways = ways + by_level(levels)
     return Cost(tuple(ways))
 
 
-def _links(cluster: Cluster, members: tuple[int, ...], beside: Sequence[int]) -> Iterator[Link]:
+def _in_one_group(
+    hierarchy: Sequence[Level], members: tuple[int, ...], beside: Sequence[int]
+) -> tuple[Link, list[tuple[int, Link]]]:
+    """The slowest link, and how many join at each level; devices are counted from the first of the hierarchy."""
+    links = tuple(_links(hierarchy, members, beside))
+    crossed = {_level(hierarchy, first, second) for first, second in itertools.pairwise(members)}
+    return slower(links[level] for level in crossed), _levels(hierarchy, members, links)
+
+
+def _among_groups(
+    cluster: Cluster, members: tuple[int, ...], beside: Sequence[int]
+) -> tuple[Link, list[tuple[int, Link]]]:
+    """The same where members are in several groups of a cluster: inside each group, whatever its levels, and between.
+
+    Levels are [] where groups have different numbers of them.
+    """
+    parts: dict[int, list[int]] = {}
+    for member in members:
+        parts.setdefault(cluster.part(member)[0], []).append(member)
+    first, own = next(iter(parts.items()))
+    sharing = sum(cluster.part(device)[0] == first for device in set(beside)) / len(own)
+    outer = _shared(cluster.levels[0].link, sharing)
+    inner = [cluster.slowest_link(part) for part in parts.values() if len(part) > 1]
+    if not inner or len({len(part) for part in parts.values()}) > 1:
+        return slower([*inner, outer]), []
+    return slower([*inner, outer]), [(len(own), slower(inner)), (len(parts), outer)]
+
+
+def _shared(link: Link, sharing: float) -> Link:
+    """The link as one of so many gets it that use it at once."""
+    return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / max(1.0, sharing))
+
+
+def _links(hierarchy: Sequence[Level], members: tuple[int, ...], beside: Sequence[int]) -> Iterator[Link]:
     """The link of each level as one of several groups gets it that share it."""
     all_devices = set(beside)
     span = 1
-    for level in cluster.levels:
+    for level in hierarchy:
         here = members[0] // span
         sharing = sum(device // span == here for device in all_devices) / sum(each // span == here for each in members)
-        yield replace(level.link, bandwidth_bytes_per_s=level.link.bandwidth_bytes_per_s / max(1.0, sharing))
+        yield _shared(level.link, sharing)
         span *= level.size
 
 
-def _level(cluster: Cluster, first: int, second: int) -> int:
+def _level(hierarchy: Sequence[Level], first: int, second: int) -> int:
     """The level of the smallest group that holds both devices."""
-    for index, level in enumerate(cluster.levels[:-1]):
+    for index, level in enumerate(hierarchy[:-1]):
         first, second = first // level.size, second // level.size
         if first == second:
             return index
-    return len(cluster.levels) - 1
+    return len(hierarchy) - 1
 
 
-def _levels(cluster: Cluster, members: tuple[int, ...], links: tuple[Link, ...]) -> list[tuple[int, Link]]:
+def _levels(hierarchy: Sequence[Level], members: tuple[int, ...], links: tuple[Link, ...]) -> list[tuple[int, Link]]:
     """How many members join at each level, innermost first; empty where groups of one level differ in number."""
     found = []
     groups = members
-    for level, link in zip(cluster.levels, links, strict=True):
+    for level, link in zip(hierarchy, links, strict=True):
         parents = [member // level.size for member in groups]
         counts = {parents.count(parent) for parent in set(parents)}
         if len(counts) != 1:

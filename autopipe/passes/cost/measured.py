@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopipe.ir.cluster import Cluster, Device
-from autopipe.ir.costs import COLLECTIVES, Costs, DeviceCosts, Operation, OperationCost
+from autopipe.ir.cluster import Cluster, Device, Level, Link
+from autopipe.ir.costs import COLLECTIVES, Costs, DeviceCosts, ExchangeCost, Operation, OperationCost
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import CostCoverage
@@ -35,7 +35,7 @@ def costed_work(graph: Graph, precision: str, cluster: Cluster, costs: Costs | N
     work = annotate(graph, precision)
     if costs is None:
         return work
-    lookups = [_Lookup.of(device, _found(costs, device), precision) for device in _kinds(cluster)]
+    lookups = [_Lookup.of(device, _found(costs, device), precision) for device in cluster.kinds]
     degrees = range(2, min(cluster.size, _MOST_WAYS) + 1)
     operations = Operations.of(graph, precision)
     products = {addition: product for product, addition in operations.additions.items()}
@@ -58,17 +58,34 @@ def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
 
     Raises ConfigurationError where a device of the cluster is not among those of `costs`.
     """
-    own = {device: _found(costs, device) for device in _kinds(cluster)}
-    devices = tuple(replace(device, tasks=own[device].tasks or device.tasks) for device in cluster.devices)
-    exchanges = next((each.exchanges for each in own.values() if each.exchanges), ())
-    sends = [each.fit for each in exchanges if each.kind == "send" and each.fit.per_byte_s > 0]
-    levels = cluster.levels
-    if sends:
-        link = replace(levels[0].link, latency_s=sends[0].fixed_s, bandwidth_bytes_per_s=1 / sends[0].per_byte_s)
-        levels = (replace(levels[0], link=link), *levels[1:])
-    collectives = tuple(each for each in exchanges if each.kind in COLLECTIVES)
-    post = next((each.fit for each in exchanges if each.kind == "post"), None)
-    return replace(cluster, devices=devices, levels=levels, collectives=collectives, post=post)
+    own = {device: _found(costs, device) for device in cluster.kinds}
+    kinds = {device: _measured_device(device, found) for device, found in own.items()}
+    devices = tuple(kinds[device] for device in cluster.devices)
+    if not cluster.groups:
+        exchanges = next((each.exchanges for each in own.values() if each.exchanges), ())
+        return replace(cluster, devices=devices, levels=_measured_levels(cluster.levels, exchanges))
+    groups = []
+    first = 0
+    for group in cluster.groups:
+        exchanges = own[cluster.devices[first]].exchanges
+        groups.append(replace(group, levels=_measured_levels(group.levels, exchanges)))
+        first += group.size
+    return replace(cluster, devices=devices, groups=tuple(groups))
+
+
+def _measured_device(device: Device, found: DeviceCosts) -> Device:
+    """The device with what was measured of its tasks, and of exchanges with others like it."""
+    collectives = tuple(each for each in found.exchanges if each.kind in COLLECTIVES)
+    post = next((each.fit for each in found.exchanges if each.kind == "post"), None)
+    return replace(device, tasks=found.tasks or device.tasks, collectives=collectives, post=post)
+
+
+def _measured_levels(levels: tuple[Level, ...], exchanges: Sequence[ExchangeCost]) -> tuple[Level, ...]:
+    """The levels with what messages within a node were measured to take."""
+    sent = next((each.fit for each in exchanges if each.kind == "send" and each.fit.per_byte_s > 0), None)
+    if sent is None:
+        return levels
+    return (replace(levels[0], link=Link(sent.fixed_s, 1 / sent.per_byte_s)), *levels[1:])
 
 
 def coverage(problem: Problem) -> CostCoverage | None:
@@ -77,10 +94,6 @@ def coverage(problem: Problem) -> CostCoverage | None:
         return None
     known = sum(all(each.known for each in work.measured) for work in problem.work)
     return CostCoverage(known, len(problem.work) - known)
-
-
-def _kinds(cluster: Cluster) -> tuple[Device, ...]:
-    return tuple(dict.fromkeys(cluster.devices))
 
 
 def _found(costs: Costs, device: Device) -> DeviceCosts:

@@ -49,12 +49,16 @@ def moving_seconds(cluster: Cluster, devices: Sequence[int], source: Layout, tar
 def link_levels(cluster: Cluster, devices: tuple[int, ...]) -> tuple[tuple[int, Link], ...]:
     """The links into a device, into its node and so on, each with how many neighbours in `devices` share it.
 
-    Where nodes have different shares of `devices`, all is taken to go over the slowest link between any two.
+    Where nodes have different shares of `devices`, or these are in several groups of the cluster, all is taken to go
+    over the slowest link between any two.
     """
+    first, hierarchy = cluster.part(devices[0])
+    if any(cluster.part(device)[0] != first for device in devices):
+        return ((1, cluster.slowest_link(devices)),)
     found = []
     span = 1
-    for level in cluster.levels:
-        nodes = [device // span for device in devices]
+    for level in hierarchy:
+        nodes = [(device - first) // span for device in devices]
         count = len(devices) // len(set(nodes))
         if any(len(set(nodes[start : start + count])) > 1 for start in range(0, len(nodes), count)):
             return ((1, cluster.slowest_link(devices)),)

@@ -188,10 +188,9 @@ def _split_seconds(work: StageWork) -> float:
 
 def _post_seconds(work: StageWork, crossing: frozenset[str], size: int) -> float:
     """Seconds of a device's own time that posting a micro-batch's messages takes, where that was measured."""
-    post = work.problem.cluster.post
-    if post is None:
-        return 0.0
-    return post.fixed_s * (len(work.received) + len(work.given.keys() & crossing)) + post.per_byte_s * size
+    messages = len(work.received) + len(work.given.keys() & crossing)
+    posts = {work.problem.cluster.devices[device].post for device in work.stage.devices} - {None}
+    return max((post.fixed_s * messages + post.per_byte_s * size for post in posts if post is not None), default=0.0)
 
 
 def _accumulate_seconds(work: StageWork, state: State) -> float:
