@@ -17,6 +17,7 @@ STRATEGIES = {
     "breadth_first": "autopipe.passes.placement.pase.breadth_first:BreadthFirst",
     "data_parallel": "autopipe.passes.placement.data_parallel:DataParallel",
     "expert": "autopipe.passes.placement.expert.strategy:Expert",
+    "given": "autopipe.passes.placement.given.strategy:Given",
     "graphpipe": "autopipe.passes.placement.graphpipe.strategy:GraphPipe",
     "grid": "autopipe.passes.placement.grid.strategy:Grid",
     "manual": "autopipe.passes.placement.manual:Manual",

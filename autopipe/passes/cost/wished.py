@@ -33,7 +33,7 @@ def wished_splits(wishes: Sequence[Wish], samples: SampleAxes) -> dict[int, tupl
         for node in wish.nodes:
             own = [(name, degree) for axis, degree in asked if (name := _own_name(samples, node, axis)) is not None]
             if own or not asked:
-                found[node] = _checked(wish, samples, node, own)
+                found[node] = checked_splits(str(wish), samples, node, own)
     return found
 
 
@@ -43,31 +43,34 @@ def _own_name(samples: SampleAxes, node: int, axis: str) -> str | None:
     return name if any(each.name == name for each in samples.uses[node].space.axes) else None
 
 
-def _checked(wish: Wish, samples: SampleAxes, node: int, asked: Sequence[tuple[str, int]]) -> tuple[Split, ...]:
+def checked_splits(who: str, samples: SampleAxes, node: int, asked: Sequence[tuple[str, int]]) -> tuple[Split, ...]:
+    """A node's splits along axes that it has, outer to inner; those into one part are none.
+
+    Raises ConfigurationError, naming `who` asks for them and the node, for an axis that stands twice, that cannot be
+    split, or that the degrees do not divide.
+    """
     space = samples.uses[node].space
     where = repr(samples.graph.nodes[node].name)
     for position, (name, degree) in enumerate(asked):
         axis = space.axis(name)
         if any(name == other for other, _ in asked[:position]):
-            raise ConfigurationError(
-                f"{wish} splits axis {name!r} twice", f"{BATCH_AXIS!r} is the samples' axis", where
-            )
+            raise ConfigurationError(f"{who} splits axis {name!r} twice", f"{BATCH_AXIS!r} is the samples' axis", where)
         if degree < 1 or (degree > 1 and axis.kind is AxisKind.WHOLE):
             raise ConfigurationError(
-                f"{wish} splits axis {name!r} into {degree} parts, along which this node cannot be split",
+                f"{who} splits axis {name!r} into {degree} parts, along which this node cannot be split",
                 hint=f"its iteration space is {space}",
                 where=where,
             )
         if axis.extent % degree:
             raise ConfigurationError(
-                f"{wish} splits axis {name!r} into {degree} parts, which do not divide its extent {axis.extent}",
+                f"{who} splits axis {name!r} into {degree} parts, which do not divide its extent {axis.extent}",
                 hint=even_degree_hint(axis.extent, degree),
                 where=where,
             )
     splits = tuple(Split(name, degree) for name, degree in asked if degree > 1)
     if not are_blocks(space, splits):
         raise ConfigurationError(
-            f"{wish} splits {', '.join(map(str, splits))}, which leaves a device several blocks of a tensor",
+            f"{who} splits {', '.join(map(str, splits))}, which leaves a device several blocks of a tensor",
             hint=f"its iteration space is {space}",
             where=where,
         )

@@ -1,0 +1,1 @@
+"""A placement that is taken as it is written."""

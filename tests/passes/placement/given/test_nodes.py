@@ -1,0 +1,86 @@
+"""Nodes by index, name, glob and range; and entries for nodes, whatever their names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.graph import Graph
+from autopipe.passes.placement.given.entries import entries_of, layer_globs, role_globs
+from autopipe.passes.placement.given.nodes import NodeEntry, NodeNames
+from tests.passes.cost.graphs import perceptron
+
+
+def named_graph(*names: str) -> Graph:
+    """A chain of nodes of these names."""
+    graph = perceptron([4] * (len(names) // 2 + 2))
+    nodes = (replace(node, name=name) for node, name in zip(graph.nodes, names, strict=False))
+    return replace(graph, nodes=tuple(nodes))
+
+
+NAMES = NodeNames(named_graph("/layers.1/up", "/layers.1/down", "same", "same", "", "*", "layers.10/up", "[x]"))
+
+
+@pytest.mark.parametrize(
+    ("entry", "nodes"),
+    [
+        ("/layers.1/up", (0,)),
+        ("/layers.1/*", (0, 1)),
+        ("layers.1/*", (0, 1)),  # the slash that exporters put first may be left out
+        ("*/up", (0, 6)),
+        ("same", (2, 3)),
+        ("", (4,)),
+        ("*", (5,)),  # a node is called so
+        ("[x]", (7,)),
+        ("[[]x]", (7,)),
+        (3, (3,)),
+        (("/layers.1/down", 4), (1, 2, 3, 4)),
+        (("*/down", "[x]"), (1, 2, 3, 4, 5, 6, 7)),
+    ],
+)
+def test_what_an_entry_means(entry: NodeEntry, nodes: tuple[int, ...]) -> None:
+    assert NAMES.meant(entry) == nodes
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("/layers.1/dawn", "matches '/layers.1/dawn' .the nearest name is '/layers.1/down'"),
+        (8, "there is no node 8 .nodes are 0 to 7"),
+        (-1, "there is no node -1"),
+        (("same", 5), "is 2 nodes, and a range ends at one .write its number: 2, 3"),
+        ((5, "/layers.1/up"), "ends before it begins"),
+    ],
+)
+def test_what_means_no_node_is_told(entry: NodeEntry, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        NAMES.meant(entry)
+
+
+def test_whole_layers_are_one_line_each() -> None:
+    names = NodeNames(named_graph("in", "/layers.1/up", "/layers.1/down", "/layers.2/up", "/layers.2/down", "out/3"))
+    nodes = (0, 1, 2, 3)
+    entries = entries_of(names, nodes, range(6), set(nodes), layer_globs(names, nodes))
+    assert entries == ("in", "/layers.1/*", "/layers.2/up")
+    assert entries_of(names, (2, 3, 4), range(6), {2, 3, 4}, ()) == (("/layers.1/down", "/layers.2/down"),)
+    assert tuple(role_globs(names, range(6))) == ("/layers.*/up", "/layers.*/down")
+
+
+PARTS = st.sampled_from(["a", "b1", "layers.0", "layers.12", "[1]", "*", "?2", "", "re:x", "'", "\n", "\ud800", "12"])
+
+
+@given(st.lists(st.lists(PARTS, max_size=4).map("/".join), min_size=2, max_size=12), st.data())
+@settings(max_examples=100, deadline=None)
+def test_entries_mean_what_they_were_made_for(spelled: list[str], data: st.DataObject) -> None:
+    names = NodeNames(named_graph(*spelled))
+    among = sorted(data.draw(st.sets(st.sampled_from(range(len(spelled))), min_size=1)))
+    nodes = data.draw(st.sets(st.sampled_from(among)))
+    also = data.draw(st.sets(st.sampled_from(among)))
+    globs = (*layer_globs(names, nodes), *role_globs(names, nodes), "*", "b*")
+    entries = entries_of(names, nodes, among, nodes | also, globs)
+    meant = {node for entry in entries for node in names.meant(entry)}.intersection(among)
+    assert nodes <= meant <= nodes | also
