@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autopipe.ir.alternatives import Alternative
+from autopipe.ir.breakdown import Breakdown
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.prediction import Prediction
 from autopipe.ir.schedule import Schedule
@@ -72,6 +73,8 @@ class Plan:
     """Bytes that may be used on each device."""
     alternatives: tuple[Alternative, ...] = ()
     """What else was weighed, and what came of it; () where the strategy was named."""
+    breakdown: Breakdown | None = None
+    """What the step is made of."""
 
     @property
     def has_own_sizes(self) -> bool:

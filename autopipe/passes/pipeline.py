@@ -20,6 +20,7 @@ from autopipe.passes.batching import Batching, Division
 from autopipe.passes.cost.measured import coverage
 from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.uses import uses_of
+from autopipe.passes.explain.breakdown import breakdown
 from autopipe.passes.frontend import Model
 from autopipe.passes.lower.portions import check_portions
 from autopipe.passes.lower.traffic import communication_bytes
@@ -120,7 +121,7 @@ def planned(
     request: Request, strategy: Strategy, scheduler: Scheduler, placed: Placed, scheduled: Scheduled, runner: Runner
 ) -> Planned:
     """The plan that a placement and its schedule are."""
-    problem = placed.problem
+    problem, prediction = placed.problem, placed.prediction
     plan = Plan(
         model=str(request.model),
         graph_digest=problem.graph.digest(),
@@ -129,8 +130,9 @@ def planned(
         placement=placed.placement,
         schedule=scheduled.schedule,
         summary=_summary(strategy.name, scheduler.name, placed, scheduled, runner.seconds),
-        prediction=placed.prediction,
+        prediction=prediction,
         memory_limits=tuple(problem.memory_of(device) for device in range(problem.cluster.size)),
+        breakdown=breakdown(problem, placed.placement, scheduled.schedule, prediction, scheduled.timeline.end),
     )
     named = dataclasses.replace(request, strategy=strategy, scheduler=scheduler)
     return Planned(plan, problem, scheduled.timeline, placed.model, named)

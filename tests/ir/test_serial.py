@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopipe.ir.breakdown import Breakdown
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Placement, Split, SplitProof, Stage
 from autopipe.ir.plan import Plan, Summary
@@ -52,7 +53,8 @@ def a_plan(model):
         (Message(0, 1, 0, 1, 64, 32, 0.001, 0.0005), Message(0, 1, 0, 2, 64, 32, 0.001, 0.0005)),
     )
     schedule = Schedule(2, TASKS, (Repetend(0, 0, 0), Repetend(0, 2, 2), Repetend(0, 2, 2)), 0.3)
-    return Plan(str(model), "abc", "train", 8, Placement(stages), schedule, summary, prediction)
+    parts = Breakdown(0.25, 0.1, 0.05, messages_s=0.1)
+    return Plan(str(model), "abc", "train", 8, Placement(stages), schedule, summary, prediction, breakdown=parts)
 
 
 def a_timeline():

@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 
+from autopipe.ir.breakdown import Breakdown
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.plan import CostCoverage, Plan, Summary
@@ -61,6 +62,7 @@ def read_plan(folder: Path) -> Plan:
         prediction=prediction,
         memory_limits=record.at("memory_limits").integers(),
         alternatives=alternatives_of(record.at("alternatives")) if record.has("alternatives") else (),
+        breakdown=_breakdown_of(record.at("breakdown")),
     )
 
 
@@ -118,6 +120,7 @@ def plan_form(plan: Plan) -> dict[str, object]:
         "memory_limits": list(plan.memory_limits),
         "placement": placement_form(plan.placement),
         "predictions": prediction_form(plan.prediction),
+        "breakdown": None if plan.breakdown is None else dataclasses.asdict(plan.breakdown),
         **({"alternatives": alternatives_form(plan.alternatives)} if plan.alternatives else {}),
     }
 
@@ -159,6 +162,12 @@ def _summary_of(record: Record) -> Summary:
         splits=_split_proof_of(record.at("splits")),
         costs=_coverage_of(record.at("costs")) if record.has("costs") else None,
     )
+
+
+def _breakdown_of(record: Record) -> Breakdown | None:
+    if record.value is None:
+        return None
+    return Breakdown(**{field.name: record.at(field.name).number() for field in dataclasses.fields(Breakdown)})
 
 
 def _coverage_of(record: Record) -> CostCoverage:

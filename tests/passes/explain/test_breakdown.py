@@ -1,0 +1,124 @@
+"""The parts of a step: they add up to it, whatever the plan, and each is what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopipe.ir.breakdown import Breakdown
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.ir.problem import Mode, Optimizer, Problem
+from autopipe.ir.space import AxisKind
+from autopipe.passes.cost.communication import all_reduce
+from autopipe.passes.cost.roofline import node_seconds
+from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.explain.breakdown import breakdown
+from autopipe.passes.registry import scheduler_class
+from autopipe.passes.schedule.predict import predict
+from autopipe.passes.schedule.simulate import simulate
+from tests.passes.cost.graphs import cluster, perceptron, problem
+
+
+def broken_down(given: Problem, placement: Placement, schedule: str = "1f1b") -> tuple[Breakdown, float]:
+    """The breakdown of a placement's step under a schedule, and the step."""
+    prediction = predict(given, placement)
+    found = scheduler_class(schedule)().run(given, placement)
+    step_s = simulate(found, tuple(stage.devices for stage in placement.stages), prediction).end
+    return breakdown(given, placement, found, prediction, step_s), step_s
+
+
+def two_kinds(devices: int) -> Cluster:
+    """A cluster whose second half is slower in products than in all else."""
+    found = cluster(devices)
+    slow = replace(found.devices[0], name="slow", peak_flops=(("fp32", found.devices[0].peak("fp32") / 3),))
+    return replace(
+        found, devices=tuple(slow if 2 * index >= devices else fast for index, fast in enumerate(found.devices))
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Problem, Placement, str]:
+    """Layers cut into stages anywhere, on groups of any size, each node split along any axis or none."""
+    graph = perceptron([16, *draw(st.lists(st.sampled_from([4, 16, 64]), min_size=1, max_size=4))])
+    bounds = sorted({0, *draw(st.sets(st.integers(1, len(graph.nodes) - 1), max_size=3))})
+    samples = sample_axes(graph)
+    stages, first = [], 0
+    for low, high in zip(bounds, [*bounds[1:], len(graph.nodes)], strict=True):
+        group = draw(st.sampled_from([1, 2, 4]))
+        splits = []
+        for node in range(low, high):
+            axes = [each for each in samples.uses[node].space.axes if each.kind is not AxisKind.WHOLE]
+            degree = draw(st.sampled_from([each for each in (1, 2, 4) if each <= group]))
+            axis = draw(st.sampled_from([each for each in axes if each.extent % degree == 0]))
+            splits += [(node, (Split(axis.name, degree),))] if degree > 1 else []
+        stages.append(
+            Stage(tuple(range(low, high)), tuple(range(first, first + group)), 8, tuple(splits), draw(st.booleans()))
+        )
+        first += group
+    spare = draw(st.integers(0, 1))
+    made = draw(st.sampled_from([cluster, two_kinds]))(first + spare)
+    mode = draw(st.sampled_from(Mode))
+    given = problem(graph, made, mode=mode, optimizer=Optimizer("adamw", shard=draw(st.booleans())))
+    schedule = draw(st.sampled_from(["1f1b", "gpipe", "zb_h1"] if mode is Mode.TRAIN else ["gpipe"]))
+    return given, Placement(tuple(stages)), schedule
+
+
+@settings(max_examples=60)
+@given(plans())
+def test_parts_add_up_to_the_step(plan: tuple[Problem, Placement, str]) -> None:
+    found, step_s = broken_down(*plan)
+    assert found.step_s == pytest.approx(step_s, rel=1e-12)
+    assert sum(seconds for _, seconds in found.losses) == pytest.approx(step_s - found.ideal_s, rel=1e-9, abs=1e-15)
+    mixed = len(set(plan[0].cluster.devices)) > 1
+    for name, seconds in found.losses:
+        assert seconds > -1e-9 * step_s or (mixed and name == "launches"), name
+
+
+def test_one_device_loses_nothing_but_launches() -> None:
+    graph = perceptron([16, 32, 4])
+    given = problem(graph, cluster(1))
+    found, _ = broken_down(given, Placement((Stage(tuple(range(len(graph.nodes))), (0,), 8),)))
+    assert {name for name, seconds in found.losses if seconds > 1e-15} == {"launches", "update"}
+    launch = given.cluster.devices[0].launch_latency_s
+    forward, backward = node_seconds(given.work, given.cluster.devices[0], "fp32")
+    free = replace(given.cluster.devices[0], launch_latency_s=0.0)
+    at_roofline = node_seconds(given.work, free, "fp32")
+    both = sum(forward) + sum(backward) - sum(at_roofline[0]) - sum(at_roofline[1])
+    assert found.launches_s == pytest.approx(given.micro_batches * both)
+    assert found.update_s == pytest.approx(launch)
+
+
+def test_replicas_repeat_updates_and_sum_gradients() -> None:
+    graph = perceptron([16, 32, 4])
+    given = problem(graph, cluster(4))
+    nodes = tuple(range(len(graph.nodes)))
+    shared = Stage(nodes, (0, 1, 2, 3), 8, sample_axes(graph).splits(nodes, 4))
+    found, _ = broken_down(given, Placement((shared,)))
+    size = 4 * (16 * 32 + 32 * 4)
+    assert found.gradients_s == pytest.approx(all_reduce(given.cluster, range(4)).seconds(size))
+    assert found.bubble_s == found.imbalance_s == found.messages_s == found.collectives_s == found.repetition_s == 0
+    assert found.update_s > 0
+    whole, _ = broken_down(given, Placement((replace(shared, splits=()),)))
+    assert whole.repetition_s > 2 * whole.ideal_s, "four devices do the same: three of them for nothing"
+    assert whole.ideal_s == pytest.approx(found.ideal_s)
+
+
+def test_recomputation_is_a_forward_for_each_micro_batch() -> None:
+    graph = perceptron([16, 32, 4])
+    given = problem(graph, cluster(2))
+    stages = tuple(
+        Stage(nodes, (device,), 8, recompute=True)
+        for device, nodes in enumerate(((0, 1), tuple(range(2, len(graph.nodes)))))
+    )
+    found, _ = broken_down(given, Placement(stages))
+    prediction = predict(given, Placement(stages))
+    forwards = sum(stage.forward_s for stage in prediction.stages)
+    assert found.recomputation_s == pytest.approx(given.micro_batches * forwards / 2)
+    without, _ = broken_down(given, Placement(tuple(dataclasses.replace(each, recompute=False) for each in stages)))
+    assert without.recomputation_s == 0
+    assert without.ideal_s == pytest.approx(found.ideal_s)
