@@ -12,7 +12,7 @@ import numpy as np
 
 from autopipe.ir.cluster import Device
 from autopipe.ir.costs import Affine
-from autopipe.ir.problem import Work
+from autopipe.ir.problem import Problem, Work
 from autopipe.passes.cost.precision import PRODUCT_KINDS
 
 Seconds = np.ndarray
@@ -31,6 +31,17 @@ def node_seconds(
     forward, backward = _roofline(work, device, precision, shares)
     if any(each.measured for each in work):
         _measure(work, device.name, np.broadcast_to(shares, len(work)), forward, backward)
+    return forward, backward
+
+
+def mean_seconds(problem: Problem) -> tuple[Seconds, Seconds]:
+    """Seconds of forward and of backward of each whole node, on average over the cluster's kinds of devices.
+
+    For what weighs nodes against one another before it is known which device has them.
+    """
+    kinds = problem.cluster.kinds
+    seconds = [node_seconds(problem.work, device, problem.precision) for device in kinds]
+    forward, backward = (np.mean([each[phase] for each in seconds], axis=0) for phase in (0, 1))
     return forward, backward
 
 

@@ -12,6 +12,7 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.fit import fitted
+from autopipe.passes.cost.kinds import check_one_kind
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.spmd.network import Network
 from autopipe.passes.spmd.regions import grow, seed_axis
@@ -34,13 +35,14 @@ class OneWeirdTrick:
         return Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError for a model without convolutions, or samples that devices cannot share equally."""
+        """Raise InfeasibleError for a model without convolutions, or where devices cannot share samples equally."""
         if not has_convolutions(problem.graph):
             raise InfeasibleError(
                 "one_weird_trick is made for convolutions with fully connected layers behind them, and the model has "
                 "no convolution",
                 hint="strategy expert knows transformers and recurrent networks too",
             )
+        check_one_kind(problem, self.name)
         check_samples(problem, problem.cluster.size, self.name)
 
     def run(self, problem: Problem) -> Placement:

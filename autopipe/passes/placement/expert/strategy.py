@@ -13,6 +13,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.fit import check_operators, fitted
+from autopipe.passes.cost.kinds import check_one_kind
 from autopipe.passes.placement.expert.one_weird_trick import by_one_weird_trick
 from autopipe.passes.placement.expert.recurrent import data_and_pipeline
 from autopipe.passes.placement.expert.tensor_parallel import tensor_parallel
@@ -42,10 +43,11 @@ class Expert:
         return Division.MANY if recurrent else Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError for a negative degree, InfeasibleError for an empty model."""
+        """Raise ConfigurationError for a negative degree, InfeasibleError for an empty model or devices that differ."""
         if self.tensor < 0:
             raise ConfigurationError(f"tensor is {self.tensor}", hint="it must be 0 or more", where="strategy")
         check_operators(problem)
+        check_one_kind(problem, self.name)
 
     def run(self, problem: Problem) -> Placement:
         """The placement.

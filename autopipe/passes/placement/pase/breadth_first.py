@@ -11,6 +11,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.fit import check_operators
+from autopipe.passes.cost.kinds import check_one_kind
 from autopipe.passes.placement.pase.placing import in_stages
 from autopipe.passes.solvers.min_sum import Answer, TableTooLargeError, eliminate
 from autopipe.passes.spmd.search.tables import Tables
@@ -31,8 +32,9 @@ class BreadthFirst:
         return Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError for an empty model."""
+        """Raise InfeasibleError for an empty model or devices that differ."""
         check_operators(problem)
+        check_one_kind(problem, self.name)
 
     def run(self, problem: Problem) -> Placement:
         """One stage.

@@ -13,6 +13,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.fit import check_operators
+from autopipe.passes.cost.kinds import check_one_kind
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.placement.pase.placing import in_stages
 from autopipe.passes.solvers.min_sum import Answer
@@ -42,10 +43,11 @@ class Mcmc:
         return Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError for options out of range, InfeasibleError for an empty model."""
+        """Raise ConfigurationError for options out of range, InfeasibleError for an empty model or uneven devices."""
         if self.iterations < 0 or self.temperature < 0:
             raise ConfigurationError("iterations and temperature must be 0 or more", where="strategy")
         check_operators(problem)
+        check_one_kind(problem, self.name)
 
     def run(self, problem: Problem) -> Placement:
         """One stage.

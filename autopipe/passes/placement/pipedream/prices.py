@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from autopipe.ir.cluster import Device, Link
 from autopipe.passes.cost.chain_tables import Tables
 from autopipe.passes.cost.communication import Cost, all_reduce
+from autopipe.passes.cost.kinds import may_share
 from autopipe.passes.cost.ranges import Matrix
 from autopipe.passes.placement.pipedream.search import Piece
 
@@ -29,13 +30,20 @@ class Prices:
         self._fits = cache(self._within)
 
     def seconds(self, place: int, device: int, degree: int) -> Matrix:
-        """Seconds of a micro-batch, plain or with recomputation; infinite where memory does not hold."""
+        """Seconds of a micro-batch, plain or with recomputation; infinite where memory does not hold.
+
+        So it is where the stage would straddle kinds of devices unasked.
+        """
+        if not may_share(self.problem, range(device, device + degree)):
+            return np.full_like(self._empty, np.inf)
         plain, again = self._times(degree, self._devices(device, degree), *self._links(device, degree))
         fits, fits_again = self._fits(degree, self._in_flight(place), self._limit(device, degree))
         return np.where(fits, plain, np.where(fits_again, again, np.inf))
 
     def excess(self, place: int, device: int, degree: int) -> Matrix:
         """Bytes over the memory limit (below zero where there is room) of the way that needs least."""
+        if not may_share(self.problem, range(device, device + degree)):
+            return np.full_like(self._empty, np.inf)
         plain, again = self._memory(degree, self._in_flight(place))
         return np.minimum(plain, again) - self._limit(device, degree) + self._empty
 

@@ -18,7 +18,8 @@ from autopipe.passes.cost.chain_tables import make_tables
 from autopipe.passes.cost.constraints import wishes_of
 from autopipe.passes.cost.fit import check_operators, out_of_memory
 from autopipe.passes.cost.ranges import Matrix
-from autopipe.passes.cost.roofline import node_seconds
+from autopipe.passes.cost.roofline import mean_seconds
+from autopipe.passes.orders import best_order
 from autopipe.passes.placement.pipedream.obey import Rule, groups_of, ruled, rules_of
 from autopipe.passes.placement.pipedream.prices import Prices
 from autopipe.passes.placement.pipedream.search import Piece, Price, search
@@ -64,12 +65,12 @@ class PipeDream:
         InfeasibleError where memory or the constraints allow no chain, ConfigurationError for constraints that it
         cannot follow.
         """
-        return best_size(problem, lambda sized, _: self._answer(sized))
+        return best_order(problem, lambda ordered: best_size(ordered, lambda sized, _: self._answer(sized)))
 
     def _answer(self, problem: Problem) -> Answer:
         """The chain for the problem's micro-batches."""
         wishes = wishes_of(problem)
-        forward, backward = node_seconds(problem.work, problem.cluster.devices[0], problem.precision)
+        forward, backward = mean_seconds(problem)
         tables = make_tables(problem, make_chain(problem.graph, forward + backward, _MOST_BLOCKS, groups_of(wishes)))
         rules = rules_of(wishes, tables.chain, tables.samples)
         # Constraints speak of the devices there are; without any, fewer will do.

@@ -11,7 +11,8 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.fit import check_operators, fitted
-from autopipe.passes.cost.roofline import node_seconds
+from autopipe.passes.cost.kinds import alike_runs, describe_kinds
+from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.placement.piper.blocks import Blocks, join_nodes
 from autopipe.passes.placement.piper.downsets import all_downsets, count_downsets
@@ -45,12 +46,19 @@ class Piper:
         return Division.OWN
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError where there is nothing to place, ConfigurationError for an option out of range."""
+        """Raise InfeasibleError where there is nothing to place or devices differ, ConfigurationError for an option."""
         if self.max_downsets < 1:
             raise ConfigurationError(
                 f"max_downsets is {self.max_downsets}", hint="it must be at least 1", where="strategy"
             )
         check_operators(problem)
+        if len(alike_runs(problem.cluster)) > 1:
+            everything = describe_kinds(problem.cluster, range(problem.cluster.size))
+            raise InfeasibleError(
+                f"piper takes a stage to be as fast wherever it stands, and devices differ: {everything}",
+                hint="strategies pipedream, graphpipe and tepdist weigh kinds of devices; with cluster.straddle piper "
+                "counts all as the slowest",
+            )
 
     def run(self, problem: Problem) -> Placement:
         """The chain.
@@ -64,7 +72,7 @@ class Piper:
         return placement
 
     def _chains(self, problem: Problem) -> Chains:
-        forward, backward = node_seconds(problem.work, problem.cluster.devices[0], problem.precision)
+        forward, backward = mean_seconds(problem)
         blocks = join_nodes(problem.graph, forward + backward)
         self._check_count(blocks)
         downsets, samples = all_downsets(blocks.needs), sample_axes(problem.graph)

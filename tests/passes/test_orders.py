@@ -1,0 +1,90 @@
+"""The order of kinds along a pipeline."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.problem import Constraint, Problem
+from autopipe.passes.cost.stages import stage_costs
+from autopipe.passes.orders import best_order, orders_of
+from autopipe.passes.schedule.trial import fitting_step_s
+from tests.passes.cost.graphs import cluster, perceptron, problem
+from tests.passes.cost.mixed import kind, mixed_cluster
+
+A, B, C, D = (kind(speed) for speed in (1.0, 2.0, 4.0, 8.0))
+
+
+def test_all_orders_of_few_kinds_and_both_of_many() -> None:
+    assert list(orders_of(mixed_cluster([(2, A), (2, B)]))) == [(0, 1), (1, 0)]
+    assert sorted(orders_of(mixed_cluster([(1, A), (1, B), (1, C)]))) == sorted(itertools.permutations(range(3)))
+    assert list(orders_of(mixed_cluster([(1, A), (1, B), (1, C), (1, D)]))) == [(0, 1, 2, 3), (3, 2, 1, 0)]
+    assert list(orders_of(mixed_cluster([(1, A), (1, B), (1, A)]))) == [(0, 1, 2), (0, 2, 1), (1, 0, 2)]
+    assert list(orders_of(mixed_cluster([(2, A), (2, A)]))) == [(0, 1)]
+
+
+def one_each(given: Problem) -> Placement:
+    """A layer on each device, in order."""
+    count = given.cluster.size
+    stages = (Stage((2 * index, 2 * index + 1), (index,), given.micro_batch_size) for index in range(count))
+    return Placement(tuple(stages))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.sampled_from([8, 128, 512]), min_size=4, max_size=4), st.permutations([A, B, C]))
+def test_the_best_order_is_the_one_with_the_shortest_step(widths: list[int], kinds: list) -> None:  # type: ignore[type-arg]
+    given = problem(perceptron(widths), mixed_cluster([(1, each) for each in kinds]))
+    best = best_order(given, one_each)
+    steps = []
+    for order in itertools.permutations(range(3)):
+        stages = tuple(replace(stage, devices=(order[i],)) for i, stage in enumerate(one_each(given).stages))
+        placement = Placement(stages)
+        steps.append(fitting_step_s(given, placement, stage_costs(given, placement)))
+    assert fitting_step_s(given, best, stage_costs(given, best)) == min(steps)
+
+
+def test_constraints_speak_of_the_devices_that_are_given() -> None:
+    given = problem(perceptron([8, 512, 8]), mixed_cluster([(1, A), (1, C)]))
+    asked = replace(given, constraints=(Constraint("*", devices=(0,)), Constraint("*", devices=())))
+    seen: list[tuple[int, ...] | None] = []
+
+    def place(ordered: Problem) -> Placement:
+        seen.extend(each.devices for each in ordered.constraints)
+        return one_each(ordered)
+
+    best_order(asked, place)
+    assert seen == [(0,), (), (1,), ()]
+
+
+def test_an_order_that_has_no_placement_is_passed_over() -> None:
+    given = problem(perceptron([8, 8, 8]), mixed_cluster([(1, A), (1, C)]))
+
+    def place(ordered: Problem) -> Placement:
+        if ordered.cluster.devices[0] == A:
+            raise InfeasibleError("not that way round")
+        return one_each(ordered)
+
+    assert [stage.devices for stage in best_order(given, place).stages] == [(1,), (0,)]
+
+    def nowhere(ordered: Problem) -> Placement:
+        raise InfeasibleError(f"nothing on {ordered.cluster.devices[0].name}")
+
+    with pytest.raises(InfeasibleError, match="nothing on x1"):
+        best_order(given, nowhere)
+
+
+def test_a_uniform_cluster_is_asked_once() -> None:
+    calls = []
+
+    def place(ordered: Problem) -> Placement:
+        calls.append(ordered)
+        return one_each(ordered)
+
+    given = problem(perceptron([8, 8, 8]), cluster(2))
+    assert best_order(given, place) == one_each(given) and calls == [given]
