@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Literal, cast
 
-from autopipe.cli.choices import chosen_scheduler, chosen_strategy
+from autopipe.cli.choices import choice_of, chosen_scheduler, chosen_strategy
 from autopipe.configs.configuration import Configuration, Loss
 from autopipe.configs.load import resolve_cluster
 from autopipe.ir.costs import Costs
@@ -70,8 +71,12 @@ def effective(configuration: Configuration, planned: Planned) -> Configuration:
         model=dataclasses.replace(configuration.model, path=str(Path(planned.plan.model).absolute())),
         mode=problem.mode.value,
         loss=configuration.loss or problem.loss,
+        optimizer=dataclasses.replace(configuration.optimizer, shard=problem.optimizer.shard),
         gpus=problem.cluster.size,
         batch_size=problem.batch_size,
         micro_batches=problem.micro_batches,
         micro_batch_size=None,
+        recompute=cast(Literal["none", "full", "auto"], problem.recompute),
+        strategy=choice_of(planned.request.strategy),
+        schedule=choice_of(planned.request.scheduler),
     )

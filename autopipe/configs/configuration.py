@@ -74,9 +74,15 @@ class Optimizer:
     eps: Annotated[float, Above(0)] = 1e-8
     """Term added to `adamw`'s denominator."""
 
+    shard: bool | None = None
+    """Share out what the optimizer keeps among the devices that hold the same parameters, and the update with it
+    (ZeRO-1); `null` leaves it to strategy `auto`, and is `false` under any other."""
+
     def for_problem(self) -> problem.Optimizer:
-        """The same as the passes know it."""
-        return problem.Optimizer(self.name, self.lr, self.momentum, self.weight_decay, self.betas, self.eps)
+        """The same as the passes know it, with `shard` where it is left open off."""
+        return problem.Optimizer(
+            self.name, self.lr, self.momentum, self.weight_decay, self.betas, self.eps, bool(self.shard)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +174,9 @@ class Configuration:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the computation; parameters and their updates stay in fp32."""
 
-    recompute: Literal["none", "full", "auto"] = "none"
-    """Run each stage's forward again for its backward: never, always, or where memory asks for it."""
+    recompute: Literal["none", "full", "auto"] | None = None
+    """Run each stage's forward again for its backward: never, always, or where memory asks for it; `null` leaves it to
+    strategy `auto`, and is `none` under any other."""
 
     cluster: ClusterChoice = field(default=ClusterChoice(preset="a100-80gb"), metadata={"flag": "--cluster"})
     """The cluster to plan for."""
@@ -183,11 +190,12 @@ class Configuration:
     """What operators and exchanges cost: `roofline`, operations and bytes against the cluster's figures, or a file that
     `autopipe profile` wrote."""
 
-    strategy: Choice = field(default=Choice("pipedream"), metadata={"flag": "--strategy"})
-    """The strategy that makes the placement, with its options."""
+    strategy: Choice = field(default=Choice("auto"), metadata={"flag": "--strategy"})
+    """The strategy that makes the placement, with its options; `auto` takes the one with the shortest step."""
 
-    schedule: Choice = field(default=Choice("tessel"), metadata={"flag": "--schedule"})
-    """The scheduler that orders the tasks, with its options."""
+    schedule: Choice = field(default=Choice("auto"), metadata={"flag": "--schedule"})
+    """The scheduler that orders the tasks, with its options; `auto` takes the one with the shortest step under strategy
+    `auto`, and is `tessel` under any other."""
 
     constraints: tuple[Constraint, ...] = ()
     """Decisions that are already made."""

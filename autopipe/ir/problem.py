@@ -63,6 +63,10 @@ class Optimizer:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    shard: bool = False
+    """Whether devices that hold the same block of a parameter keep a share of its state each, and update that share
+    (ZeRO-1: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", SC 2020,
+    section 5.1); else each keeps all of it."""
 
     @property
     def states(self) -> int:

@@ -12,7 +12,8 @@ from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleErro
 from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem, Work
 from autopipe.passes.annotations.constraints import annotated_constraints
 from autopipe.passes.base import Scheduler, Strategy
-from autopipe.passes.batching import Batching, batchings
+from autopipe.passes.batching import Batching, Division, batchings
+from autopipe.passes.cost.constraints import wishes_of
 from autopipe.passes.cost.measured import costed_work
 from autopipe.passes.frontend import CrossEntropy, Model, read_model
 from autopipe.passes.runner import Runner
@@ -61,7 +62,7 @@ def problems_of(request: Request, strategy: Strategy, runner: Runner) -> Iterato
     declined: list[AutopipeError] = []
     found = False
     try:
-        for batching in _divisions(request, strategy, read):
+        for batching in _divisions(request, strategy.division(read.graph), read):
             try:
                 model, problem = divided(request, runner, read, batching)
             except (ConfigurationError, InfeasibleError, ModelError) as error:
@@ -78,6 +79,25 @@ def problems_of(request: Request, strategy: Strategy, runner: Runner) -> Iterato
         refused.insert(0, error)  # That there is no division says more than why one was refused.
     if not found:
         raise (declined or refused)[0]
+
+
+def open_problem(request: Request, runner: Runner) -> Problem:
+    """The problem with the largest micro-batches that the model takes, whatever the strategy.
+
+    Raises what is wrong with the request itself: its model, its batch, its constraints.
+    """
+    read = _read(request, runner, None)
+    refused: AutopipeError | None = None
+    for batching in _divisions(request, Division.OWN, read):
+        try:
+            _, problem = divided(request, runner, read, batching)
+        except (ConfigurationError, InfeasibleError, ModelError) as error:
+            refused = refused or error
+            continue
+        wishes_of(problem, 1 + max((each.pipeline for each in problem.constraints), default=0), own_sizes=True)
+        return problem
+    assert refused is not None, "there is a division, or an error says why not"
+    raise refused
 
 
 def divided(request: Request, runner: Runner, read: Model, batching: Batching) -> tuple[Model, Problem]:
@@ -99,14 +119,13 @@ def _posed(request: Request, runner: Runner, model: Model, batching: Batching) -
     return costed(request, model, batching, work)
 
 
-def _divisions(request: Request, strategy: Strategy, read: Model) -> Iterator[Batching]:
+def _divisions(request: Request, division: Division, read: Model) -> Iterator[Batching]:
     """Divisions of the batch, best first; `read` is the model on the samples that its file fixes, else on one.
 
     One sample may be what the file fixes or what an open batch was bound to: first it is taken for open.
     """
     given = request.batch_size, request.micro_batches, request.micro_batch_size
     owns = (None, 1) if read.batch == 1 else (read.batch or 1,)
-    division = strategy.division(read.graph)
     seen: set[Batching] = set()
     for own in owns:
         for batching in batchings(*given, own, request.cluster.size, division):

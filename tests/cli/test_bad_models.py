@@ -227,7 +227,7 @@ def test_what_is_survived_is_planned(
     command_line: CommandLine, prepare: Callable[[Path], object], warning: str
 ) -> None:
     prepare(command_line.folder)
-    shown = command_line.done("plan", MODEL, "--json", "-q")
+    shown = command_line.done("plan", MODEL, "--strategy", "pipedream", "--json", "-q")
     assert json.loads(shown.out)["mode"] == "infer"
     assert warning in shown.err
     assert command_line.done("codegen", f"{MODEL}.plan", "-q", "--json").err == ""

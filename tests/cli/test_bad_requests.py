@@ -73,7 +73,7 @@ REQUESTS: dict[str, tuple[onnx.ModelProto, int, tuple[str, ...], tuple[str, ...]
         ("'re:.*'", "'relu_b'", "different stages"),
     ),
     "constraints against the order": (
-        perceptron(), 4, ("--set", "constraints=[{match: matmul_a, stage: 1}, {match: relu_y, stage: 0}]"), ("stage",)
+        perceptron(), 2, ("--set", "constraints=[{match: matmul_a, stage: 1}, {match: relu_y, stage: 0}]"), ("stage",)
     ),
     "device that is not there": (
         perceptron(), 2, ("--cluster", "cpu-local", "--gpus", "2", "--set", "constraints=[{match: '*', devices: [2]}]"),
@@ -109,7 +109,7 @@ REQUESTS: dict[str, tuple[onnx.ModelProto, int, tuple[str, ...], tuple[str, ...]
         ("summit has 2 devices", "1 fewer than the 3 wanted"),
     ),
     "memory": (
-        perceptron(trains=True), 4, ("--gpus", "2", "--memory-limit", "1KiB"),
+        perceptron(trains=True), 4, ("--gpus", "2", "--strategy", "pipedream", "--memory-limit", "1KiB"),
         ("stage 0 of 2 needs 1.19 KiB", "0.19 KiB over the limit of 1.00 KiB"),
     ),
     "memory of data parallelism": (
@@ -121,7 +121,9 @@ REQUESTS: dict[str, tuple[onnx.ModelProto, int, tuple[str, ...], tuple[str, ...]
         ("--gpus", "1", "--strategy", "manual", "--set", f"constraints=[{ONE_STAGE}]", "--memory-limit", "1KiB"),
         ("stage 0 of 1 needs", "over the limit of 1.00 KiB"),
     ),
-    "a search of no time": (perceptron(), 2, ("--set", "schedule.time_limit=0"), ("time_limit is 0", "above 0")),
+    "a search of no time": (
+        perceptron(), 2, ("--set", "schedule={name: tessel, time_limit: 0}"), ("time_limit is 0", "above 0")
+    ),
     "costs from a file": (perceptron(), 2, ("--costs", "./costs.json"), ("costs.json", "No such file")),
     "unknown pass": (perceptron(), 2, ("--dump-after", "place"), ("'place'", "pipedream")),
 }  # fmt: skip
@@ -154,7 +156,9 @@ def test_dimensions_of_an_inspection(command_line: CommandLine, words: tuple[str
 
 def test_dimensions_that_make_a_value_too_large(command_line: CommandLine) -> None:
     saved(sequences(), command_line.folder)
-    command_line.refuses(4, ("plan", MODEL, "--dim", f"seq={2**40}"), "stage 0 of 1", "GiB over the limit")
+    command_line.refuses(
+        4, ("plan", MODEL, "--strategy", "pipedream", "--dim", f"seq={2**40}"), "stage 0 of 1", "GiB over the limit"
+    )
 
 
 @pytest.mark.parametrize(

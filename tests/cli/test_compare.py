@@ -20,7 +20,18 @@ def plans(tmp_path_factory):
         ("two", ["--gpus", "2"]),
         ("gpipe", ["--gpus", "2", "--schedule", "gpipe"]),
     ):
-        words = ["plan", str(folder / "gpt.onnx"), "--batch-size", "16", "-q", "-o", str(folder / name), *words]
+        words = [
+            "plan",
+            str(folder / "gpt.onnx"),
+            "--batch-size",
+            "16",
+            "--strategy",
+            "pipedream",
+            "-q",
+            "-o",
+            str(folder / name),
+            *words,
+        ]
         assert main(words) == 0
     return folder
 
@@ -41,7 +52,19 @@ def test_json_holds_every_summary_and_the_speed_up(plans, capsys):
 
 
 def test_plans_for_different_batches_are_told(plans, capsys, tmp_path):
-    words = ["plan", str(plans / "gpt.onnx"), "--batch-size", "4", "-q", "-o", str(tmp_path / "small"), "--gpus", "1"]
+    words = [
+        "plan",
+        str(plans / "gpt.onnx"),
+        "--batch-size",
+        "4",
+        "--strategy",
+        "pipedream",
+        "-q",
+        "-o",
+        str(tmp_path / "small"),
+        "--gpus",
+        "1",
+    ]
     assert main(words) == 0
     assert main(["compare", str(plans / "one"), str(tmp_path / "small")]) == 0
     assert "different batches: 16, 4" in capsys.readouterr().err

@@ -92,7 +92,12 @@ def test_errors_about_such_names_are_one_line(command_line: CommandLine, kind: s
 @pytest.mark.parametrize("kind", SPELLINGS)
 def test_such_names_are_shown(command_line: CommandLine, kind: str) -> None:
     saved(renamed(SPELLINGS[kind]), command_line.folder)
-    command_line.done("plan", MODEL, "-o", "plan")
-    for words in (("inspect", MODEL), ("show", "plan"), ("compare", "plan"), ("plan", MODEL, "--dump-after", "read")):
+    command_line.done("plan", MODEL, "--strategy", "pipedream", "-o", "plan")
+    for words in (
+        ("inspect", MODEL),
+        ("show", "plan"),
+        ("compare", "plan"),
+        ("plan", MODEL, "--strategy", "pipedream", "--dump-after", "read"),
+    ):
         shown = command_line.done(*words)
         assert "\x1b" not in shown.out and "\r" not in shown.out

@@ -27,7 +27,8 @@ def gpt(tmp_path):
 
 
 def run(capsys, *words):
-    code = main(["plan", *map(str, words)])
+    named = () if "--strategy" in words or "--config" in words else ("--strategy", "pipedream")
+    code = main(["plan", *map(str, words), *named])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -56,6 +57,7 @@ def test_json_is_the_summary_of_the_file(gpt, capsys):
 
 def test_flags_override_the_file_and_the_effective_configuration_is_one(gpt, capsys, tmp_path):
     given = "batch_size: 8\nmicro_batches: 2\nschedule: {name: gpipe}\noptimizer: {name: adamw}\n"
+    given += "strategy: {name: pipedream}\n"
     (tmp_path / "c.yaml").write_text(given)
     words = ("--config", tmp_path / "c.yaml", "--gpus", 2, "--micro-batches", 4, "-o", tmp_path / "a")
     assert run(capsys, gpt, *words)[0] == 0

@@ -60,7 +60,7 @@ def here(command_line: CommandLine) -> CommandLine:
         model([node("MatMul", "x w", "y")], {"x": [2, 6]}, "y", {"w": WEIGHT}), command_line.folder, "w.onnx"
     )
     write_checkpoint(command_line.folder / "saved", product, 3, WEIGHT)
-    command_line.done("plan", MODEL, "--gpus", "2", "-o", "plan")
+    command_line.done("plan", MODEL, "--gpus", "2", "--strategy", "pipedream", "-o", "plan")
     return command_line
 
 

@@ -11,7 +11,7 @@ from autopipe.passes.auto.variations import variations
 from autopipe.passes.base import Scheduler
 from autopipe.passes.pipeline import Planned, planned
 from autopipe.passes.registry import scheduler_class, scheduler_names
-from autopipe.passes.request import Request
+from autopipe.passes.request import Request, open_problem
 from autopipe.passes.runner import Observer, Runner, Silent
 
 _FIRST = ("kfkb", "1f1b", "gpipe")
@@ -28,6 +28,7 @@ def choose(request: Request, observer: Observer | None = None) -> Planned:
     candidates where none has a plan.
     """
     runner = Runner(observer or Silent())
+    open_problem(request, runner)
     end = None if request.time_limit is None else time.monotonic() + request.time_limit
     search = Search(request, runner, _schedulers(request), end)
     search.try_all(candidates(request))

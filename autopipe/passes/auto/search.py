@@ -19,6 +19,9 @@ from autopipe.passes.schedule.limits import SAME, lower_bound
 
 _REFUSALS = (ConfigurationError, InfeasibleError, ModelError)
 
+_GENERAL = ("manual", "pipedream")
+"""The strategies that say best why there is no plan: manual follows any constraints, pipedream takes any model."""
+
 
 @dataclass(slots=True, eq=False)
 class Search:
@@ -90,10 +93,13 @@ class Search:
         return dataclasses.replace(request, time_limit=max(0.0, self.end - time.monotonic()))
 
     def reason(self) -> AutopipeError:
-        """Why there is no plan: of all that speaks against placements and schedules, that of memory first."""
-        refusals = [each.refused for each in self.tried] + [run.refused for each in self.tried for run in each.runs]
-        found = [each for each in refusals if each is not None]
-        return next((each for each in found if isinstance(each, InfeasibleError)), found[0])
+        """Why there is no plan: what speaks against the strategy that takes most models and requests."""
+        names = [each.candidate.strategy.name for each in self.tried]
+        general = next((name for name in _GENERAL if name in names), names[0])
+        found = self.tried[names.index(general)]
+        refused = found.refused or next((run.refused for run in found.runs if run.refused), None)
+        assert refused is not None, "there is a plan, or something speaks against each"
+        return refused
 
 
 def _are_same(first: Placed, second: Placed) -> bool:
