@@ -37,8 +37,9 @@ def here(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def generated(folder: Path, *flags: str, loss: bool = True) -> Path:
-    """The program of a small GPT planned with these flags."""
+    """The program of a small GPT planned with these flags, by pipedream where they name no strategy."""
     model = folder / "gpt.onnx"
+    flags = flags if "--strategy" in flags else (*flags, "--strategy", "pipedream")
     build(configure("gpt", SETTINGS | {"loss": str(loss).lower()})).save(model)
     assert main(["plan", str(model), *flags, "-o", str(folder / "plan"), "-q"]) == 0
     assert main(["codegen", str(folder / "plan"), "-q"]) == 0
