@@ -64,3 +64,10 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
 def test_an_unknown_ordering_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="'random'; there are generate_seq, breadth_first, min_fill"):
         eliminate(MinSum((np.zeros(2),)), "random")
+
+
+def test_sizes_that_no_float_holds_are_told() -> None:
+    vector, matrix = np.zeros(1000), np.zeros((1000, 1000))
+    everyone = tuple(Edge(u, v, matrix) for u in range(120) for v in range(u))
+    with pytest.raises(TableTooLargeError, match=r"needs 2\^1\d\d\d or more GiB"):
+        eliminate(MinSum((vector,) * 120, everyone))
