@@ -23,6 +23,7 @@ from autopipe.passes.cost.ranges import (
     range_maxima,
     range_sums,
 )
+from autopipe.passes.cost.replicas import updated_part
 from autopipe.passes.cost.roofline import accumulate_per_byte, node_seconds, task_seconds, update_line
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
 
@@ -55,6 +56,9 @@ class Tables:
     kept: Shared
     workspace: Shared
     state: Matrix
+    """Bytes of parameters and gradients."""
+    optimizer: Matrix
+    """Bytes of what the optimizer keeps of them in all."""
     gradients: Matrix
 
     def seconds(self, degree: int, device: Device) -> tuple[Matrix, Matrix]:
@@ -82,15 +86,21 @@ class Tables:
             found = found + _message_seconds(self.sent.local(degree), self.leaving, after)
             count = self.problem.micro_batches
             line = update_line(device, self.problem.optimizer.states)
-            update = self.gradients * line.per_byte_s + line.fixed_s * (self.gradients > 0)
+            updated = self.gradients * updated_part(self.problem, degree)
+            update = updated * line.per_byte_s + line.fixed_s * (self.gradients > 0)
             found = found + (reduce.seconds_each(self.gradients) + update) / count
             found = found + self.gradients * accumulate_per_byte(device) * (1 - 1 / count)
+        return found
+
+    def held(self, degree: int) -> Matrix:
+        """Bytes of parameters, gradients and optimizer state on each of `degree` replicas."""
+        found: Matrix = self.state + self.optimizer * updated_part(self.problem, degree)
         return found
 
     def memory(self, degree: int, recompute: bool) -> tuple[Matrix, Matrix]:
         """Bytes on a device of a stage: those that are always there, and those for each micro-batch it keeps."""
         received, sent = self.received.local(degree), self.sent.local(degree)
-        always = self.state + self.workspace.local(degree)
+        always = self.held(degree) + self.workspace.local(degree)
         if not self.problem.train:
             return always + received + sent, np.zeros_like(always)
         always = always + 2 * (received + sent)
@@ -104,7 +114,7 @@ def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = Non
     samples = samples or sample_axes(graph)
     values = list(_crossing(problem, chain))
     widths = element_bytes(graph, samples.uses, problem.precision)
-    state, gradients = _parameters(problem, chain)
+    state, optimizer, gradients = _parameters(problem, chain)
 
     def shared(build, items: list) -> Shared:  # type: ignore[no-untyped-def,type-arg]
         cut = [item[1:] for item in items if item[0]]
@@ -123,6 +133,7 @@ def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = Non
         kept=shared(distinct_sums, list(_kept(problem, chain, samples))),
         workspace=_workspace(problem, chain, samples, widths),
         state=state,
+        optimizer=optimizer,
         gradients=gradients,
     )
 
@@ -148,17 +159,23 @@ def _crossing(problem: Problem, chain: Chain) -> Iterable[tuple[str, int, list[i
             yield name, block, blocks, float(graph.type_of(name).bytes)
 
 
-def _parameters(problem: Problem, chain: Chain) -> tuple[Matrix, Matrix]:
+def _parameters(problem: Problem, chain: Chain) -> tuple[Matrix, Matrix, Matrix]:
+    """Bytes of parameters and gradients, of the optimizer's state, and of gradients alone."""
     graph = problem.graph
     consumers = graph.consumers()
-    state, gradients = [], []
+    state, optimizer, gradients = [], [], []
     for parameter in graph.parameters:
         name = parameter.value.name
         blocks = sorted({int(chain.block_of[reader]) for reader in consumers.get(name, ())})
         figures = state_of(problem, ((name, 1),))
-        state.append((blocks, float(figures.total)))
+        state.append((blocks, float(figures.total - figures.optimizer_bytes)))
+        optimizer.append((blocks, float(figures.optimizer_bytes)))
         gradients.append((blocks, float(figures.gradient_bytes)))
-    return distinct_sums(chain.blocks, state), distinct_sums(chain.blocks, gradients)
+    return (
+        distinct_sums(chain.blocks, state),
+        distinct_sums(chain.blocks, optimizer),
+        distinct_sums(chain.blocks, gradients),
+    )
 
 
 def _kept(problem: Problem, chain: Chain, samples: SampleAxes) -> Iterable[tuple[bool, list[int], float]]:

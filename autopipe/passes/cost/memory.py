@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from autopipe.ir.buckets import BUCKET_BYTES
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import Layout
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.assignment import StageWork, stage_work
 from autopipe.passes.cost.kept import Kept
+from autopipe.passes.cost.replicas import holders_of
 
 OPTIMIZER_STATE_BYTES = 4
 """Optimizers keep fp32 numbers."""
+_ALONE: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,10 @@ class State:
     optimizer_bytes: int = 0
     tensors: int = 0
     """Number of the gradients."""
+    updated_bytes: int = 0
+    """Bytes of the gradients by which the device updates parameters: a share of them where shares are kept."""
+    updates: int = 0
+    """Number of the tensors that the optimizer updates: parameters, and shares of buckets of them."""
 
     @property
     def total(self) -> int:
@@ -33,9 +40,13 @@ class State:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
-def state_of(problem: Problem, parts: Iterable[tuple[str, int]]) -> State:
-    """The state of parameters, given as (name, in how many parts a group holds it)."""
-    own = gradients = optimizer = tensors = 0
+def state_of(problem: Problem, parts: Iterable[tuple[str, int]], copies: Mapping[str, int] = _ALONE) -> State:
+    """The state of parameters, given as (name, in how many parts a group holds it).
+
+    `copies` says by name how many devices hold the same part, 1 where it says nothing: what the optimizer keeps of it
+    may be shared out among them (`Optimizer.shard`).
+    """
+    own = gradients = optimizer = tensors = updated = updates = in_shares = 0
     for name, count in parts:
         parameter = problem.graph.parameter(name)
         assert parameter is not None, f"{name} is no parameter"
@@ -44,28 +55,34 @@ def state_of(problem: Problem, parts: Iterable[tuple[str, int]]) -> State:
         if problem.train and parameter.trainable and parameter.value.dtype.is_floating:
             gradients += size
             tensors += 1
-            optimizer += parameter.value.elements // count * OPTIMIZER_STATE_BYTES * problem.optimizer.states
-    return State(own, gradients, optimizer, tensors)
+            holders = copies.get(name, 1) if problem.optimizer.shard else 1
+            kept = -(-parameter.value.elements // (count * holders))
+            optimizer += kept * OPTIMIZER_STATE_BYTES * problem.optimizer.states
+            updated += -(-size // holders)
+            updates += holders == 1
+            in_shares += size * (holders > 1)
+    return State(own, gradients, optimizer, tensors, updated, updates + -(-in_shares // BUCKET_BYTES))
 
 
 def static_memory(problem: Problem, placement: Placement) -> tuple[int, ...]:
     """Bytes of parameters, gradients and optimizer state on each device, once each however many stages hold them."""
     works = stage_work(problem, placement)
+    copies = {name: len(devices) for name, devices in holders_of(works).items()}
     on_device: list[tuple[int, ...]] = [()] * problem.cluster.size
     for index, work in enumerate(works):
         for device in work.stage.devices:
             on_device[device] += (index,)
-    totals = {stages: _held_together(problem, [works[index] for index in stages]) for stages in set(on_device)}
+    totals = {stages: _held_together(problem, [works[index] for index in stages], copies) for stages in set(on_device)}
     return tuple(totals[stages] for stages in on_device)
 
 
-def _held_together(problem: Problem, works: Iterable[StageWork]) -> int:
+def _held_together(problem: Problem, works: Iterable[StageWork], copies: Mapping[str, int]) -> int:
     """Bytes of the state of what stages hold on one device."""
     held: dict[str, int] = {}
     for work in works:
         for name, parts in work.parameters.items():
             held[name] = min(parts, held.get(name, parts))
-    return state_of(problem, held.items()).total
+    return state_of(problem, held.items(), copies).total
 
 
 def kept_bytes(work: StageWork, kept: tuple[tuple[Kept, ...], ...]) -> int:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopipe.ir.layout import Layout
 from autopipe.ir.placement import Placement, crossing_values
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.assignment import StageWork, stage_work
-from autopipe.passes.cost.communication import all_reduce
 from autopipe.passes.cost.exchange import exchange_seconds
 from autopipe.passes.cost.halves import waiting_state, weight_kept_bytes, weight_shares
 from autopipe.passes.cost.kept import Kept, kept_values
@@ -26,6 +24,7 @@ from autopipe.passes.cost.memory import (
     state_of,
 )
 from autopipe.passes.cost.precision import element_bytes
+from autopipe.passes.cost.replicas import exchange_of_gradients, holders_of
 from autopipe.passes.cost.roofline import (
     accumulate_seconds,
     node_seconds,
@@ -52,9 +51,10 @@ class StageCost:
     split_s: float
     """Seconds of a micro-batch that splitting its backward costs."""
     gradient_s: float
-    """Seconds, once a step, to sum gradients over all devices, of any stage, that hold the same parameters."""
+    """Seconds, once a step, to sum gradients over all devices, of any stage, that hold the same parameters; where each
+    updates a share, to gather the parameters again, too."""
     update_s: float
-    """Seconds of the optimizer's update, once a step."""
+    """Seconds of the optimizer's update, of all parameters or the device's share, once a step."""
     parameter_bytes: int
     """Bytes of parameters, like those of gradients and optimizer state without what an earlier stage of the device
     holds, too."""
@@ -87,13 +87,16 @@ def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]
     """
     works = stage_work(problem, placement)
     owned = _owned(works)
-    groups = _gradient_groups(problem, works, owned)
+    holders = holders_of(works)
+    copies = {name: len(devices) for name, devices in holders.items()}
+    groups = _gradient_groups(problem, owned, holders)
     crossing = frozenset(name for work in works for name in work.received)
     tensors = {work.problem.micro_batch_size: work.problem for work in works}
     known = {size: _Tensors.of(own) for size, own in tensors.items()}
+    states = (state_of(problem, own.items(), copies) for own in owned)
     return tuple(
-        _stage_cost(work, state_of(problem, own.items()), known[work.problem.micro_batch_size], crossing, gradients)
-        for work, own, gradients in zip(works, owned, groups, strict=True)
+        _stage_cost(work, state, known[work.problem.micro_batch_size], crossing, gradients)
+        for work, state, gradients in zip(works, states, groups, strict=True)
     )
 
 
@@ -152,7 +155,7 @@ def _stage_cost(
         else 0.0,
         weight_gradient_s=weight_gradient if problem.train else 0.0,
         split_s=_split_seconds(work) if problem.train else 0.0,
-        gradient_s=sum((all_reduce(problem.cluster, group).seconds(size) for group, size in gradients.items()), 0.0),
+        gradient_s=sum((exchange_of_gradients(problem, group).seconds(size) for group, size in gradients.items()), 0.0),
         update_s=_update_seconds(work, state),
         parameter_bytes=state.parameter_bytes,
         gradient_bytes=state.gradient_bytes,
@@ -203,7 +206,7 @@ def _accumulate_seconds(work: StageWork, state: State) -> float:
 def _update_seconds(work: StageWork, state: State) -> float:
     problem = work.problem
     devices = (problem.cluster.devices[device] for device in work.stage.devices)
-    size, states, tensors = state.gradient_bytes, problem.optimizer.states, state.tensors
+    size, states, tensors = state.updated_bytes, problem.optimizer.states, state.updates
     return max(update_seconds(device, size, states, tensors) for device in devices)
 
 
@@ -222,26 +225,18 @@ def _owned(works: Iterable[StageWork]) -> list[dict[str, int]]:
 
 
 def _gradient_groups(
-    problem: Problem, works: Iterable[StageWork], owned: list[dict[str, int]]
+    problem: Problem, owned: list[dict[str, int]], holders: Mapping[str, tuple[int, ...]]
 ) -> list[dict[tuple[int, ...], int]]:
     """For each stage the bytes of gradients by the group of devices that sums them.
 
     The group of a parameter is all devices that hold it, over all stages; of one held in parts, those with one part.
     """
-    holders: dict[str, set[int]] = {}
-    for work in works:
-        alike: dict[Layout, tuple[int, ...]] = {}
-        for name, layout in work.layouts.items():
-            if layout not in alike:
-                first, devices = layout.box(0), enumerate(work.stage.devices)
-                alike[layout] = tuple(device for place, device in devices if layout.box(place) == first)
-            holders.setdefault(name, set()).update(alike[layout])
     found = []
     for held in owned:
         groups: dict[tuple[int, ...], int] = {}
         for name, count in held.items():
             size = state_of(problem, ((name, count),)).gradient_bytes
-            group = tuple(sorted(holders[name]))
+            group = holders[name]
             if size and len(group) > 1:
                 groups[group] = groups.get(group, 0) + size
         found.append(groups)

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Cluster, Link
 from autopipe.passes.cost.chain_tables import Tables
-from autopipe.passes.cost.communication import all_reduce
 from autopipe.passes.cost.ranges import Matrix, range_sums
+from autopipe.passes.cost.replicas import exchange_of_gradients, updated_part
 from autopipe.passes.cost.roofline import accumulate_per_byte, task_seconds, update_line
 from autopipe.passes.placement.graphpipe.seconds import NodeSeconds
 
@@ -71,7 +71,7 @@ def ways_of(tables: Tables, seconds: NodeSeconds, size: int, degree: int) -> Ite
     if uneven.any():
         forward += np.where(range_sums(chain.by_block(uneven)) > 0.5, np.inf, 0.0)
     arriving = tables.arriving * link.latency_s + received / link.bandwidth_bytes_per_s
-    always = tables.state + workspace + received + sent
+    always = tables.held(degree) + workspace + received + sent
     if not problem.train:
         zero = np.zeros_like(forward)
         yield Way(degree, False, forward, zero, arriving, zero, zero, always, zero)
@@ -79,8 +79,8 @@ def ways_of(tables: Tables, seconds: NodeSeconds, size: int, degree: int) -> Ite
     backward += starts[1] + tables.gradients * accumulate_per_byte(device) * (1 - size / problem.batch_size)
     returning = tables.leaving * link.latency_s + sent / link.bandwidth_bytes_per_s
     update = update_line(device, problem.optimizer.states)
-    end = tables.gradients * update.per_byte_s + update.fixed_s * (tables.gradients > 0)
-    end += all_reduce(problem.cluster, range(degree)).seconds_each(tables.gradients)
+    end = tables.gradients * updated_part(problem, degree) * update.per_byte_s + update.fixed_s * (tables.gradients > 0)
+    end += exchange_of_gradients(problem, range(degree)).seconds_each(tables.gradients)
     always = always + received + sent
     if problem.recompute != "full":
         yield Way(degree, False, forward, backward, arriving, returning, end, always, kept)

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Device, Link
 from autopipe.passes.cost.chain_tables import Tables
-from autopipe.passes.cost.communication import Cost, all_reduce
+from autopipe.passes.cost.communication import Cost
 from autopipe.passes.cost.kinds import may_share
 from autopipe.passes.cost.ranges import Matrix
+from autopipe.passes.cost.replicas import exchange_of_gradients
 from autopipe.passes.placement.pipedream.search import Piece
 
 
@@ -62,12 +63,12 @@ class Prices:
         return frozenset(self.problem.cluster.devices[device : device + degree])
 
     def _links(self, device: int, degree: int) -> tuple[Link | None, Link | None, Cost]:
-        """The links from the stage before and to the one after, and the group's all-reduce."""
+        """The links from the stage before and to the one after, and the group's exchange of gradients."""
         cluster = self.problem.cluster
         before = cluster.link(device - 1, device) if device else None
         last = device + degree - 1
         after = cluster.link(last, last + 1) if last + 1 < cluster.size else None
-        return before, after, all_reduce(cluster, range(device, last + 1))
+        return before, after, exchange_of_gradients(self.problem, range(device, last + 1))
 
     def _stage_seconds(
         self, degree: int, devices: frozenset[Device], before: Link | None, after: Link | None, reduce: Cost

@@ -69,12 +69,19 @@ def block_figures(problem: Problem, blocks: Blocks, sharing: Sharing) -> BlockFi
         backward_s=np.array([cost.backward_s for cost in costs]),
         kept=_sums(_kept(problem, works)),
         state=_sums(
-            [{name: state_of(problem, [(name, count)]).total for name, count in each.items()} for each in parts]
+            [
+                {name: _state_bytes(problem, name, count, sharing.devices) for name, count in each.items()}
+                for each in parts
+            ]
         ),
         gradients=_sums(_those(gradients, parts, cut=False)),
         cut_gradients=_sums(_those(gradients, parts, cut=True)),
         workspace=np.array([float(cost.transient_bytes) for cost in costs]),
     )
+
+
+def _state_bytes(problem: Problem, name: str, parts: int, devices: int) -> int:
+    return state_of(problem, [(name, parts)], {name: devices // parts}).total
 
 
 def _gradient_bytes(problem: Problem, name: str, parts: int) -> int:

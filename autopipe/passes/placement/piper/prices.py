@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Device
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.communication import all_reduce
+from autopipe.passes.cost.replicas import exchange_of_gradients, updated_part
 from autopipe.passes.cost.roofline import update_line
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
 from autopipe.passes.placement.piper.blocks import Blocks
@@ -159,12 +159,14 @@ class Prices:
         """A micro-batch's share of the end of a step: summing gradients over replicas, updating parameters."""
         if not self.problem.train:
             return np.zeros(1)
-        cluster, downsets = self.problem.cluster, self.chains.downsets
+        problem, downsets = self.problem, self.chains.downsets
         whole = figures.gradients.over(downsets, chosen)
         cut = figures.cut_gradients.over(downsets, chosen)
-        seconds = all_reduce(cluster, range(sharing.devices)).seconds_each(whole)
-        seconds = seconds + all_reduce(cluster, range(0, sharing.devices, sharing.tensor)).seconds_each(cut)
-        seconds = seconds + max((self._update(device, whole + cut) for device in set(cluster.devices)), key=np.sum)
+        every, alike = range(sharing.devices), range(0, sharing.devices, sharing.tensor)
+        seconds = exchange_of_gradients(problem, every).seconds_each(whole)
+        seconds = seconds + exchange_of_gradients(problem, alike).seconds_each(cut)
+        updated = whole * updated_part(problem, len(every)) + cut * updated_part(problem, len(alike))
+        seconds = seconds + max((self._update(device, updated) for device in set(problem.cluster.devices)), key=np.sum)
         found: Figures = seconds / self.problem.micro_batches
         return found
 

@@ -1,0 +1,40 @@
+"""What devices that hold the same block of a parameter do together at a step's end, and which part each has of it.
+
+Without sharing they add up gradients, and each updates all. Where the optimizer's state is shared out (ZeRO-1, see
+`Optimizer.shard`), each gets the sum of a share of the gradients and updates that; then all gather the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from autopipe.ir.layout import Layout
+from autopipe.ir.problem import Problem
+from autopipe.passes.cost.assignment import StageWork
+from autopipe.passes.cost.communication import Cost, all_gather, all_reduce, reduce_scatter
+
+
+def exchange_of_gradients(problem: Problem, group: Sequence[int]) -> Cost:
+    """Seconds, once a step, for gradients of so many bytes a device of `group`: what is gathered has as many bytes."""
+    if not problem.optimizer.shard:
+        return all_reduce(problem.cluster, group)
+    halves = reduce_scatter(problem.cluster, group), all_gather(problem.cluster, group)
+    return Cost(tuple(scatter + gather for scatter in halves[0].ways for gather in halves[1].ways))
+
+
+def updated_part(problem: Problem, copies: float) -> float:
+    """The part that each of the devices with `copies` of a block updates, and keeps the optimizer's state of."""
+    return 1 / copies if problem.optimizer.shard else 1.0
+
+
+def holders_of(works: Iterable[StageWork]) -> dict[str, tuple[int, ...]]:
+    """The devices, ascending, that hold the same block of each parameter, over all stages; of its parts the first."""
+    found: dict[str, set[int]] = {}
+    for work in works:
+        alike: dict[Layout, tuple[int, ...]] = {}
+        for name, layout in work.layouts.items():
+            if layout not in alike:
+                first, devices = layout.box(0), enumerate(work.stage.devices)
+                alike[layout] = tuple(device for place, device in devices if layout.box(place) == first)
+            found.setdefault(name, set()).update(alike[layout])
+    return {name: tuple(sorted(devices)) for name, devices in found.items()}
