@@ -1,0 +1,215 @@
+"""The plan chosen by itself against every strategy under every schedule, on the zoo's small models, in the simulator.
+
+    python benchmarks/auto_never_slower.py --log /tmp/cells.jsonl --minutes 60
+    python benchmarks/auto_never_slower.py --log /tmp/cells.jsonl --table docs/auto-table.md
+
+A cell is a model of the zoo, a preset of a cluster and a number of devices. Single strategies are planned with one by
+one, as if each were named: with their defaults, in the shapes that named schedules ask for, and under every schedule
+that takes their placement. Nothing of the search is asked for that. Cells come in an order in which models, presets and
+numbers of devices take turns; each is a line of the log, and what the log has is not computed again. A cell that takes
+longer than `--limit` seconds of processor time is logged as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import resource
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from auto_table import written
+
+from autopipe.configs import zoo
+from autopipe.configs.cluster_file import build_cluster
+from autopipe.configs.presets import cluster_names, cluster_preset
+from autopipe.ir.errors import AutopipeError, InfeasibleError
+from autopipe.passes.auto.choose import choose
+from autopipe.passes.base import Strategy
+from autopipe.passes.explain.breakdown import breakdown
+from autopipe.passes.pipeline import make_plan, place, schedule
+from autopipe.passes.registry import scheduler_class, scheduler_names, strategy_class, strategy_names
+from autopipe.passes.request import Request
+from autopipe.passes.runner import Runner, Silent
+
+DEVICES = (4, 8, 16, 32)
+SHAPES: tuple[dict[str, object], ...] = (
+    {"shape": "v"},
+    {"shape": "x"},
+    {"shape": "v", "chunks": 2},
+    {"shape": "v", "chunks": 2, "wave": True},
+)
+"""What Chimera, interleaved schedules and the V-shaped ones run on."""
+NOT_NAMED = ("given", "manual")
+"""Strategies that follow what somebody writes; so does the schedule csv."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What is planned."""
+
+    model: str
+    preset: str
+    devices: int
+
+
+def cells() -> Iterator[Cell]:
+    """All of them, so that the first few have every model, preset and number of devices."""
+    pairs = [
+        (preset, count)
+        for turn in range(len(DEVICES))
+        for number, preset in enumerate(cluster_names())
+        if has(preset, count := DEVICES[(number + turn) % len(DEVICES)])
+    ]
+    models = sorted(zoo.MODELS)
+    for turn in range(len(pairs)):
+        for number, model in enumerate(models):
+            yield Cell(model, *pairs[(number + turn) % len(pairs)])
+
+
+def has(preset: str, devices: int) -> bool:
+    """Whether a cluster has so many devices: groups of different ones have as many as they have."""
+    try:
+        build_cluster(cluster_preset(preset), devices, None, None)
+    except InfeasibleError:
+        return False
+    return True
+
+
+def answered(cell: Cell) -> dict[str, object]:
+    """The chosen plan, and the best that is found by name."""
+    request = Request(
+        model_file(cell.model), build_cluster(cluster_preset(cell.preset), cell.devices, None, None), None, None
+    )
+    begin = time.process_time()
+    found = choose(request)
+    seconds = time.process_time() - begin
+    singles = sorted(singles_of(request), key=lambda each: each[2])
+    named, order, step_s = singles[0]
+    again = make_plan(with_names(request, named, order)).timeline.end
+    plan, summary, problem = found.plan, found.plan.summary, found.problem
+    losses = breakdown(problem, plan.placement, plan.schedule, plan.prediction, found.timeline.end)
+    return {
+        "strategy": told(found.request.strategy),
+        "schedule": summary.schedule,
+        "stages": summary.stages,
+        "micro_batches": summary.micro_batches,
+        "step_s": found.timeline.end,
+        "samples_per_s": summary.samples_per_s,
+        "ideal_s": losses.ideal_s,
+        "single_strategy": told(named),
+        "single_schedule": order,
+        "single_step_s": step_s,
+        "single_again_s": again,
+        "singles": len(singles),
+        "search_s": seconds,
+        "cell_s": time.process_time() - begin,
+    }
+
+
+def singles_of(request: Request) -> Iterator[tuple[Strategy, str, float]]:
+    """Every strategy and schedule that make a plan by name, with its step in seconds."""
+    names = [name for name in strategy_names() if name not in NOT_NAMED]
+    strategies = [strategy_class(name)() for name in names]
+    shaped = [strategy_class("tessel_shapes")(**options) for options in SHAPES]
+    for strategy in (*strategies, *shaped):
+        runner = Runner(Silent())
+        try:
+            placed = place(with_names(request, strategy, "1f1b"), strategy, runner)
+        except AutopipeError:
+            continue
+        for order in scheduler_names():
+            if order == "csv":
+                continue
+            try:
+                yield strategy, order, schedule(placed, scheduler_class(order)(), runner).timeline.end
+            except AutopipeError:
+                continue
+
+
+def with_names(request: Request, strategy: Strategy, order: str) -> Request:
+    """The request that names both."""
+    return Request(request.model, request.cluster, strategy, scheduler_class(order)())
+
+
+def told(strategy: Strategy | None) -> str:
+    """A strategy with its options that are not its defaults."""
+    assert strategy is not None
+    default = type(strategy)()
+    options = {
+        name: getattr(strategy, name)
+        for name in getattr(type(strategy), "__dataclass_fields__", {})
+        if getattr(strategy, name) != getattr(default, name)
+    }
+    return strategy.name + "".join(f" {name}={value}" for name, value in options.items())
+
+
+@cache
+def model_file(model: str) -> Path:
+    """The model in its smallest sizes, with its loss and without weights."""
+    path = Path(tempfile.gettempdir()) / f"auto-never-slower-{model}.onnx"
+    if not path.exists():
+        zoo.build(zoo.configure(model, {"loss": True, "weights": "none"})).save(path)
+    return path
+
+
+def bounded(cell: Cell, limit: int) -> dict[str, object]:
+    """The cell's answer, from a process that may take so many seconds of processor time."""
+    ours, theirs = multiprocessing.get_context("fork").Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_answer, args=(cell, limit, theirs))
+    process.start()
+    theirs.close()
+    try:
+        answer: dict[str, object] = ours.recv()
+        process.join()
+    except EOFError:
+        process.join()
+        over = process.exitcode == -signal.SIGXCPU
+        answer = {"failed": f"no answer within {limit} s of processor time" if over else "internal error"}
+    return answer
+
+
+def _answer(cell: Cell, limit: int, pipe: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
+    try:
+        pipe.send(answered(cell))
+    except AutopipeError as error:
+        pipe.send({"failed": error.message.partition("\n")[0]})
+
+
+def main() -> None:
+    """Compute cells that the log lacks, or write the table of those that it has."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--log", type=Path, required=True, metavar="FILE", help="a JSON object a line")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write the log's cells as Markdown, compute nothing")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="when to begin no more cells")
+    parser.add_argument("--limit", type=int, default=600, help="seconds of processor time a cell")
+    parser.add_argument("--only", action="append", metavar="MODEL", choices=sorted(zoo.MODELS), help="repeatable")
+    arguments = parser.parse_args()
+    rows = [json.loads(line) for line in arguments.log.read_text().splitlines()] if arguments.log.exists() else []
+    if arguments.table:
+        arguments.table.write_text(written(rows, sum(1 for _ in cells())))
+        return
+    done = {(row["model"], row["preset"], row["devices"]) for row in rows}
+    end = time.monotonic() + 60 * arguments.minutes
+    for cell in cells():
+        if time.monotonic() >= end:
+            break
+        key = cell.model, cell.preset, cell.devices
+        if key in done or (arguments.only and cell.model not in arguments.only):
+            continue
+        row = dict(zip(("model", "preset", "devices"), key, strict=True)) | bounded(cell, arguments.limit)
+        with arguments.log.open("a") as log:
+            log.write(json.dumps(row) + "\n")
+        print(row.get("failed") or f"{key} {row['strategy']} {row['schedule']} {row['step_s']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
