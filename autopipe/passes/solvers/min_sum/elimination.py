@@ -76,9 +76,9 @@ def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYT
     needed = 8 * size(neighbours(model), [len(costs) for costs in model.costs], order).entries
     if needed > max_bytes:
         # Of hundreds of operators the number is too large for a float.
-        size = f"{needed / 2**30:.3g}" if needed < 2**1000 else f"2^{needed.bit_length() - 31} or more"
+        asked = f"{needed / 2**30:.3g}" if needed < 2**1000 else f"2^{needed.bit_length() - 31} or more"
         raise TableTooLargeError(
-            f"elimination needs {size} GiB of tables, more than the {max_bytes / 2**30:.3g} GiB allowed; "
+            f"elimination needs {asked} GiB of tables, more than the {max_bytes / 2**30:.3g} GiB allowed; "
             "another ordering or the default solver may need less"
         )
     position = {node: index for index, node in enumerate(order)}
