@@ -12,6 +12,7 @@ from autopipe.configs.configuration import Configuration
 from autopipe.configs.source import Entry, Place
 from autopipe.ir.errors import ConfigurationError
 from autopipe.passes.base import Scheduler, Strategy
+from autopipe.passes.placement.given.strategy import Given
 from autopipe.passes.registry import scheduler_class, strategy_class, strategy_names
 
 AUTO = "auto"
@@ -50,9 +51,14 @@ def chosen_scheduler(configuration: Configuration) -> Scheduler | None:
 
 
 def choice_of(chosen: Strategy | Scheduler | None) -> Choice:
-    """What a configuration says of a strategy or a scheduler: its name with all of its options."""
+    """What a configuration says of a strategy or a scheduler: its name with all of its options.
+
+    The stages of a given placement are no part of it: they stand in a file of their own.
+    """
     if chosen is None:
         return Choice(AUTO)
+    if isinstance(chosen, Given):
+        return Choice(Given.name)
     place = Place("the plan")
     fields = dataclasses.fields(cast(Any, chosen))
     return Choice(chosen.name, tuple((field.name, _entry(getattr(chosen, field.name), place)) for field in fields))

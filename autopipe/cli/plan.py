@@ -13,8 +13,21 @@ from autopipe.configs.configuration import Configuration
 
 
 @click.command()
-@click.argument("model", type=click.Path(path_type=Path))
-@click.option("-o", "--output", "folder", type=click.Path(path_type=Path), help="Folder to write; default MODEL.plan.")
+@click.argument("model", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    "folder",
+    type=click.Path(path_type=Path),
+    help="Folder to write; default MODEL.plan, or the DIR of --from.",
+)
+@click.option(
+    "--from",
+    "former",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Plan again what DIR holds: its placement.yaml and config.yaml, edited or not, under the other flags.",
+)
 @click.option(
     "--annotate",
     metavar="FILE",
@@ -26,21 +39,27 @@ from autopipe.configs.configuration import Configuration
 @standard_options
 def plan(
     output: Output,
-    model: Path,
+    model: Path | None,
     folder: Path | None,
+    former: Path | None,
     annotate: Path | None,
     dump_after: tuple[str, ...],
     configuration: Configuration,
 ) -> None:
     """Plan the ONNX file MODEL for a cluster and write the plan's folder.
 
+    With --from the placement is not searched: that of DIR/placement.yaml is scheduled and simulated, and the price of
+    the change is said. MODEL is then that of the plan in DIR where it is not given.
+
     \b
     Example:
       autopipe plan gpt.onnx --gpus 4
       autopipe plan llama.onnx --gpus 64 --cluster a100-80gb --batch-size 256 --set recompute=full
       autopipe plan gpt.onnx --gpus 4 --annotate gpt.annotated.onnx
+      autopipe plan --from gpt.onnx.plan --schedule gpipe -o gpipe.plan
     """
     from autopipe.cli.annotation import annotate_model
+    from autopipe.cli.edited import Former, Price
     from autopipe.cli.files import check_writable
     from autopipe.cli.plan_folder import check_target, write_plan_folder
     from autopipe.cli.plan_screen import plan_screen
@@ -50,11 +69,18 @@ def plan(
     from autopipe.passes.auto.choose import choose
     from autopipe.passes.pipeline import make_plan
 
-    target = folder or Path(f"{model}.plan")
+    held = None if former is None else Former.read(former)
+    if model is None:
+        if held is None:
+            raise click.UsageError("Missing argument 'MODEL'.")
+        model = Path(held.plan.model)
+    target = folder or former or Path(f"{model}.plan")
     check_target(target)
     if annotate is not None:
         check_writable(annotate)
     request = request_of(configuration, model)
+    if held is not None:
+        held.check_kept(configuration, request)
     with output.progress("planning", total=len(names_of(request))) as bar:
         make = choose if request.strategy is None else make_plan
         planned = make(request, Watcher(output, bar, request, dump_after))
@@ -72,6 +98,7 @@ def plan(
             "annotations do not tell that stages have micro-batches of their own",
             "constraints say it: micro_batch_size",
         )
+    price = None if held is None else Price.of(held, planned)
     schedule = planned.plan.schedule
     data = {
         "plan": target,
@@ -80,6 +107,8 @@ def plan(
         "summary": summary_form(planned.plan.summary),
         "period_s": schedule.period,
         "proof": schedule.proof,
+        **({} if price is None else {"from": price.form()}),
     }
     written = (f"annotated model in {annotate}",) if annotate is not None else ()
-    output.result(data, *plan_screen(planned, request, target), *written)
+    priced = () if price is None else tuple(price.lines())
+    output.result(data, *plan_screen(planned, request, target), *priced, *written)

@@ -8,6 +8,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from autopipe.cli.placement_text import placement_text
 from autopipe.cli.request import effective, request_of
 from autopipe.configs.configuration import Configuration
 from autopipe.configs.load import dump_configuration, load_configuration
@@ -19,6 +20,7 @@ from autopipe.passes.pipeline import Planned, reopen
 from autopipe.passes.schedule.simulate import simulate
 
 CONFIGURATION_FILE = "config.yaml"
+PLACEMENT_FILE = "placement.yaml"
 
 
 def open_plan(folder: Path) -> Planned:
@@ -58,6 +60,16 @@ def check_plan_folder(folder: Path) -> None:
         raise ConfigurationError(f"{folder} {what}", hint="autopipe plan MODEL -o DIR makes a plan folder")
 
 
+def check_editable(folder: Path) -> tuple[Path, Path]:
+    """The configuration and the placement in `folder`; raise ConfigurationError unless it holds a plan with both."""
+    check_plan_folder(folder)
+    paths = folder / CONFIGURATION_FILE, folder / PLACEMENT_FILE
+    missing = next((path for path in paths if not path.is_file()), None)
+    if missing is not None:
+        raise ConfigurationError(f"{missing} does not exist", hint=f"plan again: every plan folder has {missing.name}")
+    return paths
+
+
 def check_target(folder: Path) -> None:
     """Raise ConfigurationError where a plan cannot be written to `folder`: it is asked before the long work begins.
 
@@ -74,9 +86,10 @@ def check_target(folder: Path) -> None:
 
 
 def write_plan_folder(folder: Path, planned: Planned, configuration: Configuration) -> None:
-    """Write the plan and its effective configuration under a temporary name beside `folder`, then put it there.
+    """Write the plan, its effective configuration and its placement, to be edited, to `folder`.
 
-    Raises ConfigurationError where that fails; what was at `folder` is then still there.
+    All are written under a temporary name beside it, which is then put there. Raises ConfigurationError where that
+    fails; what was at `folder` is then still there.
     """
     check_target(folder)
     target = folder.absolute()
@@ -86,6 +99,8 @@ def write_plan_folder(folder: Path, planned: Planned, configuration: Configurati
             made.chmod(0o777 & ~_umask())
             text = dump_configuration(effective(configuration, planned))
             (made / CONFIGURATION_FILE).write_text(text, encoding="utf-8")
+            stages = placement_text(planned.problem.graph, planned.plan.placement)
+            (made / PLACEMENT_FILE).write_text(stages, encoding="utf-8")
             write_plan(made, planned.plan, planned.timeline, home=target)
             _replace(target, made)
         finally:

@@ -24,19 +24,20 @@ def load_configuration(
     words: Mapping[str, str] | None = None,
     dims: Sequence[str] = (),
     assignments: Sequence[str] = (),
+    over: str | Path | None = None,
 ) -> Configuration:
-    """The defaults, overridden by a YAML file, overridden by the command line.
+    """The defaults, overridden by a YAML file, overridden by another one, `over`, overridden by the command line.
 
     `words` are the flags of `merge.flags()` with what follows them, `dims` the words after each `--dim`,
     `assignments` those after each `--set`. Raises ConfigurationError with `file:line` or the flag.
     """
-    document = Entry({}, Place("the command line")) if file is None else read_file(file)
-    return _effective(document, settings(words or {}, dims, assignments))
+    documents = [read_file(each) for each in (file, over) if each is not None]
+    return _effective(documents or [Entry({}, Place("the command line"))], settings(words or {}, dims, assignments))
 
 
 def parse_configuration(text: str, source: str) -> Configuration:
     """The configuration written in a YAML text; `source` names it in errors."""
-    return _effective(read_text(text, source), [])
+    return _effective([read_text(text, source)], [])
 
 
 def dump_configuration(configuration: Configuration) -> str:
@@ -63,8 +64,8 @@ def _description(choice: ClusterChoice) -> ClusterDescription:
     return cluster_preset(choice.preset or "")
 
 
-def _effective(document: Entry, given: Sequence[Setting]) -> Configuration:
-    merged = override(document, given)
+def _effective(documents: Sequence[Entry], given: Sequence[Setting]) -> Configuration:
+    merged = override(documents, given)
     configuration = convert(merged, Configuration)
     check(configuration, merged)
     return configuration

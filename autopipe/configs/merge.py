@@ -49,17 +49,19 @@ def settings(words: Mapping[str, str], dims: Sequence[str], assignments: Sequenc
     return found
 
 
-def override(document: Entry, given: Sequence[Setting]) -> Entry:
-    """The defaults with `document`, a configuration, laid over them, and the settings over both.
+def override(documents: Sequence[Entry], given: Sequence[Setting]) -> Entry:
+    """The defaults with `documents`, configurations, at least one, laid over them in order, and the settings over all.
 
     A mapping is merged key by key, with two exceptions that keep leftovers away: another strategy, scheduler or cluster
     comes without the options of the one it replaces, and of two keys that exclude each other the given one stays.
     """
-    over = Entry({}, document.place)
+    over = Entry({}, documents[0].place)
     for path, entry in given:
         over = _lay(over, _nest(path, entry), None)
-    defaults = read_text(yaml.safe_dump(dump(Configuration())), "the defaults")
-    return _lay(_lay(defaults, document, Configuration), over, Configuration)
+    merged = read_text(yaml.safe_dump(dump(Configuration())), "the defaults")
+    for document in (*documents, over):
+        merged = _lay(merged, document, Configuration)
+    return merged
 
 
 def _flag_setting(flag: str, word: str) -> Setting:

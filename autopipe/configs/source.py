@@ -17,7 +17,7 @@ import yaml
 
 from autopipe.ir.errors import ConfigurationError
 
-MOST_BYTES = 2**20
+MOST_BYTES = 2**23
 DEEPEST = 32
 _DECIMAL_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 _BASE_SIXTY = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
@@ -84,7 +84,7 @@ def read_file(path: str | Path) -> Entry:
     except ValueError as error:
         raise ConfigurationError(f"cannot read the file: {error}", where=repr(name)) from error
     if len(content) > MOST_BYTES:
-        raise ConfigurationError("the file is too large for a configuration", hint="at most 1 MiB", where=name)
+        raise ConfigurationError("the file is too large for a configuration", hint="at most 8 MiB", where=name)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

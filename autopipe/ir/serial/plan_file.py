@@ -102,8 +102,11 @@ def _marked(grid: str) -> str:
 
 
 def plan_digest(plan: Plan) -> str:
-    """SHA-256 of what was decided and for which graph; search times and the file's path do not count."""
-    form = plan_form(plan)
+    """SHA-256 of what was decided and for which graph.
+
+    Search times, what the strategy noted and the file's path do not count.
+    """
+    form = plan_form(dataclasses.replace(plan, placement=dataclasses.replace(plan.placement, notes=())))
     decided = {key: form[key] for key in ("graph_digest", "mode", "batch_size", "placement", "predictions")}
     return hashlib.sha256((json.dumps(decided, sort_keys=True) + plan.schedule.grid()).encode()).hexdigest()
 

@@ -31,6 +31,18 @@ class Given:
     stages: tuple[GivenStage, ...] = ()
     """The stages in order: each may read from earlier ones only."""
 
+    @property
+    def devices(self) -> int:
+        """One more than the largest device of its stages. Raises ConfigurationError for what is no device."""
+        return 1 + max((device for index in range(len(self.stages)) for device in self.devices_at(index)), default=-1)
+
+    def devices_at(self, index: int) -> tuple[int, ...]:
+        """The devices of a stage. Raises ConfigurationError, naming the stage, for what is no device."""
+        try:
+            return devices_of(self.stages[index].devices)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"stage {index}: {error.message}", error.hint) from error
+
     def division(self, graph: Graph) -> Division:
         """It may have several stages."""
         return Division.MANY
@@ -50,7 +62,10 @@ class Given:
         later ones, name devices that there are not, or split what cannot be split so.
         """
         names, samples = NodeNames(problem.graph), _Samples(problem)
-        stages = tuple(_stage(problem, names, samples, index, given) for index, given in enumerate(self.stages))
+        stages = tuple(
+            _stage(problem, names, samples, index, given, self.devices_at(index))
+            for index, given in enumerate(self.stages)
+        )
         placement = Placement(stages)
         for pipeline in range(placement.pipelines):
             _check_partition(problem.graph, placement, pipeline)
@@ -73,7 +88,9 @@ class _Samples:
         return self._found[size]
 
 
-def _stage(problem: Problem, names: NodeNames, samples: _Samples, index: int, given: GivenStage) -> Stage:
+def _stage(
+    problem: Problem, names: NodeNames, samples: _Samples, index: int, given: GivenStage, devices: tuple[int, ...]
+) -> Stage:
     whole = problem.micro_batch_size
     size = given.micro_batch_size or whole
     if size < 1 or whole % size:
@@ -82,7 +99,7 @@ def _stage(problem: Problem, names: NodeNames, samples: _Samples, index: int, gi
         )
     if given.pipeline < 0:
         raise ConfigurationError(f"stage {index} is in pipeline {given.pipeline}", hint="number pipelines from 0")
-    devices = _checked_devices(index, given, problem.cluster.size)
+    _check_devices(index, devices, problem.cluster.size)
     nodes = {node for entry in given.nodes for node in _meant(names, index, entry)}
     if not nodes:
         raise ConfigurationError(f"stage {index} has no nodes", hint="give it some, or remove it")
@@ -98,11 +115,7 @@ def _stage(problem: Problem, names: NodeNames, samples: _Samples, index: int, gi
     return Stage(tuple(sorted(nodes)), devices, size, splits, given.recompute, given.pipeline)
 
 
-def _checked_devices(index: int, given: GivenStage, count: int) -> tuple[int, ...]:
-    try:
-        devices = devices_of(given.devices)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"stage {index}: {error.message}", error.hint) from error
+def _check_devices(index: int, devices: tuple[int, ...], count: int) -> None:
     if not devices:
         raise ConfigurationError(f"stage {index} has no devices", hint="name at least one")
     missing = next((device for device in devices if device >= count), None)
@@ -113,7 +126,6 @@ def _checked_devices(index: int, given: GivenStage, count: int) -> tuple[int, ..
     twice = next((device for device in devices if devices.count(device) > 1), None)
     if twice is not None:
         raise ConfigurationError(f"stage {index} names device {twice} twice", hint="name each device once")
-    return devices
 
 
 def _meant(names: NodeNames, index: int, entry: NodeEntry) -> tuple[int, ...]:
