@@ -48,6 +48,9 @@ class Device:
     post: Affine | None = None
     """What posting either end of a message takes of the device's own time, where that was measured."""
 
+    processors: int | None = None
+    """How many processors all devices of a node share, where devices are processes; None where each has its own."""
+
     def __hash__(self) -> int:
         # Devices are keys of many tables, and what tells them apart is at the front.
         return hash((self.name, self.memory_bytes, self.peak_flops, self.bandwidth_bytes_per_s))

@@ -173,6 +173,8 @@ class DeviceCosts:
     operations: tuple[OperationCost, ...] = ()
     tasks: TaskCosts | None = None
     exchanges: tuple[ExchangeCost, ...] = ()
+    processors: int | None = None
+    """How many ranks of such a kind the machine runs at full speed; None where each has a device of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +209,7 @@ def _joined(first: DeviceCosts, second: DeviceCosts) -> DeviceCosts:
         operations=_latest((*first.operations, *second.operations), lambda each: each.operation),
         tasks=second.tasks or first.tasks,
         exchanges=_latest((*first.exchanges, *second.exchanges), lambda each: (each.kind, each.ranks)),
+        processors=second.processors or first.processors,
     )
 
 

@@ -73,11 +73,21 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class Processors:
+    """Devices that share processors: where more of them are at work than there are processors, all are slower."""
+
+    devices: tuple[int, ...]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """Stages in order, and the messages of one micro-batch: of the largest, where stages have different ones."""
 
     stages: tuple[StagePrediction, ...] = ()
     messages: tuple[Message, ...] = ()
+    processors: tuple[Processors, ...] = ()
+    """The devices that have no processor each; seconds of stages are those on a processor of one's own."""
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:

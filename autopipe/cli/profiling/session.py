@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -78,7 +79,12 @@ class Profiling:
             exchanges = measure_exchanges(self.ranks, device.type, _EXCHANGES * self.seconds)
         sizes = tuple(size for size, _ in models)
         costs = DeviceCosts(
-            self.name or self._product(device), (self._how(device, sizes, train),), operations, tasks, exchanges
+            device=self.name or self._product(device),
+            measured=(self._how(device, sizes, train),),
+            operations=operations,
+            tasks=tasks,
+            exchanges=exchanges,
+            processors=max(1, _processors() // self.threads) if device.type == "cpu" else None,
         )
         return costs, tuple(dict.fromkeys(refused))
 
@@ -140,6 +146,11 @@ class Profiling:
         if self.ranks is not None:
             parts.insert(-1, f"{self.ranks} ranks")
         return ", ".join(parts)
+
+
+def _processors() -> int:
+    """On how many processors this process, and ranks that it starts, may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:

@@ -47,7 +47,9 @@ def read_costs(path: Path) -> Costs:
 
 
 def _device_text(costs: DeviceCosts) -> str:
-    head = {"device": costs.device, "measured": list(costs.measured)}
+    head: dict[str, object] = {"device": costs.device, "measured": list(costs.measured)}
+    if costs.processors is not None:
+        head["processors"] = costs.processors
     parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     if costs.tasks is not None:
         parts.append(f'"tasks": {json.dumps(_tasks_form(costs.tasks), allow_nan=False)}')
@@ -68,6 +70,7 @@ def _device_of(record: Record) -> DeviceCosts:
         operations=tuple(_operation_of(each) for each in record.at("operations").items()),
         tasks=_tasks_of(record.at("tasks")) if record.has("tasks") else None,
         exchanges=tuple(_exchange_of(each) for each in record.at("exchanges").items()),
+        processors=record.at("processors").integer(1) if record.has("processors") else None,
     )
 
 

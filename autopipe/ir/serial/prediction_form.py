@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopipe.ir.placement import Placement
-from autopipe.ir.prediction import Message, Prediction, StagePrediction
+from autopipe.ir.prediction import Message, Prediction, Processors, StagePrediction
 from autopipe.ir.serial.record import Record
 from autopipe.ir.turn import Turn
 
@@ -17,11 +17,14 @@ _TURNS = ("source_turn", "source_turns", "target_turn", "target_turns")
 def prediction_form(prediction: Prediction) -> dict[str, object]:
     """The predictions as lists, dicts and scalars; a message is a list whose columns `message_columns` names."""
     turns = any(message.source_turn.of * message.target_turn.of > 1 for message in prediction.messages)
-    return {
+    form: dict[str, object] = {
         "stages": [dataclasses.asdict(stage) for stage in prediction.stages],
         "message_columns": [*_MESSAGE, *(_TURNS if turns else ())],
         "messages": [_message_form(message, turns) for message in prediction.messages],
     }
+    if prediction.processors:
+        form["processors"] = [dataclasses.asdict(each) for each in prediction.processors]
+    return form
 
 
 def _message_form(message: Message, turns: bool) -> list[object]:
@@ -36,7 +39,13 @@ def prediction_of(record: Record, placement: Placement) -> Prediction:
     found = tuple(_stage_of(each) for each in stages.items())
     if len(found) != len(placement.stages):
         stages.refuse(f"one entry for each of {len(placement.stages)} stages")
-    return Prediction(found, tuple(_message_of(each, placement) for each in record.at("messages").items()))
+    messages = tuple(_message_of(each, placement) for each in record.at("messages").items())
+    shared = record.at("processors").items() if record.has("processors") else ()
+    return Prediction(found, messages, tuple(map(_processors_of, shared)))
+
+
+def _processors_of(record: Record) -> Processors:
+    return Processors(record.at("devices").integers(), record.at("count").integer(1))
 
 
 def _stage_of(record: Record) -> StagePrediction:

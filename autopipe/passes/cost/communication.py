@@ -121,14 +121,20 @@ def all_to_all(cluster: Cluster, group: Sequence[int]) -> Cost:
 
 
 def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Cost | None:
-    """What was measured of a collective of so many ranks in one node."""
-    known = cluster.devices[group[0]].collectives
+    """What was measured of a collective of so many ranks in one node.
+
+    Where the ranks outnumber their processors that holds their wait for one another's work; whoever counts the devices
+    that share processors (`Prediction.processors`) counts it, so that a rank's own part of the work is left here.
+    """
+    device = cluster.devices[group[0]]
+    known = device.collectives
     alike = known and len({cluster.devices[device] for device in group}) == 1
     if not alike or len({cluster.node(device) for device in group}) > 1:
         return None
     ranks = len(set(group))
+    own = min(1.0, (device.processors or ranks) / ranks)
     fits = (each.fit for each in known if each.kind == kind and each.ranks == ranks)
-    return next((Cost((fit,)) for fit in fits), None)
+    return next((Cost((Affine(own * fit.fixed_s, own * fit.per_byte_s),)) for fit in fits), None)
 
 
 def _cost(

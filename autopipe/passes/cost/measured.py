@@ -77,7 +77,8 @@ def _measured_device(device: Device, found: DeviceCosts) -> Device:
     """The device with what was measured of its tasks, and of exchanges with others like it."""
     collectives = tuple(each for each in found.exchanges if each.kind in COLLECTIVES)
     post = next((each.fit for each in found.exchanges if each.kind == "post"), None)
-    return replace(device, tasks=found.tasks or device.tasks, collectives=collectives, post=post)
+    processors = found.processors or device.processors
+    return replace(device, tasks=found.tasks or device.tasks, collectives=collectives, post=post, processors=processors)
 
 
 def _measured_levels(levels: tuple[Level, ...], exchanges: Sequence[ExchangeCost]) -> tuple[Level, ...]:

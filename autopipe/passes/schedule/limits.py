@@ -50,7 +50,8 @@ def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) 
 
     The longest way of one micro-batch, and each device's computation between the earliest start and the least that
     follows; where backwards can be split, what follows is what their first halves need, and splitting costs nothing
-    here, since whole ones do without. The update comes after.
+    here, since whole ones do without. The update comes after. Nor is a step shorter than the work of devices that share
+    processors takes on all of those.
     """
     stages = StageGraph.of(problem, placement)
     units = problem.micro_batches // stages.pipeline_count
@@ -58,7 +59,20 @@ def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) 
         return 0.0
     free = replace(prediction, stages=tuple(replace(each, split_s=0.0) for each in prediction.stages))
     blocks = stage_blocks(stages, free, problem.train, _TICK_S, split=problem.train, up=False)
-    return makespan_bound(blocks.graph, units) * _TICK_S + least_end(stages, prediction)
+    alone = makespan_bound(blocks.graph, units) * _TICK_S + least_end(stages, prediction)
+    return max(alone, _shared_bound(stages, prediction, units, problem.train))
+
+
+def _shared_bound(stages: StageGraph, prediction: Prediction, units: int, train: bool) -> float:
+    """The most that devices sharing processors have to do, over the number of those."""
+    work: dict[int, float] = {}
+    for stage, (devices, predicted) in enumerate(zip(stages.stage_devices, prediction.stages, strict=True)):
+        tasks = predicted.forward_s + train * predicted.backward_s
+        seconds = units * stages.turns_at(stage) * tasks + predicted.gradient_s + predicted.update_s
+        for device in devices:
+            work[device] = work.get(device, 0.0) + seconds
+    totals = (sum(work.get(device, 0.0) for device in each.devices) / each.count for each in prediction.processors)
+    return max(totals, default=0.0)
 
 
 def least_end(stages: StageGraph, prediction: Prediction) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
+from autopipe.ir.cluster import Cluster
 from autopipe.ir.placement import Placement
-from autopipe.ir.prediction import Prediction, StagePrediction
+from autopipe.ir.prediction import Prediction, Processors, StagePrediction
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Task
 from autopipe.passes.cost.stages import StageCost, stage_costs
@@ -20,7 +22,19 @@ def predict(problem: Problem, placement: Placement) -> Prediction:
 
 def predicted(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> Prediction:
     """The same where it is known what the stages cost."""
-    return Prediction(tuple(map(_stage, costs)), stage_messages(problem, placement))
+    processors = shared_processors(problem.cluster)
+    return Prediction(tuple(map(_stage, costs)), stage_messages(problem, placement), processors)
+
+
+def shared_processors(cluster: Cluster) -> tuple[Processors, ...]:
+    """The devices of each node that has fewer processors than devices."""
+    if all(device.processors is None for device in cluster.kinds):
+        return ()
+    nodes: defaultdict[int, list[int]] = defaultdict(list)
+    for device in range(cluster.size):
+        nodes[cluster.node(device)].append(device)
+    counts = ((devices, cluster.devices[devices[0]].processors) for devices in nodes.values())
+    return tuple(Processors(tuple(devices), count) for devices, count in counts if count and count < len(devices))
 
 
 def task_ticks(problem: Problem, placement: Placement) -> Ticks:

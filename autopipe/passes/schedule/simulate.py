@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.ir.prediction import Prediction, StagePrediction
+from autopipe.ir.prediction import Prediction
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.timeline import Span, Timeline, Transfer
 from autopipe.passes.schedule.footprint import memory_curves, static_memory
+from autopipe.passes.schedule.shared_processors import SharedProcessors
 from autopipe.passes.schedule.wires import HALF, PHASES, WHOLE, kind_of, wires_of
 
 StageDevices = Sequence[Sequence[int]]
 """The device group of each stage."""
+
+_ARRIVES, _ENDS, _MAY_END = range(3)
+"""Events: a message for a task arrives, a task ends, or one on shared processors does unless others began since."""
 
 
 def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Prediction) -> Timeline:
@@ -23,7 +28,7 @@ def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Predic
     soon as their task is done and overlap with computation; those of one directed link follow one another. Of a split
     backward the first half receives and sends; the second waits for the first alone. When a
     device has run its last task, gradients are summed stage by stage (a stage's devices together) and parameters
-    updated, as the generated programs do.
+    updated, as the generated programs do. Devices that share processors slow one another down.
     """
     costs = prediction.stages
     run = _Run(schedule, stage_devices, prediction)
@@ -31,51 +36,87 @@ def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Predic
     spans = tuple(sorted(run.spans, key=lambda span: (span.device, span.start, span.end)))
     train = any(task.phase is not Phase.FORWARD for order in schedule.tasks for task in order)
     static = static_memory(schedule.devices, stage_devices, costs)
-    end = _step_end(schedule, stage_devices, costs, spans)
-    return Timeline(spans, tuple(run.transfers), memory_curves(static, costs, spans, train), static, end)
+    return Timeline(spans, tuple(run.transfers), memory_curves(static, costs, spans, train), static, run.end)
 
 
 class _Run:
     """The state of the simulation between two events.
 
-    A task is a number, its kind (stage and phase) times `count` plus its micro-batch: steps have many tasks. No stage
-    has more than `count` micro-batches.
+    A task is a number, its kind times `count` plus its micro-batch: steps have many tasks. No stage has more than
+    `count` micro-batches. The kinds are stage and phase; then the sums of the stages' gradients, last stage first; then
+    the devices' updates.
     """
 
     def __init__(self, schedule: Schedule, stage_devices: StageDevices, prediction: Prediction) -> None:
         self.schedule = schedule
+        stages = prediction.stages
         last = max((task.micro_batch for order in schedule.tasks for task in order), default=0)
         self.count = max(schedule.micro_batches, last + 1)
-        kinds = [(stage, phase) for stage in range(len(prediction.stages)) for phase in PHASES]
+        kinds = [(stage, phase) for stage in range(len(stages)) for phase in PHASES]
+        self.phases = len(kinds)
+        """Kinds that are phases of stages."""
         self.devices = [stage_devices[stage] for stage, _ in kinds]
-        self.seconds = [prediction.stages[stage].seconds(phase) for stage, phase in kinds]
-        self.wires = wires_of(prediction.messages, len(prediction.stages))
+        self.seconds = [stages[stage].seconds(phase) for stage, phase in kinds]
+        wires = wires_of(prediction.messages, len(stages))
+        self.sends, self.awaited = [*wires.sends], [*wires.awaited]
         self.orders = [[self._number(task) for task in order] for order in schedule.tasks]
         half = PHASES.index(Phase.INPUT_GRADIENT)
         self.split = {task for order in self.orders for task in order if task // self.count % len(PHASES) == half}
+        self._add_end(stage_devices, prediction)
+        self.shared = [SharedProcessors(each.count) for each in prediction.processors]
+        self.processors = {device: index for index, each in enumerate(prediction.processors) for device in each.devices}
+        """For each device that shares processors, with which ones."""
+        self.due = [0] * len(self.shared)
+        """For each of them which event says when its next task ends; earlier ones count no more."""
         self.position = [0] * schedule.devices
         self.ready: dict[int, int] = {}
         """For each task that is next on some of its devices, how many of them are idle."""
         self.arrived: dict[int, int] = {}
+        self.began: dict[int, float] = {}
+        self.running: dict[int, int] = {}
+        """For each task on shared processors, on how many devices it still runs."""
         self.link_free: dict[tuple[int, int], float] = {}
-        self.events: list[tuple[float, int, int, bool]] = []
+        self.events: list[tuple[float, int, int, int]] = []
+        """(time, how many events were made before, task or processors, what happens)."""
         self.made = 0
         """Number of events so far: those of one instant are handled in the order in which they were made."""
         self.spans: list[Span] = []
         self.transfers: list[Transfer] = []
+        self.end = 0.0
+
+    def _add_end(self, stage_devices: StageDevices, prediction: Prediction) -> None:
+        """What devices do after their last tasks: a sum that takes no time has nobody to wait for."""
+        updates = [0.0] * self.schedule.devices
+        for stage, cost in reversed(list(enumerate(prediction.stages))):
+            if cost.gradient_s:
+                self._add_kind(stage_devices[stage], cost.gradient_s)
+            for device in stage_devices[stage]:
+                updates[device] += cost.update_s
+        for device, seconds in enumerate(updates):
+            if seconds:
+                self._add_kind((device,), seconds)
+
+    def _add_kind(self, devices: Sequence[int], seconds: float) -> None:
+        """A kind of which there is one task, the next on its devices; it exchanges no messages."""
+        for device in devices:
+            self.orders[device].append(len(self.seconds) * self.count)
+        self.devices.append(devices)
+        self.seconds.append(seconds)
+        self.sends.append([[]])
+        self.awaited.append([0])
 
     def until_done(self) -> None:
         for device in range(self.schedule.devices):
             self._go_on(device, 0.0)
         while self.events:
-            now, _, task, is_end = heapq.heappop(self.events)
-            if is_end:
-                self._send(task, now)
-                for device in self.devices[task // self.count]:
-                    self._go_on(device, now)
-            else:
-                self.arrived[task] = self.arrived.get(task, 0) + 1
-                self._start_if_it_can(task, now)
+            now, made, number, event = heapq.heappop(self.events)
+            if event == _ENDS:
+                self._finish(number, now)
+            elif event == _ARRIVES:
+                self.arrived[number] = self.arrived.get(number, 0) + 1
+                self._start_if_it_can(number, now)
+            elif made == self.due[number]:
+                self._end_on(number, now)
         for device, order in enumerate(self.schedule.tasks):
             if self.position[device] < len(order):
                 raise InfeasibleError(f"{order[self.position[device]]} never starts", where=f"device {device}")
@@ -93,58 +134,78 @@ class _Run:
         group = self.devices[kind]
         if self.ready.get(task, 0) < len(group):
             return
-        awaited = self.wires.awaited[kind]
+        awaited = self.awaited[kind]
         if self.arrived.get(task, 0) < awaited[task % self.count % len(awaited)]:
             return
-        end = now + self.seconds[kind]
-        named = self.schedule.tasks[group[0]][self.position[group[0]]]
         del self.ready[task]
+        self.began[task] = now
         for member in group:
             self.position[member] += 1
-            self.spans.append(Span(member, named, now, end))
-        self._schedule(end, task, is_end=True)
+        if not self.processors:
+            self._schedule(now + self.seconds[kind], task, _ENDS)
+            return
+        self.running[task] = len(group)
+        for member in group:
+            self._start_on(member, task, now)
+
+    def _start_on(self, device: int, task: int, now: float) -> None:
+        """One device's part of a task, where some devices share processors."""
+        index, seconds = self.processors.get(device), self.seconds[task // self.count]
+        if index is None:
+            self._schedule(now + seconds, task, _ENDS)
+        else:
+            self.shared[index].begin(task, seconds, now)
+            self._look_again(index)
+
+    def _end_on(self, index: int, now: float) -> None:
+        """The next task on shared processors ends on one device."""
+        task = self.shared[index].end(now)
+        self._look_again(index)
+        self._finish(task, now)
+
+    def _look_again(self, index: int) -> None:
+        """The speed of shared processors has changed."""
+        if math.isfinite(end := self.shared[index].next_end):
+            self._schedule(end, index, _MAY_END)
+            self.due[index] = self.made
+
+    def _finish(self, task: int, now: float) -> None:
+        """A task is done, or one device's part of it."""
+        if self.processors:
+            self.running[task] -= 1
+            if self.running[task]:
+                return
+        kind = task // self.count
+        group, start = self.devices[kind], self.began.pop(task)
+        if kind < self.phases:
+            named = self.schedule.tasks[group[0]][self.position[group[0]] - 1]
+            self.spans += [Span(member, named, start, now) for member in group]
+            self._send(task, now)
+        self.end = max(self.end, now)
+        for device in group:
+            self._go_on(device, now)
 
     def _send(self, task: int, now: float) -> None:
         kind, micro_batch = divmod(task, self.count)
-        sends = self.wires.sends[kind]
+        sends = self.sends[kind]
         for wire in sends[micro_batch % len(sends)]:
             source, target = wire.source, wire.target
             receiver = wire.kind * self.count + micro_batch // wire.own_turns * wire.turns + wire.turn
             if receiver + HALF * self.count in self.split and wire.kind % len(PHASES) == WHOLE:
                 receiver += HALF * self.count
             if source == target or wire.bytes == 0:
-                self._schedule(now, receiver, is_end=False)
+                self._schedule(now, receiver, _ARRIVES)
                 continue
             start = max(now, self.link_free.get((source, target), 0.0))
             end = start + wire.seconds
             self.link_free[source, target] = end
             named = Task(kind // len(PHASES), PHASES[kind % len(PHASES)], micro_batch)
             self.transfers.append(Transfer(source, target, named, wire.bytes, start, end))
-            self._schedule(end, receiver, is_end=False)
+            self._schedule(end, receiver, _ARRIVES)
 
     def _number(self, task: Task) -> int:
         return kind_of(task.stage, task.phase) * self.count + task.micro_batch
 
-    def _schedule(self, time: float, task: int, is_end: bool) -> None:
+    def _schedule(self, time: float, number: int, event: int) -> None:
         self.made += 1
-        heapq.heappush(self.events, (time, self.made, task, is_end))
-
-
-def _step_end(
-    schedule: Schedule, stage_devices: StageDevices, costs: Sequence[StagePrediction], spans: Sequence[Span]
-) -> float:
-    """When the last device has summed its gradients and updated its parameters."""
-    free = [0.0] * schedule.devices
-    for span in spans:
-        free[span.device] = max(free[span.device], span.end)
-    for stage in reversed(range(len(costs))):
-        group = stage_devices[stage]
-        if not costs[stage].gradient_s:
-            continue  # nobody to wait for
-        end = max(free[device] for device in group) + costs[stage].gradient_s
-        for device in group:
-            free[device] = end
-    for stage, cost in enumerate(costs):
-        for device in stage_devices[stage]:
-            free[device] += cost.update_s
-    return max(free, default=0.0)
+        heapq.heappush(self.events, (time, self.made, number, event))
