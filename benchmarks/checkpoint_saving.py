@@ -18,6 +18,7 @@ import torch
 
 from autopipe.backends.torch.runtime.checkpointing.checkpointer import Checkpointer
 from autopipe.backends.torch.runtime.checkpointing.host_copies import HostCopies
+from autopipe.backends.torch.runtime.checkpointing.optimizer_state import OptimizerState
 from autopipe.backends.torch.runtime.checkpointing.training_state import TrainingState
 from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry, Storage
@@ -26,7 +27,15 @@ from autopipe.backends.torch.runtime.optimizers import make_optimizer
 from autopipe.backends.torch.runtime.pulse import Pulse
 
 SIDE = 1024
-ADAMW = {"name": "adamw", "lr": 0.1, "momentum": 0.0, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
+ADAMW = {
+    "name": "adamw",
+    "lr": 0.1,
+    "momentum": 0.0,
+    "betas": [0.9, 0.999],
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "shard": False,
+}
 STATES = 3
 """A parameter and two states, in float32."""
 
@@ -46,7 +55,7 @@ def checkpointer(folder: Path, mebibytes: int) -> Checkpointer:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     cpu = torch.device("cpu")
-    state = TrainingState(manifest, 0, parameters, optimizer, cpu)
+    state = TrainingState(manifest, 0, parameters, OptimizerState(manifest, 0, parameters, optimizer), cpu)
     return Checkpointer(folder, manifest, state, Meeting(0, 1, 60.0, Pulse()), HostCopies(cpu), Pulse())
 
 

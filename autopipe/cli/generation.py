@@ -12,6 +12,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.program import Program, RankCode, StageCode
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.passes.lower import lower
+from autopipe.passes.lower.buckets import held_together
 from autopipe.passes.pipeline import Planned
 
 _ROW_TASKS = 24
@@ -21,11 +22,12 @@ _ROW_TASKS = 24
 def generate(planned: Planned, folder: Path) -> Program:
     """Write the program of `planned` into `folder` and return it. Raises CodegenError or ConfigurationError."""
     problem, plan = planned.problem, planned.plan
-    program = lower(problem.graph, plan.placement, plan.schedule, problem.loss if problem.train else None)
+    loss = problem.loss if problem.train else None
+    program = lower(problem.graph, plan.placement, plan.schedule, loss, problem.optimizer.shard)
     files = [ProgramFiles("", program, _stage_titles(planned, program), _rank_titles(planned, program))]
-    for name, loss in ((REFERENCE, problem.loss), (FORWARD, None)):
-        if loss is not None or name == FORWARD:
-            files.append(_one_device(planned, name, loss))
+    for name, own in ((REFERENCE, problem.loss), (FORWARD, None)):
+        if own is not None or name == FORWARD:
+            files.append(_one_device(planned, name, own))
     write_program(files, _provenance(planned), folder)
     return program
 
@@ -79,6 +81,15 @@ def _rank_titles(planned: Planned, program: Program) -> tuple[str, ...]:
     return tuple(_rank_title(planned, program, rank) for rank in program.ranks)
 
 
+def _shares(program: Program, rank: RankCode) -> str:
+    """With whom the rank shares out the update of its parameters."""
+    groups = sorted({block.ranks for block in held_together(program.parameters, rank.shards)})
+    if not groups:
+        return "It updates all of its parameters: no other rank has any of them."
+    names = " and over ".join(", ".join(map(str, group)) for group in groups)
+    return f"Gradients and the optimizer's state are shared out over ranks {names} (ZeRO-1)."
+
+
 def _rank_title(planned: Planned, program: Program, rank: RankCode) -> str:
     """What a reader needs to check the rank against the timeline."""
     summary = planned.plan.summary
@@ -95,6 +106,8 @@ def _rank_title(planned: Planned, program: Program, rank: RankCode) -> str:
         f"peak memory {memory:.0f} MiB",
         "",
     ]
+    if program.shard:
+        lines += [_shares(program, rank), ""]
     lines += ["    " + " ".join(shown[start : start + 16]) for start in range(0, len(shown), 16)]
     lines += ["", "    autopipe launch .    or    torchrun --nproc-per-node N run.py"]
     return "\n".join(lines) + "\n"

@@ -38,8 +38,8 @@ def rank_table(graphs: Sequence[TaskGraph], count: int) -> Table:
             table.add_row("...")
         stages = sorted({node.stage for node in graph.nodes if node.stage is not None})
         sizes = [
-            sum(node.bytes for node in graph.nodes if node.kind == kind)
-            for kind in ("send", "receive", "collective", "reduce")
+            sum(node.bytes for node in graph.nodes if node.kind in kinds)
+            for kinds in (("send",), ("receive",), ("collective",), ("reduce", "gather"))
         ]
         computed = sum(
             node.kind in ("forward", "backward", "input_gradient", "weight_gradient") for node in graph.nodes
@@ -132,9 +132,12 @@ def _does(node: TaskNode) -> str:
         case "accumulate":
             return "add up gradients"
         case "reduce":
-            return f"all-reduce of gradients over ranks {devices_text(node.group)}"
+            kind = "reduce-scatter" if node.what else "all-reduce"
+            return f"{kind} of gradients over ranks {devices_text(node.group)}"
         case "update":
             return "update of parameters"
+        case "gather":
+            return f"all-gather of parameters over ranks {devices_text(node.group)}"
     return node.kind.replace("_", " ")
 
 

@@ -38,7 +38,7 @@ class ShownTasks:
         if rank is not None and rank >= devices:
             raise ConfigurationError(f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}")
         loss = problem.loss if problem.train else None
-        program = lower(problem.graph, plan.placement, plan.schedule, loss)
+        program = lower(problem.graph, plan.placement, plan.schedule, loss, problem.optimizer.shard)
         return ShownTasks(folder, TaskSource.of(program, problem.graph, plan.placement, plan.prediction.stages), rank)
 
     def screen(self) -> Iterator[RenderableType]:

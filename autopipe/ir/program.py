@@ -290,6 +290,9 @@ class Program:
     ranks: tuple[RankCode, ...]
     channels: tuple[Channel, ...]
     """Those between different ranks, by number."""
+    shard: bool = False
+    """Whether ranks that hold the same block of a parameter update a share of it each, and gather it again: see
+    `Optimizer.shard`."""
 
     def micro_batches_of(self, stage: int) -> range:
         """The micro-batches that a stage runs in a step: m runs on pipeline m mod their number."""

@@ -19,6 +19,7 @@ KINDS = (
     "accumulate",
     "reduce",
     "update",
+    "gather",
     "free",
 )
 
@@ -55,11 +56,11 @@ class TaskNode:
     messages: tuple[MessageEnd, ...] = ()
     """Of a send or receive."""
     group: tuple[int, ...] = ()
-    """Ranks that do a collective or a reduction together."""
+    """Ranks that do a collective, a reduction or a gathering together."""
     inside: int | None = None
     """The task during which a collective is done."""
     what: str = ""
-    """What is freed, or the kind of the collective and the value."""
+    """What is freed, the kind of the collective and the value, or `shares` of a reduction that gives each rank one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ Each device counts every exchange that it takes part in, forwards and backwards;
 * `all_gather`: the tensor that comes out;
 * `all_to_all`: the block of which each device sends a part to every other;
 * `redistribute`: what arrives from other devices;
-* `gradient`: gradients of parameters that are added up over devices, once a step;
+* `gradient`: gradients of parameters that are added up over devices, once a step, whole or in shares;
+* `parameter`: parameters that are gathered once a step, where each device has updated a share;
 * `send`: what goes to another device's stage, activations and their gradients.
 
 The transpose of an all-gather is a reduce-scatter of as many bytes, and the reverse; all other kinds are their own.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "redistribute", "gradient", "send")
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "redistribute", "gradient", "parameter", "send")
 """In the order in which they are listed."""
 
 _TRANSPOSED = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}

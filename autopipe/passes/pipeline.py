@@ -261,9 +261,9 @@ def _summary(
 def _communication_bytes(problem: Problem, placement: Placement) -> tuple[tuple[str, int], ...] | None:
     """What a step's exchanges move, by kind; None where the placement cannot be executed."""
     widths = element_bytes(problem.graph, uses_of(problem.graph), problem.precision)
-    loss = problem.loss if problem.train else None
+    loss, count, shard = problem.loss if problem.train else None, problem.micro_batches, problem.optimizer.shard
     try:
-        found = communication_bytes(problem.graph, placement, problem.micro_batches, problem.cluster.size, loss, widths)
+        found = communication_bytes(problem.graph, placement, count, problem.cluster.size, loss, widths, shard)
     except CodegenError:
         return None
     return tuple(found.items())

@@ -37,8 +37,10 @@ from autopipe.passes.lower.shard import ShardedStage
 from autopipe.passes.lower.sizes import micro_batch_size
 
 
-def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | None) -> Program:
+def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | None, shard: bool = False) -> Program:
     """The program that runs `schedule`. With `loss` it trains; without, it gives all of the graph's outputs.
+
+    With `shard` ranks that hold the same parameters share out the optimizer's state (`Optimizer.shard`).
 
     Raises CodegenError where the placement or the schedule cannot be executed, or the program could not run to its end,
     InfeasibleError where stages' own micro-batches would change what is computed.
@@ -65,6 +67,7 @@ def lower(graph: Graph, placement: Placement, schedule: Schedule, loss: str | No
             RankCode(rank, tuple(wired[rank]), parts.shards[rank], *step.sections) for rank, step in enumerate(steps)
         ),
         channels=channels_of(parts.pieces, codes, [step.held for step in steps]),
+        shard=shard and loss is not None,
     )
     prove(program)
     return program

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopipe.ir.buckets import buckets_of
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import members
 from autopipe.ir.placement import Placement
 from autopipe.ir.prediction import StagePrediction
 from autopipe.ir.program import Instruction, Loop, Program, RankCode, StageCode, Verb
 from autopipe.ir.task_graph import Stretch, TaskGraph, TaskNode
+from autopipe.passes.lower.buckets import held_together
 from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.lower.sizes import stage_graphs
 from autopipe.passes.lower.task_ends import Ends, is_whole
@@ -200,17 +202,22 @@ class _Builder:
                     self._node(TaskNode("free", f"FREE {receive.name}", stage, micro_batch, size, (place,), what=what))
 
     def _end(self) -> Stretch:
-        """Sums of gradients over ranks, each as soon as what it adds up is there, and the update."""
+        """Sums of gradients over ranks, each as soon as what it adds up is there, the update, and what the ranks gather
+        where each updates a share."""
         start = len(self.nodes)
         if self.program.train and self.code.stages:
             added = tuple(sorted(self.added.values()))
             sums: list[int] = []
-            for (home, group), size in _reductions(self.program, self.code).items():
+            exchanged = _exchanged(self.program, self.code)
+            what = "shares" if self.program.shard else ""
+            for (home, group), size in exchanged.items():
                 after = (self.added[home],) if home in self.added else added
                 name = f"REDUCE{len(sums)}"
-                sums.append(self._node(TaskNode("reduce", name, home, bytes=size, after=after, group=group)))
-            size = sum(_trained(self.program, shard.parameter) * shard.box.elements for shard in self.code.shards)
-            self._node(TaskNode("update", "UPDATE", bytes=size, after=(*added, *sums)))
+                sums.append(self._node(TaskNode("reduce", name, home, bytes=size, after=after, group=group, what=what)))
+            size = _updated_bytes(self.program, self.code)
+            update = self._node(TaskNode("update", "UPDATE", bytes=size, after=(*added, *sums)))
+            for number, ((home, group), size) in enumerate(exchanged.items() if self.program.shard else ()):
+                self._node(TaskNode("gather", f"GATHER{number}", home, bytes=size, after=(update,), group=group))
         return Stretch("end", start, len(self.nodes), last=start)
 
 
@@ -246,12 +253,25 @@ def _gradient_bytes(program: Program, code: StageCode, verb: Verb) -> int:
     return found
 
 
-def _reductions(program: Program, code: RankCode) -> Mapping[tuple[int | None, tuple[int, ...]], int]:
+def _exchanged(program: Program, code: RankCode) -> Mapping[tuple[int | None, tuple[int, ...]], int]:
     """Bytes of gradients by the stage whose last backward completes them, if one does, and the ranks that add them."""
+    blocks = tuple(held_together(program.parameters, code.shards))
     found: dict[tuple[int | None, tuple[int, ...]], int] = {}
-    for shard in code.shards:
-        size = _trained(program, shard.parameter) * shard.box.elements
-        if size and len(shard.gradient_ranks) > 1:
-            key = shard.home, shard.gradient_ranks
-            found[key] = found.get(key, 0) + size
+    if program.shard:
+        for bucket in buckets_of(blocks):
+            found[bucket.home, bucket.ranks] = found.get((bucket.home, bucket.ranks), 0) + bucket.bytes
+        return found
+    for block in blocks:
+        found[block.home, block.ranks] = found.get((block.home, block.ranks), 0) + block.elements * block.itemsize
+    return found
+
+
+def _updated_bytes(program: Program, code: RankCode) -> int:
+    """Bytes of the parameters, or shares of them, that the rank updates."""
+    found = sum(_trained(program, shard.parameter) * shard.box.elements for shard in code.shards)
+    if program.shard:
+        for bucket in buckets_of(held_together(program.parameters, code.shards)):
+            held = sum(block.elements for block in bucket.blocks)
+            own = sum(run.stop - run.start for run in bucket.runs(code.rank))
+            found -= (held - own) * bucket.blocks[0].itemsize
     return found

@@ -15,6 +15,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.program import Collective, Compute, StageCode
 from autopipe.ir.traffic import by_kind, transposed
 from autopipe.ir.volume import lacking
+from autopipe.passes.lower.buckets import end_bytes
 from autopipe.passes.lower.parts import Parts, parts_of
 
 
@@ -25,11 +26,12 @@ def communication_bytes(
     devices: int,
     loss: str | None,
     widths: Mapping[str, int] | None = None,
+    shard: bool = False,
 ) -> dict[str, int]:
     """Bytes by kind of one step of training with `loss`, or of inference, over all of `devices`.
 
-    `widths` are bytes an element by value, where a program's precision makes them other than the values' types. Raises
-    CodegenError for splits that cannot be executed.
+    `widths` are bytes an element by value, where a program's precision makes them other than the values' types; with
+    `shard` the optimizer's state is shared out. Raises CodegenError for splits that cannot be executed.
     """
     parts = parts_of(graph, placement, devices, loss)
     total: Counter[str] = Counter()
@@ -40,7 +42,8 @@ def communication_bytes(
         for kind in forward | backward:
             total[kind] += times * ((1 + again) * forward[kind] + backward[kind])
     total["send"] = _sent_bytes(graph, parts, placement, micro_batches)
-    total["gradient"] = _gradient_bytes(graph, parts) if loss is not None else 0
+    if loss is not None:
+        total += end_bytes(graph.parameters, parts.shards, shard)
     return by_kind(total)
 
 
@@ -162,15 +165,3 @@ def _sent_bytes(graph: Graph, parts: Parts, placement: Placement, micro_batches:
             size = piece.sent.elements * graph.type_of(piece.tensor).dtype.itemsize
             total += times * (1 + piece.needs_gradient) * size
     return total
-
-
-def _gradient_bytes(graph: Graph, parts: Parts) -> int:
-    """Gradients of parameters that ranks add up."""
-    return sum(
-        shard.box.elements * graph.parameters[shard.parameter].value.dtype.itemsize
-        for shards in parts.shards
-        for shard in shards
-        if len(shard.gradient_ranks) > 1
-        and graph.parameters[shard.parameter].trainable
-        and graph.parameters[shard.parameter].value.dtype.is_floating
-    )

@@ -50,6 +50,7 @@ def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
             "weight_decay": optimizer.weight_decay,
             "betas": list(optimizer.betas),
             "eps": optimizer.eps,
+            "shard": program.shard,
         },
         "predicted": {"step_s": provenance.predicted_step_s, "bubble": provenance.predicted_bubble},
         "inputs": [

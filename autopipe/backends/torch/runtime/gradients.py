@@ -3,110 +3,146 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from autopipe.backends.torch.runtime.manifest import ShardEntry
+from autopipe.backends.torch.runtime.shares import Share, SharedBucket
 from autopipe.backends.torch.runtime.transport import Transport
-
-_BUCKET_BYTES = 25 * 2**20
-"""Small gradients travel together; 25 MiB is what torch's DistributedDataParallel found good."""
-_NO_STAGE = -1
+from autopipe.ir.buckets import Bucket
 
 
-@dataclass(slots=True)
-class Bucket:
-    """Parameters whose gradients are added up over the same ranks in one message."""
+class Reduced(Protocol):
+    """A bucket of a rank, and what is done with its gradients."""
 
-    stage: int
-    """The stage whose last backward completes it, or `_NO_STAGE`."""
-    ranks: tuple[int, ...]
+    bucket: Bucket
     parameters: list[torch.Tensor]
-    waiting: int = 0
-    flat: torch.Tensor | None = None
-    work: dist.Work | None = None
+
+    def start(self) -> None:
+        """Take the parameters' gradients and send them off."""
+
+    def finish(self) -> None:
+        """Wait for the sums, and put them in place."""
+
+
+class WholeBucket:
+    """A bucket of which each rank gets all sums."""
+
+    def __init__(self, transport: Transport, bucket: Bucket, parameters: list[torch.Tensor]) -> None:
+        self.bucket = bucket
+        self.parameters = parameters
+        self._transport = transport
+        self._sums: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+
+    def start(self) -> None:
+        """Take the parameters' gradients and send them off."""
+        gradients = [
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in self.parameters
+        ]
+        self._sums = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        for parameter in self.parameters:
+            parameter.grad = None  # It is in the message now, and comes back from there.
+        self._work = self._transport.start_all_reduce(self._sums, self.bucket.ranks)
+
+    def finish(self) -> None:
+        """Wait for the sums, and make them the parameters' gradients."""
+        assert self._sums is not None and self._work is not None
+        self._work.wait()
+        parts = torch.split(self._sums, [parameter.numel() for parameter in self.parameters])
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+        self._sums = self._work = None
 
 
 class GradientReduction:
-    """All buckets of a rank. Every rank of a group starts the group's buckets in the same order."""
+    """All buckets of a rank. Every rank of a group starts the group's buckets in the same order.
 
-    def __init__(self, transport: Transport, parameters: dict[int, torch.Tensor], shards: Iterable[ShardEntry]) -> None:
-        """Buckets of parameters with a home stage start as soon as the stage's last backward has their gradients, the
-        others at the end. Parameters are taken last first, since backward finishes with the first.
-        """
-        self.transport = transport
-        self.buckets: list[Bucket] = []
-        members: dict[tuple[int, tuple[int, ...]], list[torch.Tensor]] = {}
-        for shard in sorted(shards, key=lambda shard: shard.parameter, reverse=True):
-            parameter = parameters[shard.parameter]
-            if len(shard.ranks) > 1 and parameter.requires_grad:
-                home = _NO_STAGE if shard.home is None else shard.home
-                members.setdefault((home, shard.ranks), []).append(parameter)
-        for stage, group in sorted(members):
-            self.buckets.extend(_packed(stage, group, members[stage, group]))
-        for bucket in self.buckets:
-            if bucket.stage != _NO_STAGE:
-                for parameter in bucket.parameters:
-                    parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+    Buckets of parameters with a home stage start as soon as the stage's last backward has their gradients, the others
+    at the end.
+    """
 
-    def _hook(self, bucket: Bucket) -> Callable[[torch.Tensor], None]:
+    def __init__(
+        self, transport: Transport, parameters: dict[int, torch.Tensor], buckets: Iterable[Bucket], shared: bool
+    ) -> None:
+        """With `shared` each rank updates a share of each bucket (ZeRO-1): its parameters move into one row."""
+        self._parameters = parameters
+        self.shared: list[SharedBucket] = []
+        self._buckets: list[Reduced] = []
+        for bucket in buckets:
+            tensors = [parameters[block.parameter] for block in bucket.blocks]
+            if shared:
+                self.shared.append(SharedBucket(transport, bucket, tensors))
+                self._buckets.append(self.shared[-1])
+            else:
+                self._buckets.append(WholeBucket(transport, bucket, tensors))
+        self._waiting = [0] * len(self._buckets)
+        """By bucket the gradients that its stage's last backward has still to give; not armed, it only falls."""
+        self._started = [False] * len(self._buckets)
+        for number, each in enumerate(self._buckets):
+            if each.bucket.home is not None:
+                for parameter in each.parameters:
+                    parameter.register_post_accumulate_grad_hook(self._hook(number))
+
+    @property
+    def updated(self) -> list[torch.Tensor]:
+        """What the optimizer updates: parameters, and shares of buckets."""
+        in_rows = {id(parameter) for each in self.shared for parameter in each.parameters}
+        own = [each for each in self._parameters.values() if each.requires_grad and id(each) not in in_rows]
+        return own + [each.share for each in self.shared]
+
+    @property
+    def shares(self) -> list[Share]:
+        """The shares among them."""
+        return [Share(each.share, each.runs) for each in self.shared]
+
+    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
         def ready(parameter: torch.Tensor) -> None:
-            bucket.waiting -= 1  # Not armed, it only falls below zero.
-            if bucket.waiting == 0:
-                self._start(bucket)
+            self._waiting[number] -= 1
+            if self._waiting[number] == 0:
+                self._start(number)
 
         return ready
 
     def arm(self, stage: int) -> None:
         """Say that the stage's next backward is its last: buckets start when their gradients are there."""
-        for bucket in self.buckets:
-            if bucket.stage == stage:
-                bucket.waiting = len(bucket.parameters)
+        for number, each in enumerate(self._buckets):
+            if each.bucket.home == stage:
+                self._waiting[number] = len(each.parameters)
 
     def start(self, stage: int) -> None:
         """Start the stage's buckets that wait for their gradients no longer."""
-        for bucket in self.buckets:
-            if bucket.stage == stage and bucket.flat is None:
-                self._start(bucket)
+        for number, each in enumerate(self._buckets):
+            if each.bucket.home == stage and not self._started[number]:
+                self._start(number)
+
+    def _start(self, number: int) -> None:
+        self._started[number] = True
+        self._buckets[number].start()
 
     def finish(self) -> None:
         """Start what has not started, wait for all, and put the sums in place."""
-        for bucket in self.buckets:
-            if bucket.flat is None:
-                self._start(bucket)
-        for bucket in self.buckets:
-            self._finish(bucket)
+        for number, started in enumerate(self._started):
+            if not started:
+                self._start(number)
+        for number, each in enumerate(self._buckets):
+            each.finish()
+            self._started[number] = False
+            self._waiting[number] = 0
 
-    def _start(self, bucket: Bucket) -> None:
-        gradients = [
-            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket.parameters
-        ]
-        bucket.flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        for parameter in bucket.parameters:
-            parameter.grad = None  # It is in the message now, and comes back from there.
-        bucket.work = self.transport.start_all_reduce(bucket.flat, bucket.ranks)
+    def gather(self) -> None:
+        """Get what the other ranks have updated."""
+        for each in self.shared:
+            each.gather()
 
-    def _finish(self, bucket: Bucket) -> None:
-        assert bucket.flat is not None and bucket.work is not None
-        bucket.work.wait()
-        flat = bucket.flat.to(bucket.parameters[0].device)
-        parts = torch.split(flat, [parameter.numel() for parameter in bucket.parameters])
-        for parameter, part in zip(bucket.parameters, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
-        bucket.flat = bucket.work = None
-        bucket.waiting = 0
-
-
-def _packed(stage: int, ranks: tuple[int, ...], parameters: list[torch.Tensor]) -> list[Bucket]:
-    buckets: list[Bucket] = []
-    size = 0
-    for parameter in parameters:
-        same = bool(buckets) and buckets[-1].parameters[0].dtype is parameter.dtype
-        if not same or size >= _BUCKET_BYTES:
-            buckets.append(Bucket(stage, ranks, []))
-            size = 0
-        buckets[-1].parameters.append(parameter)
-        size += parameter.numel() * parameter.element_size()
-    return buckets
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """The gradients of the rank's trained blocks by parameter, all of them: what verification compares."""
+        found = {
+            index: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for index, parameter in self._parameters.items()
+            if parameter.requires_grad
+        }
+        for each in self.shared:
+            found |= each.gradients()
+        return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,11 @@ class ShardEntry:
     def shape(self) -> tuple[int, ...]:
         """Extents of the block."""
         return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
+
+    @property
+    def elements(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

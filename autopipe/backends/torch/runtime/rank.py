@@ -14,8 +14,10 @@ import torch
 
 from autopipe.backends.torch.checkpoint.folder import check_unused
 from autopipe.backends.torch.runtime.blocking import BlockingStage, Turns
+from autopipe.backends.torch.runtime.buckets import buckets_of_rank
 from autopipe.backends.torch.runtime.checkpointing.checkpointer import Checkpointer
 from autopipe.backends.torch.runtime.checkpointing.host_copies import HostCopies
+from autopipe.backends.torch.runtime.checkpointing.optimizer_state import OptimizerState
 from autopipe.backends.torch.runtime.checkpointing.training_state import TrainingState
 from autopipe.backends.torch.runtime.clock import Clock
 from autopipe.backends.torch.runtime.collectives import Group
@@ -129,9 +131,9 @@ class Rank:
                 setattr(arguments, name, named[name])
             arguments.group = Group(manifest.stages[number].ranks, transport)
             arguments.later = Later(named[name] for name in module.PARAMETERS)
-        self.reduction = GradientReduction(transport, self.parameters, manifest.shards[self.number])
-        trained = [tensor for tensor in self.parameters.values() if tensor.requires_grad]
-        self.optimizer = make_optimizer(manifest.optimizer, trained) if self.train else None
+        buckets = buckets_of_rank(manifest, self.number) if self.train else ()
+        self.reduction = GradientReduction(transport, self.parameters, buckets, manifest.optimizer["shard"])
+        self.optimizer = make_optimizer(manifest.optimizer, self.reduction.updated) if self.train else None
         self.checkpointer = self._checkpointer()
         self.source = open_source(manifest, self.options.data, self.seed)
         self.collector = OutputCollector(manifest, transport, self.options.outputs)
@@ -140,7 +142,8 @@ class Rank:
     def _checkpointer(self) -> Checkpointer | None:
         if self.options.checkpoint is None:
             return None
-        state = TrainingState(self.manifest, self.number, self.parameters, self.optimizer, self.device)
+        kept = OptimizerState(self.manifest, self.number, self.parameters, self.optimizer, self.reduction.shares)
+        state = TrainingState(self.manifest, self.number, self.parameters, kept, self.device)
         meeting, copies = self.transport.make_meeting(), HostCopies(self.device)
         return Checkpointer(self.options.checkpoint, self.manifest, state, meeting, copies, self.pulse)
 
@@ -202,10 +205,12 @@ class Rank:
         with self.pulse.waiting():
             self.reduction.finish()
         if self.options.record is not None and self.steps_done == 0:
-            record_gradients(self.options.record, self.number, self.parameters)
+            record_gradients(self.options.record, self.number, self.reduction.gradients())
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+        with self.pulse.waiting():
+            self.reduction.gather()
 
     def before_last_gradients(self, stage: Stage) -> None:
         """Called as a whole backward starts; the last one of a step sends gradients off as they come."""

@@ -8,13 +8,11 @@ import numpy as np
 import torch
 
 
-def record_gradients(folder: Path, rank: int, parameters: dict[int, torch.Tensor]) -> None:
+def record_gradients(folder: Path, rank: int, gradients: dict[int, torch.Tensor]) -> None:
     """Write the gradients of the rank's blocks to `gradients_<rank>.npz` by parameter index, as float32 or float64."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
-    for index, tensor in parameters.items():
-        if tensor.requires_grad:
-            gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            wide = gradient if gradient.dtype is torch.float64 else gradient.float()
-            found[str(index)] = wide.cpu().numpy()
+    for index, gradient in gradients.items():
+        wide = gradient if gradient.dtype is torch.float64 else gradient.float()
+        found[str(index)] = wide.cpu().numpy()
     np.savez(folder / f"gradients_{rank:03d}.npz", **found)  # type: ignore[arg-type]

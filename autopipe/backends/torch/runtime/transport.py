@@ -124,6 +124,24 @@ class Transport:
             raise LaunchError(f"rank {self.rank} is not among ranks {ranks}")
         return work
 
+    def start_reduce_scatter(self, row: torch.Tensor, ranks: tuple[int, ...]) -> tuple[torch.Tensor, dist.Work]:
+        """Start adding up gradients over the ranks; this rank's share of the sums, which is not there yet."""
+        if self.staged:  # gloo scatters tensors of the host alone.
+            work = self.start_all_reduce(row, ranks)
+            return row.chunk(len(ranks))[ranks.index(self.rank)], work
+        self.traffic["gradient"] += row.nbytes
+        parts = list(row.chunk(len(ranks)))
+        share = torch.empty_like(parts[0])
+        started: dist.Work | None = dist.reduce_scatter(share, parts, group=self.group(ranks), async_op=True)
+        if started is None:
+            raise LaunchError(f"rank {self.rank} is not among ranks {ranks}")
+        return share, started
+
+    def gather(self, row: torch.Tensor, ranks: tuple[int, ...]) -> None:
+        """Fill a row, of which each of the ranks has its share in place. Counted by who asks for it."""
+        parts = list(row.chunk(len(ranks)))
+        dist.all_gather(parts, parts[ranks.index(self.rank)], group=self.group(ranks))
+
     def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
         """Every rank's numbers, by rank."""
         if self.world_size == 1:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopipe.backends.torch.runtime import gradients
 from autopipe.backends.torch.runtime.gradients import GradientReduction
-from autopipe.backends.torch.runtime.manifest import ShardEntry
+from autopipe.ir import buckets
+from autopipe.ir.buckets import Block, buckets_of
 
 
 class Work:
@@ -35,19 +35,18 @@ def parameter(size: int, dtype: torch.dtype = torch.float32, trained: bool = Tru
     return torch.ones(size, dtype=dtype, requires_grad=trained)
 
 
-def shard(index: int, size: int, ranks: tuple[int, ...], home: int | None = None) -> ShardEntry:
-    return ShardEntry(index, (0,), (size,), ranks, home)
+def block(index: int, size: int, ranks: tuple[int, ...], home: int | None = None, dtype: str = "float32") -> Block:
+    return Block(index, size, dtype, 8 if dtype == "float64" else 4, ranks, home)
 
 
-def reduction(parameters: dict[int, torch.Tensor], shards: list[ShardEntry]) -> tuple[GradientReduction, Transport]:
+def reduction(parameters: dict[int, torch.Tensor], blocks: list[Block]) -> tuple[GradientReduction, Transport]:
     transport = Transport()
-    return GradientReduction(transport, parameters, shards), transport  # type: ignore[arg-type]
+    return GradientReduction(transport, parameters, buckets_of(blocks), shared=False), transport  # type: ignore[arg-type]
 
 
 def test_gradients_become_sums_and_those_of_one_rank_stay() -> None:
     held = {0: parameter(2), 1: parameter(3), 2: parameter(4), 3: parameter(5, trained=False)}
-    shards = [shard(0, 2, (0, 1)), shard(1, 3, (0,)), shard(2, 4, (0, 1)), shard(3, 5, (0, 1))]
-    worker, transport = reduction(held, shards)
+    worker, transport = reduction(held, [block(0, 2, (0, 1)), block(2, 4, (0, 1))])
     (3 * held[0].sum() + held[1].sum()).backward()
     worker.finish()
     assert held[0].grad is not None
@@ -62,7 +61,7 @@ def test_gradients_become_sums_and_those_of_one_rank_stay() -> None:
 
 def test_buckets_start_with_the_last_backward_of_their_stage() -> None:
     held = {0: parameter(2), 1: parameter(3)}
-    worker, transport = reduction(held, [shard(0, 2, (0, 1), 4), shard(1, 3, (0, 1), 4)])
+    worker, transport = reduction(held, [block(0, 2, (0, 1), 4), block(1, 3, (0, 1), 4)])
     (held[0].sum() + held[1].sum()).backward()
     assert not transport.started, "an earlier micro-batch sends nothing"
     worker.arm(5)
@@ -79,7 +78,7 @@ def test_buckets_start_with_the_last_backward_of_their_stage() -> None:
 
 def test_a_second_step_is_like_the_first() -> None:
     held = {0: parameter(2)}
-    worker, transport = reduction(held, [shard(0, 2, (0, 1), 0)])
+    worker, transport = reduction(held, [block(0, 2, (0, 1), 0)])
     for _ in range(2):
         held[0].grad = None
         worker.arm(0)
@@ -91,19 +90,18 @@ def test_a_second_step_is_like_the_first() -> None:
 
 
 def test_buckets_by_stage_ranks_type_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "_BUCKET_BYTES", 24)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 24)
     held = {index: parameter(3) for index in range(6)} | {6: parameter(3, torch.float64)}
-    shards = [shard(index, 3, (0, 1), 0) for index in range(4)]
-    shards += [shard(4, 3, (0, 1)), shard(5, 3, (0, 2), 1), shard(6, 3, (0, 1), 0)]
-    worker, transport = reduction(held, shards)
-    assert [(bucket.stage, bucket.ranks, len(bucket.parameters)) for bucket in worker.buckets] == [
-        (-1, (0, 1), 1),
-        (0, (0, 1), 1),
-        (0, (0, 1), 2),
-        (0, (0, 1), 2),
-        (1, (0, 2), 1),
-    ]
-    assert worker.buckets[1].parameters == [held[6]], "the last parameters come first, types stay apart"
-    assert all(found is held[index] for found, index in zip(worker.buckets[2].parameters, (3, 2), strict=True))
+    blocks = [block(index, 3, (0, 1), 0) for index in range(4)]
+    blocks += [block(4, 3, (0, 1)), block(5, 3, (0, 2), 1), block(6, 3, (0, 1), 0, "float64")]
+    found = [(each.home, each.ranks, [one.parameter for one in each.blocks]) for each in buckets_of(blocks)]
+    assert found == [
+        (None, (0, 1), [4]),
+        (0, (0, 1), [6]),
+        (0, (0, 1), [3, 2]),
+        (0, (0, 1), [1, 0]),
+        (1, (0, 2), [5]),
+    ], "the last parameters come first, types stay apart"
+    worker, transport = reduction(held, blocks)
     worker.finish()
     assert [size for _, size in transport.started] == [3, 3, 6, 6, 3]

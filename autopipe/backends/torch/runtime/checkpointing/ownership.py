@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from autopipe.backends.torch.runtime.buckets import buckets_of_rank
+from autopipe.backends.torch.runtime.checkpointing.optimizer_state import boxes_of
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.dtype import DType
 from autopipe.ir.layout import Box
@@ -28,38 +30,56 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A block, the ranks that hold it, and its bytes with what the optimizer keeps of it."""
+    """A block, the ranks that hold it, and its bytes with what the optimizer keeps of it.
+
+    `shared` says that, where the optimizer's state is shared out, that of this block is.
+    """
 
     parameter: int
     box: Box
     ranks: tuple[int, ...]
     size: int
+    shared: bool
 
 
 def pieces_of(manifest: Manifest) -> tuple[tuple[Piece, ...], ...]:
     """The pieces that each rank writes, by rank: the same on all ranks, since all know who holds what.
 
-    Blocks of a parameter are equal or apart (`autopipe.passes.lower.parameters`), so that none is written twice. The
-    largest piece goes first, to whichever of its holders has least to write.
+    Blocks of a parameter are equal or apart (`autopipe.passes.lower.parameters`), so that none is written twice. What
+    is updated in shares is written by who has the share. Of the rest the largest piece goes first, to whichever of its
+    holders has least to write.
     """
-    blocks = _held(manifest)
-    piece_bytes = max(_LEAST_BYTES, sum(block.size for block in blocks) // (manifest.world_size * _PIECES))
-    pieces = []
     numbers = [0] * len(manifest.parameters)
+    found: list[list[Piece]] = [[] for _ in range(manifest.world_size)]
+    blocks = _held(manifest)
+    if manifest.optimizer["shard"]:
+        for rank, pieces in enumerate(found):
+            pieces.extend(_shares(manifest, rank, numbers))
+        blocks = [block for block in blocks if not block.shared]
+    piece_bytes = max(_LEAST_BYTES, sum(block.size for block in blocks) // (manifest.world_size * _PIECES))
+    parts_of_blocks = []
     for block in blocks:
         parts = list(_parts(block.box, min(len(block.ranks), block.size // piece_bytes)))
         for part in parts:
-            pieces.append(
-                (Piece(block.parameter, numbers[block.parameter], part), block.ranks, block.size // len(parts))
-            )
+            piece = Piece(block.parameter, numbers[block.parameter], part)
+            parts_of_blocks.append((piece, block.ranks, block.size // len(parts)))
             numbers[block.parameter] += 1
     load = [0] * manifest.world_size
-    found: list[list[Piece]] = [[] for _ in range(manifest.world_size)]
-    for piece, ranks, size in sorted(pieces, key=lambda each: -each[2]):
+    for piece, ranks, size in sorted(parts_of_blocks, key=lambda each: -each[2]):
         rank = min(ranks, key=lambda holder: load[holder])
         load[rank] += size
         found[rank].append(piece)
     return tuple(tuple(sorted(each, key=lambda piece: (piece.parameter, piece.number))) for each in found)
+
+
+def _shares(manifest: Manifest, rank: int, numbers: list[int]) -> Iterator[Piece]:
+    """The pieces of a rank's shares, numbered on from those that each parameter has."""
+    own = {shard.parameter: shard for shard in manifest.shards[rank]}
+    for bucket in buckets_of_rank(manifest, rank):
+        for run in bucket.runs(rank):
+            for box in boxes_of(run, own[run.parameter]):
+                yield Piece(run.parameter, numbers[run.parameter], box)
+                numbers[run.parameter] += 1
 
 
 def _held(manifest: Manifest) -> list[_Held]:
@@ -72,8 +92,10 @@ def _held(manifest: Manifest) -> list[_Held]:
     found = []
     for (parameter, box), ranks in holders.items():
         entry = manifest.parameters[parameter]
-        element = DType(entry.dtype).itemsize * (1 + states * entry.trainable)
-        found.append(_Held(parameter, box, tuple(ranks), box.elements * element))
+        dtype = DType(entry.dtype)
+        element = dtype.itemsize * (1 + states * entry.trainable)
+        shared = len(ranks) > 1 and entry.trainable and dtype.is_floating
+        found.append(_Held(parameter, box, tuple(ranks), box.elements * element, shared))
     return found
 
 

@@ -10,12 +10,10 @@ import torch
 
 from autopipe.backends.torch.checkpoint.form import StoredParameter, StoredTensor
 from autopipe.backends.torch.checkpoint.reading import Reader
+from autopipe.backends.torch.runtime.checkpointing.optimizer_state import OptimizerState
 from autopipe.backends.torch.runtime.checkpointing.ownership import Piece
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.layout import Box
-
-COUNTERS = frozenset({"step"})
-"""What torch's optimizers keep once a parameter, not of each element."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +34,7 @@ class TrainingState:
         manifest: Manifest,
         rank: int,
         parameters: Mapping[int, torch.Tensor],
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: OptimizerState,
         device: torch.device,
     ) -> None:
         self._manifest = manifest
@@ -53,19 +51,12 @@ class TrainingState:
             region = tuple(slice(start, stop) for start, stop in zip(box.starts, box.stops, strict=True))
             key = f"p{piece.parameter}.{piece.number}"
             yield SavedBlock(key, piece, "", parameter.detach()[region])
-            for name, tensor in self._kept(parameter).items():
-                if name not in COUNTERS:
-                    yield SavedBlock(f"{key}.{name}", piece, name, tensor[region])
+            for name, tensor in self._optimizer.tensors(piece.parameter, box).items():
+                yield SavedBlock(f"{key}.{name}", piece, name, tensor)
 
     def counters(self, parameter: int) -> tuple[tuple[str, float], ...]:
         """What the optimizer keeps once of a parameter."""
-        kept = self._kept(self._parameters[parameter])
-        return tuple((name, float(value)) for name, value in kept.items() if name in COUNTERS)
-
-    def _kept(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the optimizer keeps of a parameter."""
-        state = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
-        return {name: value for name, value in sorted(state.items()) if isinstance(value, torch.Tensor)}
+        return self._optimizer.counters(parameter)
 
     def generators(self) -> dict[str, torch.Tensor]:
         """The states of torch's generators of random numbers, by device."""
@@ -76,31 +67,15 @@ class TrainingState:
 
     def restore(self, reader: Reader, saved: Mapping[str, StoredParameter]) -> None:
         """Put this rank's blocks in place, of parameters that are all there, by name."""
+
+        def read(tensor: StoredTensor, box: Box) -> torch.Tensor:
+            return tensor_of(reader.read(tensor, box), tensor.dtype)
+
         for index, parameter in self._parameters.items():
             stored = saved[self._manifest.parameters[index].name]
             with torch.no_grad():
-                parameter.copy_(self._read(reader, stored.value, index))
-        if self._optimizer is not None:
-            self._restore_optimizer(self._optimizer, reader, saved)
-
-    def _read(self, reader: Reader, tensor: StoredTensor, index: int) -> torch.Tensor:
-        return tensor_of(reader.read(tensor, self._boxes[index]), tensor.dtype)
-
-    def _restore_optimizer(
-        self, optimizer: torch.optim.Optimizer, reader: Reader, saved: Mapping[str, StoredParameter]
-    ) -> None:
-        indices = {id(parameter): index for index, parameter in self._parameters.items()}
-        form = optimizer.state_dict()
-        form["state"] = {}
-        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for position, parameter in enumerate(trained):
-            index = indices[id(parameter)]
-            stored = saved[self._manifest.parameters[index].name]
-            state = {name: self._read(reader, tensor, index) for name, tensor in stored.state}
-            state |= {name: torch.tensor(value) for name, value in stored.scalars}
-            if state:
-                form["state"][position] = state
-        optimizer.load_state_dict(form)
+                parameter.copy_(read(stored.value, self._boxes[index]))
+        self._optimizer.restore(saved, read)
 
     def restore_generators(self, states: Mapping[str, torch.Tensor]) -> None:
         """Draw on from where these states were taken."""

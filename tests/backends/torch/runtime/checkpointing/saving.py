@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from autopipe.backends.torch.runtime.checkpointing.checkpointer import Checkpointer
 from autopipe.backends.torch.runtime.checkpointing.host_copies import HostCopies
+from autopipe.backends.torch.runtime.checkpointing.optimizer_state import OptimizerState
 from autopipe.backends.torch.runtime.checkpointing.training_state import TrainingState
 from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry, Storage
@@ -23,7 +24,15 @@ from autopipe.backends.torch.runtime.meeting import Meeting
 from autopipe.backends.torch.runtime.optimizers import make_optimizer
 from autopipe.backends.torch.runtime.pulse import Pulse
 
-ADAMW = {"name": "adamw", "lr": 0.1, "momentum": 0.0, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
+ADAMW = {
+    "name": "adamw",
+    "lr": 0.1,
+    "momentum": 0.0,
+    "betas": [0.9, 0.999],
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "shard": False,
+}
 ROWS, COLUMNS = 4, 100
 
 
@@ -65,7 +74,7 @@ def save_all_steps(folder: Path, rank: int, world_size: int, store: str, says: C
     parameters = {shard.parameter: torch.ones(shard.shape, requires_grad=True) for shard in manifest.shards[rank]}
     optimizer = make_optimizer(ADAMW, list(parameters.values()))
     assert optimizer is not None
-    state = TrainingState(manifest, rank, parameters, optimizer, cpu)
+    state = TrainingState(manifest, rank, parameters, OptimizerState(manifest, rank, parameters, optimizer), cpu)
     meeting = Meeting(rank, world_size, 60.0, Pulse())
     checkpointer = Checkpointer(folder, manifest, state, meeting, HostCopies(cpu), Pulse())
 

@@ -21,6 +21,7 @@ from autopipe.backends.torch.checkpoint.document import read_checkpoint, text_of
 from autopipe.backends.torch.checkpoint.folder import MANIFEST, committed_steps, rank_file
 from autopipe.backends.torch.runtime.checkpointing.checkpointer import Checkpointer
 from autopipe.backends.torch.runtime.checkpointing.host_copies import HostCopies
+from autopipe.backends.torch.runtime.checkpointing.optimizer_state import OptimizerState
 from autopipe.backends.torch.runtime.checkpointing.training_state import TrainingState
 from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry, Storage
@@ -29,9 +30,17 @@ from autopipe.backends.torch.runtime.optimizers import make_optimizer
 from autopipe.backends.torch.runtime.pulse import Pulse
 from autopipe.ir.errors import ConfigurationError, LaunchError
 
-ADAMW = {"name": "adamw", "lr": 0.1, "momentum": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-MOMENTUM = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
-PLAIN = {"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
+ADAMW = {
+    "name": "adamw",
+    "lr": 0.1,
+    "momentum": 0.0,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "shard": False,
+}
+MOMENTUM = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "shard": False}
+PLAIN = {"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "shard": False}
 HOSTILE = "../../w'\"\n"
 BATCH = 8
 
@@ -57,7 +66,8 @@ class Training:
         self.parameters = {0: torch.randn(4, 3, requires_grad=True), 1: torch.randn(4, 3)}
         self.optimizer = make_optimizer(settings, [self.parameters[0]])
         cpu = torch.device("cpu")
-        state = TrainingState(manifest, 0, self.parameters, self.optimizer, cpu)
+        kept = OptimizerState(manifest, 0, self.parameters, self.optimizer)
+        state = TrainingState(manifest, 0, self.parameters, kept, cpu)
         self.saved = Checkpointer(folder, manifest, state, Meeting(0, 1, 60.0, Pulse()), HostCopies(cpu), Pulse())
 
     def step(self) -> float:
