@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from autopipe.ir.lanes import lane_groups, lanes_of
 from autopipe.ir.schedule import Phase, Schedule, Task, WrongScheduleError
 from autopipe.ir.stage_graph import StageGraph, sharing
 
@@ -16,22 +17,24 @@ _TRAIN_PHASES = (
 
 def check_order(schedule: Schedule, graph: StageGraph, train: bool) -> None:
     """Raise WrongScheduleError, with the offending cell marked, unless some execution respects every device's order."""
-    _check_tasks(schedule, graph, train)
-    stage_devices = graph.stage_devices
-    needs = _Needs(graph, schedule)
-    waiting = [deque(order) for order in schedule.tasks]
+    lanes = lanes_of(graph.stage_devices, schedule.tasks)
+    firsts = [devices[0] for devices in lanes]
+    _check_tasks(schedule, graph, train, firsts)
+    groups = lane_groups(graph.stage_devices, lanes)
+    needs = _Needs(graph, [schedule.tasks[device] for device in firsts])
+    waiting = [deque(schedule.tasks[device]) for device in firsts]
     done: set[Task] = set()
     moved = True
     while moved:
         moved = False
         for queue in waiting:
-            while queue and needs.met(queue[0], done) and _together(queue[0], stage_devices, waiting):
+            while queue and needs.met(queue[0], done) and _together(queue[0], groups, waiting):
                 task = queue[0]
-                for device in stage_devices[task.stage]:
-                    waiting[device].popleft()
+                for lane in groups[task.stage]:
+                    waiting[lane].popleft()
                 done.add(task)
                 moved = True
-    for device, queue in enumerate(waiting):
+    for device, queue in zip(firsts, waiting, strict=True):
         if queue:
             missing = needs.first_missing(queue[0], done)
             reason = f"{queue[0]} waits for {missing}, which can never run" if missing else f"{queue[0]} never starts"
@@ -41,14 +44,14 @@ def check_order(schedule: Schedule, graph: StageGraph, train: bool) -> None:
 class _Needs:
     """Which tasks must be done before a task: those of the stages around it that have samples in common with it."""
 
-    def __init__(self, graph: StageGraph, schedule: Schedule) -> None:
+    def __init__(self, graph: StageGraph, orders: Sequence[Sequence[Task]]) -> None:
         self.before: dict[int, list[int]] = {}
         self.after: dict[int, list[int]] = {}
         self.turns = graph.turns
         for source, target in graph.edges:
             self.before.setdefault(target, []).append(source)
             self.after.setdefault(source, []).append(target)
-        halves = {task for order in schedule.tasks for task in order if task.phase is Phase.INPUT_GRADIENT}
+        halves = {task for order in orders for task in order if task.phase is Phase.INPUT_GRADIENT}
         self.split = {(task.stage, task.micro_batch) for task in halves}
         """Stages and micro-batches whose backward is split: a step may split some and leave others whole."""
 
@@ -86,14 +89,15 @@ class _Needs:
         return next((need for need in self.of(task) if need not in done), None)
 
 
-def _together(task: Task, stage_devices: tuple[tuple[int, ...], ...], waiting: list[deque[Task]]) -> bool:
-    """Whether the task is next on all devices of its stage: a group computes together."""
-    return all(waiting[device] and waiting[device][0] == task for device in stage_devices[task.stage])
+def _together(task: Task, groups: Sequence[Sequence[int]], waiting: list[deque[Task]]) -> bool:
+    """Whether the task is next on all lanes of its stage: a group computes together."""
+    return all(waiting[lane] and waiting[lane][0] == task for lane in groups[task.stage])
 
 
-def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool) -> None:
+def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, devices: Sequence[int]) -> None:
     stage_devices = graph.stage_devices
-    for device, order in enumerate(schedule.tasks):
+    for device in devices:
+        order = schedule.tasks[device]
         seen: set[Task] = set()
         for position, task in enumerate(order):
             if task.stage >= len(stage_devices) or device not in stage_devices[task.stage]:

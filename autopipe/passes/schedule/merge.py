@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from autopipe.ir.lanes import lane_groups, lanes_of, on_each_device
 from autopipe.ir.schedule import Phase, Task
 from autopipe.ir.stage_graph import StageGraph, sharing
 
@@ -28,26 +29,30 @@ def merge_orders(
     Tasks start in one total order that agrees with every dependency, and each device's list is a part
     of it: the result can always run.
     """
-    state = _State(stage_orders, graph)
+    # Devices of the same stages are free and busy together: one of them stands for all.
+    lanes = lanes_of(graph.stage_devices, ((),) * graph.devices)
+    state = _State(stage_orders, graph, lane_groups(graph.stage_devices, lanes), len(lanes))
     running: list[tuple[int, int, Task]] = []
     now = 0
     while True:
         for task in state.start_ready():
             heapq.heappush(running, (now + ticks(task), task.stage, task))
         if not running:
-            return tuple(map(tuple, state.lists))
+            return on_each_device(lanes, [tuple(order) for order in state.lists])
         now = running[0][0]
         while running and running[0][0] == now:
             state.finish(heapq.heappop(running)[2])
 
 
 class _State:
-    """Which tasks are done, which stages' next tasks may start, and which devices are free."""
+    """Which tasks are done, which stages' next tasks may start, and which devices, by lane, are free."""
 
-    def __init__(self, stage_orders: Sequence[Sequence[Task]], graph: StageGraph) -> None:
-        self.devices = graph.stage_devices
-        self.free = [True] * graph.devices
-        self.lists: list[list[Task]] = [[] for _ in range(graph.devices)]
+    def __init__(
+        self, stage_orders: Sequence[Sequence[Task]], graph: StageGraph, groups: Sequence[Sequence[int]], lanes: int
+    ) -> None:
+        self.devices = groups
+        self.free = [True] * lanes
+        self.lists: list[list[Task]] = [[] for _ in range(lanes)]
         self.turns = [graph.turns_at(stage) for stage in range(len(stage_orders))]
         self.samples = [math.lcm(*self.turns) // each for each in self.turns]
         """Samples of each stage's micro-batches, in units that make all of them whole."""

@@ -13,6 +13,13 @@ _LARGEST_STRIDE = 8
 """Micro-batches that one repetition may advance by; a body runs each of its kinds of task that many times."""
 
 
+def find_repetends(orders: Sequence[Sequence[Task]]) -> tuple[Repetend, ...]:
+    """The repetition of each list; those of devices that share one are found once."""
+    known = {id(order): order for order in orders}
+    found = {number: find_repetend(order) for number, order in known.items()}
+    return tuple(found[id(order)] for order in orders)
+
+
 def find_repetend(order: Sequence[Task]) -> Repetend:
     """The repetition that leaves the fewest lines when it is written once; the shortest, then the earliest of equals.
 

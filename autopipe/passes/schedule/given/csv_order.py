@@ -13,7 +13,7 @@ from autopipe.ir.schedule import Schedule, WrongScheduleError
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.schedule.equal_micro_batches import require_equal_micro_batches
 from autopipe.passes.schedule.given.order_file import Cell, read_orders
-from autopipe.passes.schedule.repetend import find_repetend
+from autopipe.passes.schedule.repetend import find_repetends
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def fitted_order(rows: list[list[Cell]], file: str, graph: StageGraph, micro_bat
     rows = [*rows[: graph.devices], *([] for _ in range(graph.devices - len(rows)))]
     _check_micro_batches(rows, file, micro_batches)
     tasks = tuple(tuple(cell.task for cell in row) for row in rows)
-    schedule = Schedule(micro_batches, tasks, tuple(find_repetend(order) for order in tasks))
+    schedule = Schedule(micro_batches, tasks, find_repetends(tasks))
     try:
         schedule.verify(graph, train)
     except WrongScheduleError as error:

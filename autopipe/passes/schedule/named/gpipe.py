@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from autopipe.ir.lanes import lanes_of, on_each_device
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Phase, Schedule, Task
@@ -12,7 +13,7 @@ from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.schedule.equal_micro_batches import require_equal_micro_batches
 from autopipe.passes.schedule.merge import Ticks, merge_orders
 from autopipe.passes.schedule.predict import task_ticks
-from autopipe.passes.schedule.repetend import find_repetend
+from autopipe.passes.schedule.repetend import find_repetends
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,14 @@ class GPipe:
 def order_gpipe(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks) -> Schedule:
     """All forwards, list-scheduled, then (in training) all backwards, list-scheduled."""
     phases = (Phase.FORWARD, Phase.BACKWARD) if train else (Phase.FORWARD,)
-    lists: list[tuple[Task, ...]] = [()] * graph.devices
+    lanes = lanes_of(graph.stage_devices, ((),) * graph.devices)
+    lists: list[tuple[Task, ...]] = [()] * len(lanes)
     for phase in phases:
         orders = [
             [Task(stage, phase, micro_batch) for micro_batch in graph.micro_batches_of(stage, micro_batches)]
             for stage in range(len(graph.stage_devices))
         ]
         merged = merge_orders(orders, graph, ticks)
-        lists = [before + after for before, after in zip(lists, merged, strict=True)]
-    return Schedule(micro_batches, tuple(lists), tuple(find_repetend(order) for order in lists))
+        lists = [before + merged[devices[0]] for before, devices in zip(lists, lanes, strict=True)]
+    tasks = on_each_device(lanes, lists)
+    return Schedule(micro_batches, tasks, find_repetends(tasks))

@@ -15,7 +15,7 @@ from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.cost.in_flight import stages_in_flight
 from autopipe.passes.schedule.merge import Ticks, merge_orders
 from autopipe.passes.schedule.predict import task_ticks
-from autopipe.passes.schedule.repetend import find_repetend
+from autopipe.passes.schedule.repetend import find_repetends
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def order_kfkb(graph: StageGraph, micro_batches: int, ks: Sequence[int], train: 
         for stage, (kept, k) in enumerate(zip(kept_micro_batches(graph, ks), ks, strict=True))
     ]
     lists = merge_orders(orders, graph, ticks)
-    return Schedule(micro_batches, lists, tuple(find_repetend(order) for order in lists))
+    return Schedule(micro_batches, lists, find_repetends(lists))
 
 
 def kept_micro_batches(graph: StageGraph, ks: Sequence[int]) -> tuple[int, ...]:

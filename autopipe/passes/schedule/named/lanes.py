@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.schedule import Schedule, Task
 from autopipe.ir.stage_graph import StageGraph
-from autopipe.passes.schedule.repetend import find_repetend
+from autopipe.passes.schedule.repetend import find_repetends
 
 Lanes = tuple[tuple[int, ...], ...]
 """The stages of each lane, ascending; lanes in the order in which the first pipeline reaches them."""
@@ -84,10 +84,10 @@ def opposite(schedule: str, graph: StageGraph) -> Lanes:
 def on_devices(graph: StageGraph, micro_batches: int, orders: Sequence[Sequence[Task]]) -> Schedule:
     """The schedule in which all devices of a lane follow its order."""
     lists: list[tuple[Task, ...]] = [()] * graph.devices
-    for order in orders:
+    for order in map(tuple, orders):
         for device in graph.stage_devices[order[0].stage]:
-            lists[device] = tuple(order)
-    return Schedule(micro_batches, tuple(lists), tuple(find_repetend(each) for each in lists))
+            lists[device] = order
+    return Schedule(micro_batches, tuple(lists), find_repetends(lists))
 
 
 def _paths(schedule: str, graph: StageGraph, pipelines: int) -> tuple[tuple[int, ...], ...]:

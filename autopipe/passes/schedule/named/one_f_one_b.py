@@ -13,7 +13,7 @@ from autopipe.ir.stage_graph import StageGraph, depths_to_end
 from autopipe.passes.schedule.equal_micro_batches import require_equal_micro_batches
 from autopipe.passes.schedule.merge import Ticks, merge_orders
 from autopipe.passes.schedule.predict import task_ticks
-from autopipe.passes.schedule.repetend import find_repetend
+from autopipe.passes.schedule.repetend import find_repetends
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def order_1f1b(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks)
         for stage in range(len(depths))
     ]
     lists = merge_orders(orders, graph, ticks)
-    return Schedule(micro_batches, lists, tuple(find_repetend(order) for order in lists))
+    return Schedule(micro_batches, lists, find_repetends(lists))
 
 
 def _stage_order(stage: int, in_flight: int, micro_batches: Sequence[int], train: bool) -> list[Task]:

@@ -15,7 +15,7 @@ from autopipe.passes.schedule.equal_micro_batches import require_equal_micro_bat
 from autopipe.passes.schedule.named.gpipe import order_gpipe
 from autopipe.passes.schedule.named.grid import first_slot, there_and_back
 from autopipe.passes.schedule.predict import task_ticks
-from autopipe.passes.schedule.repetend import find_repetend
+from autopipe.passes.schedule.repetend import find_repetends
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def order_1f1b_plus(graph: StageGraph, micro_batches: int) -> Schedule:
     for _, task in sorted(placed, key=lambda each: each[0]):
         for device in graph.stage_devices[task.stage]:
             lists[device].append(task)
-    return Schedule(micro_batches, tuple(map(tuple, lists)), tuple(find_repetend(order) for order in lists))
+    return Schedule(micro_batches, tuple(map(tuple, lists)), find_repetends(lists))
 
 
 def _own_stages(graph: StageGraph) -> list[int]:

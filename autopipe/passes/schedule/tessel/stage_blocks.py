@@ -17,7 +17,7 @@ from autopipe.ir.blocks import Block, BlockGraph, BlockSchedule
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.stage_graph import StageGraph
-from autopipe.passes.schedule.repetend import find_repetend
+from autopipe.passes.schedule.repetend import find_repetends
 
 Kind = tuple[int, Phase, int]
 """A stage, what it does, and in which of its turns."""
@@ -158,7 +158,7 @@ def stage_schedule(blocks: StageBlocks, found: BlockSchedule, stages: StageGraph
                 order.append(Task(stage, phase, micro_batch * stages.turns_at(stage) + turn))
         orders.append(_in_order(order))
     period = None if found.period is None else found.period * blocks.tick_s
-    return Schedule(micro_batches, tuple(orders), tuple(find_repetend(order) for order in orders), period)
+    return Schedule(micro_batches, tuple(orders), find_repetends(orders), period)
 
 
 def _in_order(tasks: Sequence[Task]) -> tuple[Task, ...]:
