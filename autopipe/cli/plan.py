@@ -65,6 +65,7 @@ def plan(
     from autopipe.cli.plan_screen import plan_screen
     from autopipe.cli.progress import Watcher, names_of
     from autopipe.cli.request import request_of
+    from autopipe.ir.serial.alternatives_form import alternatives_form
     from autopipe.ir.serial.plan_file import summary_form
     from autopipe.passes.auto.choose import choose
     from autopipe.passes.pipeline import make_plan
@@ -107,6 +108,8 @@ def plan(
         "summary": summary_form(planned.plan.summary),
         "period_s": schedule.period,
         "proof": schedule.proof,
+        "breakdown": planned.plan.breakdown,
+        "alternatives": alternatives_form(planned.plan.alternatives),
         **({} if price is None else {"from": price.form()}),
     }
     written = (f"annotated model in {annotate}",) if annotate is not None else ()

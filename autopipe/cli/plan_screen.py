@@ -8,6 +8,8 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.table import Table
 
+from autopipe.cli.explanation.distance import distance_lines
+from autopipe.cli.explanation.weighed import weighed_screen
 from autopipe.cli.figures import bytes_text, devices_text, seconds_text
 from autopipe.ir.placement import SplitProof
 from autopipe.ir.plan import CostCoverage, Plan, Summary
@@ -16,6 +18,8 @@ from autopipe.passes.request import Request
 
 _MOST_ROWS = 16
 """Stages shown; of more, the first and the last ones."""
+_FEW_ROWS = 6
+"""The same where there is more to be read on the screen."""
 
 
 def plan_screen(planned: Planned, request: Request, folder: Path) -> Iterator[RenderableType]:
@@ -32,7 +36,7 @@ def plan_screen(planned: Planned, request: Request, folder: Path) -> Iterator[Re
         f"batch {plan.batch_size}{'' if request.batch_size else ' (chosen)'} = {summary.micro_batches} micro-batches"
         f"{chosen} of {summary.micro_batch_size}"
     )
-    yield stage_table(plan)
+    yield stage_table(plan, _FEW_ROWS if plan.alternatives else _MOST_ROWS)
     yield f"{prediction_line(summary)} of {bytes_text(problem.memory_of(0))}"
     yield traffic_line(summary)
     if summary.splits is not None:
@@ -41,8 +45,11 @@ def plan_screen(planned: Planned, request: Request, folder: Path) -> Iterator[Re
         yield costs_line(summary.costs)
     yield schedule_line(plan)
     yield from (f"note: {note}" for note in plan.placement.notes)
+    if plan.breakdown is not None:
+        yield from distance_lines(plan.breakdown, summary.devices)
+    yield from weighed_screen(plan)
     yield f"plan in {folder}"
-    yield f"next: autopipe show {folder}    autopipe codegen {folder}"
+    yield f"next: autopipe explain {folder}    autopipe show {folder}    autopipe codegen {folder}"
 
 
 def prediction_line(summary: Summary) -> str:
@@ -92,8 +99,11 @@ def schedule_line(plan: Plan) -> str:
     return f"schedule: {whose}{what} proven the shortest for this placement{rounded}"
 
 
-def stage_table(plan: Plan) -> Table:
-    """A row a stage: its devices, nodes and what each of its devices takes; its samples where stages differ in them."""
+def stage_table(plan: Plan, most: int = _MOST_ROWS) -> Table:
+    """A row a stage: its devices, nodes and what each of its devices takes; its samples where stages differ in them.
+
+    Of more than `most` stages the first and the last are shown.
+    """
     own_sizes = plan.has_own_sizes
     samples = ("micro-batch",) if own_sizes else ()
     columns = ("stage", "devices", *samples, "nodes", "parameters", "forward", "backward", "memory")
@@ -102,8 +112,8 @@ def stage_table(plan: Plan) -> Table:
         column.justify = "right"
     count = len(plan.placement.stages)
     for index, (stage, predicted) in enumerate(zip(plan.placement.stages, plan.prediction.stages, strict=True)):
-        if _MOST_ROWS // 2 <= index < count - _MOST_ROWS // 2:
-            if index == _MOST_ROWS // 2:
+        if count > most and most // 2 <= index < count - most // 2:
+            if index == most // 2:
                 table.add_row("...")
             continue
         table.add_row(

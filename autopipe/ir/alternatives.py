@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -40,3 +42,18 @@ class Alternative:
     """Why there is no step: in one line."""
     same_as: str | None = None
     """The strategy that came to the same placement before; the step is that one's."""
+
+    @property
+    def rank(self) -> float:
+        """Seconds of the step, infinite where there is none: the least is the best."""
+        return math.inf if self.step_time_s is None else self.step_time_s
+
+
+def best_of_each(alternatives: Iterable[Alternative]) -> tuple[Alternative, ...]:
+    """Of each strategy the alternative with the shortest step, the first of equals; the best strategy first."""
+    found: dict[str, Alternative] = {}
+    for each in alternatives:
+        best = found.setdefault(each.choice.strategy, each)
+        if each.rank < best.rank:
+            found[each.choice.strategy] = each
+    return tuple(sorted(found.values(), key=lambda each: each.rank))

@@ -1,0 +1,1 @@
+"""How plans, and what else there was, are explained on the screen."""

@@ -1,0 +1,99 @@
+"""What a plan's step would take under another placement, everything else as it is.
+
+The price of a change is what planning the edited placement gives: the plan's own scheduler orders it anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
+from autopipe.ir.placement import Placement
+from autopipe.ir.stage_graph import StageGraph
+from autopipe.passes.lower.portions import check_portions
+from autopipe.passes.pipeline import Placed, Planned, named, schedule
+from autopipe.passes.runner import Runner, Silent
+from autopipe.passes.schedule.limits import lower_bound
+from autopipe.passes.schedule.predict import predict
+from autopipe.passes.schedule.simulate import simulate
+
+_REFUSALS = (ConfigurationError, InfeasibleError, ModelError)
+_MOST = 6
+"""Changes that are scheduled anew, before it is given up to find as many as are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An edited placement, and what was edited, in words."""
+
+    what: str
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """A change and what its step takes, or why there is none."""
+
+    what: str
+    placement: Placement
+    step_s: float | None = None
+    peak_memory_bytes: int | None = None
+    """The most on any device."""
+    refused: str | None = None
+
+
+def priced(planned: Planned, change: Change) -> Price:
+    """What planning the edited placement, with the plan's own scheduler, gives."""
+    try:
+        placed = _placed(planned, change.placement)
+        found = schedule(placed, named(planned.request)[1], Runner(Silent()))
+    except _REFUSALS as error:
+        return Price(change.what, change.placement, refused=_line(error))
+    return Price(change.what, change.placement, found.timeline.end, max(found.timeline.peak_memory))
+
+
+def cheapest(planned: Planned, changes: Iterable[Change], wanted: int = 3) -> tuple[Price, ...]:
+    """The changes that cost least, the least first; then those that looked as cheap and have no plan.
+
+    All are weighed in the order of the plan's schedule, the most promising are scheduled anew.
+    """
+    found: list[Price] = []
+    weighed = [(_weight(planned, each), each) for each in _once(changes)]
+    possible = sorted((each for each in weighed if not math.isinf(each[0])), key=lambda each: each[0])
+    for _, change in possible[:_MOST]:
+        if sum(each.step_s is not None for each in found) < wanted:
+            found.append(priced(planned, change))
+    return tuple(sorted(found, key=lambda each: math.inf if each.step_s is None else each.step_s))
+
+
+def _once(changes: Iterable[Change]) -> list[Change]:
+    """The changes without those that come to a placement seen before."""
+    return list({each.placement: each for each in reversed(list(changes))}.values())[::-1]
+
+
+def _weight(planned: Planned, change: Change) -> float:
+    """About what a change's step takes: infinite where it cannot be placed."""
+    try:
+        placed = _placed(planned, change.placement)
+    except _REFUSALS:
+        return math.inf
+    if len(placed.placement.stages) == len(planned.plan.placement.stages):
+        try:
+            return simulate(planned.plan.schedule, placed.graph.stage_devices, placed.prediction).end
+        except InfeasibleError:
+            pass  # The order cannot run any more: its scheduler finds another one.
+    return lower_bound(placed.problem, placed.placement, placed.prediction)
+
+
+def _placed(planned: Planned, placement: Placement) -> Placed:
+    problem = planned.problem
+    placement.verify(problem.graph)
+    check_portions(problem.graph, placement)
+    graph = StageGraph.of(problem, placement)
+    return Placed(planned.model, problem, placement, graph, predict(problem, placement))
+
+
+def _line(error: AutopipeError) -> str:
+    return " ".join(error.message.partition("\n")[0].split())
