@@ -12,6 +12,7 @@ from autopipe.ir.schedule import Schedule
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.cost.fit import size_text
+from autopipe.passes.schedule.chain import Step
 from autopipe.passes.schedule.tessel.bounds import makespan_bound
 from autopipe.passes.schedule.tessel.stage_blocks import stage_blocks
 
@@ -22,7 +23,7 @@ _TICK_S = 1e-15
 """What seconds are counted in: so little that rounding down to it is no more than rounding of floats."""
 
 
-def check_memory(problem: Problem, placement: Placement, timeline: Timeline) -> None:
+def check_memory(problem: Problem, placement: Placement, timeline: Timeline | Step) -> None:
     """Raise InfeasibleError, naming the device that misses its limit by most, its stages and by how much."""
     excess = {
         device: peak - problem.memory_of(device)

@@ -9,6 +9,7 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.cost.stages import StageCost
+from autopipe.passes.schedule.chain import Step, chain_step, is_chain
 from autopipe.passes.schedule.limits import check_memory
 from autopipe.passes.schedule.named.kfkb import order_kfkb
 from autopipe.passes.schedule.predict import predicted, ticks_of
@@ -23,18 +24,20 @@ def busy_s(costs: Sequence[StageCost], micro_batches: int) -> float:
 
 def step_s(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> float:
     """Seconds of a step under 1F1B with stages of such costs, whatever memory says."""
-    return _timeline(problem, placement, costs).end
+    return _step(problem, placement, costs).end
 
 
 def fitting_step_s(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> float:
     """The same. Raises InfeasibleError where memory does not hold the placement."""
-    timeline = _timeline(problem, placement, costs)
-    check_memory(problem, placement, timeline)
-    return timeline.end
+    step = _step(problem, placement, costs)
+    check_memory(problem, placement, step)
+    return step.end
 
 
-def _timeline(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> Timeline:
+def _step(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> Timeline | Step:
     graph, prediction = StageGraph.of(problem, placement), predicted(problem, placement, costs)
+    if is_chain(graph, prediction):
+        return chain_step(graph, prediction, problem.micro_batches, problem.train)
     ks = (1,) * len(placement.stages)
     schedule = order_kfkb(graph, problem.micro_batches, ks, problem.train, ticks_of(prediction.stages))
     return simulate(schedule, graph.stage_devices, prediction)

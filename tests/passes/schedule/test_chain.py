@@ -1,0 +1,69 @@
+"""The step of a chain without its tasks against the simulation of all of them."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopipe.ir.prediction import Message, Prediction, Processors, StagePrediction
+from autopipe.ir.stage_graph import StageGraph
+from autopipe.passes.schedule.chain import chain_step, is_chain
+from autopipe.passes.schedule.named.kfkb import order_kfkb
+from autopipe.passes.schedule.predict import ticks_of
+from autopipe.passes.schedule.simulate import simulate
+
+
+@st.composite
+def chains(draw):
+    """Stages of 1 to 3 devices in a line, and devices without a stage; some send to stages further on, too."""
+    groups = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
+    devices = draw(st.permutations(range(sum(groups) + draw(st.integers(0, 1)))))
+    ends = list(itertools.accumulate(groups))
+    stages = tuple(tuple(devices[end - count : end]) for end, count in zip(ends, groups, strict=True))
+    skips = draw(st.sets(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=3))
+    pairs = {*itertools.pairwise(range(len(groups))), *((a, b) for a, b in skips if a < b < len(groups))}
+    seconds, size = st.floats(0.1, 3), st.integers(0, 9)
+    predicted = tuple(
+        StagePrediction(
+            draw(seconds),
+            draw(seconds),
+            gradient_s=draw(st.sampled_from([0.0, 0.7])),
+            update_s=draw(st.sampled_from([0.0, 0.3])),
+            static_bytes=draw(size),
+            kept_bytes=draw(size),
+            transient_bytes=draw(size),
+        )
+        for _ in groups
+    )
+    messages = tuple(
+        Message(a, b, source, target, draw(st.integers(0, 1)), draw(st.integers(0, 1)), draw(seconds), draw(seconds))
+        for a, b in sorted(pairs)
+        for source, target in zip(itertools.cycle(stages[a]), stages[b])
+    )
+    return StageGraph(len(devices), stages, tuple(sorted(pairs))), Prediction(predicted, messages)
+
+
+@settings(max_examples=80, deadline=None)
+@given(chains(), st.integers(1, 9), st.booleans())
+def test_it_is_the_simulated_step_to_the_last_bit(drawn, micro_batches, train):
+    graph, prediction = drawn
+    assert is_chain(graph, prediction)
+    ks = (1,) * len(prediction.stages)
+    schedule = order_kfkb(graph, micro_batches, ks, train, ticks_of(prediction.stages))
+    timeline = simulate(schedule, graph.stage_devices, prediction)
+    step = chain_step(graph, prediction, micro_batches, train)
+    assert step.end == timeline.end
+    assert (step.peak_memory, step.static_memory) == (timeline.peak_memory, timeline.static_memory)
+
+
+def test_what_is_no_chain_is_told():
+    prediction = Prediction((StagePrediction(1.0),) * 2)
+    line = StageGraph(2, ((0,), (1,)), ((0, 1),))
+    assert is_chain(line, prediction)
+    assert not is_chain(line, Prediction(prediction.stages, processors=(Processors((0, 1), 1),)))
+    assert not is_chain(StageGraph(2, ((0,), (1,)), ()), prediction), "branches run beside one another"
+    assert not is_chain(StageGraph(2, ((0,), (0,)), ((0, 1),)), prediction), "a device with two stages"
+    assert not is_chain(StageGraph(2, ((0,), (1,)), ((0, 1),), turns=(1, 2)), prediction)
+    assert not is_chain(StageGraph(2, ((0,), (1,)), ((0, 1),), pipelines=(0, 1)), prediction)
