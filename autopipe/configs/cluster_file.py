@@ -15,7 +15,7 @@ from autopipe.configs.device_file import (
     device_of,
     level_of,
 )
-from autopipe.ir.cluster import Cluster, Device, Group
+from autopipe.ir.cluster import Cluster, Device, Group, Level
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 
 
@@ -133,7 +133,8 @@ def _group(who: str, group: GroupDescription) -> Group:
             f"group {group.name} of {who} has no levels",
             hint="describe at least the links in a node, or name a preset as its device",
         )
-    levels, members = [], group.count
+    levels: list[Level] = []
+    members = group.count
     for level in group.levels:
         size = members if level.size is None else level.size
         if level.size is None and level is not group.levels[-1]:

@@ -1,18 +1,22 @@
-"""The model as a line of stages that take about equally long, each on an equal group of devices."""
+"""The model as a line of stages that take about equally long, each on a group of devices."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopipe.ir.cluster import Device
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.chain import Chain, make_chain
-from autopipe.passes.cost.roofline import node_seconds
+from autopipe.passes.cost.kinds import kinds_of
+from autopipe.passes.cost.memory import state_of
+from autopipe.passes.cost.ranges import distinct_sums
+from autopipe.passes.cost.roofline import mean_seconds, node_seconds
 
 _MOST_BLOCKS = 224
 """Places to cut that are considered: time grows with their square."""
@@ -20,24 +24,28 @@ _MOST_BLOCKS = 224
 _Floats = NDArray[np.float64]
 
 
-def cut_into_stages(problem: Problem, count: int, fixed: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
-    """The nodes of each of `count` stages, `fixed` ones in the stages it says.
+def cut_into_stages(
+    problem: Problem, groups: Sequence[Sequence[int]], fixed: Mapping[int, int]
+) -> tuple[tuple[int, ...], ...]:
+    """The nodes of the stage on each of `groups` of devices, `fixed` ones in the stages it says.
 
     The slowest stage is as fast as it can be, work shared by its group and messages at both its ends included, as far
-    as that is known before splits are. Raises ConfigurationError where `fixed` allows no line, InfeasibleError where
-    the model has fewer operators than stages.
+    as that is known before splits are. Where devices have different memory, no stage has parameters that its group
+    cannot hold even in parts, if that can be. Raises ConfigurationError where `fixed` allows no line, InfeasibleError
+    where the model has fewer operators than stages.
     """
+    count = len(groups)
     if count == 1:
         return (tuple(range(len(problem.graph.nodes))),)
-    forward, backward = node_seconds(problem.work, problem.cluster.devices[0], problem.precision)
+    forward, backward = mean_seconds(problem)
     seconds = forward + (backward if problem.train else 0.0)
     together = tuple(tuple(node for node in fixed if fixed[node] == stage) for stage in sorted(set(fixed.values())))
     chain = make_chain(problem.graph, seconds, _MOST_BLOCKS, together)
     if chain.blocks < count:
         raise InfeasibleError(f"{chain.blocks} operators cannot be cut into {count} stages", hint="take fewer stages")
-    group = problem.cluster.size // count
     bounds = _bounds(problem.graph, chain, count, fixed)
-    stops = _best_stops(chain.by_block(seconds / group), _crossing_seconds(problem, chain), bounds)
+    lengths = _lengths(problem, chain, groups)
+    stops = _best_stops(_within_memory(problem, chain, groups, lengths), bounds) or _best_stops(lengths, bounds)
     return tuple(chain.nodes(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True))
 
 
@@ -61,20 +69,61 @@ def _bounds(graph: Graph, chain: Chain, count: int, fixed: Mapping[int, int]) ->
     return found
 
 
-def _best_stops(seconds: _Floats, crossing: _Floats, bounds: list[tuple[int, int]]) -> list[int]:
-    """Where each stage ends, so that the longest is shortest: the sum of its `seconds`, and what crosses its ends."""
-    done = np.concatenate(([0.0], np.cumsum(seconds)))
-    lengths = done[None, :] - done[:, None] + crossing[:, None] + crossing[None, :]
-    places = np.arange(len(done))
-    lengths[places[:, None] >= places[None, :]] = np.inf
+def _lengths(problem: Problem, chain: Chain, groups: Sequence[Sequence[int]]) -> list[_Floats]:
+    """For each stage, at [a, b] the seconds of blocks a to b - 1, with what crosses both ends; infinite for none."""
+    crossing = _crossing_seconds(problem, chain)
+    known: dict[tuple[frozenset[Device], int], _Floats] = {}
+    found = []
+    for group in groups:
+        key = frozenset(kinds_of(problem.cluster, group)), len(group)
+        if key not in known:
+            done = np.concatenate(([0.0], np.cumsum(chain.by_block(_seconds(problem, key[0]) / len(group)))))
+            known[key] = done[None, :] - done[:, None] + crossing[:, None] + crossing[None, :]
+            known[key][np.tril_indices(len(done))] = np.inf
+        found.append(known[key])
+    return found
+
+
+def _seconds(problem: Problem, kinds: Iterable[Device]) -> _Floats:
+    """Seconds of forward and backward of each whole node, on the slowest of some kinds of devices."""
+    both = (node_seconds(problem.work, device, problem.precision) for device in kinds)
+    found: _Floats = np.maximum.reduce([forward + (backward if problem.train else 0.0) for forward, backward in both])
+    return found
+
+
+def _within_memory(
+    problem: Problem, chain: Chain, groups: Sequence[Sequence[int]], lengths: list[_Floats]
+) -> list[_Floats]:
+    """The lengths, infinite for parameters that a group does not hold in equal parts, where devices differ in that."""
+    limits = [min(map(problem.memory_of, group)) for group in groups]
+    if len(set(limits)) == 1:
+        return lengths
+    readers = problem.graph.consumers()
+    items = []
+    for each in problem.graph.parameters:
+        blocks = sorted({int(chain.block_of[node]) for node in readers.get(each.value.name, ())})
+        items.append((blocks, float(state_of(problem, ((each.value.name, 1),)).total)))
+    state = distinct_sums(chain.blocks, items)
+    return [
+        np.where(state > limit * len(group), np.inf, length)
+        for group, limit, length in zip(groups, limits, lengths, strict=True)
+    ]
+
+
+def _best_stops(lengths: Sequence[_Floats], bounds: list[tuple[int, int]]) -> list[int]:
+    """Where each stage ends, so that the longest is shortest; [] where one has to be infinitely long."""
+    places = np.arange(len(lengths[0]))
     longest = np.where(places == 0, 0.0, np.inf)
     came_from = []
     for stage, (first, last) in enumerate(bounds):
-        through = np.maximum(longest[:, None], lengths)
+        through = np.maximum(longest[:, None], lengths[stage])
         came_from.append(through.argmin(axis=0))
         longest = through.min(axis=0)
-        longest[(places < first) | (places > last) | (stage == len(bounds) - 1) & (places < len(done) - 1)] = np.inf
-    stops = [len(done) - 1]
+        is_end = places == len(places) - 1
+        longest[(places < first) | (places > last) | (stage == len(bounds) - 1) & ~is_end] = np.inf
+    if np.isinf(longest[-1]):
+        return []
+    stops = [len(places) - 1]
     for sources in came_from[:0:-1]:
         stops.append(int(sources[stops[-1]]))
     return stops[::-1]

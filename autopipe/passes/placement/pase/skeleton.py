@@ -36,7 +36,7 @@ def skeleton_of(problem: Problem, count: int) -> Skeleton:
     recompute = problem.train and problem.recompute == "full"
     stages = (
         Stage(nodes, group, problem.micro_batch_size, recompute=recompute)
-        for nodes, group in zip(cut_into_stages(problem, count, fixed), groups, strict=True)
+        for nodes, group in zip(cut_into_stages(problem, groups, fixed), groups, strict=True)
     )
     placement = Placement(tuple(stages))
     check_degrees(problem, wished, placement)

@@ -18,7 +18,7 @@ _PATIENCE_S = 10.0
 
 def linear_cut(problem: Problem, mesh: Mesh, settled: dict[int, int]) -> Nodes:
     """The stages of the operators in one line, the slowest as fast as it can be."""
-    return cut_into_stages(problem, mesh.stages, settled)
+    return cut_into_stages(problem, mesh.groups, settled)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +31,8 @@ class LeastCrossing:
 
     def __call__(self, problem: Problem, mesh: Mesh, settled: dict[int, int]) -> Nodes:
         """The nodes of each stage. Raises InfeasibleError where the limit allows none, with the least that does."""
+        if len({problem.cluster.devices[group[0]] for group in mesh.groups}) > 1:
+            raise InfeasibleError("the integer program makes stages even, and their devices are of different kinds")
         key = mesh.stages, tuple(sorted(settled.items()))
         if key not in self._known:
             try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.cluster import Cluster
+from autopipe.passes.cost.kinds import alike_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +35,52 @@ def meshes(cluster: Cluster, stages: int | None = None) -> Iterator[Mesh]:
 
     Groups are neighbours in the cluster, so that a stage's mesh lies in one node where it can. One of several whole
     nodes has two levels, and both orders of them: nodes outside, so that samples are shared among nodes and other axes
-    within one, and the other way around.
+    within one, and the other way around. Where devices are of several kinds, groups are equal within each kind.
     """
-    for count in [stages] if stages else range(1, cluster.size + 1):
-        if cluster.size % count:
+    runs = alike_runs(cluster)
+    for widths in itertools.product(*(_divisors(len(run)) for run in runs)):
+        count = sum(len(run) // width for run, width in zip(runs, widths, strict=True))
+        if stages not in (None, count):
             continue
-        width, of_node = cluster.size // count, cluster.devices_per_node
-        groups = tuple(tuple(range(first, first + width)) for first in range(0, cluster.size, width))
-        nodes, rest = divmod(width, of_node)
-        if nodes <= 1 or rest or of_node == 1:
-            yield Mesh(groups, _name(count, str(width), width))
-            continue
-        yield Mesh(groups, _name(count, f"{nodes} x {of_node}", width))
-        crossed = tuple(
-            tuple(group[node * of_node + place] for place in range(of_node) for node in range(nodes))
-            for group in groups
-        )
-        yield Mesh(crossed, _name(count, f"{of_node} x {nodes}", width))
+        ways = [_ways(cluster, run, width) for run, width in zip(runs, widths, strict=True)]
+        yield _joined([way[0] for way in ways])
+        if any(len(way) > 1 for way in ways):
+            yield _joined([way[-1] for way in ways])
 
 
-def _name(stages: int, levels: str, width: int) -> str:
-    return f"{stages} stage{'s' if stages > 1 else ''} of {levels} device{'s' if width > 1 else ''}"
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The stages on devices of one kind."""
+
+    groups: tuple[tuple[int, ...], ...]
+    levels: str
+    """Those of each one's mesh, such as `2 x 4`."""
+
+
+def _ways(cluster: Cluster, run: range, width: int) -> tuple[_Part, ...]:
+    """The ways to count the devices of equal groups of a run: along nodes, and across where it has whole ones."""
+    groups = tuple(tuple(range(first, first + width)) for first in range(run.start, run.stop, width))
+    first, levels = cluster.part(run.start)
+    of_node = levels[0].size
+    nodes, rest = divmod(width, of_node)
+    if nodes <= 1 or rest or of_node == 1 or cluster.part(run.stop - 1)[0] != first:
+        return (_Part(groups, str(width)),)
+    crossed = tuple(
+        tuple(group[node * of_node + place] for place in range(of_node) for node in range(nodes)) for group in groups
+    )
+    return _Part(groups, f"{nodes} x {of_node}"), _Part(crossed, f"{of_node} x {nodes}")
+
+
+def _joined(parts: Sequence[_Part]) -> Mesh:
+    groups = tuple(group for part in parts for group in part.groups)
+    names = " and ".join(
+        f"{len(part.groups)} stage{'s' * (len(part.groups) > 1)} of {part.levels} "
+        f"device{'s' * (len(part.groups[0]) > 1)}"
+        for part in parts
+    )
+    return Mesh(groups, names)
+
+
+def _divisors(number: int) -> list[int]:
+    """From the largest on, so that few stages come first."""
+    return [divisor for divisor in range(number, 0, -1) if number % divisor == 0]

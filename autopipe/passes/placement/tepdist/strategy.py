@@ -13,10 +13,12 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.constraints import asked_sizes, wishes_of
 from autopipe.passes.cost.fit import check_operators
+from autopipe.passes.orders import best_order
 from autopipe.passes.placement.tepdist.asked import asked_meshes
 from autopipe.passes.placement.tepdist.bounds import Bounds
 from autopipe.passes.placement.tepdist.dividing import LeastCrossing, linear_cut
 from autopipe.passes.placement.tepdist.levels import Level, solver_of
+from autopipe.passes.placement.tepdist.meshes import meshes
 from autopipe.passes.placement.tepdist.notes import search_notes
 from autopipe.passes.placement.tepdist.search import Outer, Tried
 from autopipe.passes.spmd.wishes import check_wishes
@@ -52,22 +54,29 @@ class TePDist:
         """Raise ConfigurationError for options out of range, InfeasibleError for an empty model."""
         if self.unbalance < 0:
             raise ConfigurationError(f"unbalance is {self.unbalance}", hint="it is a share from 0", where="strategy")
-        size = problem.cluster.size
+        if self.stages is not None:
+            self._check_stages(problem, self.stages)
+        check_operators(problem)
+
+    def _check_stages(self, problem: Problem, stages: int) -> None:
         # Groups of devices that constraints ask for need not be equal.
         asked = any(constraint.devices for constraint in problem.constraints)
-        if self.stages is not None and (self.stages < 1 or (size % self.stages and not asked)):
+        counts = sorted({mesh.stages for mesh in meshes(problem.cluster)})
+        if stages < 1 or (stages not in counts and not asked):
             raise ConfigurationError(
-                f"stages is {self.stages}, and {size} devices cannot be shared equally by so many",
-                hint=f"one of {', '.join(str(count) for count in range(1, size + 1) if size % count == 0)}",
+                f"stages is {stages}, and {problem.cluster.size} devices cannot be shared equally by so many",
+                hint=f"one of {', '.join(map(str, counts))}",
                 where="strategy.stages",
             )
-        check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
         """The placement with the least simulated step.
 
         Raises InfeasibleError where memory holds none, ConfigurationError for constraints that cannot be followed.
         """
+        return best_order(problem, self._placed)
+
+    def _placed(self, problem: Problem) -> Placement:
         wishes = wishes_of(problem, own_sizes=True)
         found = asked_meshes(problem.cluster, self.stages, wishes)
         outer = self.search(problem)

@@ -11,7 +11,7 @@ from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.chain import linear_order
 from autopipe.passes.cost.precision import element_bytes
-from autopipe.passes.cost.roofline import node_seconds
+from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.cost.uses import uses_of
 from autopipe.passes.lower.gradients import differentiable_values
 
@@ -101,14 +101,15 @@ def ancestors(flow: Flow) -> Bits:
 def flow_of(problem: Problem) -> tuple[Flow, Places]:
     """The flow of a problem's operators, and the node that each of them is.
 
-    Work is in seconds of a micro-batch's forward and backward on the cluster's first device: FLOPs alone would count a
-    stage of lookups and normalisations as idle. A value's bytes are those of its message, at the problem's precision,
-    and of the gradient that comes back where it has one. Nodes that every stage computes for itself are left out.
+    Work is in seconds of a micro-batch's forward and backward, on average over kinds of devices: FLOPs alone would
+    count a stage of lookups and normalisations as idle. A value's bytes are those of its message, at the problem's
+    precision, and of the gradient that comes back where it has one. Nodes that every stage computes for itself are left
+    out.
     """
     graph, shared = problem.graph, recomputed_nodes(problem.graph)
     order = np.array([node for node in linear_order(graph) if node not in shared], dtype=np.int64)
     place = {int(node): index for index, node in enumerate(order)}
-    forward, backward = node_seconds(problem.work, problem.cluster.devices[0], problem.precision)
+    forward, backward = mean_seconds(problem)
     turns = 2.0 if problem.recompute == "full" and problem.train else 1.0
     seconds = turns * forward + (backward if problem.train else 0.0)
     widths = element_bytes(graph, uses_of(graph), problem.precision)
