@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from autopipe.backends.torch.runtime.buckets import buckets_of_rank
 from autopipe.backends.torch.runtime.manifest import read_manifest
 
 STEPS = 2
@@ -39,10 +40,15 @@ def peak_of_rank(folder: Path, rank: int) -> int:
 
 
 def _read_bytes(folder: Path, rank: int) -> int:
-    """Parameters are numpy's, whom torch does not ask for memory."""
+    """Parameters are numpy's, whom torch does not ask for memory; but for those that move into rows of shares."""
     manifest = read_manifest(folder)
     total = 0
+    moved: set[int] = set()
+    if manifest.optimizer["shard"]:
+        moved.update(block.parameter for bucket in buckets_of_rank(manifest, rank) for block in bucket.blocks)
     for shard in manifest.shards[rank]:
+        if shard.parameter in moved:
+            continue
         size = getattr(torch, manifest.parameters[shard.parameter].dtype).itemsize
         for start, stop in zip(shard.starts, shard.stops, strict=True):
             size *= stop - start
