@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from autopipe.backends.torch.runtime.gradients import GradientReduction
-from autopipe.ir import buckets
 from autopipe.ir.buckets import Block, buckets_of
 
 
@@ -89,19 +87,9 @@ def test_a_second_step_is_like_the_first() -> None:
     assert transport.started == [((0, 1), 2)] * 2
 
 
-def test_buckets_by_stage_ranks_type_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 24)
-    held = {index: parameter(3) for index in range(6)} | {6: parameter(3, torch.float64)}
-    blocks = [block(index, 3, (0, 1), 0) for index in range(4)]
-    blocks += [block(4, 3, (0, 1)), block(5, 3, (0, 2), 1), block(6, 3, (0, 1), 0, "float64")]
-    found = [(each.home, each.ranks, [one.parameter for one in each.blocks]) for each in buckets_of(blocks)]
-    assert found == [
-        (None, (0, 1), [4]),
-        (0, (0, 1), [6]),
-        (0, (0, 1), [3, 2]),
-        (0, (0, 1), [1, 0]),
-        (1, (0, 2), [5]),
-    ], "the last parameters come first, types stay apart"
+def test_buckets_start_in_the_order_that_all_ranks_keep() -> None:
+    held = {0: parameter(2), 1: parameter(3), 2: parameter(4, torch.float64)}
+    blocks = [block(0, 2, (0, 1), 1), block(1, 3, (0, 1)), block(2, 4, (0, 1), 1, "float64")]
     worker, transport = reduction(held, blocks)
     worker.finish()
-    assert [size for _, size in transport.started] == [3, 3, 6, 6, 3]
+    assert [size for _, size in transport.started] == [3, 4, 2]
