@@ -99,7 +99,7 @@ def test_halves_of_backwards_are_kept(tmp_path):
     plan = dataclasses.replace(plan, schedule=Schedule(2, tasks))
     starts = {task: float(place) for order in tasks for place, task in enumerate(order)}
     spans = [Span(device, task, starts[task], 9.0) for device, order in enumerate(tasks) for task in order]
-    write_plan(tmp_path, plan, dataclasses.replace(a_timeline(), spans=tuple(spans)))
+    write_plan(tmp_path, plan, dataclasses.replace(a_timeline(), own_spans=tuple(spans)))
     assert read_plan(tmp_path) == plan
     blocks = json.loads((tmp_path / "schedule.json").read_text())["blocks"]
     assert [(block["name"], block["after"], block["memory"]) for block in blocks] == [

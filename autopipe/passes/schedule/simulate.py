@@ -7,9 +7,11 @@ import math
 from collections.abc import Sequence
 
 from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.lanes import on_each_device
 from autopipe.ir.prediction import Prediction
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.timeline import Span, Timeline, Transfer
+from autopipe.passes.schedule.alike import alike
 from autopipe.passes.schedule.footprint import memory_curves, static_memory
 from autopipe.passes.schedule.shared_processors import SharedProcessors
 from autopipe.passes.schedule.wires import HALF, PHASES, WHOLE, kind_of, wires_of
@@ -31,12 +33,15 @@ def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Predic
     updated, as the generated programs do. Devices that share processors slow one another down.
     """
     costs = prediction.stages
-    run = _Run(schedule, stage_devices, prediction)
+    one = alike(schedule, stage_devices, prediction)
+    run = _Run(one.schedule, one.groups, one.prediction, [devices[0] for devices in one.lanes])
     run.until_done()
     spans = tuple(sorted(run.spans, key=lambda span: (span.device, span.start, span.end)))
-    train = any(task.phase is not Phase.FORWARD for order in schedule.tasks for task in order)
+    train = any(task.phase is not Phase.FORWARD for order in one.schedule.tasks for task in order)
     static = static_memory(schedule.devices, stage_devices, costs)
-    return Timeline(spans, tuple(run.transfers), memory_curves(static, costs, spans, train), static, run.end)
+    curves = memory_curves(static, costs, spans, train)
+    memory = on_each_device(one.lanes, [curves[devices[0]] for devices in one.lanes])
+    return Timeline(spans, tuple(run.transfers), memory, static, run.end, one.lanes, one.links)
 
 
 class _Run:
@@ -47,8 +52,12 @@ class _Run:
     the devices' updates.
     """
 
-    def __init__(self, schedule: Schedule, stage_devices: StageDevices, prediction: Prediction) -> None:
+    def __init__(
+        self, schedule: Schedule, stage_devices: StageDevices, prediction: Prediction, names: Sequence[int]
+    ) -> None:
         self.schedule = schedule
+        self.names = names
+        """What each device is called: it may stand for several."""
         stages = prediction.stages
         last = max((task.micro_batch for order in schedule.tasks for task in order), default=0)
         self.count = max(schedule.micro_batches, last + 1)
@@ -119,7 +128,9 @@ class _Run:
                 self._end_on(number, now)
         for device, order in enumerate(self.schedule.tasks):
             if self.position[device] < len(order):
-                raise InfeasibleError(f"{order[self.position[device]]} never starts", where=f"device {device}")
+                raise InfeasibleError(
+                    f"{order[self.position[device]]} never starts", where=f"device {self.names[device]}"
+                )
 
     def _go_on(self, device: int, now: float) -> None:
         """The device is idle: its next task may be what all other devices of a group wait for."""
@@ -179,7 +190,7 @@ class _Run:
         group, start = self.devices[kind], self.began.pop(task)
         if kind < self.phases:
             named = self.schedule.tasks[group[0]][self.position[group[0]] - 1]
-            self.spans += [Span(member, named, start, now) for member in group]
+            self.spans += [Span(self.names[member], named, start, now) for member in group]
             self._send(task, now)
         self.end = max(self.end, now)
         for device in group:
