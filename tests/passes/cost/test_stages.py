@@ -8,10 +8,10 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Mode, Optimizer
-from autopipe.passes.cost.communication import all_reduce
+from autopipe.passes.cost.communication import all_gather, all_reduce, reduce_scatter
 from autopipe.passes.cost.fit import device_memory, fitted, in_flight
 from autopipe.passes.cost.memory import static_memory
-from autopipe.passes.cost.roofline import accumulate_seconds, node_seconds
+from autopipe.passes.cost.roofline import accumulate_seconds, node_seconds, update_seconds
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.stages import edge_bytes, stage_costs
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
@@ -68,6 +68,38 @@ def test_replicas_share_samples_and_sum_gradients() -> None:
     assert shared.kept_bytes == alone.kept_bytes / 4
     assert shared.parameter_bytes == alone.parameter_bytes
     assert shared.gradient_s == all_reduce(given.cluster, range(4)).seconds(alone.parameter_bytes)
+
+
+def test_the_optimizers_state_is_shared_out_over_replicas() -> None:
+    """Two stages of two replicas, AdamW: a half of two moments each, and as much less to update."""
+    graph = perceptron([16, 32, 4])
+    whole, shared = (problem(graph, cluster(4), optimizer=replace(ADAM, shard=shard)) for shard in (False, True))
+    placement = cut(graph, [0, 2], [(0, 1), (2, 3)])
+    for before, after, size in zip(
+        stage_costs(whole, placement), stage_costs(shared, placement), (4 * 16 * 32, 4 * 32 * 4), strict=True
+    ):
+        assert (before.optimizer_bytes, after.optimizer_bytes) == (2 * size, size)
+        assert after.gradient_bytes == after.parameter_bytes == size, "gradients and parameters stay whole"
+        halves = reduce_scatter(shared.cluster, (0, 1)).seconds(size), all_gather(shared.cluster, (0, 1)).seconds(size)
+        assert after.gradient_s == pytest.approx(sum(halves))
+        assert after.update_s == update_seconds(shared.cluster.devices[0], size / 2, 2)
+    assert static_memory(shared, placement) == (3 * 4 * 16 * 32,) * 2 + (3 * 4 * 32 * 4,) * 2
+    alone = cut(graph, [0, 2], [(0,), (1,)])
+    assert stage_costs(whole, alone) == stage_costs(shared, alone), "who has no copies keeps all"
+
+
+def test_shares_of_what_stages_have_in_common_and_of_parts() -> None:
+    graph = tied()
+    given = problem(graph, cluster(3), optimizer=replace(ADAM, shard=True))
+    size = 4 * 16 * 16
+    costs = stage_costs(given, cut(graph, [0, 2], [(0, 1), (2,)]))
+    kept = 2 * 4 * 86
+    assert [cost.optimizer_bytes for cost in costs] == [kept, kept], "a third of 256 numbers, twice"
+    builder = Builder(8, 16)
+    line = problem(builder.finish(builder.linear("x", 32)), cluster(4), optimizer=replace(ADAM, shard=True))
+    columns = Placement((Stage((0,), (0, 1, 2, 3), 8, ((0, (Split("n", 2), Split("b", 2))),)),))
+    (cost,) = stage_costs(line, columns)
+    assert cost.parameter_bytes == size and cost.optimizer_bytes == size, "a half of a half, twice"
 
 
 def test_a_tied_parameter_is_summed_over_the_devices_of_all_its_stages() -> None:

@@ -62,10 +62,13 @@ def fits(given: Problem, placement: Placement) -> bool:
     st.integers(1, 3),
     st.integers(1, 5),
     st.sampled_from([10**9, 600_000]),
+    st.sampled_from([Optimizer(), Optimizer("adamw", shard=True)]),
 )
-def test_no_other_chain_is_faster(widths: list[int], devices: int, micro_batches: int, memory: int) -> None:
+def test_no_other_chain_is_faster(
+    widths: list[int], devices: int, micro_batches: int, memory: int, optimizer: Optimizer
+) -> None:
     graph = perceptron(widths)
-    given = problem(graph, cluster(devices, memory=memory), micro_batches)
+    given = problem(graph, cluster(devices, memory=memory), micro_batches, optimizer=optimizer)
     best: dict[int, float] = {}
     for stages in range(1, devices + 1):
         for chain in chains(len(graph.nodes), devices, stages, (1, 2)):

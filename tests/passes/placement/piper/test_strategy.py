@@ -164,13 +164,14 @@ def seconds(exhaustive: Exhaustive, answer: Placement) -> list[float]:
     st.integers(1, 4),
     st.sampled_from(["none", "auto"]),
     st.floats(0.3, 1.0),
+    st.booleans(),
 )
 def test_memory_is_kept_and_no_chain_that_keeps_it_is_faster(
-    middles: list[list[int]], devices: int, micro_batches: int, recompute: str, share: float
+    middles: list[list[int]], devices: int, micro_batches: int, recompute: str, share: float, shard: bool
 ) -> None:
-    """Widths are odd, so that layers are not shared: only the samples are."""
+    """Widths are odd, so that layers are not shared: only the samples are, with `shard` the optimizer's state too."""
     graph = branched([[15, *middle, 15] for middle in middles], 33)
-    loose = problem(graph, cluster(devices), micro_batches)
+    loose = problem(graph, cluster(devices), micro_batches, optimizer=Optimizer("adamw", shard=shard))
     alone = Placement((Stage(tuple(range(len(graph.nodes))), (0,), 8),))
     given = replace(
         loose, recompute=recompute, memory_limit=int(share * device_memory(loose, alone, stage_costs(loose, alone))[0])

@@ -22,6 +22,9 @@ from tests.passes.placement.pase.random_graphs import graphs, seconds_of, stage_
 CLUSTERS = (cluster(4), cluster(4, 2), cluster(6, 3), cluster(5))
 
 
+OPTIMIZERS = [Optimizer("sgd"), Optimizer("adamw"), Optimizer("adamw", shard=True)]
+
+
 def tables_of(given: Problem, **terms: object) -> Tables:
     devices = tuple(range(given.cluster.size))
     terms = {"given": frozenset(given.graph.outputs), **terms}
@@ -43,9 +46,9 @@ def at_random(given: Problem, tables: Tables, seed: int) -> Tables:
 
 
 @settings(max_examples=20)
-@given(graphs(branches=False), st.sampled_from(CLUSTERS), st.integers(0, 99), st.sampled_from(["sgd", "adamw"]))
-def test_a_line_costs_what_its_stage_costs(graph: Graph, devices: Cluster, seed: int, optimizer: str) -> None:
-    given = problem(graph, devices, optimizer=Optimizer(optimizer))
+@given(graphs(branches=False), st.sampled_from(CLUSTERS), st.integers(0, 99), st.sampled_from(OPTIMIZERS))
+def test_a_line_costs_what_its_stage_costs(graph: Graph, devices: Cluster, seed: int, optimizer: Optimizer) -> None:
+    given = problem(graph, devices, optimizer=optimizer)
     for tables in (tables_of(given), at_random(given, tables_of(given), seed)):
         answer = solve(tables.model)
         expected = seconds_of(given, tables.splits(answer.choice)) - uncounted(given, tables, answer)
