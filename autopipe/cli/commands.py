@@ -14,6 +14,10 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
         "autopipe.cli.show:show",
         "Show a plan's or a schedule's timeline and memory, in the terminal or as a page.",
     ),
+    "explain": (
+        "autopipe.cli.explain:explain",
+        "Say why a plan is as it is, and what other choices would have cost.",
+    ),
     "compare": ("autopipe.cli.compare:compare", "Show plans side by side."),
     "schedule": ("autopipe.cli.schedule:schedule", "Search the best schedule of blocks given by hand."),
     "profile": ("autopipe.cli.profile:profile", "Measure what a model's operators take on the machine at hand."),

@@ -22,6 +22,7 @@ COMMANDS: dict[tuple[str, ...], tuple[object, ...]] = {
     ("codegen",): ("plan", "-o", "program"),
     ("profile",): (MODEL, "--seconds", "0.5", "--micro-batch-sizes", "1", "-o", "costs.json"),
     ("show",): ("plan",),
+    ("explain",): ("plan",),
     ("compare",): ("plan", "plan"),
     ("schedule",): ("--shape", "v", "--units", "4"),
     ("checkpoint", "inspect"): ("saved",),

@@ -1,0 +1,111 @@
+"""From what a user asks about to its explanation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from autopipe.cli.explanation.device import DeviceExplanation
+from autopipe.cli.explanation.node import NodeExplanation
+from autopipe.cli.explanation.plan import PlanExplanation
+from autopipe.cli.explanation.stage import StageExplanation
+from autopipe.cli.output import Output
+from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_plan
+from autopipe.cli.request import request_of
+from autopipe.configs.load import load_configuration
+from autopipe.ir.errors import AutopipeError, ConfigurationError
+from autopipe.passes.cost.parts import stage_parts
+from autopipe.passes.explain.device import device_report
+from autopipe.passes.explain.helps import Help, Wish, granted, is_quick, wishes
+from autopipe.passes.explain.node import move_changes, node_report, split_changes
+from autopipe.passes.explain.prices import cheapest
+from autopipe.passes.explain.stage import stage_changes
+from autopipe.passes.pipeline import Planned
+from autopipe.passes.placement.given.nodes import NodeNames
+from autopipe.passes.placement.given.strategy import Given
+
+
+def opened(folder: Path) -> Planned:
+    """The plan in `folder`. Raises as `open_plan` does, and where the costs that it was made with are gone."""
+    planned = open_plan(folder)
+    if planned.plan.summary.costs is not None and planned.request.costs is None:
+        raise ConfigurationError(
+            "the plan was made with measured costs, and their file is gone",
+            hint=f"put it where costs says in {folder / CONFIGURATION_FILE}, or plan again",
+            where=str(folder),
+        )
+    return planned
+
+
+def explained_plan(planned: Planned, folder: Path, output: Output) -> PlanExplanation:
+    """Why the plan was chosen; every wish is granted once, which may take a while."""
+    again = is_quick(planned) and not isinstance(planned.request.strategy, Given)
+    asked = list(wishes(planned))
+    helps = []
+    with output.progress("what would help", total=len(asked) + 1) as bar:
+        for wish in asked:
+            bar.advance(0, note=wish.what)
+            helps.append(granted(planned, wish, again))
+            bar.advance()
+        bar.advance(0, note="twice the devices")
+        helps.append(_twice_the_devices(planned, folder, again))
+    return PlanExplanation(folder, planned, helps)
+
+
+def _twice_the_devices(planned: Planned, folder: Path, again: bool) -> Help:
+    what = "twice the devices"
+    configuration = load_configuration(folder / CONFIGURATION_FILE)
+    doubled = 2 * planned.problem.cluster.size
+    nodes = configuration.cluster.nodes
+    cluster = replace(configuration.cluster, nodes=None if nodes is None else 2 * nodes)
+    try:
+        request = request_of(replace(configuration, gpus=doubled, cluster=cluster), planned.request.model)
+    except AutopipeError as error:
+        return Help(what, again, refused=" ".join(error.message.split()))
+    return granted(planned, Wish(what, request), again)
+
+
+def explained_node(planned: Planned, name: str) -> NodeExplanation:
+    """Why a node is where it is. Raises ConfigurationError for a name that no node has, or several."""
+    problem, placement = planned.problem, planned.plan.placement
+    node = _node_called(planned, name)
+    changes = [*split_changes(problem, placement, node), *move_changes(problem, placement, node)]
+    return NodeExplanation(planned.plan, node_report(problem, placement, node), cheapest(planned, changes))
+
+
+def _node_called(planned: Planned, name: str) -> int:
+    names = NodeNames(planned.problem.graph)
+    entry = int(name) if name.isdecimal() and not names.has(name) else name
+    try:
+        meant = names.meant(entry)
+    except ConfigurationError as error:
+        raise ConfigurationError(error.message, hint=error.hint, where="--node") from error
+    if len(meant) > 1:
+        numbers = ", ".join(map(str, meant[:8])) + (", ..." if len(meant) > 8 else "")
+        raise ConfigurationError(f"{name!r} is {len(meant)} nodes", f"give one's number: {numbers}", "--node")
+    return meant[0]
+
+
+def explained_stage(planned: Planned, stage: int) -> StageExplanation:
+    """Why a stage is as it is. Raises ConfigurationError where there is none of that number."""
+    problem, plan = planned.problem, planned.plan
+    _check(stage, len(plan.placement.stages), "stage")
+    parts = stage_parts(problem, plan.placement, plan.prediction)[stage]
+    device = plan.placement.stages[stage].devices[0]
+    busy_s = device_report(plan.placement, plan.prediction, planned.timeline, device).busy_s
+    prices = cheapest(planned, stage_changes(problem, plan.placement, stage))
+    return StageExplanation(planned, stage, parts, busy_s, prices)
+
+
+def explained_device(planned: Planned, device: int) -> DeviceExplanation:
+    """What a device does. Raises ConfigurationError where there is none of that number."""
+    plan = planned.plan
+    _check(device, planned.problem.cluster.size, "device")
+    report = device_report(plan.placement, plan.prediction, planned.timeline, device)
+    return DeviceExplanation(plan, planned.problem.cluster.devices[device].name, report)
+
+
+def _check(number: int, count: int, what: str) -> None:
+    if number >= count:
+        there = f"0 to {count - 1}" if count > 1 else "0 alone"
+        raise ConfigurationError(f"the plan has no {what} {number}", hint=f"{what}s: {there}", where=f"--{what}")
