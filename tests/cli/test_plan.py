@@ -36,7 +36,7 @@ def run(capsys, *words):
 def test_a_plan_folder_and_one_screen(gpt, capsys):
     code, out, _ = run(capsys, gpt, "--gpus", 2)
     assert code == 0
-    assert sorted(os.listdir(f"{gpt}.plan")) == ["config.yaml", "plan.json", "schedule.json"]
+    assert sorted(os.listdir(f"{gpt}.plan")) == ["config.yaml", "placement.yaml", "plan.json", "schedule.json"]
     for word in ("pipedream with tessel", "train (the model has a loss)", "a100-80gb", "bubble", "next:"):
         assert word in out
     assert "exchanged in a step: " in out
