@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from random import Random
 
@@ -18,6 +18,7 @@ from autopipe.passes.lower import lower
 from autopipe.passes.lower.order import sections
 from autopipe.passes.lower.proof import prove
 from autopipe.passes.lower.task_graph import TaskSource
+from autopipe.passes.lower.traffic import communication_bytes
 from autopipe.passes.schedule.simulate import simulate
 from tests.distributed.drawing import Case, cases
 from tests.passes.lower.machine import unrolled
@@ -188,3 +189,30 @@ def test_loops_stand_for_all_their_times(case: Case) -> None:
         assert sum((each.end - each.start) * each.count for each in graph.stretches) == len(graph.nodes)
         assert len(own_order(graph)) == len(unrolled(code))
         assert all(place > before for place, node in enumerate(graph.nodes) for before in node.after)
+
+
+@SOME
+@given(case=cases(True))
+def test_shares_are_reduced_updated_and_gathered(case: Case) -> None:
+    """With the optimizer's state in shares: the bytes that are predicted move, and each number is updated once."""
+    program, _ = lowered(case)
+    program = replace(program, shard=True)
+    source = TaskSource.of(program, case.graph, case.placement, (StagePrediction(1.0),) * len(program.stages))
+    graphs = [source.graph(rank) for rank in range(program.world_size)]
+    size: Counter[str] = Counter()
+    for graph in graphs:
+        for place, node in enumerate(graph.nodes):
+            size[node.kind] += node.bytes
+            if node.kind == "gather":
+                assert [graph.nodes[before].kind for before in node.after] == ["update"] and place > node.after[0]
+    assert case.loss is not None
+    count = case.schedule.micro_batches
+    moved = communication_bytes(case.graph, case.placement, count, program.world_size, case.loss, shard=True)
+    assert (size["reduce"], size["gather"]) == (moved["gradient"], moved["parameter"])
+    held = {(shard.parameter, shard.box) for code in program.ranks for shard in code.shards}
+    trained = (
+        box.elements * program.parameters[index].value.dtype.itemsize
+        for index, box in held
+        if program.parameters[index].trainable and program.parameters[index].value.dtype.is_floating
+    )
+    assert size["update"] == sum(trained)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -11,7 +12,7 @@ from autopipe.backends.torch.runtime.checkpointing.ownership import pieces_of
 from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry, Storage
 from autopipe.ir.layout import Box
 from tests.backends.torch.checkpoint.test_reading import boxes_of
-from tests.backends.torch.runtime.checkpointing.saving import manifest_of
+from tests.backends.torch.runtime.checkpointing.saving import ADAMW, manifest_of
 
 RANKS = 5
 
@@ -34,11 +35,13 @@ def manifest(shapes: list[tuple[int, ...]], random: Random) -> Manifest:
     return Manifest(**form | {"world_size": RANKS, "parameters": entries, "shards": tuple(map(tuple, shards))})
 
 
+@pytest.mark.parametrize("in_shares", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_every_element_that_is_held_is_written_once(seed: int) -> None:
+def test_every_element_that_is_held_is_written_once(seed: int, in_shares: bool) -> None:
     random = Random(seed)
     shapes = [random.choice([(), (3,), (4, 6), (2, 0), (512, 1024), (3, 300, 700)]) for _ in range(6)]
     found = manifest(shapes, random)
+    found = replace(found, optimizer=ADAMW | {"shard": in_shares})
     written = {index: np.zeros(shape, int) for index, shape in enumerate(shapes)}
     numbers = set()
     for rank, pieces in enumerate(pieces_of(found)):
