@@ -11,12 +11,14 @@ from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Constant, Graph, Node, Value
 from autopipe.ir.ops import operator_of
 from autopipe.ir.ops.spaces import Spaces
+from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.ir.space import NotationError
 
 TARGETS = frozenset({"Reshape", "Expand"})
 """Operators whose second operand is the result's shape."""
 
 
+@remembered(GRAPHS)
 def rebatched(graph: Graph, size: int) -> Graph:
     """The graph of one evaluation on `size` samples, made from that on a multiple of it; nodes keep their indices.
 

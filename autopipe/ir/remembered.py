@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 Asked = ParamSpec("Asked")
 Answer = TypeVar("Answer")
 
-GRAPHS = 16
+GRAPHS = 32
 """Graphs about which answers are kept: those of one model on micro-batches of different sizes."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autopipe.ir.cluster import Cluster
@@ -37,6 +37,8 @@ class Request:
     micro_batches: int | None = None
     micro_batch_size: int | None = None
     optimizer: Optimizer = field(default=Optimizer())
+    shard_open: bool = True
+    """Whether the search for the best plan may share out the optimizer's state where `optimizer` does not."""
     precision: str = "fp32"
     recompute: str | None = None
     memory_limit: int | None = None
@@ -60,18 +62,24 @@ def problems_of(request: Request, strategy: Strategy, runner: Runner) -> Iterato
     read = _read(request, runner, None)
     refused: list[AutopipeError] = []
     declined: list[AutopipeError] = []
+    last: Problem | None = None
     found = False
     try:
         for batching in _divisions(request, strategy.division(read.graph), read):
             try:
+                if last is not None:
+                    # What it asks of the division alone is known before the model is read on so many samples.
+                    strategy.requires(replace(last, micro_batches=batching.micro_batches))
+                    last = None
                 model, problem = divided(request, runner, read, batching)
             except (ConfigurationError, InfeasibleError, ModelError) as error:
-                refused.append(error)
+                (refused if last is None else declined).append(error)
                 continue
             try:
                 strategy.requires(problem)
             except (ConfigurationError, InfeasibleError, ModelError) as error:
                 declined.append(error)
+                last = problem
                 continue
             found = True
             yield model, problem

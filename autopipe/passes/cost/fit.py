@@ -10,7 +10,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.cost.in_flight import stages_in_flight
-from autopipe.passes.cost.memory import static_memory
+from autopipe.passes.cost.memory import state_of, static_memory
 from autopipe.passes.cost.stages import StageCost, stage_costs
 
 
@@ -18,6 +18,18 @@ def check_operators(problem: Problem) -> None:
     """Raise InfeasibleError for an empty model."""
     if not problem.graph.nodes:
         raise InfeasibleError("the model has no operators to place")
+
+
+def check_state(problem: Problem, devices: int, parts: int) -> None:
+    """Raise InfeasibleError where devices with one stage cannot hold its parameters and their state in `parts` parts.
+
+    No micro-batches are small enough then.
+    """
+    names = [each.value.name for each in problem.graph.parameters]
+    copies = dict.fromkeys(names, max(1, devices // parts))
+    least = state_of(problem, ((name, parts) for name in names), copies).total
+    if least > problem.memory_of(0):
+        raise out_of_memory(problem, [0], 1, 0, least, least=True)
 
 
 def in_flight(problem: Problem, placement: Placement) -> tuple[int, ...]:

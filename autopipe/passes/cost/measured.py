@@ -17,6 +17,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import CostCoverage
 from autopipe.ir.problem import Measured, Problem, Work
+from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.operations import Operations
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.work import annotate
@@ -27,6 +28,7 @@ _NOTHING = ((1.0, 0.0, 0.0),)
 """No seconds, whatever the share."""
 
 
+@remembered(GRAPHS)
 def costed_work(graph: Graph, precision: str, cluster: Cluster, costs: Costs | None) -> tuple[Work, ...]:
     """The work of every node, in order, with what was measured of it on the devices of `cluster`.
 

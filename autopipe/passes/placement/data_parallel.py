@@ -11,7 +11,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.constraints import BATCH_AXIS, Wish, wishes_of
-from autopipe.passes.cost.fit import fitted
+from autopipe.passes.cost.fit import check_state, fitted
 from autopipe.passes.cost.kinds import check_one_kind
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
 
@@ -27,8 +27,9 @@ class DataParallel:
         return Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError unless devices of one kind share a micro-batch equally."""
+        """Raise InfeasibleError unless devices of one kind share a micro-batch equally and have room for the weights."""
         check_one_kind(problem, self.name)
+        check_state(problem, problem.cluster.size, 1)
         devices, samples = problem.cluster.size, problem.micro_batch_size
         if devices > 1 and not problem.graph.batch_axes:
             raise InfeasibleError(

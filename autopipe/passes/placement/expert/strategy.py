@@ -12,7 +12,7 @@ from autopipe.ir.ops import operator_of
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.fit import check_operators, fitted
+from autopipe.passes.cost.fit import check_operators, check_state, fitted
 from autopipe.passes.cost.kinds import check_one_kind
 from autopipe.passes.placement.expert.one_weird_trick import by_one_weird_trick
 from autopipe.passes.placement.expert.recurrent import data_and_pipeline
@@ -39,15 +39,19 @@ class Expert:
 
     def division(self, graph: Graph) -> Division:
         """Recurrent layers become stages."""
-        recurrent = any((row := operator_of(node)) is not None and row.kind == "recurrent" for node in graph.nodes)
-        return Division.MANY if recurrent else Division.FEW
+        return Division.MANY if "recurrent" in _kinds(graph) else Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError for a negative degree, InfeasibleError for an empty model or devices that differ."""
+        """Raise ConfigurationError for a negative degree, InfeasibleError for an empty model or devices that differ.
+
+        Also where groups that share layers cannot hold all of them.
+        """
         if self.tensor < 0:
             raise ConfigurationError(f"tensor is {self.tensor}", hint="it must be 0 or more", where="strategy")
         check_operators(problem)
         check_one_kind(problem, self.name)
+        if not _kinds(problem.graph) & {"recurrent", "convolution"}:
+            check_state(problem, problem.cluster.size, self.tensor or problem.cluster.devices_per_node)
 
     def run(self, problem: Problem) -> Placement:
         """The placement.
@@ -69,3 +73,8 @@ class Expert:
             check_samples(problem, problem.cluster.size, self.name)
             return by_one_weird_trick(problem)
         return tensor_parallel(problem, self.tensor)
+
+
+def _kinds(graph: Graph) -> set[str]:
+    """The classes of the model's operators."""
+    return {row.kind for node in graph.nodes if (row := operator_of(node)) is not None}
