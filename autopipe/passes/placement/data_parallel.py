@@ -27,7 +27,7 @@ class DataParallel:
         return Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError unless devices of one kind share a micro-batch equally and have room for the weights."""
+        """Raise InfeasibleError unless devices of one kind share a micro-batch equally and can hold the weights."""
         check_one_kind(problem, self.name)
         check_state(problem, problem.cluster.size, 1)
         devices, samples = problem.cluster.size, problem.micro_batch_size
