@@ -37,6 +37,7 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         micro_batches=None if configuration.micro_batches == "auto" else configuration.micro_batches,
         micro_batch_size=configuration.micro_batch_size,
         optimizer=configuration.optimizer.for_problem(),
+        shard_open=configuration.optimizer.shard is None,
         precision=configuration.precision,
         recompute=configuration.recompute,
         memory_limit=configuration.memory_limit,

@@ -18,9 +18,9 @@ class Candidate:
     strategy: Strategy
     micro_batches: int | None = None
     """None where the request says how many, or the strategy does."""
-    batch_size: int | None = None
-    """The samples that these micro-batches are to have; None where `micro_batches` is."""
     recompute: str = "none"
+    shard: bool = False
+    """Whether the optimizer's state is shared out among replicas."""
 
     def settled(self, request: Request) -> Request:
         """The request with what this candidate settles of it."""
@@ -28,9 +28,9 @@ class Candidate:
         return dataclasses.replace(
             request,
             strategy=self.strategy,
-            batch_size=request.batch_size or self.batch_size,
             micro_batches=count,
             recompute=request.recompute or self.recompute,
+            optimizer=dataclasses.replace(request.optimizer, shard=self._shards(request)),
         )
 
     def choice(self, request: Request, schedule: str | None = None) -> Choice:
@@ -41,7 +41,11 @@ class Candidate:
             schedule=schedule,
             micro_batches=self.micro_batches,
             recompute=request.recompute or self.recompute,
+            shard=self._shards(request),
         )
+
+    def _shards(self, request: Request) -> bool:
+        return request.optimizer.shard or self.shard
 
 
 def _options(strategy: Strategy) -> tuple[tuple[str, str], ...]:

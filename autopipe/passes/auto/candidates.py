@@ -19,9 +19,14 @@ _FORMS: tuple[tuple[str, tuple[tuple[str, object], ...]], ...] = (
     ("tessel_shapes", ()),
     ("tessel_shapes", (("shape", "v"),)),
     ("tessel_shapes", (("shape", "x"),)),
+    ("tessel_shapes", (("shape", "m"),)),
+    ("tessel_shapes", (("shape", "nn"),)),
+    ("tessel_shapes", (("shape", "k"),)),
     ("tessel_shapes", (("shape", "v"), ("chunks", 2))),
     ("tessel_shapes", (("shape", "v"), ("chunks", 2), ("wave", True))),
     ("graphpipe", ()),
+    ("grid", (("chunks", 2),)),
+    ("grid", (("chunks", 2), ("wave", True))),
     ("graphpipe", (("per_stage_micro_batch", True),)),
     ("graphpipe", (("intra", "pase"),)),
     ("pipedream", (("sweep", True),)),
@@ -33,6 +38,9 @@ _FORMS: tuple[tuple[str, tuple[tuple[str, object], ...]], ...] = (
 """Strategies and options in the order in which they are tried: about that of the time they take, so that there is a
 plan soon. X, chunks and waves are what Chimera, interleaved 1F1B and the zero-bubble V schedules run on."""
 
+_FOLLOWERS = ("given", "manual")
+"""Strategies that follow what somebody writes; of them, constraints make manual a candidate."""
+
 
 def candidates(request: Request) -> Iterator[Candidate]:
     """The candidates for a request, those of other packages' strategies last."""
@@ -40,5 +48,5 @@ def candidates(request: Request) -> Iterator[Candidate]:
     forms = [form for form in _FORMS if form[0] in known]
     others = [(name, ()) for name in known if name not in {each for each, _ in forms}]
     for name, options in (*forms, *others):
-        if name != "manual" or request.constraints:
+        if name not in _FOLLOWERS or (name == "manual" and request.constraints):
             yield Candidate(strategy_class(name)(**dict(options)))

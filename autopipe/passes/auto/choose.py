@@ -28,11 +28,12 @@ def choose(request: Request, observer: Observer | None = None) -> Planned:
     candidates where none has a plan.
     """
     runner = Runner(observer or Silent())
-    open_problem(request, runner)
+    problem = open_problem(request, runner)
+    request = dataclasses.replace(request, batch_size=problem.batch_size)  # One batch for all, or steps tell nothing.
     end = None if request.time_limit is None else time.monotonic() + request.time_limit
     search = Search(request, runner, _schedulers(request), end)
     search.try_all(candidates(request))
-    search.try_all(variations(search))
+    search.try_all(variations(search, problem))
     search.schedule_all()
     best = search.best
     if best is None:

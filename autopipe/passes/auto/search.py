@@ -53,8 +53,9 @@ class Search:
     def try_all(self, candidates: Iterable[Candidate]) -> None:
         """Place each candidate and simulate its step under the first schedule that takes it."""
         for candidate in candidates:
-            if not self.is_over():
-                self._place(candidate)
+            if self.is_over():
+                break
+            self._place(candidate)
 
     def schedule_all(self) -> None:
         """Try all schedules on the placements that can still win, the one with the least bound first."""
@@ -105,6 +106,4 @@ class Search:
 def _are_same(first: Placed, second: Placed) -> bool:
     """Whether two placements are one, of one problem."""
     a, b = first.problem, second.problem
-    return (a.micro_batches, a.recompute, a.optimizer) == (b.micro_batches, b.recompute, b.optimizer) and (
-        first.placement == second.placement
-    )
+    return (a.micro_batches, a.optimizer) == (b.micro_batches, b.optimizer) and first.placement == second.placement

@@ -1,60 +1,166 @@
-"""What is tried once it is known which candidates promise most: other micro-batches, recomputation."""
+"""What is tried once it is known what candidates promise: other micro-batches, recomputation, sharded state."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from bisect import bisect_left
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.problem import Problem
 from autopipe.passes.auto.candidate import Candidate
-from autopipe.passes.batching import Division
+from autopipe.passes.auto.memory import may_be_short
+from autopipe.passes.batching import AUTO_PER_DEVICE, Division
+from autopipe.passes.cost.assignment import stage_work
+from autopipe.passes.cost.replicas import holders_of
 
 if TYPE_CHECKING:
     from autopipe.passes.auto.search import Search
     from autopipe.passes.auto.tried import Tried
 
 _MOST = 3
-"""Candidates that are varied: those with the shortest steps, of a strategy each."""
+"""Candidates that are planned again with recomputation, or with sharded state: the fastest, one of each strategy."""
+
+_NEAR = 1.5
+"""How many times the shortest step a candidate's bound may be for more numbers of micro-batches to be looked at."""
 
 
-def variations(search: Search) -> Iterator[Candidate]:
-    """Candidates for what memory refused, and for the most promising ones; later ones go by what came of earlier."""
-    if search.request.recompute is None:
-        yield from [
-            dataclasses.replace(each.candidate, recompute="auto")
-            for each in search.tried
-            if isinstance(each.refused, InfeasibleError)
+def variations(search: Search, problem: Problem) -> Iterator[Candidate]:
+    """Candidates for what memory refused, and for the most promising ones; later ones go by what came of earlier.
+
+    `problem` is the one with the largest micro-batches that the model takes. Each candidate is to be tried before the
+    next one is asked for.
+    """
+    varied = _Variations(search, problem, problem.train and may_be_short(problem))
+    yield from varied.in_other_counts()
+    yield from varied.with_recomputation()
+    yield from varied.with_shared_state()
+
+
+@dataclass(frozen=True, slots=True)
+class _Variations:
+    """Variations of what a search has tried."""
+
+    search: Search
+    problem: Problem
+    short: bool
+    """Whether there may be less memory than a step of training wants."""
+
+    def in_other_counts(self) -> Iterator[Candidate]:
+        """Other numbers of micro-batches for strategies that take what they are given."""
+        for each in self._given_counts():
+            yield from self._climb(each)
+
+    def with_recomputation(self) -> Iterator[Candidate]:
+        """Recomputation where memory asks for it: for the best, and for what has no plan without."""
+        if self.search.request.recompute is not None or not self.short:
+            return
+        refused = [each for each in self.search.tried if _is_refused(each)]
+        for candidate in _once(each.candidate for each in [*self._promising(), *refused]):
+            if candidate.micro_batches is None:
+                yield dataclasses.replace(candidate, recompute="auto")
+        strategies = [each.candidate.strategy for each in refused]
+        for candidate in self._given_counts():
+            if candidate.strategy in strategies:
+                yield from self._climb(dataclasses.replace(candidate, recompute="auto"))
+
+    def with_shared_state(self) -> Iterator[Candidate]:
+        """Replicas with a share of the optimizer's state each: for the best, and for what memory refuses otherwise."""
+        request = self.search.request
+        if not request.shard_open or request.optimizer.shard or not self.problem.train or self.problem.cluster.size < 2:
+            return
+        saves = self.short and self.problem.optimizer.states
+        most = "auto" if request.recompute is None and self.short else "none"
+        refused = [
+            each for each in self.search.tried if saves and _is_refused(each) and each.candidate.recompute == most
         ]
-    for each in _promising(search):
-        if search.request.recompute is None and each.candidate.recompute == "none":
-            yield dataclasses.replace(each.candidate, recompute="auto")
-        if search.request.micro_batches is None and search.request.micro_batch_size is None:
-            yield from _in_other_counts(search, each)
+        copied = [each for each in self._promising() if _has_copies(each)]
+        for candidate in _once(each.candidate for each in [*copied, *refused]):
+            yield dataclasses.replace(candidate, shard=True)
+
+    def _promising(self) -> list[Tried]:
+        """The candidates with the shortest steps, one of each strategy."""
+        found: dict[str, Tried] = {}
+        for each in sorted(self.search.tried, key=lambda one: one.step_s):
+            if not math.isinf(each.step_s):
+                found.setdefault(each.candidate.strategy.name, each)
+        return list(found.values())[:_MOST]
+
+    def _given_counts(self) -> list[Candidate]:
+        """Candidates whose strategy takes as many micro-batches as it is given, and has no form that chooses."""
+        request = self.search.request
+        if request.micro_batches is not None or request.micro_batch_size is not None:
+            return []
+        plain = [each.candidate for each in self.search.tried if each.candidate == Candidate(each.candidate.strategy)]
+        division = {each: each.strategy.division(self.problem.graph) for each in plain}
+        choosing = {each.strategy.name for each in plain if division[each] is Division.OWN}
+        return [each for each in plain if division[each] is Division.MANY and each.strategy.name not in choosing]
+
+    def _climb(self, candidate: Candidate) -> Iterator[Candidate]:
+        """On from its own count, or the best plan's if it promises more: while memory refuses, then as bounds fall."""
+        counts = self._counts()
+        found = yield from self._tried(candidate)
+        if self.search.best is not None:
+            other = yield from self._tried(candidate, _count(self.search.best))
+            found = min(found, other, key=_bound_s)
+        count = _count(found) or AUTO_PER_DEVICE * self.problem.cluster.size
+        place = min(bisect_left(counts, count), len(counts) - 1)
+        while _is_refused(found) and place + 1 < len(counts):
+            place += 1
+            found = yield from self._tried(candidate, counts[place])
+        if math.isinf(_bound_s(found)) or _bound_s(found) >= _NEAR * self.search.step_s:
+            return
+        for step in (1, -1):
+            here, least = place + step, _bound_s(found)
+            while 0 <= here < len(counts):
+                other = yield from self._tried(candidate, counts[here])
+                if _bound_s(other) >= least:
+                    break
+                here, least = here + step, _bound_s(other)
+
+    def _tried(self, candidate: Candidate, count: int | None = None) -> Generator[Candidate, None, Tried]:
+        """What came of the candidate, or of it with so many micro-batches; it is tried where it was not."""
+        wanted = candidate if count is None else dataclasses.replace(candidate, micro_batches=count)
+        for each in self.search.tried:
+            if each.candidate == wanted or (each.candidate == candidate and count == _count(each)):
+                return each
+        yield wanted
+        return self.search.tried[-1]
+
+    def _counts(self) -> list[int]:
+        """All numbers of micro-batches that there can be, ascending."""
+        sizes = self.problem.micro_batch_sizes or (self.problem.micro_batch_size,)
+        return sorted(self.problem.batch_size // size for size in sizes)
 
 
-def _promising(search: Search) -> list[Tried]:
-    """The candidates with the shortest steps, one of each strategy."""
-    found: dict[str, Tried] = {}
-    for each in sorted(search.tried, key=lambda one: one.step_s):
-        if each.runs and each.step_s < float("inf"):
-            found.setdefault(each.candidate.strategy.name, each)
-    return list(found.values())[:_MOST]
+def _once(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Those without shared state, each once."""
+    return list(dict.fromkeys(each for each in candidates if not each.shard))
 
 
-def _in_other_counts(search: Search, start: Tried) -> Iterator[Candidate]:
-    """More micro-batches, or fewer, by twos, as long as that helps; none where the strategy chooses them itself."""
-    assert start.placed is not None
-    problem = start.placed.problem
-    if start.candidate.strategy.division(problem.graph) is Division.OWN:
-        return
-    for up in (True, False):
-        count, step_s = problem.micro_batches, start.step_s
-        while True:
-            count = count * 2 if up else count // 2
-            if not count or problem.batch_size % count:
-                break
-            yield dataclasses.replace(start.candidate, micro_batches=count, batch_size=problem.batch_size)
-            if search.tried[-1].step_s >= step_s:
-                break
-            step_s = search.tried[-1].step_s
+def _count(tried: Tried) -> int | None:
+    """Micro-batches of its placement; None where there is none."""
+    placed = (tried.same_as or tried).placed
+    return None if placed is None else placed.problem.micro_batches
+
+
+def _has_copies(tried: Tried) -> bool:
+    """Whether devices hold the same parameters."""
+    placed = (tried.same_as or tried).placed
+    assert placed is not None, "what has a step has a placement"
+    holders = holders_of(stage_work(placed.problem, placed.placement))
+    return any(len(devices) > 1 for devices in holders.values())
+
+
+def _bound_s(tried: Tried) -> float:
+    """Seconds below which no schedule of it can be; infinite where there is no placement."""
+    return (tried.same_as or tried).bound_s
+
+
+def _is_refused(tried: Tried) -> bool:
+    """Whether a limit, such as memory's, speaks against it under all schedules that were tried."""
+    reasons = [tried.refused, *(run.refused for run in tried.runs)]
+    return math.isinf(tried.step_s) and any(isinstance(each, InfeasibleError) for each in reasons)

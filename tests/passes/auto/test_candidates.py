@@ -1,0 +1,50 @@
+"""Which ways to a placement are tried, and what naming one of them means."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from autopipe.ir.problem import Constraint, Optimizer
+from autopipe.passes.auto.candidate import Candidate
+from autopipe.passes.auto.candidates import candidates
+from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
+from autopipe.passes.registry import strategy_names
+from autopipe.passes.request import Request
+from tests.passes.auto.models import cluster
+
+REQUEST = Request(Path("model.onnx"), cluster(2), None, None)
+
+
+def test_every_strategy_is_tried_but_those_that_follow_what_somebody_writes():
+    found = [each.strategy.name for each in candidates(REQUEST)]
+    assert set(found) == set(strategy_names()) - {"given", "manual"}
+
+
+def test_constraints_are_followed_by_manual_first():
+    asked = dataclasses.replace(REQUEST, constraints=(Constraint("*", stage=0),))
+    assert next(each.strategy.name for each in candidates(asked)) == "manual"
+
+
+def test_no_two_candidates_are_the_same():
+    found = list(candidates(REQUEST))
+    assert len(set(found)) == len(found)
+
+
+def test_a_candidate_settles_what_the_request_leaves_open():
+    candidate = Candidate(TesselShapes("m"), micro_batches=8, recompute="auto", shard=True)
+    settled = candidate.settled(REQUEST)
+    assert (settled.strategy, settled.micro_batches, settled.recompute) == (TesselShapes("m"), 8, "auto")
+    assert settled.optimizer == Optimizer(shard=True)
+
+
+def test_what_the_request_says_stands():
+    asked = dataclasses.replace(REQUEST, recompute="full", micro_batches=4, optimizer=Optimizer(shard=True))
+    settled = Candidate(TesselShapes()).settled(asked)
+    assert (settled.recompute, settled.micro_batches, settled.optimizer.shard) == ("full", 4, True)
+
+
+def test_a_choice_says_what_to_name():
+    choice = Candidate(TesselShapes("v", chunks=2, wave=True), 8, shard=True).choice(REQUEST, "zb_v")
+    assert choice.options == (("shape", "v"), ("chunks", "2"), ("wave", "true"))
+    assert (choice.schedule, choice.micro_batches, choice.recompute, choice.shard) == ("zb_v", 8, "none", True)
