@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autopipe.ir.placement import Placement, crossing_values
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.assignment import StageWork, stage_work
+from autopipe.passes.cost.equal_stages import Content
 from autopipe.passes.cost.exchange import exchange_seconds
 from autopipe.passes.cost.halves import waiting_state, weight_kept_bytes, weight_shares
 from autopipe.passes.cost.kept import Kept, kept_values
@@ -91,13 +92,19 @@ def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]
     copies = {name: len(devices) for name, devices in holders.items()}
     groups = _gradient_groups(problem, owned, holders)
     crossing = frozenset(name for work in works for name in work.received)
-    tensors = {work.problem.micro_batch_size: work.problem for work in works}
-    known = {size: _Tensors.of(own) for size, own in tensors.items()}
+    problems = {work.problem.micro_batch_size: work.problem for work in works}
+    known = {size: _Tensors.of(own) for size, own in problems.items()}
     states = (state_of(problem, own.items(), copies) for own in owned)
-    return tuple(
-        _stage_cost(work, state, known[work.problem.micro_batch_size], crossing, gradients)
-        for work, state, gradients in zip(works, states, groups, strict=True)
-    )
+    costed: dict[Hashable, StageCost] = {}
+    found = []
+    for work, state, gradients in zip(works, states, groups, strict=True):
+        tensors = known[work.problem.micro_batch_size]
+        content = Content(work, tensors.kept, tensors.widths, tensors.differentiable, crossing)
+        key = (content.key(), state) if len(works) > 1 else state
+        if key not in costed:
+            costed[key] = _stage_cost(work, state, tensors, crossing)
+        found.append(replace(costed[key], gradient_s=_gradient_seconds(problem, gradients)))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +138,8 @@ def _stage_cost(
     state: State,
     tensors: _Tensors,
     crossing: frozenset[str],
-    gradients: dict[tuple[int, ...], int],
 ) -> StageCost:
+    """All but the sum of gradients, which depends on where else the same parameters are."""
     problem, widths = work.problem, tensors.widths
     graph, recompute = problem.graph, work.stage.recompute and problem.train
     forward, backward, weight_gradient = _compute_seconds(work, tensors.differentiable)
@@ -155,7 +162,7 @@ def _stage_cost(
         else 0.0,
         weight_gradient_s=weight_gradient if problem.train else 0.0,
         split_s=_split_seconds(work) if problem.train else 0.0,
-        gradient_s=sum((exchange_of_gradients(problem, group).seconds(size) for group, size in gradients.items()), 0.0),
+        gradient_s=0.0,
         update_s=_update_seconds(work, state),
         parameter_bytes=state.parameter_bytes,
         gradient_bytes=state.gradient_bytes,
@@ -165,6 +172,10 @@ def _stage_cost(
         transient_bytes=transient,
         buffer_bytes=(received + sent) * (2 if problem.train else 1),
     )
+
+
+def _gradient_seconds(problem: Problem, gradients: Mapping[tuple[int, ...], int]) -> float:
+    return sum((exchange_of_gradients(problem, group).seconds(size) for group, size in gradients.items()), 0.0)
 
 
 def _compute_seconds(work: StageWork, gradient: frozenset[str]) -> tuple[float, float, float]:

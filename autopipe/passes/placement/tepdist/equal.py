@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from autopipe.ir.cluster import Cluster
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.precision import element_bytes
+from autopipe.passes.cost.reach import reach
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
 from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.spmd.search.ground import Terms
@@ -33,7 +32,7 @@ class Contents:
     def key(self, nodes: Sequence[int], devices: Sequence[int], terms: Terms) -> Hashable:
         """Equal for stages whose searches are equal, node by node in order; micro-batches in flight do not count."""
         known: dict[str, int] = {}
-        parts: list[Hashable] = [_reach(self.problem.cluster, devices), terms.recompute]
+        parts: list[Hashable] = [reach(self.problem.cluster, devices), terms.recompute]
         for node in nodes:
             each = self.problem.graph.nodes[node]
             read = tuple(self._read(name, known, terms) if name else None for name in each.inputs)
@@ -59,10 +58,3 @@ class Contents:
         known[name] = len(known)
         value = self.problem.graph.type_of(name)
         return value.dtype, value.shape, self.widths.get(name), name in self.gradient, given
-
-
-def _reach(cluster: Cluster, devices: Sequence[int]) -> Hashable:
-    """The devices' kinds, their order, and the levels that part neighbours: any two part at the outermost between."""
-    ranked = sorted(devices)
-    levels = tuple(cluster.level(first, second) for first, second in itertools.pairwise(ranked))
-    return tuple(cluster.devices[device] for device in devices), tuple(map(ranked.index, devices)), levels
