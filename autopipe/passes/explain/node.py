@@ -102,15 +102,40 @@ def split_changes(problem: Problem, placement: Placement, node: int) -> Iterator
 
 
 def move_changes(problem: Problem, placement: Placement, node: int) -> Iterator[Change]:
-    """The node in the stage before or after its own, its samples shared there where they can be."""
+    """The node in the stage before or after its own, samples shared there where they can be.
+
+    With it go the nodes of its stage that it reads from, or that read from it: stages are run one after the other.
+    """
     if placement.pipelines > 1:
         return
-    index = placement.stage_of()[node]
+    graph, index = problem.graph, placement.stage_of()[node]
     for other in (index - 1, index + 1):
-        if 0 <= other < len(placement.stages) and len(placement.stages[index].nodes) > 1:
-            moved = moved_nodes(problem, placement, (node,), index, other)
-            if moved is not None:
-                yield Change(f"moved to stage {other}", moved)
+        if not 0 <= other < len(placement.stages):
+            continue
+        along = _along(graph, placement.stages[index].nodes, node, later=other > index)
+        moved = None
+        if len(along) < len(placement.stages[index].nodes):
+            moved = moved_nodes(problem, placement, along, index, other)
+        if moved is not None:
+            why = "read from it" if other > index else "it reads from"
+            others = f", with {len(along) - 1} nodes that {why}" if len(along) > 1 else ""
+            yield Change(f"moved to stage {other}{others}", moved)
+
+
+def _along(graph: Graph, nodes: tuple[int, ...], node: int, later: bool) -> tuple[int, ...]:
+    """The node with all of a stage's, ascending, that read from it, directly or not; else with all it reads from."""
+    found = {node}
+    if later:
+        for each in nodes:
+            producers = {graph.producer(name) for name in graph.nodes[each].inputs if name}
+            if not found.isdisjoint(producers):
+                found.add(each)
+        return tuple(sorted(found))
+    for each in reversed(nodes):
+        if each in found:
+            producers = {graph.producer(name) for name in graph.nodes[each].inputs if name}
+            found.update(producer for producer in producers if producer in nodes)
+    return tuple(sorted(found))
 
 
 def moved_nodes(

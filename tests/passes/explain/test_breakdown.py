@@ -7,13 +7,10 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from autopipe.ir.breakdown import Breakdown
-from autopipe.ir.cluster import Cluster
-from autopipe.ir.placement import Placement, Split, Stage
-from autopipe.ir.problem import Mode, Optimizer, Problem
-from autopipe.ir.space import AxisKind
+from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.problem import Problem
 from autopipe.passes.cost.communication import all_reduce
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.splits import sample_axes
@@ -22,6 +19,7 @@ from autopipe.passes.registry import scheduler_class
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate
 from tests.passes.cost.graphs import cluster, perceptron, problem
+from tests.passes.explain.plans import plans
 
 
 def broken_down(given: Problem, placement: Placement, schedule: str = "1f1b") -> tuple[Breakdown, float]:
@@ -30,42 +28,6 @@ def broken_down(given: Problem, placement: Placement, schedule: str = "1f1b") ->
     found = scheduler_class(schedule)().run(given, placement)
     step_s = simulate(found, tuple(stage.devices for stage in placement.stages), prediction).end
     return breakdown(given, placement, found, prediction, step_s), step_s
-
-
-def two_kinds(devices: int) -> Cluster:
-    """A cluster whose second half is slower in products than in all else."""
-    found = cluster(devices)
-    slow = replace(found.devices[0], name="slow", peak_flops=(("fp32", found.devices[0].peak("fp32") / 3),))
-    return replace(
-        found, devices=tuple(slow if 2 * index >= devices else fast for index, fast in enumerate(found.devices))
-    )
-
-
-@st.composite
-def plans(draw: st.DrawFn) -> tuple[Problem, Placement, str]:
-    """Layers cut into stages anywhere, on groups of any size, each node split along any axis or none."""
-    graph = perceptron([16, *draw(st.lists(st.sampled_from([4, 16, 64]), min_size=1, max_size=4))])
-    bounds = sorted({0, *draw(st.sets(st.integers(1, len(graph.nodes) - 1), max_size=3))})
-    samples = sample_axes(graph)
-    stages, first = [], 0
-    for low, high in zip(bounds, [*bounds[1:], len(graph.nodes)], strict=True):
-        group = draw(st.sampled_from([1, 2, 4]))
-        splits = []
-        for node in range(low, high):
-            axes = [each for each in samples.uses[node].space.axes if each.kind is not AxisKind.WHOLE]
-            degree = draw(st.sampled_from([each for each in (1, 2, 4) if each <= group]))
-            axis = draw(st.sampled_from([each for each in axes if each.extent % degree == 0]))
-            splits += [(node, (Split(axis.name, degree),))] if degree > 1 else []
-        stages.append(
-            Stage(tuple(range(low, high)), tuple(range(first, first + group)), 8, tuple(splits), draw(st.booleans()))
-        )
-        first += group
-    spare = draw(st.integers(0, 1))
-    made = draw(st.sampled_from([cluster, two_kinds]))(first + spare)
-    mode = draw(st.sampled_from(Mode))
-    given = problem(graph, made, mode=mode, optimizer=Optimizer("adamw", shard=draw(st.booleans())))
-    schedule = draw(st.sampled_from(["1f1b", "gpipe", "zb_h1"] if mode is Mode.TRAIN else ["gpipe"]))
-    return given, Placement(tuple(stages)), schedule
 
 
 @settings(max_examples=60)

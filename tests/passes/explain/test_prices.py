@@ -1,0 +1,98 @@
+"""The stated price of a change is what planning the edited placement gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopipe.configs.load import load_configuration, resolve_cluster
+from autopipe.configs.zoo import build, configure
+from autopipe.passes.explain.helps import granted, wishes
+from autopipe.passes.explain.node import move_changes, node_report, split_changes
+from autopipe.passes.explain.prices import Price, cheapest
+from autopipe.passes.explain.stage import stage_changes
+from autopipe.passes.pipeline import Planned, make_plan
+from autopipe.passes.placement.given.written import written
+from autopipe.passes.registry import scheduler_class, strategy_class
+from autopipe.passes.request import Request
+
+GPT = {"layers": "2", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
+PLANS = {
+    "gpt, pipedream": ("gpt", GPT, "pipedream", "1f1b", 4),
+    "gpt, data parallel": ("gpt", GPT, "data_parallel", "gpipe", 4),
+    "gpt, searched": ("gpt", GPT, "tessel_shapes", "tessel", 2),
+    "mmt, graphpipe": ("mmt", {"layers": "1", "branches": "2", "loss": "true"}, "graphpipe", "kfkb", 4),
+}
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def planned(request, tmp_path_factory) -> Planned:
+    name, settings, strategy, schedule, devices = PLANS[request.param]
+    path: Path = tmp_path_factory.mktemp("models") / f"{name}.onnx"
+    build(configure(name, settings)).save(path)
+    cluster = resolve_cluster(load_configuration(words={"--gpus": str(devices)}))
+    return make_plan(Request(path, cluster, strategy_class(strategy)(), scheduler_class(schedule)(), batch_size=16))
+
+
+def forced(planned: Planned, price: Price) -> float:
+    """The step of the edited placement, written down and planned."""
+    strategy = written(planned.problem.graph, price.placement)
+    problem = planned.problem
+    request = replace(
+        planned.request, strategy=strategy, batch_size=problem.batch_size, micro_batches=problem.micro_batches
+    )
+    return make_plan(request).plan.summary.step_time_s
+
+
+def test_prices_of_a_nodes_other_places_are_what_planning_them_gives(planned: Planned) -> None:
+    problem, placement = planned.problem, planned.plan.placement
+    count = len(problem.graph.nodes)
+    tried = 0
+    for node in (count // 3, count // 2):
+        prices = cheapest(
+            planned, [*split_changes(problem, placement, node), *move_changes(problem, placement, node)], 2
+        )
+        for price in prices:
+            if price.step_s is not None:
+                assert forced(planned, price) == price.step_s, price.what
+                tried += 1
+    assert tried
+
+
+def test_prices_of_a_stages_other_forms_are_what_planning_them_gives(planned: Planned) -> None:
+    problem, placement = planned.problem, planned.plan.placement
+    prices = cheapest(planned, stage_changes(problem, placement, len(placement.stages) - 1), 2)
+    assert prices
+    for price in prices:
+        if price.step_s is not None:
+            assert forced(planned, price) == price.step_s, price.what
+
+
+def test_a_nodes_report_is_of_its_stage(planned: Planned) -> None:
+    problem, placement = planned.problem, planned.plan.placement
+    stages = placement.stage_of()
+    for node in range(0, len(problem.graph.nodes), 7):
+        report = node_report(problem, placement, node)
+        assert report.stage == stages[node]
+        assert report.splits == placement.stages[report.stage].splits_of(node)
+        assert {edge.value for edge in report.edges if edge.reads} == set(
+            filter(None, problem.graph.nodes[node].inputs)
+        )
+
+
+def test_what_helps_is_a_plan_of_the_changed_request(planned: Planned) -> None:
+    now = planned.plan.summary.samples_per_s
+    for wish in wishes(planned):
+        if "bandwidth" in wish.what:
+            found = granted(planned, wish, again=True)
+            assert found.samples_per_s == make_plan(wish.request).plan.summary.samples_per_s
+            kept = granted(planned, wish, again=False)
+            assert kept.samples_per_s is not None
+            assert kept.samples_per_s >= now * (1 - 1e-9), "no slower on faster links"
+        if "same size" in wish.what:
+            kept = granted(planned, wish, again=False)
+            assert kept.samples_per_s is not None
+            if planned.plan.summary.schedule != "tessel":
+                assert kept.samples_per_s >= now * (1 - 1e-9), "a longer step idles for a smaller part of it"
