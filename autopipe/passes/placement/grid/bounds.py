@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.communication import all_reduce
 from autopipe.passes.cost.fit import out_of_memory
 from autopipe.passes.cost.memory import state_of
+from autopipe.passes.cost.replicas import exchange_of_gradients
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.lower.stages import assign_nodes
 from autopipe.passes.placement.grid.degrees import Degrees
@@ -62,7 +62,7 @@ class Bounds:
         rounds = (self._micro_batches(size) + degrees.pipeline - 1) / degrees.pipeline
         share = self.gradient_bytes / degrees.pipeline / degrees.tensor
         replicas = degrees.groups()[0][:: degrees.tensor]
-        return rounds * self._work_s(degrees, size) + all_reduce(self.problem.cluster, replicas).seconds(share)
+        return rounds * self._work_s(degrees, size) + exchange_of_gradients(self.problem, replicas).seconds(share)
 
     def _micro_batches(self, size: int) -> int:
         return self.problem.batch_size // size
