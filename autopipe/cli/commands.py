@@ -26,7 +26,10 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
         "Look at checkpoints, check them, write trained weights as ONNX.",
     ),
     "zoo": ("autopipe.cli.zoo:zoo", "Build models of the papers as ONNX files."),
-    "bench": ("autopipe.cli.bench.command:bench", "Compute the tables and figures of a paper again, beside its own."),
+    "bench": (
+        "autopipe.cli.bench.command:bench",
+        "Compute papers' tables again, beside their own, and hold predictions against runs.",
+    ),
     "config": ("autopipe.cli.config:config", "Show and check configurations, list cluster presets."),
 }
 """A command's name -> (`module:attribute` of its click command, what the list of commands says of it).

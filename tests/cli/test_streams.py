@@ -35,7 +35,8 @@ COMMANDS: dict[tuple[str, ...], tuple[object, ...]] = {
     ("config", "clusters"): (),
 }
 """A command that works without starting ranks, and words to give it."""
-RUNNING = {("launch",), ("verify",), ("bench",)}
+BENCHMARKS = ("fidelity", "graphpipe", "pase", "tepdist", "tessel")
+RUNNING = {("launch",), ("verify",), *(("bench", name) for name in BENCHMARKS)}
 """Commands that start ranks or take long: what they print is tested where they do."""
 
 

@@ -1,4 +1,4 @@
-"""`autopipe bench`: a paper's tables and figures, theirs and ours side by side."""
+"""`autopipe bench`: papers' tables and figures, theirs and ours side by side; and predictions held against runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from autopipe.cli.bench.fidelity.command import fidelity
 from autopipe.cli.bench.row import Case, Row
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
@@ -21,45 +22,77 @@ if TYPE_CHECKING:
 
     from autopipe.cli.drawing.picture import Picture
 
-BENCHMARKS: Final = {
-    "graphpipe": "autopipe.cli.bench.graphpipe",
-    "pase": "autopipe.cli.bench.pase",
-    "tepdist": "autopipe.cli.bench.tepdist",
-    "tessel": "autopipe.cli.bench.tessel",
+PAPERS: Final = {
+    "graphpipe": "the GraphPipe paper",
+    "pase": "the PaSE paper",
+    "tepdist": "the TePDist paper",
+    "tessel": "the Tessel paper",
 }
-"""A benchmark's name -> the package whose `cases()` lists its parts."""
+"""A benchmark's name, that of the package here whose `cases()` lists its parts -> what it computes again."""
 
 
-@click.command()
-@click.argument("name", metavar="NAME", type=click.Choice(sorted(BENCHMARKS)))
-@click.option(
-    "--only",
-    metavar="CASE",
-    multiple=True,
-    help="Run this case alone (repeatable); a beginning takes all cases that begin so.",
-)
-@standard_options
-def bench(output: Output, name: str, only: tuple[str, ...]) -> None:
-    """Compute the tables and figures of the paper called NAME again.
+class Benchmarks(click.Group):
+    """A command for every paper of `PAPERS`, and those that are added."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, sorted."""
+        return sorted([*PAPERS, *self.commands])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name; None where there is none."""
+        return paper_command(cmd_name) if cmd_name in PAPERS else self.commands.get(cmd_name)
+
+
+@click.group(cls=Benchmarks)
+def bench() -> None:
+    """Compute the tables and figures of a paper again, or run all plans and hold predictions against that.
+
+    \b
+    Example:
+      autopipe bench tessel --only m/4
+      autopipe bench fidelity --only gpt --ranks 4
+    """
+
+
+bench.add_command(fidelity)
+
+
+def paper_command(name: str) -> click.Command:
+    """`autopipe bench NAME` for a paper."""
+
+    @click.command(
+        name,
+        help=f"""Compute the tables and figures of {PAPERS[name]} again.
 
     Search times are measured here and now; bubbles, periods and memory are computed; speed-ups come from the
     simulator. The note of every row says which.
 
     \b
     Example:
-      autopipe bench tessel
-      autopipe bench tessel --only m/4 --json
-    """
-    cases = importlib.import_module(BENCHMARKS[name]).cases()
-    chosen = _chosen(cases, only)
-    rows: list[Row] = []
-    with output.progress(f"bench {name}", total=len(chosen)) as bar:
-        for case in chosen:
-            bar.advance(0, note=f"{case.part}, {case.name}")
-            rows.extend(case.run())
-            bar.advance()
-    drawn = [] if output.as_json else [_drawn(picture, output) for case in chosen for picture in case.pictures()]
-    output.result({"rows": rows}, *_shown(rows), *itertools.chain.from_iterable(drawn))
+      autopipe bench {name}
+      autopipe bench {name} --json
+    """,
+    )
+    @click.option(
+        "--only",
+        metavar="CASE",
+        multiple=True,
+        help="Run this case alone (repeatable); a beginning takes all cases that begin so.",
+    )
+    @standard_options
+    def paper(output: Output, only: tuple[str, ...]) -> None:
+        cases = importlib.import_module(f"{__package__}.{name}").cases()
+        chosen = _chosen(cases, only)
+        rows: list[Row] = []
+        with output.progress(f"bench {name}", total=len(chosen)) as bar:
+            for case in chosen:
+                bar.advance(0, note=f"{case.part}, {case.name}")
+                rows.extend(case.run())
+                bar.advance()
+        drawn = [] if output.as_json else [_drawn(picture, output) for case in chosen for picture in case.pictures()]
+        output.result({"rows": rows}, *_shown(rows), *itertools.chain.from_iterable(drawn))
+
+    return paper
 
 
 def _chosen(cases: Sequence[Case], only: tuple[str, ...]) -> list[Case]:

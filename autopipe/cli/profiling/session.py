@@ -84,7 +84,7 @@ class Profiling:
             operations=operations,
             tasks=tasks,
             exchanges=exchanges,
-            processors=max(1, _processors() // self.threads) if device.type == "cpu" else None,
+            processors=max(1, processor_count() // self.threads) if device.type == "cpu" else None,
         )
         return costs, tuple(dict.fromkeys(refused))
 
@@ -125,7 +125,7 @@ class Profiling:
     def _product(self, device: torch.device) -> str:
         if device.type == "cuda":
             return str(torch.cuda.get_device_name(device))
-        return f"{_processor()}, {self.threads} thread{'s' if self.threads > 1 else ''}"
+        return f"{processor()}, {self.threads} thread{'s' if self.threads > 1 else ''}"
 
     def _how(self, device: torch.device, sizes: tuple[int, ...], train: bool) -> str:
         """One line for the file."""
@@ -148,12 +148,12 @@ class Profiling:
         return ", ".join(parts)
 
 
-def _processors() -> int:
+def processor_count() -> int:
     """On how many processors this process, and ranks that it starts, may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor's product name, as Linux tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

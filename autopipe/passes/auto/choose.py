@@ -6,6 +6,7 @@ import dataclasses
 import time
 
 from autopipe.passes.auto.candidates import candidates
+from autopipe.passes.auto.first import first_candidate
 from autopipe.passes.auto.search import Search
 from autopipe.passes.auto.variations import variations
 from autopipe.passes.base import Scheduler
@@ -23,21 +24,12 @@ _LAST = ("tessel",)
 def choose(request: Request, observer: Observer | None = None) -> Planned:
     """The plan with the shortest simulated step that any candidate gives, with what came of the others.
 
-    Candidates are weighed twice: each is placed, and its step simulated under one schedule; then all schedules are
-    tried on those whose placement bears a shorter step than the best so far. Raises what speaks against the first
-    candidates where none has a plan.
+    Raises what speaks against the first candidates where none has a plan.
     """
     runner = Runner(observer or Silent())
-    problem = open_problem(request, runner)
-    request = dataclasses.replace(request, batch_size=problem.batch_size)  # One batch for all, or steps tell nothing.
-    end = None if request.time_limit is None else time.monotonic() + request.time_limit
-    search = Search(request, runner, _schedulers(request), end)
-    search.try_all(candidates(request))
-    search.try_all(variations(search, problem))
-    search.schedule_all()
-    best = search.best
-    if best is None:
-        raise search.reason()
+    search = weigh(request, runner)
+    request, best = search.request, search.best
+    assert best is not None
     assert best.placed is not None
     run = best.best
     assert run is not None and run.scheduled is not None
@@ -45,6 +37,25 @@ def choose(request: Request, observer: Observer | None = None) -> Planned:
     found = planned(settled, best.candidate.strategy, run.scheduler, best.placed, run.scheduled, runner)
     rows = tuple(row for each in search.tried for row in each.alternatives(request))
     return dataclasses.replace(found, plan=dataclasses.replace(found.plan, alternatives=rows))
+
+
+def weigh(request: Request, runner: Runner) -> Search:
+    """All that is tried for a request, with a best plan among it.
+
+    Candidates are weighed twice: each is placed, and its step simulated under one schedule; then all schedules are
+    tried on those whose placement bears a shorter step than the best so far. Raises as `choose` does.
+    """
+    problem = open_problem(request, runner)
+    request = dataclasses.replace(request, batch_size=problem.batch_size)  # One batch for all, or steps tell nothing.
+    end = None if request.time_limit is None else time.monotonic() + request.time_limit
+    search = Search(request, runner, _schedulers(request), end)
+    search.try_all(each for each in (first_candidate(request),) if each is not None)
+    search.try_all(candidates(request))
+    search.try_all(variations(search, problem))
+    search.schedule_all()
+    if search.best is None:
+        raise search.reason()
+    return search
 
 
 def weighed_names(request: Request) -> tuple[str, ...]:

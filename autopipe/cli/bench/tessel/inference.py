@@ -36,7 +36,7 @@ def _rows() -> Iterator[Row]:
         variants: dict[str, tuple[Placement, Scheduler]] = {
             "tessel": (TesselShapes("k").run(problem), Tessel()),
             "1f1b": (TesselShapes("v").run(problem), OneForwardOneBackward()),
-            "tensor_parallel": (_tensor_parallel(problem), GPipe()),
+            "tensor_parallel": (tensor_parallel(problem), GPipe()),
         }
         ends = {name: [step_seconds(_of(problem, count), *way) for count in _COUNTS] for name, way in variants.items()}
         yield from _compared(size, ends)
@@ -79,7 +79,7 @@ def _compared(size: int, ends: dict[str, list[float]]) -> Iterator[Row]:
     )
 
 
-def _tensor_parallel(problem: Problem) -> Placement:
+def tensor_parallel(problem: Problem) -> Placement:
     """All products split over all devices."""
     model = costed_model(problem)
     nodes = range(len(problem.graph.nodes))

@@ -57,7 +57,7 @@ _Placements = Callable[[Problem], Iterable[Placement]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class Way:
     """A schedule with the placements it is used on."""
 
     name: str
@@ -78,22 +78,13 @@ def training() -> list[Case]:
 
 def _rows(model: _Model, size: str, devices: int) -> Iterator[Row]:
     case = f"{model.name}-{size}/p={devices}"
-    ours = _Way("tessel", _shape(model.shape), Tessel(time_limit=10.0), None)
-    baselines = (
-        _Way("1f1b_plus", _shape(model.shape), OneForwardOneBackwardPlus(), "1f1b_plus"),
-        _Way("1f1b, equal groups", equal_groups, OneForwardOneBackward(), "1f1b"),
-        _Way("1f1b, tables apart", tables_apart, OneForwardOneBackward(), None),
-        _Way("chimera", _shape("x"), Chimera(), None),
-    )
-    problems = [
-        problem_on_v100(model.name, model.settings(size), devices, _BATCH, micro_batch_size)
-        for micro_batch_size in _MICRO_BATCH_SIZES
-    ]
+    ours = Way("tessel", in_shape(model.shape), Tessel(time_limit=10.0), None)
+    problems = problems_of(model.name, model.settings(size), devices, _BATCH)
     lengths = ", ".join(f"{name} {count} tokens" for name, count in model.tokens.items())
-    least, note = _best(problems, ours)
+    least, note = best_step(problems, ours)
     yield _throughput(case, ours, least, f"{note}; {lengths}")
-    for way in baselines:
-        step, note = _best(problems, way)
+    for way in baselines(model.shape):
+        step, note = best_step(problems, way)
         yield _throughput(case, way, step, f"{note}; {lengths}")
         theirs = model.speedup[way.published] if way.published else None
         figure = step / least if step and least else None
@@ -101,11 +92,26 @@ def _rows(model: _Model, size: str, devices: int) -> Iterator[Row]:
         yield Row(case, "speedup", theirs, figure, "times", f"tessel over {way.name}", meaning)
 
 
-def _throughput(case: str, way: _Way, step: float | None, note: str) -> Row:
+def problems_of(model: str, settings: Mapping[str, Setting], devices: int, batch: int) -> list[Problem]:
+    """The model in micro-batches of each size that is tried."""
+    return [problem_on_v100(model, settings, devices, batch, each) for each in _MICRO_BATCH_SIZES]
+
+
+def baselines(shape: str) -> tuple[Way, ...]:
+    """What the paper compares its shape with, and Chimera."""
+    return (
+        Way("1f1b_plus", in_shape(shape), OneForwardOneBackwardPlus(), "1f1b_plus"),
+        Way("1f1b, equal groups", equal_groups, OneForwardOneBackward(), "1f1b"),
+        Way("1f1b, tables apart", tables_apart, OneForwardOneBackward(), None),
+        Way("chimera", in_shape("x"), Chimera(), None),
+    )
+
+
+def _throughput(case: str, way: Way, step: float | None, note: str) -> Row:
     return Row(case, "throughput", None, _BATCH / step if step else None, "samples/s", way.name, note)
 
 
-def _best(problems: Sequence[Problem], way: _Way) -> tuple[float | None, str]:
+def best_step(problems: Sequence[Problem], way: Way) -> tuple[float | None, str]:
     """Seconds of the fastest step over micro-batch sizes and placements, and how it came about."""
     best: tuple[float, int] | None = None
     refusal = "out of memory"
@@ -120,7 +126,7 @@ def _best(problems: Sequence[Problem], way: _Way) -> tuple[float | None, str]:
     return (None, refusal) if best is None else (best[0], f"{_ASSUMPTIONS}, here {best[1]}")
 
 
-def _fastest(problem: Problem, way: _Way) -> float:
+def _fastest(problem: Problem, way: Way) -> float:
     """The shortest step of the placements that fit, without simulating those whose busiest device alone takes longer.
 
     Raises InfeasibleError where none fits.
@@ -142,7 +148,9 @@ def _fastest(problem: Problem, way: _Way) -> float:
     return best
 
 
-def _shape(name: str) -> _Placements:
+def in_shape(name: str) -> _Placements:
+    """The placements in a shape of the paper: one a problem."""
+
     def placements(problem: Problem) -> Iterator[Placement]:
         yield with_layers_recomputed(TesselShapes(name).run(problem))
 

@@ -1,0 +1,107 @@
+"""One process of a crew: joins the world once, then runs its rank's file of each program that it is given."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+PATIENCE_S = 300.0
+"""What a rank waits for another one at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What the ranks are to run together."""
+
+    program: str
+    """Its folder."""
+    data: str
+    """Samples, `FILE.npz`."""
+    report: str
+    """A new file, for one line a step."""
+    steps: int
+    recorded_steps: int
+    """So many of them, from the first on, are run with the allocations of `recorded_rank` counted."""
+    recorded_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came of it on one rank."""
+
+    error: str = ""
+    """The traceback of what ended it."""
+    peak_memory_bytes: int = 0
+    """Allocated at most, where that was counted."""
+
+
+def serve(rank: int, size: int, store: str, connection: Connection) -> None:
+    """Run what comes until the other end closes; the first reply says that the world is there."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+
+    torch.set_num_threads(1)
+    world = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(value) for name, value in world.items()})
+    sys.dont_write_bytecode = True
+    dist.init_process_group(
+        "gloo", store=FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE_S)
+    )
+    gc.freeze()  # To look through torch after every program would take longer than a program.
+    connection.send(Reply())
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), _as_main(task):
+                reply = Reply(peak_memory_bytes=_run(rank, task))
+        except BaseException:  # noqa: BLE001 - whatever ends a program is told, and the parent ends this process
+            reply = Reply(error=traceback.format_exc())
+        connection.send(reply)
+        # Groups end their threads where nothing refers to them any more; each polls a hundred times a second.
+        gc.collect()
+
+
+def _run(number: int, task: Task) -> int:
+    """Run the steps; the bytes that were allocated at most, where this rank counts."""
+    from autopipe.backends.torch.crew.allocations import Allocations, parameter_bytes
+
+    allocations, counts = Allocations(), number == task.recorded_rank
+    with allocations.recorded() if counts else contextlib.nullcontext():
+        found = runpy.run_path(str(Path(task.program) / f"rank_{number:03d}.py"), run_name="program")
+        rank: Any = found["rank"]
+        rank.set_up()
+        for _ in range(task.recorded_steps):
+            rank.run(found["step"])
+    for _ in range(task.steps - task.recorded_steps):
+        rank.run(found["step"])
+    held = parameter_bytes(rank)
+    rank.transport.stop()
+    return allocations.peak_bytes + held if counts else 0
+
+
+@contextlib.contextmanager
+def _as_main(task: Task) -> Iterator[None]:
+    """The module path and command line that a process of its own would have."""
+    sys.argv = ["rank", "--device", "cpu", "--steps", str(task.steps), "--data", task.data, "--report", task.report]
+    sys.path.insert(0, task.program)
+    try:
+        yield
+    finally:
+        sys.path.remove(task.program)
+        for name in [name for name in sys.modules if name.startswith("stage_")]:
+            del sys.modules[name]

@@ -1,0 +1,106 @@
+"""The cases that Tessel, GraphPipe, PaSE and TePDist are about, at their sizes, against their papers' baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from autopipe.cli.bench.auto import baselines
+from autopipe.cli.bench.auto.baselines import Baseline
+from autopipe.cli.bench.auto.chosen import Asked, chosen, decision
+from autopipe.cli.bench.auto.shapes import class_parts, is_around_tables, row_parts, stages_beside
+from autopipe.cli.bench.row import Case, Row
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.placement import Placement
+from autopipe.ir.problem import Mode, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What tells a paper's placement: 0 where another one does not have it, of parts 1."""
+
+    name: str
+    of: Callable[[Problem, Placement], int]
+
+
+TABLES = Shape("is_around_tables", is_around_tables)
+BESIDE = Shape("stages_beside", stages_beside)
+CLASSES = Shape("class_parts", class_parts)
+ROWS = Shape("row_parts", row_parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """A case of a paper: what is asked for, what its placement looks like, and what it is compared with there."""
+
+    asked: Asked
+    shapes: tuple[Shape, ...]
+    baselines: Callable[[Asked], Iterator[Baseline]]
+
+    @property
+    def name(self) -> str:
+        """`gpt-11b/p=4`; of inference the samples, too."""
+        asked = self.asked
+        samples = "" if asked.mode is Mode.TRAIN else f"/{asked.batch}"
+        return f"{asked.model}-{dict(asked.settings)['size']}/p={asked.devices}{samples}"
+
+
+_V100 = "v100-32gb"
+_SUMMIT = "summit"
+
+HEADLINES = (
+    *(
+        Headline(
+            Asked("gpt", (("size", size), ("sequence", 1024)), _V100, devices, 128, "fp16"),
+            (TABLES, CLASSES),
+            baselines.of_tessel_training,
+        )
+        for devices, size in ((4, "11b"), (8, "24b"))
+    ),
+    *(
+        Headline(
+            Asked("mt5", (("size", size), ("source", 512), ("target", 512)), _V100, devices, 128, "fp16"),
+            (TABLES, CLASSES),
+            baselines.of_tessel_training,
+        )
+        for devices, size in ((4, "1.8b"), (8, "9.5b"))
+    ),
+    *(
+        Headline(
+            Asked("flava", (("size", "paper"),), _V100, 4, samples, "fp16", Mode.INFER, micro_batch_size=1),
+            (BESIDE,),
+            baselines.of_tessel_inference,
+        )
+        for samples in (1, 4)
+    ),
+    *(
+        Headline(Asked(model, (("size", "paper"),), _SUMMIT, devices, batch), (BESIDE,), baselines.of_graphpipe)
+        for model, batches in (("mmt", (128, 512)), ("dlrm", (512, 2048)), ("candle-uno", (8192, 32768)))
+        for devices, batch in zip((8, 32), batches, strict=True)
+    ),
+    Headline(Asked("vgg19", (("size", "million"),), "tepdist-m8", 8, 256), (CLASSES,), baselines.of_tepdist),
+    Headline(Asked("rnnlm", (("size", "paper"),), "1080ti-pcie", 32, 64), (CLASSES, ROWS), baselines.of_pase),
+)
+
+
+def headlines() -> list[Case]:
+    """One case a model and number of devices."""
+    return [Case(each.name, "headlines", partial(_rows, each)) for each in HEADLINES]
+
+
+def _rows(headline: Headline) -> Iterator[Row]:
+    case, asked = headline.name, headline.asked
+    try:
+        found = chosen(asked)
+    except InfeasibleError as error:
+        yield Row(case, "step_time_s", None, None, "s", "auto", error.message)
+        return
+    step_s, placement = found.timeline.end, found.plan.placement
+    note = f"simulated: {asked.preset}, {asked.precision}, {asked.batch} samples; {decision(found)}"
+    yield Row(case, "step_time_s", None, step_s, "s", "auto", note)
+    for shape in headline.shapes:
+        yield Row(case, shape.name, None, float(shape.of(found.problem, placement)), "", "auto", decision(found))
+    for baseline in headline.baselines(asked):
+        figure = baseline.step_s / step_s if baseline.step_s else None
+        yield Row(case, "speedup", baseline.theirs, figure, "times", f"auto over {baseline.name}", baseline.note)
