@@ -4,11 +4,17 @@ Jeon et al., "GraphPipe" (2024), Algorithm 1, asks for the fewest samples in fli
 it is the other way round, which is the same question: for each number of micro-batches in flight at the source (its
 *level*, under 1F1B one more than the highest level of its successors) the fewest devices. Devices of parts in series
 and in parallel then both add up, and one table serves all numbers of devices.
+
+Where devices are of several kinds, which stand in runs, their number is counted from the last device on: so many that
+are taken say whose turn it is, and fewer taken are never worse. A stage has devices of one run; those that are left
+over where a run goes on to the one before count as taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import bisect
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +35,8 @@ class Piece:
     start: int
     stop: int
     level: int
+    run: int
+    """The run of its devices."""
 
 
 class Front:
@@ -75,14 +83,21 @@ class Front:
 
 
 class Search:
-    """One probe: `needs(level)[start, stop]` are the fewest devices on which blocks `start` to `stop - 1` meet the
-    target as one stage with `level` micro-batches in flight; `NEVER` where they do not. There are `devices` in all."""
+    """One probe: `needs(level)[run][start, stop]` are the fewest devices of a run on which blocks `start` to `stop - 1`
+    meet the target as one stage with `level` micro-batches in flight; `NEVER` where they do not. `runs` says how many
+    devices there are of each."""
 
     def __init__(
-        self, needs: Callable[[int], Devices], places: int, devices: int, levels: int, traced: bool = False
+        self,
+        needs: Callable[[int], tuple[Devices, ...]],
+        places: int,
+        runs: Sequence[int],
+        levels: int,
+        traced: bool = False,
     ) -> None:
         self.needs, self.places, self.levels, self.traced = needs, places, levels, traced
-        self.most_devices = devices
+        self.ends = tuple(itertools.accumulate(reversed(runs)))
+        """How many devices are taken at most with those of each run, the last run first."""
         self.pieces: list[tuple[Piece, int]] = []
         """Stages of ways, each with the number of the next one on its way; -1 at the end."""
 
@@ -120,9 +135,9 @@ class Search:
             stops = (seen < NEVER).nonzero()[0]
             if not len(stops):
                 continue
-            sums = self.needs(level)[run.start : run.stop, stops + run.start + 1] + seen[stops]
+            sums = self._taken(level, run, stops + run.start + 1, seen[stops])
             devices = sums.min(axis=1)
-            better = (devices < best) & (devices <= self.most_devices)
+            better = (devices < best) & (devices <= self.ends[-1])
             if not better.any():
                 continue
             if level < most:
@@ -134,8 +149,19 @@ class Search:
                 for place in np.flatnonzero(better):
                     stop = int(chosen[place])
                     front.ways[level, run.start + place] = len(self.pieces)
-                    piece = Piece(run.start + int(place), stop, level)
+                    turn = bisect.bisect_left(self.ends, int(devices[place]))
+                    piece = Piece(run.start + int(place), stop, level, len(self.ends) - 1 - turn)
                     self.pieces.append((piece, int(front.ways[level - 1, stop])))
+
+    def _taken(self, level: int, run: Run, stops: NDArray[np.int64], seen: Devices) -> Devices:
+        """The devices taken with a stage from each place of a run of blocks to `stops`, where `seen` are behind it."""
+        found: list[Devices] = []
+        start = 0
+        for needs, end in zip(reversed(self.needs(level)), self.ends, strict=True):
+            sums = needs[run.start : run.stop, stops] + (np.maximum(seen, start) if start else seen)
+            found.append(sums if end == self.ends[-1] else np.where(sums > end, NEVER, sums).astype(np.int16))
+            start = end
+        return found[0] if len(found) == 1 else np.minimum.reduce(found)
 
     def _fork(self, branches: tuple[tuple[Region, ...], ...], start: int, stop: int, front: Front, most: int) -> None:
         """Whatever joins the branches has one level; a stage before them sees the highest level of their sources."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopipe.ir.cluster import Device
 from autopipe.ir.problem import Problem, Work
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.splits import SampleAxes
@@ -36,10 +38,15 @@ class NodeSeconds:
 
         self._undivided: dict[int, Seconds] = {}
 
-    def of(self, size: int, degree: int) -> tuple[Seconds, Seconds]:
-        """Forward and backward of each node, backward 0 without training."""
+    def of(self, size: int, degree: int, devices: Sequence[Device]) -> tuple[Seconds, Seconds]:
+        """Forward and backward of each node on the slowest of `devices`, backward 0 without training."""
+        every = [self._on(device, size, degree) for device in devices]
+        forward, backward = (np.maximum.reduce([each[phase] for each in every]) for phase in (0, 1))
+        return forward, backward
+
+    def _on(self, device: Device, size: int, degree: int) -> tuple[Seconds, Seconds]:
         problem = self.problem
-        part, device = size / problem.micro_batch_size, problem.cluster.devices[0]
+        part = size / problem.micro_batch_size
         shares = np.where(self.axes, 1.0 / degree, 1.0)
         work = [_between(half, whole, part) for half, whole in self.works]
         forward, backward = node_seconds(work, device, problem.precision, shares)

@@ -13,6 +13,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.chain_tables import Tables, make_tables
 from autopipe.passes.cost.fit import out_of_memory
+from autopipe.passes.cost.kinds import alike_runs
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.roofline import accumulate_per_byte
@@ -73,15 +74,16 @@ class Sizes:
         self.degrees = range(1, devices + 1)
         self.bound = min(load * (problem.batch_size // size) for size, load in self.loads.items())
         self._problems: dict[int, Problem] = {}
-        several = devices > problem.cluster.levels[0].size
+        several = problem.cluster.node_count > 1
         self.close = _CLOSE_AMONG_NODES if several else _CLOSE
 
     def _load(self, size: int) -> float:
-        """What a micro-batch takes on one device, at least once for each parameter and each operator."""
-        problem = self.problem
-        every = float(sum(each.sum() for each in self.seconds.of(size, 1)))
+        """What a micro-batch takes on the fastest device, at least once for each parameter and each operator."""
+        problem, kinds = self.problem, self.problem.cluster.kinds
+        phases = zip(*(self.seconds.of(size, 1, (device,)) for device in kinds), strict=True)
+        every = float(sum(np.minimum.reduce(each).sum() for each in phases))
         names = ((parameter.value.name, 1) for parameter in problem.graph.parameters)
-        added = accumulate_per_byte(problem.cluster.devices[0]) * state_of(problem, names).gradient_bytes
+        added = min(map(accumulate_per_byte, kinds)) * state_of(problem, names).gradient_bytes
         return every + added * (1 - size / problem.batch_size)
 
     def best(self, trees: Iterable[Tree]) -> Placement:
@@ -174,9 +176,16 @@ class Sizes:
         problem, devices = self.problem, self.problem.cluster.size
         shared = bool(problem.graph.batch_axes)
         allowed = [degree for degree in degrees if size % degree == 0 and (shared or degree == 1)]
-        ways = [way for degree in allowed for way in ways_of(tables, self.seconds, size, degree)]
-        limit = min(map(problem.memory_of, range(devices))) + spare
-        return make_prices(ways, size, problem.batch_size // size, limit, devices)
+        runs = alike_runs(problem.cluster)
+        ways = [
+            way
+            for index, run in enumerate(runs)
+            for degree in allowed
+            if degree <= len(run)
+            for way in ways_of(tables, self.seconds, size, degree, index)
+        ]
+        limits = [min(map(problem.memory_of, run)) + spare for run in runs]
+        return make_prices(ways, size, problem.batch_size // size, [len(run) for run in runs], limits, devices)
 
     def _placement(self, found: _Found) -> Placement:
         drafts, size = found.answer.drafts, found.answer.size
@@ -199,7 +208,9 @@ class Sizes:
             low, high = (low, middle) if answer(middle) else (middle, high)
         found = answer(high)
         assert found is not None, "what met the limit meets it again"
-        worst = max(range(len(found.drafts)), key=lambda stage: found.drafts[stage].memory)
-        device = self._placement(_Found(found, line)).stages[worst].devices[0]
+        firsts = [stage.devices[0] for stage in self._placement(_Found(found, line)).stages]
+        excess = [draft.memory - problem.memory_of(first) for draft, first in zip(found.drafts, firsts, strict=True)]
+        worst = max(range(len(firsts)), key=excess.__getitem__)
+        device = firsts[worst]
         need = max(found.drafts[worst].memory, problem.memory_of(device) + 1)
         return out_of_memory(problem, [worst], len(found.drafts), device, need, least=True)

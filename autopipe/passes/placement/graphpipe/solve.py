@@ -80,11 +80,13 @@ class Solver:
         """
         best = answer
         while True:
-            spare = self.devices - sum(draft.degree for draft in best.drafts)
+            spare = list(prices.runs)
+            for draft in best.drafts:
+                spare[draft.run] -= draft.degree
             others = [
                 self._judged((*best.drafts[:stage], wider, *best.drafts[stage + 1 :]), prices)
                 for stage, draft in enumerate(best.drafts)
-                for wider in self._wider(draft, prices, spare)
+                for wider in self._wider(draft, prices, spare[draft.run])
             ]
             if len(best.drafts) <= _FEW_STAGES:
                 others += (self._judged(drafts, prices) for drafts in self._moved(best.drafts, prices))
@@ -111,16 +113,17 @@ class Solver:
         """A stage of other blocks on as many devices; None where they cannot be shared or memory does not hold it."""
         at = (start, stop)
         for price in prices.each:
-            alike = (price.way.degree, price.way.recompute) == (draft.degree, draft.recompute)
+            way = price.way
+            alike = (way.run, way.degree, way.recompute) == (draft.run, draft.degree, draft.recompute)
             if alike and price.seconds[at] < np.inf and price.most[at] >= draft.in_flight:
                 return Draft.of(price.way, start, stop, draft.in_flight)
         return None
 
     def _wider(self, draft: Draft, prices: Prices, spare: int) -> Iterator[Draft]:
-        """A stage on more devices, `spare` at most, with what it keeps in flight."""
+        """A stage on more devices of its run, `spare` at most, with what it keeps in flight."""
         for price in prices.each:
             at = (draft.start, draft.stop)
-            more = price.way.degree - draft.degree
+            more = price.way.degree - draft.degree if price.way.run == draft.run else 0
             if 0 < more <= spare and price.seconds[at] < np.inf and price.most[at] >= draft.in_flight:
                 yield Draft.of(price.way, draft.start, draft.stop, draft.in_flight)
 
@@ -157,7 +160,7 @@ class Solver:
 
     def _search(self, prices: Prices, target: float, levels: int, traced: bool = False) -> Search:
         needs = prices.needs(target, levels)
-        return Search(needs.__getitem__, prices.places, self.devices, levels, traced)
+        return Search(needs.__getitem__, prices.places, prices.runs, levels, traced)
 
     def _answer(self, prices: Prices, target: float, levels: int) -> Answer:
         """The line that meets the target with the fewest micro-batches in flight."""
@@ -171,12 +174,12 @@ class Solver:
         search = self._search(prices, target, levels, traced=True)
         drafts = []
         for piece in search.way(search.least(self.line.regions)[1]):
-            way = prices.way(piece.start, piece.stop, piece.level, target)
+            way = prices.way(piece, target)
             drafts.append(Draft.of(way, piece.start, piece.stop, min(piece.level, prices.micro_batches)))
         return self._judged(tuple(drafts), prices)
 
     def _judged(self, drafts: tuple[Draft, ...], prices: Prices) -> Answer:
-        memory = max(draft.memory for draft in drafts) / prices.limit
+        memory = max(draft.memory / prices.limits[draft.run] for draft in drafts)
         before = self._before(drafts)
         step = step_seconds(drafts, before, prices.micro_batches, self.train)
         return Answer(drafts, prices.size, max(stage_depths(before)), step, memory)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.placement import Stage
 from autopipe.passes.cost.chain import Chain
+from autopipe.passes.cost.kinds import alike_runs
 from autopipe.passes.cost.splits import SampleAxes
 from autopipe.passes.placement.graphpipe.ways import Way
 
@@ -18,6 +19,8 @@ class Draft:
 
     start: int
     stop: int
+    run: int
+    """The run of the cluster's devices that it is to have its own from."""
     degree: int
     recompute: bool
     forward: float
@@ -39,6 +42,7 @@ class Draft:
         return Draft(
             start,
             stop,
+            way.run,
             way.degree,
             way.recompute,
             forward=float(way.forward[at]),
@@ -56,20 +60,21 @@ def stages_of(
 ) -> tuple[Stage, ...]:
     """Stages in the line's order, on micro-batches of `size` samples."""
     stages = []
-    for draft, devices in zip(drafts, groups(cluster, [draft.degree for draft in drafts]), strict=True):
+    for draft, devices in zip(drafts, groups(alike_runs(cluster), drafts), strict=True):
         nodes = chain.nodes(draft.start, draft.stop)
         stages.append(Stage(nodes, devices, size, samples.splits(nodes, draft.degree), draft.recompute))
     return tuple(stages)
 
 
-def groups(cluster: Cluster, degrees: Sequence[int]) -> list[tuple[int, ...]]:
-    """Neighbouring devices for each stage, larger groups first: where degrees and nodes are powers of two, no group
-    that would fit into a node then lies in two. Among equal ones neighbours in the line are neighbours."""
-    order = sorted(range(len(degrees)), key=lambda stage: -degrees[stage])
-    found: list[tuple[int, ...]] = [()] * len(degrees)
-    first = 0
+def groups(runs: Sequence[range], drafts: Sequence[Draft]) -> list[tuple[int, ...]]:
+    """Neighbouring devices of its run for each stage, larger groups first: where degrees and nodes are powers of two,
+    no group that would fit into a node then lies in two. Among equal ones neighbours in the line are neighbours."""
+    order = sorted(range(len(drafts)), key=lambda stage: -drafts[stage].degree)
+    found: list[tuple[int, ...]] = [()] * len(drafts)
+    firsts = [run.start for run in runs]
     for stage in order:
-        found[stage] = tuple(range(first, first + degrees[stage]))
-        first += degrees[stage]
-    assert first <= cluster.size, "stages have more devices than there are"
+        run, degree = drafts[stage].run, drafts[stage].degree
+        found[stage] = tuple(range(firsts[run], firsts[run] + degree))
+        firsts[run] += degree
+    assert all(first <= run.stop for first, run in zip(firsts, runs, strict=True)), "more devices than there are"
     return found

@@ -11,7 +11,8 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.fit import check_operators
-from autopipe.passes.cost.roofline import node_seconds
+from autopipe.passes.cost.roofline import mean_seconds
+from autopipe.passes.orders import best_order
 from autopipe.passes.placement.graphpipe.check import check_stages
 from autopipe.passes.placement.graphpipe.notes import region_notes
 from autopipe.passes.placement.graphpipe.orders import other_orders
@@ -50,8 +51,12 @@ class GraphPipe:
         memory holds no stages, saying by how much those that need least exceed it, ConfigurationError for a constraint
         that the stages do not fulfil.
         """
+        return best_order(problem, self._placed)
+
+    def _placed(self, problem: Problem) -> Placement:
+        """The placement with the cluster's devices in the order in which they are."""
         units = make_units(problem.graph)
-        forward, backward = node_seconds(problem.work, problem.cluster.devices[0], problem.precision)
+        forward, backward = mean_seconds(problem)
         weights = [float((forward + backward)[list(nodes)].sum()) for nodes in units.nodes]
         found = decompose(units.needs, weights)
         trees = itertools.chain((found.tree,), other_orders(found.tree, units.needs, weights))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Cluster, Link
 from autopipe.passes.cost.chain_tables import Tables
+from autopipe.passes.cost.kinds import alike_runs, kinds_of
 from autopipe.passes.cost.ranges import Matrix, range_sums
 from autopipe.passes.cost.replicas import exchange_of_gradients, updated_part
 from autopipe.passes.cost.roofline import accumulate_per_byte, task_seconds, update_line
@@ -21,11 +22,13 @@ from autopipe.passes.placement.graphpipe.seconds import NodeSeconds
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way of running stretches: on `degree` devices, with or without recomputation.
+    """A way of running stretches: on `degree` devices of a run of like ones, with or without recomputation.
 
     Every matrix is indexed by (first block, block after the last); seconds are those of a micro-batch.
     """
 
+    run: int
+    """Which of the cluster's runs of devices that a stage may have."""
     degree: int
     recompute: bool
     forward: Matrix
@@ -55,17 +58,22 @@ class Way:
         return np.clip(np.where(room < 0, 0, found), 0, levels).astype(np.int16)
 
 
-def ways_of(tables: Tables, seconds: NodeSeconds, size: int, degree: int) -> Iterator[Way]:
-    """The ways that the problem's recomputation leaves, with micro-batches of `size` samples."""
+def ways_of(tables: Tables, seconds: NodeSeconds, size: int, degree: int, run: int = 0) -> Iterator[Way]:
+    """The ways that the problem's recomputation leaves, with micro-batches of `size` samples.
+
+    `run` is that of the devices, as `alike_runs` counts them.
+    """
     problem, chain = tables.problem, tables.chain
+    devices = alike_runs(problem.cluster)[run]
+    kinds = kinds_of(problem.cluster, devices)
     part = size / problem.micro_batch_size / degree
     received, sent, kept, workspace = (
         each.cut * part + each.whole for each in (tables.received, tables.sent, tables.kept, tables.workspace)
     )
-    link = _mean_link(problem.cluster, degree)
-    forward, backward = (range_sums(chain.by_block(each)) for each in seconds.of(size, degree))
+    link = _mean_link(problem.cluster, devices, degree)
+    forward, backward = (range_sums(chain.by_block(each)) for each in seconds.of(size, degree, kinds))
     uneven = seconds.undivided(degree)
-    device = problem.cluster.devices[0]
+    device = max(kinds, key=accumulate_per_byte)
     starts = task_seconds(device)
     forward += starts[0]
     if uneven.any():
@@ -74,29 +82,34 @@ def ways_of(tables: Tables, seconds: NodeSeconds, size: int, degree: int) -> Ite
     always = tables.held(degree) + workspace + received + sent
     if not problem.train:
         zero = np.zeros_like(forward)
-        yield Way(degree, False, forward, zero, arriving, zero, zero, always, zero)
+        yield Way(run, degree, False, forward, zero, arriving, zero, zero, always, zero)
         return
     backward += starts[1] + tables.gradients * accumulate_per_byte(device) * (1 - size / problem.batch_size)
     returning = tables.leaving * link.latency_s + sent / link.bandwidth_bytes_per_s
     update = update_line(device, problem.optimizer.states)
     end = tables.gradients * updated_part(problem, degree) * update.per_byte_s + update.fixed_s * (tables.gradients > 0)
-    end += exchange_of_gradients(problem, range(degree)).seconds_each(tables.gradients)
+    end += exchange_of_gradients(problem, devices[:degree]).seconds_each(tables.gradients)
     always = always + received + sent
     if problem.recompute != "full":
-        yield Way(degree, False, forward, backward, arriving, returning, end, always, kept)
+        yield Way(run, degree, False, forward, backward, arriving, returning, end, always, kept)
     if problem.recompute != "none":
-        yield Way(degree, True, forward, forward + backward, arriving, returning, end, always + kept, received)
+        yield Way(run, degree, True, forward, forward + backward, arriving, returning, end, always + kept, received)
 
 
-def _mean_link(cluster: Cluster, degree: int) -> Link:
-    """The link between neighbours of stages on `degree` devices: on average, where some are in one node and some not.
+def _mean_link(cluster: Cluster, devices: range, degree: int) -> Link:
+    """The link between neighbours of stages on `degree` of a run's `devices`: on average, where some are in one node.
 
-    Which devices a stage gets is not known yet.
+    Which devices a stage gets is not known yet. One of the run's stages has neighbours in another group.
     """
-    inner, outer = cluster.levels[0], cluster.levels[-1].link
-    if cluster.size <= inner.size:
-        return inner.link
-    apart = min(1.0, degree / inner.size)
-    latency = apart * outer.latency_s + (1 - apart) * inner.link.latency_s
-    per_byte = apart / outer.bandwidth_bytes_per_s + (1 - apart) / inner.link.bandwidth_bytes_per_s
+    first, levels = cluster.part(devices[0])
+    inner, outer = levels[0], (levels if cluster.part(devices[-1])[0] == first else cluster.levels)[-1].link
+    link = inner.link if len(devices) <= inner.size else _mean(inner.link, outer, degree / inner.size)
+    return _mean(link, cluster.levels[-1].link, degree / len(devices)) if len(devices) < cluster.size else link
+
+
+def _mean(first: Link, second: Link, share: float) -> Link:
+    """The first link, and the second for a share of all messages."""
+    apart = min(1.0, share)
+    latency = apart * second.latency_s + (1 - apart) * first.latency_s
+    per_byte = apart / second.bandwidth_bytes_per_s + (1 - apart) / first.bandwidth_bytes_per_s
     return Link(latency, 1 / per_byte)

@@ -37,7 +37,8 @@ def least_found(given: Problem, others: bool) -> float:
         seconds = NodeSeconds(given, tables.samples)
         allowed = [degree for degree in range(1, given.cluster.size + 1) if SIZE % degree == 0]
         ways = [way for degree in allowed for way in ways_of(tables, seconds, SIZE, degree)]
-        prices = make_prices(ways, SIZE, given.micro_batches, given.memory_of(0), given.cluster.size)
+        size = given.cluster.size
+        prices = make_prices(ways, SIZE, given.micro_batches, (size,), (given.memory_of(0),), size)
         found = Solver(line, given.cluster.size, given.train).fastest(prices, 0.0, best, given.cluster.size)
         best = best if found is None else found
     return best
