@@ -24,11 +24,10 @@ class Candidate:
 
     def settled(self, request: Request) -> Request:
         """The request with what this candidate settles of it."""
-        count = request.micro_batches if self.micro_batches is None else self.micro_batches
         return dataclasses.replace(
             request,
             strategy=self.strategy,
-            micro_batches=count,
+            micro_batches=self._count(request),
             recompute=request.recompute or self.recompute,
             optimizer=dataclasses.replace(request.optimizer, shard=self._shards(request)),
         )
@@ -39,10 +38,16 @@ class Candidate:
             strategy=self.strategy.name,
             options=_options(self.strategy),
             schedule=schedule,
-            micro_batches=self.micro_batches,
+            micro_batches=self._count(request),
             recompute=request.recompute or self.recompute,
             shard=self._shards(request),
         )
+
+    def _count(self, request: Request) -> int | None:
+        """The micro-batches that the request or this settles; None where the strategy is to choose."""
+        if request.micro_batch_size is not None and request.batch_size is not None:
+            return request.batch_size // request.micro_batch_size
+        return request.micro_batches if self.micro_batches is None else self.micro_batches
 
     def _shards(self, request: Request) -> bool:
         return request.optimizer.shard or self.shard
