@@ -39,10 +39,10 @@ def test_what_levels_find_is_told_with_their_times(command_line: CommandLine) ->
 def test_a_large_last_layer_is_split_by_its_classes(devices: int) -> None:
     step = planned(Training("vgg19", WIDE, devices, 16 * devices))
     assert isinstance(step, Planned)
-    assert class_parts(step) == devices
+    assert class_parts(step.problem, step.placement) == devices
     base = planned(Training("vgg19", WIDE, 1, 16))
     assert isinstance(base, Planned)
-    assert class_parts(base) == 1
+    assert class_parts(base.problem, base.placement) == 1
     assert step.flops / base.flops > 0.5, "data parallelism would exchange the layer's gradients"
 
 

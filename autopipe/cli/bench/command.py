@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autopipe.cli.drawing.picture import Picture
 
 PAPERS: Final = {
+    "auto": "all four papers' main cases, with no strategy named,",
     "graphpipe": "the GraphPipe paper",
     "pase": "the PaSE paper",
     "tepdist": "the TePDist paper",

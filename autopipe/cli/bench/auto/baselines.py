@@ -9,9 +9,8 @@ from autopipe.cli.bench.auto.chosen import Asked, asked_for
 from autopipe.cli.bench.graphpipe.planned import step_of
 from autopipe.cli.bench.graphpipe.published import LARGEST_SPEEDUP
 from autopipe.cli.bench.graphpipe.throughput import SEQUENTIAL
-from autopipe.cli.bench.pase import speedups
 from autopipe.cli.bench.pase.published import SPEEDUP_AT_32
-from autopipe.cli.bench.tessel import training
+from autopipe.cli.bench.pase.speedups import step_of_strategy
 from autopipe.cli.bench.tessel.inference import tensor_parallel
 from autopipe.cli.bench.tessel.published import (
     FLAVA_LATENCY_REDUCTION,
@@ -20,6 +19,7 @@ from autopipe.cli.bench.tessel.published import (
     MT5_SPEEDUP,
 )
 from autopipe.cli.bench.tessel.step import step_seconds
+from autopipe.cli.bench.tessel.training import best_step, problems_in_sizes, rivals
 from autopipe.cli.bench.tessel.v100 import problem_on_v100
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.pipeline import make_plan
@@ -51,9 +51,9 @@ def of_tessel_training(asked: Asked) -> Iterator[Baseline]:
     which recompute as a whole: the chosen plan has less room than what it is compared with.
     """
     shape, theirs = {"gpt": ("m", GPT_SPEEDUP), "mt5": ("nn", MT5_SPEEDUP)}[asked.model]
-    problems = training.problems_of(asked.model, {**dict(asked.settings), "loss": True}, asked.devices, asked.batch)
-    for way in training.baselines(shape):
-        step_s, note = training.best_step(problems, way)
+    problems = problems_in_sizes(asked.model, {**dict(asked.settings), "loss": True}, asked.devices, asked.batch)
+    for way in rivals(shape):
+        step_s, note = best_step(problems, way)
         published = theirs[way.published] if way.published else None
         yield Baseline(way.name, step_s, published, _UP_TO if published and step_s else note)
 
@@ -82,7 +82,7 @@ def of_graphpipe(asked: Asked) -> Iterator[Baseline]:
 
 def of_pase(asked: Asked) -> Iterator[Baseline]:
     """Data parallelism. Figure 6a."""
-    step_s, note = speedups.step_of(asked.model, asked.devices, asked.preset, "data_parallel")
+    step_s, note = step_of_strategy(asked.model, asked.devices, asked.preset, "data_parallel")
     yield Baseline("data_parallel", step_s, SPEEDUP_AT_32[asked.model] if asked.devices == 32 else None, note)
 
 

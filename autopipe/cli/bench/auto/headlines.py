@@ -9,8 +9,9 @@ from functools import partial
 from autopipe.cli.bench.auto import baselines
 from autopipe.cli.bench.auto.baselines import Baseline
 from autopipe.cli.bench.auto.chosen import Asked, chosen, decision
-from autopipe.cli.bench.auto.shapes import class_parts, is_around_tables, row_parts, stages_beside
+from autopipe.cli.bench.auto.shapes import is_around_tables, row_parts, stages_beside
 from autopipe.cli.bench.row import Case, Row
+from autopipe.cli.bench.tepdist.last_layer import class_parts
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Mode, Problem

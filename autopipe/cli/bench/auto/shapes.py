@@ -1,4 +1,4 @@
-"""What a placement looks like: Tessel's letters, branches beside one another, parts of a classifier and of tables."""
+"""What a placement looks like: Tessel's letters, branches beside one another, parts of tables."""
 
 from __future__ import annotations
 
@@ -32,15 +32,6 @@ def stages_beside(problem: Problem, placement: Placement) -> int:
     return len(placement.stages) - StageGraph.of(problem, placement).depth
 
 
-def class_parts(problem: Problem, placement: Placement) -> int:
-    """Parts into which the classes are split in the layer that gives the logits: the last that reads parameters."""
-    graph = problem.graph
-    last = max(number for number, node in enumerate(graph.nodes) if any(map(graph.parameter, node.inputs)))
-    dimensions = uses_of(graph)[last].space.results[0]
-    assert dimensions is not None, "it gives the logits"
-    return _parts(placement, last, frozenset(dimensions[-1]))
-
-
 def row_parts(problem: Problem, placement: Placement) -> int:
     """The most parts into which the rows of a table are split, where it is looked up."""
     graph, uses = problem.graph, uses_of(problem.graph)
@@ -49,10 +40,6 @@ def row_parts(problem: Problem, placement: Placement) -> int:
         if node.op == "Gather" and graph.parameter(node.inputs[0]):
             dimensions = uses[number].space.operands[0]
             assert dimensions is not None, "a table has dimensions"
-            found.append(_parts(placement, number, frozenset(dimensions[0])))
+            splits = next(stage.splits_of(number) for stage in placement.stages if number in stage.nodes)
+            found.append(prod(split.degree for split in splits if split.axis in dimensions[0]))
     return max(found)
-
-
-def _parts(placement: Placement, node: int, axes: frozenset[str]) -> int:
-    splits = next(stage.splits_of(node) for stage in placement.stages if node in stage.nodes)
-    return prod(split.degree for split in splits if split.axis in axes)

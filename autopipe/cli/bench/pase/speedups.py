@@ -53,10 +53,10 @@ def _rows(model: str, devices: int) -> Iterator[Row]:
     case = f"{model}/p={devices}"
     for cluster in CLUSTERS:
         note = _ASSUMPTIONS[cluster]
-        base, base_note = step_of(model, devices, cluster, "data_parallel")
+        base, base_note = step_of_strategy(model, devices, cluster, "data_parallel")
         yield Row(case, "step_time_s", None, base, "s", f"data_parallel, {cluster}", base_note or note)
         for strategy in _STRATEGIES:
-            step, why = step_of(model, devices, cluster, strategy)
+            step, why = step_of_strategy(model, devices, cluster, strategy)
             figure = base / step if base and step else None
             at_32 = strategy == "pase" and devices == 32 and cluster == CLUSTERS[0]
             theirs = SPEEDUP_AT_32[model] if at_32 else None
@@ -69,15 +69,15 @@ def _largest() -> Iterator[Row]:
         found = []
         for model in MODELS:
             for devices in DEVICES:
-                base, _ = step_of(model, devices, cluster, "data_parallel")
-                step, _ = step_of(model, devices, cluster, "pase")
+                base, _ = step_of_strategy(model, devices, cluster, "data_parallel")
+                step, _ = step_of_strategy(model, devices, cluster, "pase")
                 found += [base / step] if base and step else []
         note = f"up to, over four models on 4 to 64 devices; {_ASSUMPTIONS[cluster]}"
         yield Row("all", "speedup", LARGEST_SPEEDUP[cluster], max(found), "times", f"pase, {cluster}", note)
 
 
 @cache
-def step_of(model: str, devices: int, cluster: str, strategy: str) -> tuple[float | None, str]:
+def step_of_strategy(model: str, devices: int, cluster: str, strategy: str) -> tuple[float | None, str]:
     """Seconds of a step, None where the strategy is refused; and why, or what else is to be said.
 
     One stage takes as few micro-batches as memory allows, a pipeline the best number of several.

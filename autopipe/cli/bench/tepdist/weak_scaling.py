@@ -72,7 +72,7 @@ def _rows(grown: _Grown, devices: int) -> Iterator[Row]:
     yield Row(case, "share_of_linear", None, step.flops / base.flops, "", "tepdist", note)
     if grown.model == "vgg19":
         note = "theirs: model parallel, in how many parts is not said; ours: parts that the classes are split into"
-        yield Row(case, "class_parts", None, class_parts(step), "parts", "tepdist", note)
+        yield Row(case, "class_parts", None, class_parts(step.problem, step.placement), "parts", "tepdist", note)
 
 
 def _one_device(grown: _Grown) -> tuple[Planned, str]:

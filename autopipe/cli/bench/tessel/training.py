@@ -79,11 +79,11 @@ def training() -> list[Case]:
 def _rows(model: _Model, size: str, devices: int) -> Iterator[Row]:
     case = f"{model.name}-{size}/p={devices}"
     ours = Way("tessel", in_shape(model.shape), Tessel(time_limit=10.0), None)
-    problems = problems_of(model.name, model.settings(size), devices, _BATCH)
+    problems = problems_in_sizes(model.name, model.settings(size), devices, _BATCH)
     lengths = ", ".join(f"{name} {count} tokens" for name, count in model.tokens.items())
     least, note = best_step(problems, ours)
     yield _throughput(case, ours, least, f"{note}; {lengths}")
-    for way in baselines(model.shape):
+    for way in rivals(model.shape):
         step, note = best_step(problems, way)
         yield _throughput(case, way, step, f"{note}; {lengths}")
         theirs = model.speedup[way.published] if way.published else None
@@ -92,12 +92,12 @@ def _rows(model: _Model, size: str, devices: int) -> Iterator[Row]:
         yield Row(case, "speedup", theirs, figure, "times", f"tessel over {way.name}", meaning)
 
 
-def problems_of(model: str, settings: Mapping[str, Setting], devices: int, batch: int) -> list[Problem]:
+def problems_in_sizes(model: str, settings: Mapping[str, Setting], devices: int, batch: int) -> list[Problem]:
     """The model in micro-batches of each size that is tried."""
     return [problem_on_v100(model, settings, devices, batch, each) for each in _MICRO_BATCH_SIZES]
 
 
-def baselines(shape: str) -> tuple[Way, ...]:
+def rivals(shape: str) -> tuple[Way, ...]:
     """What the paper compares its shape with, and Chimera."""
     return (
         Way("1f1b_plus", in_shape(shape), OneForwardOneBackwardPlus(), "1f1b_plus"),

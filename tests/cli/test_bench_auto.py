@@ -1,0 +1,47 @@
+"""What tells the papers' placements, and that each of their main cases is asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopipe.cli.bench.auto import cases
+from autopipe.cli.bench.auto.headlines import HEADLINES
+from autopipe.cli.bench.auto.shapes import is_around_tables, outline, row_parts, stages_beside
+from autopipe.cli.bench.tepdist.last_layer import class_parts
+from autopipe.cli.bench.tessel.v100 import problem_on_v100
+from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.problem import Problem
+from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
+
+
+@pytest.fixture(scope="module")
+def mt5() -> Problem:
+    return problem_on_v100("mt5", {"loss": True}, 4, 16, 1)
+
+
+@pytest.mark.parametrize(("shape", "told"), [("m", "T1111T"), ("nn", "T11T11T"), ("v", "1111"), ("x", "11111111")])
+def test_outlines_of_shapes(mt5: Problem, shape: str, told: str) -> None:
+    placement = TesselShapes(shape).run(mt5)
+    assert outline(mt5, placement) == told
+    assert is_around_tables(mt5, placement) == (shape in ("m", "nn"))
+    assert class_parts(mt5, placement) == row_parts(mt5, placement) == (4 if shape in ("m", "nn") else 1)
+
+
+def test_one_stage_on_all_devices_is_around_nothing(mt5: Problem) -> None:
+    placement = Placement((Stage(tuple(range(len(mt5.graph.nodes))), (0, 1, 2, 3), 1),))
+    assert not is_around_tables(mt5, placement)
+    assert stages_beside(mt5, placement) == 0
+
+
+def test_stages_beside_one_another_are_counted() -> None:
+    flava = problem_on_v100("flava", {}, 4, 4, 1)
+    assert stages_beside(flava, TesselShapes("v").run(flava)) == 0
+    assert stages_beside(flava, TesselShapes("k").run(flava)) > 0
+
+
+def test_every_main_case_of_the_papers_is_asked_for() -> None:
+    assert {each.asked.model for each in HEADLINES} == {
+        "gpt", "mt5", "flava", "mmt", "dlrm", "candle-uno", "vgg19", "rnnlm",
+    }  # fmt: skip
+    names = [case.name for case in cases()]
+    assert len(set(names)) == len(names)
