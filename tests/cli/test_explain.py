@@ -71,7 +71,7 @@ def test_a_nodes_other_places_take_what_planning_the_edited_file_gives(command_l
     whole = next(each for each in found["others"] if each["what"] == "not split in stage 0")
     placement = command_line.folder / "p/placement.yaml"
     document = yaml.safe_load(placement.read_text())
-    document["stages"][0]["splits"].append({"split": {}, "nodes": [found["node"]["name"]]})
+    document["strategy"]["stages"][0]["splits"].append({"split": {}, "nodes": [found["node"]["name"]]})
     placement.write_text(yaml.safe_dump(document))
     edited = json.loads(command_line.done("plan", "--from", "p", "-o", "q", "--json", "-q").out)
     assert edited["summary"]["step_time_s"] == whole["step_time_s"]
