@@ -1,4 +1,4 @@
-"""What is tried once it is known what candidates promise: other micro-batches, recomputation, sharded state."""
+"""What is tried once it is known what candidates promise: other micro-batches, recomputation, shared state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autopipe.passes.auto.tried import Tried
 
 _MOST = 3
-"""Candidates that are planned again with recomputation, or with sharded state: the fastest, one of each strategy."""
+"""Candidates that are planned again with recomputation, or with shared state: one of each strategy."""
 
 _NEAR = 1.5
 """How many times the shortest step a candidate's bound may be for more numbers of micro-batches to be looked at."""
@@ -82,12 +82,15 @@ class _Variations:
             yield dataclasses.replace(candidate, shard=True)
 
     def _promising(self) -> list[Tried]:
-        """The candidates with the shortest steps, one of each strategy."""
-        found: dict[str, Tried] = {}
-        for each in sorted(self.search.tried, key=lambda one: one.step_s):
-            if not math.isinf(each.step_s):
-                found.setdefault(each.candidate.strategy.name, each)
-        return list(found.values())[:_MOST]
+        """The candidates with the shortest steps, then those with the least bounds: of each strategy the first."""
+        found: list[Tried] = []
+        for rank in (lambda each: each.step_s, _bound_s):
+            best: dict[str, Tried] = {}
+            for each in sorted(self.search.tried, key=rank):
+                if not math.isinf(each.step_s):
+                    best.setdefault(each.candidate.strategy.name, each)
+            found += list(best.values())[:_MOST]
+        return found
 
     def _given_counts(self) -> list[Candidate]:
         """Candidates whose strategy takes as many micro-batches as it is given, and has no form that chooses."""
