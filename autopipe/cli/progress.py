@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopipe.cli.dump import dumped
+from autopipe.cli.figures import seconds_text
 from autopipe.cli.output import Bar, Output
 from autopipe.ir.errors import ConfigurationError
 from autopipe.passes.auto.choose import weighed_names
@@ -29,10 +30,11 @@ class Watcher:
                 )
         self._output, self._bar, self._dump_after = output, bar, frozenset(dump_after)
         self._furthest = 0
+        self._best = ""
 
     def started(self, name: str) -> None:
         """Show the pass beside the bar."""
-        self._bar.advance(0, note=name)
+        self._bar.advance(0, note=f"{name}{self._best}")
 
     def finished(self, name: str, value: object, seconds: float) -> None:
         """Move the bar, and print the value where it was asked for."""
@@ -41,3 +43,8 @@ class Watcher:
         self._output.detail(f"{name}: {seconds:.2f} s")
         if name in self._dump_after:
             self._output.line(f"--- after {name}\n{dumped(value)}")
+
+    def improved(self, step_s: float, bound_s: float) -> None:
+        """Show the shortest step so far, and what none of what was tried can be below."""
+        self._best = f", {seconds_text(step_s)} a step, at least {seconds_text(bound_s)}"
+        self._output.detail(f"best so far: {seconds_text(step_s)} a step (bound {seconds_text(bound_s)})")

@@ -108,6 +108,11 @@ def open_problem(request: Request, runner: Runner) -> Problem:
     raise refused
 
 
+def operators_of(request: Request, runner: Runner) -> int:
+    """How many operators the model has, on the samples that its file fixes, else on one."""
+    return len(_read(request, runner, None).graph.nodes)
+
+
 def divided(request: Request, runner: Runner, read: Model, batching: Batching) -> tuple[Model, Problem]:
     """The model on micro-batches of a division, and its problem."""
     model = read

@@ -20,6 +20,9 @@ class Observer(Protocol):
     def finished(self, name: str, value: object, seconds: float) -> None:
         """A pass gave `value`, which has been checked."""
 
+    def improved(self, step_s: float, bound_s: float) -> None:
+        """There is a plan with a shorter step than any before; no placement so far can have one below `bound_s`."""
+
 
 class Silent:
     """An observer that does nothing."""
@@ -28,6 +31,9 @@ class Silent:
         """Say nothing."""
 
     def finished(self, name: str, value: object, seconds: float) -> None:
+        """Say nothing."""
+
+    def improved(self, step_s: float, bound_s: float) -> None:
         """Say nothing."""
 
 
@@ -43,6 +49,10 @@ class Runner:
     def seconds(self) -> tuple[tuple[str, float], ...]:
         """Wall-clock seconds by pass, in the order in which they first ran."""
         return tuple(self._seconds.items())
+
+    def improved(self, step_s: float, bound_s: float) -> None:
+        """Tell of a plan with a shorter step than any before, and of what none so far can be below."""
+        self._observer.improved(step_s, bound_s)
 
     def once(self, name: str, key: object, compute: Callable[[], Result]) -> Result:
         """`compute()` as a pass, the first time that it is asked for under `key`; the same result again after that."""

@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
+from autopipe.passes.auto.budget import LeftOutError, check_scheduler, check_strategy, is_large
 from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.auto.tried import Run, Tried
 from autopipe.passes.base import Scheduler
 from autopipe.passes.pipeline import Placed, place, schedule
-from autopipe.passes.request import Request
+from autopipe.passes.request import Request, operators_of
 from autopipe.passes.runner import Runner
 from autopipe.passes.schedule.limits import SAME, lower_bound
 
-_REFUSALS = (ConfigurationError, InfeasibleError, ModelError)
+_REFUSALS = (ConfigurationError, InfeasibleError, ModelError, LeftOutError)
 
 _GENERAL = ("manual", "pipedream")
 """The strategies that say best why there is no plan: manual follows any constraints, pipedream takes any model."""
@@ -32,7 +33,9 @@ class Search:
     schedulers: Sequence[Scheduler]
     """The first that takes a placement says about what its step takes; the others are tried where they could win."""
     end: float | None = None
-    """When to stop, by `time.monotonic`, once there is a plan."""
+    """When to stop, by `clock`, once there is a plan."""
+    clock: Callable[[], float] = time.monotonic
+    """Seconds."""
     tried: list[Tried] = field(default_factory=list)
 
     @property
@@ -46,9 +49,14 @@ class Search:
         """Seconds of the shortest step; infinite where there is none."""
         return math.inf if self.best is None else self.best.step_s
 
+    @property
+    def bound_s(self) -> float:
+        """Seconds that no placement so far can have a shorter step than; infinite where there is none."""
+        return min((each.bound_s for each in self.tried), default=math.inf)
+
     def is_over(self) -> bool:
         """Whether there is a plan and no more time."""
-        return self.end is not None and self.best is not None and time.monotonic() >= self.end
+        return self.end is not None and self.best is not None and self.clock() >= self.end
 
     def try_all(self, candidates: Iterable[Candidate]) -> None:
         """Place each candidate and simulate its step under the first schedule that takes it."""
@@ -61,43 +69,58 @@ class Search:
         """Try all schedules on the placements that can still win, the one with the least bound first."""
         for each in sorted(self.tried, key=lambda one: (one.step_s, one.bound_s)):
             for scheduler in self.schedulers:
-                if self.is_over() or each.placed is None or each.bound_s >= self.step_s * (1 - SAME):
+                if self.is_over() or each.placed is None or self._cannot_win(each):
                     break
                 if all(run.scheduler != scheduler for run in each.runs):
-                    each.runs.append(self._run(each.placed, scheduler))
+                    self._run(each, each.placed, scheduler)
 
     def _place(self, candidate: Candidate) -> None:
         asked = self._within_time(candidate.settled(self.request))
         try:
+            check_strategy(candidate.strategy, operators_of(asked, self.runner), asked.cluster.size)
             placed = place(asked, candidate.strategy, self.runner)
         except _REFUSALS as error:
             self.tried.append(Tried(candidate, refused=error))
             return
         same = next((each for each in self.tried if each.placed and _are_same(each.placed, placed)), None)
-        bound = lower_bound(placed.problem, placed.placement, placed.prediction)
-        found = Tried(candidate, placed, bound) if same is None else Tried(candidate, same_as=same)
+        if same is not None:
+            self.tried.append(Tried(candidate, same_as=same))
+            return
+        found = Tried(candidate, placed, lower_bound(placed.problem, placed.placement, placed.prediction))
         self.tried.append(found)
-        for scheduler in self.schedulers if same is None else ():
-            found.runs.append(self._run(placed, scheduler))
-            if found.runs[-1].scheduled:
+        if is_large(placed.problem, placed.placement) and self._cannot_win(found):
+            return
+        for scheduler in self.schedulers:
+            if self._run(found, placed, scheduler).scheduled:
                 break
 
-    def _run(self, placed: Placed, scheduler: Scheduler) -> Run:
+    def _cannot_win(self, tried: Tried) -> bool:
+        return tried.bound_s >= self.step_s * (1 - SAME)
+
+    def _run(self, tried: Tried, placed: Placed, scheduler: Scheduler) -> Run:
+        """What comes of a schedule on a placement, told where it is the best so far."""
+        known_s = self.step_s
         try:
-            return Run(scheduler, schedule(placed, scheduler, self.runner))
+            check_scheduler(scheduler, placed.problem, placed.placement)
+            run = Run(scheduler, schedule(placed, scheduler, self.runner))
         except _REFUSALS as error:
-            return Run(scheduler, refused=error)
+            run = Run(scheduler, refused=error)
+        tried.runs.append(run)
+        if run.step_s < known_s:
+            self.runner.improved(run.step_s, self.bound_s)
+        return run
 
     def _within_time(self, request: Request) -> Request:
         if self.end is None:
             return request
-        return dataclasses.replace(request, time_limit=max(0.0, self.end - time.monotonic()))
+        return dataclasses.replace(request, time_limit=max(0.0, self.end - self.clock()))
 
     def reason(self) -> AutopipeError:
         """Why there is no plan: what speaks against the strategy that takes most models and requests."""
-        names = [each.candidate.strategy.name for each in self.tried]
+        tried = [each for each in self.tried if not isinstance(each.refused, LeftOutError)]
+        names = [each.candidate.strategy.name for each in tried]
         general = next((name for name in _GENERAL if name in names), names[0])
-        found = self.tried[names.index(general)]
+        found = tried[names.index(general)]
         refused = found.refused or next((run.refused for run in found.runs if run.refused), None)
         assert refused is not None, "there is a plan, or something speaks against each"
         return refused

@@ -57,7 +57,19 @@ class Tried:
         runs = self.same_as.runs if self.same_as else self.runs
         if placed is None:
             return (Alternative(self.candidate.choice(request), refused=_line(self.refused)),)
+        if not runs:
+            return (self._unscheduled(request, placed),)
         return tuple(self._row(request, placed, run) for run in runs)
+
+    def _unscheduled(self, request: Request, placed: Placed) -> Alternative:
+        """The row of a placement that cannot have the shortest step, and was not simulated."""
+        return Alternative(
+            choice=self.candidate.choice(request),
+            lower_bound_s=self.bound_s,
+            micro_batches=placed.problem.micro_batches,
+            stages=len(placed.placement.stages),
+            refused=f"left out: no schedule of it takes less than {self.bound_s:.4g} s",
+        )
 
     def _row(self, request: Request, placed: Placed, run: Run) -> Alternative:
         timeline = None if run.scheduled is None else run.scheduled.timeline

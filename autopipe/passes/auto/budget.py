@@ -1,0 +1,61 @@
+"""What a search leaves out: what takes too long for what it promises, told by the size of the problem alone."""
+
+from __future__ import annotations
+
+from autopipe.ir.errors import AutopipeError
+from autopipe.ir.placement import Placement
+from autopipe.ir.problem import Problem
+from autopipe.passes.base import Scheduler, Strategy
+
+_MOST_SIZE = {
+    "breadth_first": 2**14,
+    "mcmc": 2**14,
+    "graphpipe": 2**16,
+    "pase": 2**16,
+    "pipedream": 2**16,
+    "piper": 2**16,
+    "tepdist": 2**16,
+    "tessel_shapes": 2**16,
+}
+"""By strategy the most operators times devices; others take about as long for any number of devices.
+
+32 devices with a thousand operators each are below all but the least: those are baselines of pase's.
+"""
+
+_MOST_TASKS = 2**14
+"""The most stages times micro-batches for which every schedule is simulated, whatever bounds say."""
+
+_MOST_SEARCHED = 2**11
+"""The most of them for which a schedule is searched."""
+
+
+class LeftOutError(AutopipeError):
+    """A choice that the search for the best plan does not look into."""
+
+
+def check_strategy(strategy: Strategy, operators: int, devices: int) -> None:
+    """Raise LeftOutError for a strategy that would search too long for so many operators on so many devices."""
+    most = _MOST_SIZE.get(strategy.name)
+    if most is not None and operators * devices > most:
+        raise LeftOutError(
+            f"left out: {strategy.name} would search long for {operators} operators on {devices} devices; "
+            "name it to have it searched"
+        )
+
+
+def check_scheduler(scheduler: Scheduler, problem: Problem, placement: Placement) -> None:
+    """Raise LeftOutError for a search of the order of too many tasks."""
+    if scheduler.name == "tessel" and _size(problem, placement) > _MOST_SEARCHED:
+        raise LeftOutError(
+            f"left out: {scheduler.name} would search long for {len(placement.stages)} stages and "
+            f"{problem.micro_batches} micro-batches; name it to have it searched"
+        )
+
+
+def is_large(problem: Problem, placement: Placement) -> bool:
+    """Whether a step has so many tasks that it is simulated only where it could be the shortest."""
+    return _size(problem, placement) > _MOST_TASKS
+
+
+def _size(problem: Problem, placement: Placement) -> int:
+    return len(placement.stages) * problem.micro_batches
