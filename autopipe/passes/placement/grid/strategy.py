@@ -6,13 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.constraints import asked_sizes, wishes_of
 from autopipe.passes.cost.fit import check_operators
+from autopipe.passes.cost.kinds import alike_runs, describe_kinds, may_share
+from autopipe.passes.orders import best_order
 from autopipe.passes.placement.grid.degrees import factorisations
 from autopipe.passes.placement.grid.search import Search
 from autopipe.passes.spmd.wishes import check_wishes
@@ -73,8 +75,19 @@ class Grid:
 
         Raises InfeasibleError where memory holds none, ConfigurationError for constraints that it does not fulfil.
         """
+        return best_order(problem, self._placed)
+
+    def _placed(self, problem: Problem) -> Placement:
         wishes = wishes_of(problem)
-        degrees = factorisations(problem.cluster, self.pipeline, self.data, self.tensor)
-        placement = Search(problem, self.chunks, self.wave).run(tuple(degrees), asked_sizes(problem, wishes))
+        degrees = tuple(factorisations(problem.cluster, self.pipeline, self.data, self.tensor))
+        if len(alike_runs(problem.cluster)) > 1:
+            degrees = tuple(each for each in degrees if all(may_share(problem, group) for group in each.groups()))
+            if not degrees:
+                raise InfeasibleError(
+                    "grid's groups are equal, and with these degrees one would have devices of different kinds: "
+                    f"{describe_kinds(problem.cluster, range(problem.cluster.size))}",
+                    hint="set cluster.straddle to true, or take other degrees",
+                )
+        placement = Search(problem, self.chunks, self.wave).run(degrees, asked_sizes(problem, wishes))
         check_wishes(problem, placement, self.name)
         return placement

@@ -7,6 +7,7 @@ from dataclasses import replace
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import fitted, out_of_memory
+from autopipe.passes.cost.kinds import check_kinds
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.placement.pase.skeleton import skeleton_of
 from autopipe.passes.spmd.search.fitting import Solver
@@ -23,6 +24,7 @@ def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = Fals
     """
     _check_memory(problem, count)
     skeleton = skeleton_of(problem, count)
+    check_kinds(problem, skeleton.placement)
     found = split_stages(problem, skeleton.placement, skeleton.wished, solver, overlap)
     return replace(fitted(problem, found), proof=found.proof)
 

@@ -14,6 +14,8 @@ from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.fit import check_operators, fitted
+from autopipe.passes.cost.kinds import check_one_kind
+from autopipe.passes.orders import best_order
 from autopipe.passes.placement.pase.overlap import solve_overlapped
 from autopipe.passes.placement.pase.paper.placing import placement_of
 from autopipe.passes.placement.pase.paper.search import search
@@ -70,6 +72,8 @@ class Pase:
                 where="strategy",
             )
         check_operators(problem)
+        if self.stages == 1:
+            check_one_kind(problem, self.name)
 
     def run(self, problem: Problem) -> Placement:
         """The placement.
@@ -88,7 +92,10 @@ class Pase:
                 return solve_overlapped(tables, lambda model: self._solved(model, limit, exact))
             return self._solved(tables.model, limit, exact)
 
-        return in_stages(problem, self.stages, solver, self.overlap)
+        def placed(problem: Problem) -> Placement:
+            return in_stages(problem, self.stages, solver, self.overlap)
+
+        return best_order(problem, placed) if self.stages > 1 else placed(problem)
 
     def _solved(self, model: MinSum, limit: float | None, exact: Exact) -> Answer:
         """The answer of the chosen solver, within `limit` bytes."""

@@ -18,8 +18,8 @@ def even_stages(
 ) -> tuple[tuple[int, ...], ...]:
     """`nodes` in `count` runs of the line whose slowest is fastest, with the time that messages take at either end.
 
-    Where the device of each run is given, none has more parameters than there is room for. Cuts stand between blocks of
-    the line. Raises InfeasibleError where the blocks are too few or the room is.
+    Where the device of each run is given, time is that on it, and none has more parameters than there is room for. Cuts
+    stand between blocks of the line. Raises InfeasibleError where the blocks are too few or the room is.
     """
     groups: dict[int, list[int]] = {}
     for node in nodes:
@@ -29,7 +29,11 @@ def even_stages(
         raise InfeasibleError(
             f"{len(blocks)} operators cannot be cut into {count} stages", hint="take fewer devices or fewer chunks"
         )
-    seconds = np.array([model.weighs(block) for block in blocks])
+    kinds = [model.problem.cluster.devices[device] for device in devices]
+    by_kind = {
+        kind: np.array([float(model.on_kind[kind][list(block)].sum()) for block in blocks]) for kind in set(kinds)
+    }
+    seconds = [by_kind[kind] for kind in kinds] or [np.array([model.weighs(block) for block in blocks])] * count
     room = [model.room[device] for device in devices] or [np.inf] * count
     stops = best_stops(seconds, _crossing_seconds(model, blocks), _parameter_bytes(model, blocks), room)
     if not stops:
@@ -71,21 +75,27 @@ def _parameter_bytes(model: CostedModel, blocks: Sequence[tuple[int, ...]]) -> N
 
 
 def best_stops(
-    seconds: NDArray[np.float64], crossing: NDArray[np.float64], sizes: NDArray[np.float64], room: Sequence[float]
+    seconds: Sequence[NDArray[np.float64]],
+    crossing: NDArray[np.float64],
+    sizes: NDArray[np.float64],
+    room: Sequence[float],
 ) -> list[int]:
     """Where each of the runs ends, one for each entry of `room`, which no run's sum of `sizes` exceeds.
 
-    The largest sum of a run's `seconds` is least, what crosses its ends counted with it. [] where there is no answer.
+    The largest sum of a run's own `seconds` is least, what crosses its ends counted with it. [] where there is no
+    answer.
     """
-    places = len(seconds) + 1
-    cost = _sums(seconds) + crossing[None, :] + crossing[:, None]
-    cost[np.tril_indices(places)] = np.inf  # A run has one block at least.
+    places = len(crossing)
     size = _sums(sizes)
     best = np.full(places, np.inf)
     best[0] = 0.0
     chosen = []
-    for most in room:
-        reached = np.maximum(best[:, None], np.where(size > most, np.inf, cost))
+    costs: dict[int, NDArray[np.float64]] = {}
+    for own, most in zip(seconds, room, strict=True):
+        if id(own) not in costs:
+            costs[id(own)] = _sums(own) + crossing[None, :] + crossing[:, None]
+            costs[id(own)][np.tril_indices(places)] = np.inf  # A run has one block at least.
+        reached = np.maximum(best[:, None], np.where(size > most, np.inf, costs[id(own)]))
         start = reached.argmin(axis=0)
         best = reached[start, np.arange(places)]
         chosen.append(start)

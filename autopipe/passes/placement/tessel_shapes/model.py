@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autopipe.ir.cluster import Device
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.chain import Chain, make_chain
 from autopipe.passes.cost.roofline import node_seconds
@@ -22,12 +23,13 @@ _MOST_BLOCKS = 768
 class CostedModel(Network):
     """The network of a problem.
 
-    `seconds` are those of forward and backward of each whole node on device 0. `room` is how many bytes of parameters a
-    stage of a chain may have on each device.
+    `seconds` are those of forward and backward of each whole node, on average over kinds of devices, `on_kind` those on
+    each kind. `room` is how many bytes of parameters a stage of a chain may have on each device.
     """
 
     problem: Problem
     seconds: NDArray[np.float64]
+    on_kind: dict[Device, NDArray[np.float64]]
     room: tuple[float, ...]
 
     @property
@@ -52,7 +54,10 @@ class CostedModel(Network):
 def costed_model(problem: Problem) -> CostedModel:
     """The model of a problem."""
     graph = problem.graph
-    forward, backward = node_seconds(problem.work, problem.cluster.devices[0], problem.precision)
-    seconds = forward + (backward if problem.train else 0.0)
+    on_kind = {}
+    for device in problem.cluster.kinds:
+        forward, backward = node_seconds(problem.work, device, problem.precision)
+        on_kind[device] = forward + (backward if problem.train else 0.0)
+    seconds = np.mean(list(on_kind.values()), axis=0)
     room = (np.inf,) * problem.cluster.size
-    return CostedModel(graph, uses_of(graph), weights_of(graph), graph.consumers(), problem, seconds, room)
+    return CostedModel(graph, uses_of(graph), weights_of(graph), graph.consumers(), problem, seconds, on_kind, room)

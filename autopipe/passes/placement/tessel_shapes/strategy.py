@@ -17,6 +17,8 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.chain import Chain
 from autopipe.passes.cost.fit import check_operators, fitted
+from autopipe.passes.cost.kinds import may_share
+from autopipe.passes.orders import best_order
 from autopipe.passes.placement.tessel_shapes.branches import find_meeting
 from autopipe.passes.placement.tessel_shapes.cuts import even_stages
 from autopipe.passes.placement.tessel_shapes.devices import shared_out
@@ -65,7 +67,13 @@ class TesselShapes:
         check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
-        """The placement. Raises InfeasibleError where the model does not have the shape or memory does not hold it."""
+        """The placement. Raises InfeasibleError where the model does not have the shape or memory does not hold it.
+
+        So it does for a part that is to be shared by devices of different kinds, which shapes m, nn and k have.
+        """
+        return best_order(problem, self._fitted)
+
+    def _fitted(self, problem: Problem) -> Placement:
         model = costed_model(problem)
         shape = self.shape.lower()
         if shape == "auto":
@@ -73,7 +81,9 @@ class TesselShapes:
         return fitted(problem, with_chains_that_fit(model, lambda model: self._placed(model, shape)))
 
     def _found(self, model: CostedModel) -> str:
-        """The first shape that the model has."""
+        """The first shape that the model has and the devices can take."""
+        if not may_share(model.problem, range(model.devices)):
+            return "v"
         for shape in ("nn", "m", "k"):
             try:
                 self._placed(model, shape, only_large=True)
