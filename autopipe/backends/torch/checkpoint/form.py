@@ -12,7 +12,7 @@ saved is known by the parameter's name and the block of it, not by ranks: any pl
     step         steps done
     samples      samples taken from the data so far: where a run goes on, whatever its batch is
     seed         of the random data and of the parameters' first numbers
-    optimizer    the settings it was made with: {"name", "lr", "momentum", ...}
+    optimizer    the settings it was made with: {"name", "lr", "momentum", ..., "shard"}
     files        [{"name", "bytes", "sha256"}]
     parameters   [{"name", "trainable", "value", "state", "scalars"}], by name
                  value: a tensor; state: {"exp_avg": tensor, ...}, what the optimizer keeps of each element;
