@@ -5,6 +5,7 @@ const pen = canvas.getContext("2d");
 const devices = data.memory.length;
 const end = data.end || 1;
 const left = 44, head = 44;
+const heading = data.groups.length > 1 ? 26 : 0; // Above each of several steps: its name and its length.
 const view = { from: 0, to: end, width: 0 };
 
 const plot = () => Math.max(1, view.width - left - right);
@@ -35,6 +36,10 @@ function firstAfter(list, size, offset, time) {
   }
   return low;
 }
+
+// Rows of all steps, one after the other: which step each belongs to, and its device there.
+const steps = data.groups.map(([name, count, end]) => ({ name, count, end }));
+const rows = steps.flatMap((step, index) => Array.from({ length: step.count }, (_, device) => ({ step, index, device })));
 
 // Bars of a device: kind, unit, start, end; they follow one another. Memory: time, use from then on.
 const bars = data.bars.map((list) => Float64Array.from(list));

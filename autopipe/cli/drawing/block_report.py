@@ -21,7 +21,8 @@ def block_report(schedule: BlockSchedule, title: str, subtitle: str, rivals: Seq
     if rivals:
         table = comparison_markup(rivals, graph.memory, "{:g}".format, "{:g}".format)
         sections.append(("These blocks under every schedule", table))
-    return Report(title, subtitle, _figures(schedule), block_picture(schedule, title), tuple(sections))
+    pictures = (("", block_picture(schedule, title)),)
+    return Report(title, subtitle, _figures(schedule), pictures, tuple(sections))
 
 
 def _figures(schedule: BlockSchedule) -> tuple[tuple[str, str], ...]:

@@ -38,7 +38,7 @@ def plan_report(plan: Plan, timeline: Timeline, rivals: Sequence[Rival]) -> Repo
             ("micro-batches", f"{summary.micro_batches} of {summary.micro_batch_size}"),
             ("mode", plan.mode),
         ),
-        picture=picture,
+        pictures=(("", picture),),
         sections=tuple(sections),
     )
 

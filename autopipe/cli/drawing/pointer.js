@@ -58,8 +58,8 @@ canvas.addEventListener("keydown", (event) => {
 });
 
 function explain(x, y) {
-  const device = Math.floor((y - head) / row), inside = y - head - device * row;
-  if (device < 0 || device >= devices || x < left || x > left + plot()) { tip.hidden = true; return; }
+  const device = top.findLastIndex((each) => each <= y), inside = y - top[device];
+  if (device < 0 || inside >= row || x < left || x > left + plot()) { tip.hidden = true; return; }
   tip.textContent = lines(device, inside, x, y).join("\n");
   tip.hidden = false;
   const below = y + 14 + tip.offsetHeight < canvas.clientHeight;
@@ -68,21 +68,22 @@ function explain(x, y) {
 }
 
 function lines(device, inside, x, y) {
+  const name = (each) => rows[each].device + (heading ? ` of ${rows[each].step.name}` : "");
   const time = instant(x), list = bars[device], index = firstAfter(list, 4, 3, time) * 4;
   const arrow = arrows.find(([ends]) => distance(x, y, ends) < 3);
   if (inside <= bar && index < list.length && list[index + 2] <= time) {
     const kind = kinds[list[index]], [, unit, start, stop] = list.subarray(index, index + 4);
     const used = memoryText(memoryAt(device, start));
     return [
-      kind.prefix + unit, `${kind.phase}, stage ${kind.stage}, ${data.physical ? "micro-batch" : "unit"} ${unit}, device ${device}`,
+      kind.prefix + unit, `${kind.phase}, stage ${kind.stage}, ${data.physical ? "micro-batch" : "unit"} ${unit}, device ${name(device)}`,
       `${timeText(start)} to ${timeText(stop)}: ${timeText(stop - start)}`, `memory in use ${used}`,
     ];
   }
   if (arrow) {
     const [source, target, start, stop, size, task] = arrow[1];
-    return [`${task}: ${memoryText(size)} from ${source} to ${target}`, timeText(stop - start)];
+    return [`${task}: ${memoryText(size)} from ${rows[source].device} to ${name(target)}`, timeText(stop - start)];
   }
-  return [`device ${device} at ${timeText(time)}`, `memory in use ${memoryText(memoryAt(device, time))}`];
+  return [`device ${name(device)} at ${timeText(time)}`, `memory in use ${memoryText(memoryAt(device, time))}`];
 }
 function distance(x, y, [x1, y1, x2, y2]) {
   const length = (x2 - x1) ** 2 + (y2 - y1) ** 2;

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
 
 from autopipe.cli.drawing.palette import stage_colour, text_colour
 from autopipe.cli.drawing.picture import Bar, Picture
+from autopipe.ir.timeline import Transfer
 
 _MOST_TRANSFERS = 20_000
 """Messages that a page holds; of a step with more, none are drawn."""
@@ -22,7 +24,8 @@ class Report:
     subtitle: str
     figures: tuple[tuple[str, str], ...]
     """(name, value)."""
-    picture: Picture
+    pictures: tuple[tuple[str, Picture], ...]
+    """What is drawn on one axis of time, each with its name; one alone needs none."""
     sections: tuple[tuple[str, str], ...]
 
 
@@ -54,7 +57,7 @@ def report_page(report: Report) -> str:
 <div id="frame"><canvas id="timeline" tabindex="0" aria-label="timeline of a step"></canvas>
 <div id="tip" hidden></div></div></section>
 {sections}
-<script type="application/json" id="data">{_embedded(_data(report.picture))}</script>
+<script type="application/json" id="data">{_embedded(_data(report.pictures))}</script>
 <script>
 (() => {{
 "use strict";
@@ -80,28 +83,40 @@ def _embedded(data: object) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _data(picture: Picture) -> dict[str, object]:
+def _data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
     """What the page's script draws: each device's bars and memory as flat lists of numbers, which read fast."""
+    pictures = [picture for _, picture in named]
     kinds: dict[tuple[object, ...], int] = {}
-    bars: list[list[float]] = [[] for _ in picture.memory]
-    for bar in picture.bars:
-        kind = kinds.setdefault(_kind(bar), len(kinds))
-        bars[bar.device] += (kind, bar.unit, _short(bar.start), _short(bar.end))
-    transfers = picture.transfers if len(picture.transfers) <= _MOST_TRANSFERS else ()
-    state = picture.steady
+    bars: list[list[float]] = []
+    transfers: list[tuple[object, ...]] = []
+    for picture in pictures:
+        first = len(bars)
+        bars += ([] for _ in picture.memory)
+        for bar in picture.bars:
+            kind = kinds.setdefault(_kind(bar), len(kinds))
+            bars[first + bar.device] += (kind, bar.unit, _short(bar.start), _short(bar.end))
+        transfers += (_transfer(each, first) for each in picture.transfers)
+    state = pictures[0].steady if len(pictures) == 1 else None
     return {
-        "end": picture.end,
-        "physical": picture.physical,
+        "end": max(picture.end for picture in pictures),
+        "physical": pictures[0].physical,
+        "groups": [(name, len(picture.memory), picture.end) for name, picture in named],
         "kinds": list(kinds),
         "bars": bars,
-        "memory": [[number for time, used in curve for number in (_short(time), used)] for curve in picture.memory],
-        "limits": picture.limits,
-        "transfers": [
-            [each.source, each.target, _short(each.start), _short(each.end), each.bytes, str(each.task)]
-            for each in transfers
+        "memory": [
+            [number for time, used in curve for number in (_short(time), used)]
+            for picture in pictures
+            for curve in picture.memory
         ],
+        "limits": [limit for picture in pictures for limit in picture.limits],
+        "transfers": transfers if len(transfers) <= _MOST_TRANSFERS else [],
         "steady": None if state is None else [state.start, state.end, state.count],
     }
+
+
+def _transfer(each: Transfer, first: int) -> tuple[object, ...]:
+    """A message between rows, of which the picture's own begin with `first`."""
+    return first + each.source, first + each.target, _short(each.start), _short(each.end), each.bytes, str(each.task)
 
 
 def _kind(bar: Bar) -> tuple[object, ...]:

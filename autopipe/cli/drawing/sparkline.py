@@ -36,7 +36,7 @@ def draw_memory(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
         if device is None:
             yield Text(start)
             continue
-        bars = "".join(_bar(used, full) for used in _highest(picture.memory[device], picture.end, columns))
+        bars = "".join(bar_of(used, full) for used in highest_of(picture.memory[device], picture.end, columns))
         over = " over " in labels[device]
         yield Text.assemble(start, (bars, "cyan" if colour else ""), (labels[device], "red" if over and colour else ""))
 
@@ -48,7 +48,7 @@ def _label(picture: Picture, peak: int, limit: int | None) -> str:
     return f"{text} {'of' if peak <= limit else 'over'} {picture.memory_text(limit)}"
 
 
-def _highest(curve: Curve, end: float, columns: int) -> list[int]:
+def highest_of(curve: Curve, end: float, columns: int) -> list[int]:
     """The most memory in use in each of `columns` equal parts of the step."""
     highest = [0] * columns
     for (start, used), stop in zip(curve, [*(time for time, _ in curve[1:]), end], strict=True):
@@ -59,5 +59,6 @@ def _highest(curve: Curve, end: float, columns: int) -> list[int]:
     return highest
 
 
-def _bar(used: int, full: int) -> str:
+def bar_of(used: int, full: int) -> str:
+    """A character that is as high as `used` is of `full`."""
     return _BARS[min(len(_BARS) - 1, int(used / full * len(_BARS)))] if full and used >= 0 else _BARS[0]

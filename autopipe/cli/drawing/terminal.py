@@ -31,7 +31,7 @@ def draw_timeline(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
     axis = time_axis(picture, max(20, width - margin))
     rows = picture.rows
     for device, label in shown_rows(picture):
-        yield Text(label) if device is None else _row(label, rows[device], axis, colour)
+        yield Text(label) if device is None else task_row(label, rows[device], axis, colour)
     if picture.steady is not None:
         yield Text(" " * margin + _bracket(picture.steady, axis))
     yield Text(" " * margin + _scale(picture, axis))
@@ -39,7 +39,8 @@ def draw_timeline(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
         yield from (Text(" " * margin + part) for part in wrap(line, width - margin))
 
 
-def _row(label: str, bars: list[Bar], axis: TimeAxis, colour: bool) -> Text:
+def task_row(label: str, bars: list[Bar], axis: TimeAxis, colour: bool) -> Text:
+    """A device's tasks, in order of time, behind its label."""
     row = Text(label)
     # F3 and f3 are two stages that their letters tell apart; of two stages with one letter, names say which.
     stages = Counter(is_upper for _, is_upper in {(bar.stage, bar.letter.isupper()) for bar in bars})

@@ -6,6 +6,8 @@ const highest = Math.max(1, ...peaks);
 const roomiest = Math.max(0, ...data.limits.map((limit) => limit ?? 0));
 const full = roomiest >= highest && roomiest <= 2 * highest ? roomiest : highest;
 const least = 3; // Pixels a bar: of more and thinner ones, each phase's share of the time is drawn.
+const top = rows.map(({ index }, place) => head + (index + 1) * heading + place * row);
+const bottom = head + steps.length * heading + devices * row;
 let arrows = [];
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -61,6 +63,8 @@ function paintMemory(device, y) {
   const list = memory[device];
   const height = (used) => y + curve - (used / full) * (curve - 2);
   const first = Math.max(0, firstAfter(list, 2, 0, view.from) - 1);
+  const last = Math.min(left + plot(), place(rows[device].step.end));
+  if (last < left) return;
   let x = left, used = list[first * 2 + 1], most = used;
   pen.beginPath();
   pen.moveTo(left, height(used));
@@ -76,10 +80,10 @@ function paintMemory(device, y) {
     most = Math.max(most, used);
   }
   pen.lineTo(x, height(most));
-  pen.lineTo(left + plot(), height(used));
+  pen.lineTo(last, height(used));
   pen.strokeStyle = pen.fillStyle = colour("--curve");
   pen.stroke();
-  pen.lineTo(left + plot(), y + curve);
+  pen.lineTo(last, y + curve);
   pen.lineTo(left, y + curve);
   pen.globalAlpha = 0.18;
   pen.fill();
@@ -102,7 +106,7 @@ function paintTransfers() {
   pen.strokeStyle = colour("--quiet");
   pen.globalAlpha = 0.6;
   for (const each of seen) {
-    const y = (device) => head + device * row + bar / 2;
+    const y = (device) => top[device] + bar / 2;
     const ends = [place(each[2]), y(each[0]), place(each[3]), y(each[1])];
     arrows.push([ends, each]);
     pen.beginPath();
@@ -126,7 +130,7 @@ function paintScale() {
     pen.fillText(timeText(index * step), x, 12);
     pen.beginPath();
     pen.moveTo(x, head - 4);
-    pen.lineTo(x, head + devices * row);
+    pen.lineTo(x, bottom);
     pen.stroke();
   }
 }
@@ -147,20 +151,31 @@ function paintRepetend() {
 }
 
 function paintLabels(device, y) {
-  if (device % Math.ceil(11 / row)) return;
+  if (rows[device].device % Math.ceil(11 / row)) return;
   pen.fillStyle = colour("--ink");
   pen.font = `${row < 20 ? 10 : 12}px system-ui, sans-serif`;
   pen.textAlign = "right";
-  pen.fillText(String(device), left - 8, y + bar / 2 + 4);
+  pen.fillText(String(rows[device].device), left - 8, y + bar / 2 + 4);
   pen.textAlign = "left";
   pen.fillStyle = colour(over[device] ? "--limit" : "--quiet");
   pen.fillText(peakTexts[device], left + plot() + 8, y + (curve ? bar + curve / 2 + 4 : bar / 2 + 4));
 }
 
+function paintHeadings() {
+  let y = head + heading - 7;
+  for (const step of heading ? steps : []) {
+    pen.fillStyle = colour("--ink");
+    pen.font = "600 13px system-ui, sans-serif";
+    pen.textAlign = "left";
+    pen.fillText(`${step.name}: ${timeText(step.end)}`, 8, y);
+    y += heading + step.count * row;
+  }
+}
+
 function draw() {
   const ratio = window.devicePixelRatio || 1;
   view.width = canvas.clientWidth;
-  const height = head + devices * row + 4;
+  const height = bottom + 4;
   canvas.style.height = height + "px";
   canvas.width = Math.round(view.width * ratio);
   canvas.height = Math.round(height * ratio);
@@ -168,15 +183,16 @@ function draw() {
   pen.clearRect(0, 0, view.width, height);
   paintScale();
   paintRepetend();
-  for (let device = 0; device < devices; device++) paintLabels(device, head + device * row);
+  paintHeadings();
+  for (let device = 0; device < devices; device++) paintLabels(device, top[device]);
   pen.save();
   pen.beginPath();
   pen.rect(left, 0, plot(), height);
   pen.clip();
   for (let device = 0; device < devices; device++) {
-    const y = head + device * row;
+    const y = top[device];
     pen.fillStyle = colour("--lane");
-    pen.fillRect(left, y, plot(), bar);
+    pen.fillRect(left, y, Math.max(0, Math.min(plot(), place(rows[device].step.end) - left)), bar);
     paintBars(device, y);
     if (curve) paintMemory(device, y + bar + 2);
   }

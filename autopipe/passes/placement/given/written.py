@@ -35,7 +35,7 @@ def _stage(names: NodeNames, samples: SampleAxes, stage: Stage) -> GivenStage:
 
 def _splits(names: NodeNames, samples: SampleAxes, stage: Stage) -> tuple[GivenSplits, ...]:
     """What most nodes have first, for all of them; then the others, those that are split alike together."""
-    wanted = {node: _degrees(samples, node, stage.splits_of(node)) for node in stage.nodes}
+    wanted = {node: degrees_of(samples, node, stage.splits_of(node)) for node in stage.nodes}
     counted = Counter(degrees for degrees in wanted.values() if degrees)
     if not counted:
         return ()
@@ -55,8 +55,8 @@ def _splits(names: NodeNames, samples: SampleAxes, stage: Stage) -> tuple[GivenS
     return tuple(found)
 
 
-def _degrees(samples: SampleAxes, node: int, splits: tuple[Split, ...]) -> _Degrees:
-    """A node's splits with its sample axis called `samples`."""
+def degrees_of(samples: SampleAxes, node: int, splits: tuple[Split, ...]) -> _Degrees:
+    """A node's splits as degrees by axis, its sample axis called `samples`."""
     own = samples.axes[node]
     return tuple((SAMPLES if split.axis == own else split.axis, split.degree) for split in splits)
 

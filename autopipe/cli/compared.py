@@ -1,0 +1,105 @@
+"""Plans side by side: their figures, and what of a step goes where."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopipe.cli.figures import bytes_text, seconds_text
+from autopipe.cli.plan_folder import open_prediction
+from autopipe.ir.breakdown import Breakdown
+from autopipe.ir.plan import Plan
+from autopipe.ir.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A plan, the folder it is in and the step that its predictions make."""
+
+    folder: Path
+    plan: Plan
+    timeline: Timeline
+
+    @staticmethod
+    def open(folder: Path) -> Compared:
+        """The plan in `folder`; its model is not read. Raises as `open_prediction` does."""
+        return Compared(folder, *open_prediction(folder))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A figure of each plan, and which plans' are the best, where they differ and one is better than another."""
+
+    name: str
+    texts: tuple[str, ...]
+    best: frozenset[int] = frozenset()
+
+
+def speedup(first: Plan, plan: Plan) -> float | None:
+    """How many samples a plan takes while the first takes one."""
+    return plan.summary.samples_per_s / first.summary.samples_per_s if first.summary.samples_per_s else None
+
+
+def figure_rows(plans: Sequence[Plan]) -> Iterator[Row]:
+    """What was decided and predicted; per device too where plans have different numbers of devices."""
+    summaries = [plan.summary for plan in plans]
+    yield Row("strategy", tuple(each.strategy for each in summaries))
+    yield Row("schedule", tuple(each.schedule for each in summaries))
+    yield Row("devices", tuple(str(each.devices) for each in summaries))
+    yield Row("stages", tuple(str(each.stages) for each in summaries))
+    yield Row("depth", tuple(str(each.depth) for each in summaries))
+    yield Row("micro-batches", tuple(f"{each.micro_batches} of {each.micro_batch_size}" for each in summaries))
+    times = [each.step_time_s for each in summaries]
+    equal = len({plan.batch_size for plan in plans}) == 1
+    yield _row("step", times, seconds_text, times if equal else None)
+    ratios = [speedup(plans[0], plan) for plan in plans]
+    yield Row("speed-up", tuple("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios))
+    rates = [each.samples_per_s for each in summaries]
+    yield _row("samples/s", rates, "{:,.1f}".format, [-rate for rate in rates])
+    if len({each.devices for each in summaries}) > 1:
+        shares = [each.samples_per_s / each.devices for each in summaries]
+        yield _row("samples/s a device", shares, "{:,.1f}".format, [-share for share in shares])
+    bubbles = [each.bubble_rate for each in summaries]
+    yield _row("bubble", bubbles, "{:.1%}".format, bubbles)
+    peaks = [float(max(each.peak_memory_bytes)) for each in summaries]
+    yield _row("peak memory", peaks, bytes_text, peaks)
+    yield Row("exchanged", tuple(_exchanged(plan) for plan in plans))
+    yield Row("at best", tuple(seconds_text(each.lower_bound_s) for each in summaries))
+    searches = [sum(seconds for _, seconds in each.search_time_s) for each in summaries]
+    yield Row("search", tuple(map(seconds_text, searches)))
+
+
+def breakdown_rows(plans: Sequence[Plan]) -> Iterator[Row]:
+    """Seconds of a step by what they go to, on average over the devices; nothing where no plan says."""
+    parts = [None if plan.breakdown is None else dict(parts_of(plan.breakdown)) for plan in plans]
+    if not any(parts):
+        return
+    for name in PARTS:
+        values = [None if each is None else each[name] for each in parts]
+        if any(values):
+            yield Row(name, tuple("-" if value is None else seconds_text(value) if value else "0" for value in values))
+
+
+PARTS = tuple(field.name.removesuffix("_s") for field in dataclasses.fields(Breakdown))
+"""What a step's seconds go to, the ideal first."""
+
+
+def parts_of(breakdown: Breakdown) -> tuple[tuple[str, float], ...]:
+    """Seconds by name, in the order of `PARTS`; their sum is the step."""
+    return tuple((name, getattr(breakdown, f"{name}_s")) for name in PARTS)
+
+
+def _row(name: str, values: Sequence[float], text: Callable[[float], str], order: Sequence[float] | None) -> Row:
+    """A row whose best is the least by `order`, and all that read the same."""
+    texts = tuple(map(text, values))
+    if order is None or len(set(texts)) == 1:
+        return Row(name, texts)
+    least = texts[min(range(len(order)), key=order.__getitem__)]
+    return Row(name, texts, frozenset(place for place, each in enumerate(texts) if each == least))
+
+
+def _exchanged(plan: Plan) -> str:
+    moved = plan.summary.communication_bytes
+    return "unknown" if moved is None else bytes_text(sum(size for _, size in moved))
