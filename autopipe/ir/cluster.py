@@ -46,7 +46,7 @@ class Device:
     """What collectives of ranks in one node of such devices take, where that was measured."""
 
     post: Affine | None = None
-    """What posting either end of a message takes of the device's own time, where that was measured."""
+    """What either end of a message takes of the device's own time, where that was measured."""
 
     processors: int | None = None
     """How many processors all devices of a node share, where devices are processes; None where each has its own."""
@@ -239,8 +239,6 @@ class Cluster:
             return replace(self, devices=self.devices[:count], levels=_filled(self.levels, count))
         kept = [(group, min(group.size, count - start)) for group, start in self._placed() if start < count]
         groups = tuple(replace(group, size=size, levels=_filled(group.levels, size)) for group, size in kept)
-        if len(groups) == 1:
-            return replace(self, devices=self.devices[:count], levels=groups[0].levels, groups=())
         return replace(self, devices=self.devices[:count], levels=_filled(self.levels, len(groups)), groups=groups)
 
     def reordered(self, order: Sequence[int]) -> tuple[Cluster, tuple[int, ...]]:

@@ -16,7 +16,7 @@ from autopipe.ir.placement import Split
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 EXCHANGES = ("send", "post", *COLLECTIVES)
-"""What is measured between ranks: messages on their way, what posting an end of one takes of its rank's own time, and
+"""What is measured between ranks: messages on their way, what an end of one takes of its rank's own time, and
 collectives by the size of their group."""
 
 
@@ -29,6 +29,9 @@ class Affine:
 
     def __add__(self, other: Affine) -> Affine:
         return Affine(self.fixed_s + other.fixed_s, self.per_byte_s + other.per_byte_s)
+
+    def __mul__(self, factor: float) -> Affine:
+        return Affine(self.fixed_s * factor, self.per_byte_s * factor)
 
     def seconds(self, size_bytes: float) -> float:
         """Seconds for `size_bytes` bytes."""

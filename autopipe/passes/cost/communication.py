@@ -121,7 +121,7 @@ def all_to_all(cluster: Cluster, group: Sequence[int]) -> Cost:
 
 
 def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Cost | None:
-    """What was measured of a collective of so many ranks in one node.
+    """What was measured of a collective of so many ranks in one node, or lies between what was of fewer and of more.
 
     Where the ranks outnumber their processors that holds their wait for one another's work; whoever counts the devices
     that share processors (`Prediction.processors`) counts it, so that a rank's own part of the work is left here.
@@ -132,9 +132,14 @@ def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Cost | None:
     if not alike or len({cluster.node(device) for device in group}) > 1:
         return None
     ranks = len(set(group))
+    fits = {each.ranks: each.fit for each in known if each.kind == kind}
+    below = max((size for size in fits if size <= ranks), default=None)
+    above = min((size for size in fits if size >= ranks), default=None)
+    if below is None or above is None:
+        return None
+    part = (ranks - below) / (above - below) if above > below else 0.0
     own = min(1.0, (device.processors or ranks) / ranks)
-    fits = (each.fit for each in known if each.kind == kind and each.ranks == ranks)
-    return next((Cost((Affine(own * fit.fixed_s, own * fit.per_byte_s),)) for fit in fits), None)
+    return Cost(((fits[below] * (1 - part) + fits[above] * part) * own,))
 
 
 def _cost(

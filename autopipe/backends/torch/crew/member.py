@@ -56,6 +56,7 @@ def serve(rank: int, size: int, store: str, connection: Connection) -> None:
     world = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": 1}
     os.environ.update({name: str(value) for name, value in world.items()})
     sys.dont_write_bytecode = True
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # The profiler writes there from C++; what fails is told in replies.
     dist.init_process_group(
         "gloo", store=FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE_S)
     )
