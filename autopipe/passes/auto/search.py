@@ -74,6 +74,13 @@ class Search:
                 if all(run.scheduler != scheduler for run in each.runs):
                     self._run(each, each.placed, scheduler)
 
+    def schedule(self, tried: Tried) -> None:
+        """Try all schedules on a candidate's placement, those that cannot win, too."""
+        assert tried.placed is not None
+        for scheduler in self.schedulers:
+            if all(run.scheduler != scheduler for run in tried.runs):
+                self._run(tried, tried.placed, scheduler)
+
     def _place(self, candidate: Candidate) -> None:
         asked = self._within_time(candidate.settled(self.request))
         try:

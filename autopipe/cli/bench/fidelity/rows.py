@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
 from autopipe.cli.bench.fidelity.outcome import Comparison, Outcome
 from autopipe.cli.bench.row import Row
 from autopipe.cli.figures import bytes_text, seconds_text
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _PREDICTED = "simulated with costs measured in this run"
 _RECORDED = "allocated by torch at most, on the rank that is to need most, parameters included"
@@ -72,17 +67,14 @@ def verdict(comparison: Comparison) -> str:
     return ", ".join(parts)
 
 
-def table(comparison: Comparison) -> Iterator[RenderableType]:
-    """A title, a table with a line a candidate, and what speaks for all."""
-    from rich.table import Table
-
-    shown = Table(box=None, pad_edge=False)
-    for index, heading in enumerate(HEADINGS):
-        shown.add_column(heading, justify="right" if index else "left", overflow="fold", no_wrap=bool(index))
-    for each in ordered(comparison):
-        shown.add_row(*cells(each))
+def table(comparison: Comparison) -> Iterator[str]:
+    """A title, a line a candidate, and what failed."""
+    lines = [HEADINGS, *map(cells, ordered(comparison))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     yield f"{comparison.model} on {comparison.ranks} ranks: {verdict(comparison)}"
-    yield shown
+    for first, *others in lines:
+        figures = (text.rjust(width) for text, width in zip(others, widths[1:], strict=True))
+        yield "  ".join([first.ljust(widths[0]), *figures])
     yield from (f"  {each.name}: {each.failed}" for each in comparison.outcomes if each.failed)
     yield ""
 
