@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+
 from autopipe.cli.bench.fidelity.outcome import Comparison, Outcome
 from autopipe.cli.bench.row import Row
 from autopipe.cli.figures import bytes_text, seconds_text
