@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from autopipe.ir.placement import node_ranges
 
@@ -21,6 +22,17 @@ def seconds_text(seconds: float) -> str:
         if abs(seconds) >= scale:
             return f"{seconds / scale:.{_decimals(seconds / scale)}f} {unit}"
     return f"{seconds / 1e-9:.0f} ns"
+
+
+def kinds_text(names: Sequence[str], devices: Iterable[int]) -> str:
+    """The kinds of some devices, by the names of all: `A100`, or `6 A100 and 2 V100`."""
+    own = [names[device] for device in devices]
+    return own[0] if len(set(own)) == 1 else counted_text(own)
+
+
+def counted_text(names: Iterable[str]) -> str:
+    """Names with how often each comes: `6 A100 and 2 V100`."""
+    return " and ".join(f"{count} {name}" for name, count in Counter(names).items())
 
 
 def devices_text(devices: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from autopipe.cli.explanation.distance import distance_lines
 from autopipe.cli.explanation.weighed import weighed_screen
-from autopipe.cli.figures import bytes_text, devices_text, seconds_text
+from autopipe.cli.figures import bytes_text, counted_text, devices_text, kinds_text, seconds_text
 from autopipe.ir.placement import SplitProof
 from autopipe.ir.plan import CostCoverage, Plan, Summary
 from autopipe.passes.pipeline import Planned
@@ -30,14 +30,14 @@ def plan_screen(planned: Planned, request: Request, folder: Path) -> Iterator[Re
     chosen = "" if request.micro_batches or request.micro_batch_size else " (chosen)"
     yield (
         f"{request.model}: {summary.strategy} with {summary.schedule}, {plan.mode}{why}, on {summary.devices} devices"
-        f" of {problem.cluster.name}"
+        f" of {problem.cluster.name}{_taken(plan)}"
     )
     yield (
         f"batch {plan.batch_size}{'' if request.batch_size else ' (chosen)'} = {summary.micro_batches} micro-batches"
         f"{chosen} of {summary.micro_batch_size}"
     )
     yield stage_table(plan, _FEW_ROWS if plan.alternatives else _MOST_ROWS)
-    yield f"{prediction_line(summary)} of {bytes_text(problem.memory_of(0))}"
+    yield f"{prediction_line(summary)} of {bytes_text(max(plan.memory_limits))}{_memory_by_kind(plan)}"
     yield traffic_line(summary)
     if summary.splits is not None:
         yield splits_line(summary.splits)
@@ -50,6 +50,25 @@ def plan_screen(planned: Planned, request: Request, folder: Path) -> Iterator[Re
     yield from weighed_screen(plan)
     yield f"plan in {folder}"
     yield f"next: autopipe explain {folder}    autopipe show {folder}    autopipe codegen {folder}"
+
+
+def _taken(plan: Plan) -> str:
+    """Which devices of a mixed cluster are planned for."""
+    return f": {counted_text(plan.device_names)}" if plan.device_names else ""
+
+
+def _memory_by_kind(plan: Plan) -> str:
+    """The peak on devices of each kind where there are several."""
+    kinds = dict.fromkeys(plan.device_names)
+    if len(kinds) < 2:
+        return ""
+    peaks, limits = plan.summary.peak_memory_bytes, plan.memory_limits
+    own = {kind: [each for each, name in enumerate(plan.device_names) if name == kind] for kind in kinds}
+    parts = (
+        f"{bytes_text(max(peaks[each] for each in devices))} of {bytes_text(limits[devices[0]])} on {kind}"
+        for kind, devices in own.items()
+    )
+    return f" ({', '.join(parts)})"
 
 
 def prediction_line(summary: Summary) -> str:
@@ -102,13 +121,16 @@ def schedule_line(plan: Plan) -> str:
 def stage_table(plan: Plan, most: int = _MOST_ROWS) -> Table:
     """A row a stage: its devices, nodes and what each of its devices takes; its samples where stages differ in them.
 
+    Where devices are of several kinds each stage's is told.
+
     Of more than `most` stages the first and the last are shown.
     """
     own_sizes = plan.has_own_sizes
     samples = ("micro-batch",) if own_sizes else ()
-    columns = ("stage", "devices", *samples, "nodes", "parameters", "forward", "backward", "memory")
+    kinds = ("kind",) if len(set(plan.device_names)) > 1 else ()
+    columns = ("stage", "devices", *kinds, *samples, "nodes", "parameters", "forward", "backward", "memory")
     table = Table(*columns, box=None, pad_edge=False)
-    for column in table.columns[2:]:
+    for column in table.columns[2 + len(kinds) :]:
         column.justify = "right"
     count = len(plan.placement.stages)
     for index, (stage, predicted) in enumerate(zip(plan.placement.stages, plan.prediction.stages, strict=True)):
@@ -119,6 +141,7 @@ def stage_table(plan: Plan, most: int = _MOST_ROWS) -> Table:
         table.add_row(
             str(index),
             devices_text(stage.devices),
+            *((kinds_text(plan.device_names, stage.devices),) if kinds else ()),
             *((str(stage.micro_batch_size),) if own_sizes else ()),
             str(len(stage.nodes)),
             bytes_text(predicted.parameter_bytes),

@@ -71,6 +71,8 @@ class Plan:
     """What the summary was simulated from."""
     memory_limits: tuple[int, ...] = ()
     """Bytes that may be used on each device."""
+    device_names: tuple[str, ...] = ()
+    """The name of each device's kind, in a cluster of groups of devices."""
     alternatives: tuple[Alternative, ...] = ()
     """What else was weighed, and what came of it; () where the strategy was named."""
     breakdown: Breakdown | None = None

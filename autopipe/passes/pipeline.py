@@ -132,6 +132,7 @@ def planned(
         summary=_summary(strategy.name, scheduler.name, placed, scheduled, runner.seconds),
         prediction=prediction,
         memory_limits=tuple(problem.memory_of(device) for device in range(problem.cluster.size)),
+        device_names=tuple(device.name for device in problem.cluster.devices) if problem.cluster.groups else (),
         breakdown=breakdown(problem, placed.placement, scheduled.schedule, prediction, scheduled.timeline.end),
     )
     named = dataclasses.replace(request, strategy=strategy, scheduler=scheduler)

@@ -57,7 +57,7 @@ def test_inline_and_written_again(tmp_path: Path) -> None:
 
 def test_fewer_devices_are_the_first(tmp_path: Path) -> None:
     a100 = build_cluster(cluster_preset("a100-v100"), 8)
-    assert len(a100.kinds) == 1 and not a100.groups
+    assert len(a100.kinds) == 1 and [group.size for group in a100.groups] == [8]
     ten = build_cluster(cluster_preset("a100-v100"), 10)
     assert [device.name for device in ten.devices].count("A100-SXM4-80GB") == 8
     assert [group.size for group in ten.groups] == [8, 2]
@@ -88,7 +88,7 @@ def test_mixed_presets_have_devices_of_several_kinds(name: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("device: a100-80gb", "device: a100", "mine.yaml: no cluster preset is named 'a100' (did you mean 'a100-v100'?)"),
+        ("device: a100-80gb", "device: a100", "mine.yaml: no cluster preset is named 'a100' (did you mean"),
         ("device: a100-80gb", "device: a100-v100", "group new has the device of preset a100-v100, which has several"),
         ("count: 12", "cout: 12", "mine.yaml:3: unknown key 'cout' in groups[0] (did you mean 'count'?)"),
         ("count: 12", "count: 0", "mine.yaml:3: groups[0].count is 0 (it must be at least 1)"),

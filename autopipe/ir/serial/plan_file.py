@@ -61,9 +61,14 @@ def read_plan(folder: Path) -> Plan:
         summary=summary,
         prediction=prediction,
         memory_limits=record.at("memory_limits").integers(),
+        device_names=_texts_of(record.at("device_names")) if record.has("device_names") else (),
         alternatives=alternatives_of(record.at("alternatives")) if record.has("alternatives") else (),
         breakdown=_breakdown_of(record.at("breakdown")),
     )
+
+
+def _texts_of(record: Record) -> tuple[str, ...]:
+    return tuple(item.text() for item in record.items())
 
 
 def _stages_of(record: Record, placement: Placement, prediction: Prediction, summary: Summary) -> StageGraph:
@@ -121,6 +126,7 @@ def plan_form(plan: Plan) -> dict[str, object]:
         "batch_size": plan.batch_size,
         "summary": summary_form(plan.summary),
         "memory_limits": list(plan.memory_limits),
+        **({"device_names": list(plan.device_names)} if plan.device_names else {}),
         "placement": placement_form(plan.placement),
         "predictions": prediction_form(plan.prediction),
         "breakdown": None if plan.breakdown is None else dataclasses.asdict(plan.breakdown),
