@@ -16,8 +16,11 @@ def micro_batches_of(seed: int) -> int:
 
 
 def check_random(pools: Pools, model: Trained, devices: int, seed: int, folder: Path) -> Checked:
-    """Check the strategy and the schedule that a model, a number of devices and a seed stand for."""
+    """Check the strategy and the schedule that a model, a number of devices and a seed stand for.
+
+    With odd seeds the optimizer's state is in shares.
+    """
     random = Random(f"{model.name} {devices} {seed}")
     placement = random_placement(random, model.graph, devices, model.samples)
     schedule = random_schedule(random, model.graph, placement, model.micro_batches)
-    return check(pools, model, placement, folder, schedule)
+    return check(pools, model, placement, folder, schedule, shard=seed % 2 == 1)

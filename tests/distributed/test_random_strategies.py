@@ -25,6 +25,14 @@ def test_a_strategy_on_four_ranks(pools: Pools, small_models: SmallModels, tmp_p
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("name", ["mmt", "moe", "wide-resnet"])
+def test_a_strategy_with_the_optimizers_state_in_shares(
+    pools: Pools, small_models: SmallModels, tmp_path: Path, name: str
+) -> None:
+    check_random(pools, small_models.of(name), 4, 1, tmp_path)
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("name", ["moe", "rnnlm"])
 def test_a_strategy_on_eight_ranks(pools: Pools, small_models: SmallModels, tmp_path: Path, name: str) -> None:
     check_random(pools, small_models.of(name), 8, 0, tmp_path)

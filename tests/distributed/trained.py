@@ -15,7 +15,7 @@ from autopipe.ir.cluster import Cluster, Level, Link
 from autopipe.ir.dtype import DType
 from autopipe.ir.graph import FileSlice, Graph, Initializer, Parameter, Storage, Value
 from autopipe.ir.placement import Placement
-from autopipe.ir.problem import Mode, Problem
+from autopipe.ir.problem import Mode, Optimizer, Problem
 from autopipe.ir.schedule import Schedule
 from autopipe.passes.cost.work import annotate
 from autopipe.passes.lower.traffic import communication_bytes
@@ -97,19 +97,26 @@ def problem_of(model: Trained, devices: int) -> Problem:
 
 
 def check(
-    pools: Pools, model: Trained, placement: Placement, folder: Path, schedule: Schedule | None = None
+    pools: Pools,
+    model: Trained,
+    placement: Placement,
+    folder: Path,
+    schedule: Schedule | None = None,
+    shard: bool = False,
 ) -> Checked:
-    """Run a step of the placement, by 1F1B where no schedule is given.
+    """Run a step of the placement, by 1F1B where no schedule is given; with the optimizer's state in shares or not.
 
     Loss and gradients are one device's, and the bytes exchanged those predicted.
     """
     placement.verify(model.graph)
     schedule = schedule or schedule_of(model.graph, placement, model.micro_batches)
     folder.mkdir(exist_ok=True)
-    write(model.graph, placement, schedule, model.loss, folder / "program", model=model.file)
+    optimizer = Optimizer(shard=shard)
+    write(model.graph, placement, schedule, model.loss, folder / "program", optimizer=optimizer, model=model.file)
     found = run_step(pools, folder / "program", model.batch, *DRAWN)
     assert found.moved is not None
-    assert found.moved == communication_bytes(model.graph, placement, model.micro_batches, schedule.devices, model.loss)
+    count, devices = model.micro_batches, schedule.devices
+    assert found.moved == communication_bytes(model.graph, placement, count, devices, model.loss, shard=shard)
     worst = largest_difference(found, model.step)
     if worst.relative <= TOLERANCE:
         return Checked(worst.relative, found.moved)
