@@ -44,9 +44,16 @@ class Alternative:
     """The strategy that came to the same placement before; the step is that one's."""
 
     @property
-    def rank(self) -> float:
-        """Seconds of the step, infinite where there is none: the least is the best."""
-        return math.inf if self.step_time_s is None else self.step_time_s
+    def rank(self) -> tuple[float, float]:
+        """Seconds of the step, infinite where there is none; then, of those without, of the bound: the least is best."""
+        if self.step_time_s is not None:
+            return self.step_time_s, 0.0
+        return math.inf, math.inf if self.lower_bound_s is None else self.lower_bound_s
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether it was left out because no schedule of its placement could be the shortest."""
+        return self.choice.schedule is None and self.lower_bound_s is not None
 
 
 def best_of_each(alternatives: Iterable[Alternative]) -> tuple[Alternative, ...]:

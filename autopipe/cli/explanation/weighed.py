@@ -19,10 +19,15 @@ def weighed_screen(plan: Plan) -> Iterator[RenderableType]:
     best = best_of_each(plan.alternatives)
     steps = sum(each.step_time_s is not None for each in plan.alternatives)
     yield f"weighed: {len(plan.alternatives)} plans, {steps} of them with a step; of each strategy the best:"
-    yield _table([each for each in best if each.step_time_s is not None], plan.summary.step_time_s)
-    refused = [each for each in best if each.step_time_s is None]
+    yield _table([each for each in best if _has_row(each)], plan.summary.step_time_s)
+    refused = [each for each in best if not _has_row(each)]
     if refused:
         yield _refusals(refused)
+
+
+def _has_row(alternative: Alternative) -> bool:
+    """Whether there is a figure to show: a step, or what it cannot be shorter than."""
+    return alternative.step_time_s is not None or alternative.is_bounded
 
 
 def strategy_text(alternative: Alternative) -> str:
@@ -43,22 +48,30 @@ def over_text(step_s: float, chosen_s: float) -> str:
 
 def _table(rows: Sequence[Alternative], chosen_s: float) -> Table:
     table = Table(
-        "strategy", "schedule", "micro-batches", "step", "longer", "at best", "memory", box=None, pad_edge=False
+        "strategy", "schedule", "micro-\nbatches", "step", "longer", "at best", "memory", box=None, pad_edge=False
     )
     for column in table.columns[2:]:
         column.justify, column.no_wrap = "right", True
     for each in rows:
-        assert each.step_time_s is not None and each.lower_bound_s is not None and each.peak_memory_bytes is not None
+        step_s, bound_s, memory = each.step_time_s, each.lower_bound_s, each.peak_memory_bytes
+        least_s = step_s if step_s is not None else bound_s
+        assert least_s is not None, "a row has a step or a bound"
+        at_least = "" if step_s is not None else "≥ "
         table.add_row(
             strategy_text(each),
-            each.choice.schedule if each.same_as is None else f"{each.choice.schedule}, as {each.same_as}",
+            _schedule_text(each),
             str(each.micro_batches),
-            seconds_text(each.step_time_s),
-            over_text(each.step_time_s, chosen_s),
-            seconds_text(each.lower_bound_s),
-            bytes_text(each.peak_memory_bytes),
+            f"{at_least}{seconds_text(least_s)}",
+            f"{at_least}{over_text(least_s, chosen_s)}",
+            "-" if bound_s is None else seconds_text(bound_s),
+            "-" if memory is None else bytes_text(memory),
         )
     return table
+
+
+def _schedule_text(alternative: Alternative) -> str:
+    schedule = alternative.choice.schedule or "any"
+    return schedule if alternative.same_as is None else f"{schedule}, as {alternative.same_as}"
 
 
 def _refusals(rows: Sequence[Alternative]) -> Table:
