@@ -45,7 +45,7 @@ class Alternative:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Seconds of the step, infinite where there is none; then, of those without, of the bound: the least is best."""
+        """Seconds of the step, infinite where there is none; of those without, then those of the bound."""
         if self.step_time_s is not None:
             return self.step_time_s, 0.0
         return math.inf, math.inf if self.lower_bound_s is None else self.lower_bound_s
