@@ -14,6 +14,9 @@ GOLDEN = Path(__file__).parent / "golden"
 # Two workers share the machine; threads of numerical libraries would only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What one test run finds must not be what the next one tests, nor what a user's own plans come from.
+os.environ["AUTOPIPE_CACHE"] = os.devnull
+
 # No test may depend on how busy the machine is.
 settings.register_profile("default run", deadline=None, derandomize=True)
 # `./test --hypothesis-profile=search` looks for new failures, with other examples each time.

@@ -34,6 +34,7 @@ from autopipe.configs.configuration import Configuration
     type=click.Path(path_type=Path),
     help="Also write MODEL with the plan as ONNX multi-device annotations.",
 )
+@click.option("--no-cache", is_flag=True, help="Search anew what an earlier run has found.")
 @click.option("--dump-after", metavar="PASS", multiple=True, help="Print what PASS gave (repeatable).")
 @configuration_options
 @standard_options
@@ -43,6 +44,7 @@ def plan(
     folder: Path | None,
     former: Path | None,
     annotate: Path | None,
+    no_cache: bool,
     dump_after: tuple[str, ...],
     configuration: Configuration,
 ) -> None:
@@ -68,6 +70,7 @@ def plan(
     from autopipe.ir.serial.alternatives_form import alternatives_form
     from autopipe.ir.serial.plan_file import summary_form
     from autopipe.passes.auto.choose import choose
+    from autopipe.passes.auto.store import answers
     from autopipe.passes.pipeline import make_plan
 
     held = None if former is None else Former.read(former)
@@ -83,8 +86,12 @@ def plan(
     if held is not None:
         held.check_kept(configuration, request)
     with output.progress("planning", total=len(names_of(request))) as bar:
-        make = choose if request.strategy is None else make_plan
-        planned = make(request, Watcher(output, bar, request, dump_after))
+        watcher = Watcher(output, bar, request, dump_after)
+        if request.strategy is None:
+            # Values are dumped where they are made.
+            planned = choose(request, watcher, None if no_cache or dump_after else answers())
+        else:
+            planned = make_plan(request, watcher)
     left_out = annotate_model(planned, annotate) if annotate is not None else ()
     write_plan_folder(target, planned, configuration)
     for warning in planned.model.warnings:

@@ -24,7 +24,7 @@ from autopipe.passes.explain.breakdown import breakdown
 from autopipe.passes.frontend import Model
 from autopipe.passes.lower.portions import check_portions
 from autopipe.passes.lower.traffic import communication_bytes
-from autopipe.passes.request import Request, costed, divided, problems_of, read_for, work_of
+from autopipe.passes.request import Request, costed, divided, posed, problems_of, read_for, work_of
 from autopipe.passes.runner import Observer, Runner, Silent
 from autopipe.passes.schedule.limits import check_memory, lower_bound, quality
 from autopipe.passes.schedule.predict import predict
@@ -94,7 +94,22 @@ def make_plan(request: Request, observer: Observer | None = None) -> Planned:
 
 def place(request: Request, strategy: Strategy, runner: Runner) -> Placed:
     """The placement that a strategy makes, and what it is expected to take. Raises as `make_plan` does."""
-    model, problem, placement = _placed(request, strategy, runner)
+    return _foreseen(*_placed(request, strategy, runner), runner)
+
+
+def place_as(request: Request, batching: Batching, placement: Placement, runner: Runner) -> Placed:
+    """A placement that is known, for a division of the batch, and what it is expected to take.
+
+    Raises as `make_plan` does, InfeasibleError where the placement does not fit the graph.
+    """
+    model, problem = posed(request, runner, batching)
+    if placement.devices > problem.cluster.size:
+        raise InfeasibleError(f"the placement is for {placement.devices} devices, of which not all are there")
+    placement.verify(problem.graph)
+    return _foreseen(model, problem, placement, runner)
+
+
+def _foreseen(model: Model, problem: Problem, placement: Placement, runner: Runner) -> Placed:
     check_portions(problem.graph, placement)
     prediction = runner.run("predict", lambda: predict(problem, placement))
     return Placed(model, problem, placement, StageGraph.of(problem, placement), prediction)
@@ -112,9 +127,19 @@ def schedule(placed: Placed, scheduler: Scheduler, runner: Runner) -> Scheduled:
         lambda: scheduler.requires(problem, placement),
         lambda result: result.verify(placed.graph, problem.train),
     )
-    timeline = runner.run("simulate", lambda: simulate(found, placed.graph.stage_devices, placed.prediction))
-    check_memory(problem, placement, timeline)
-    return Scheduled(found, timeline)
+    return _simulated(placed, found, runner)
+
+
+def checked(placed: Placed, schedule: Schedule, runner: Runner) -> Scheduled:
+    """A schedule that is known, simulated. Raises InfeasibleError where it cannot run or memory does not hold it."""
+    schedule.verify(placed.graph, placed.problem.train)
+    return _simulated(placed, schedule, runner)
+
+
+def _simulated(placed: Placed, schedule: Schedule, runner: Runner) -> Scheduled:
+    timeline = runner.run("simulate", lambda: simulate(schedule, placed.graph.stage_devices, placed.prediction))
+    check_memory(placed.problem, placed.placement, timeline)
+    return Scheduled(schedule, timeline)
 
 
 def planned(

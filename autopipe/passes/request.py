@@ -108,9 +108,19 @@ def open_problem(request: Request, runner: Runner) -> Problem:
     raise refused
 
 
+def posed(request: Request, runner: Runner, batching: Batching) -> tuple[Model, Problem]:
+    """The model on micro-batches of a division that is known, and its problem."""
+    return divided(request, runner, first_model(request, runner), batching)
+
+
+def first_model(request: Request, runner: Runner) -> Model:
+    """The model on the samples that its file fixes, else on one."""
+    return _read(request, runner, None)
+
+
 def operators_of(request: Request, runner: Runner) -> int:
     """How many operators the model has, on the samples that its file fixes, else on one."""
-    return len(_read(request, runner, None).graph.nodes)
+    return len(first_model(request, runner).graph.nodes)
 
 
 def divided(request: Request, runner: Runner, read: Model, batching: Batching) -> tuple[Model, Problem]:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 
+from autopipe.ir.errors import AutopipeError
+from autopipe.ir.serial.record import Record
+from autopipe.passes.auto.answers import FORMAT, answer_form, answer_of
 from autopipe.passes.auto.candidates import candidates
 from autopipe.passes.auto.first import first_candidate
+from autopipe.passes.auto.keys import answer_key
 from autopipe.passes.auto.search import Search
+from autopipe.passes.auto.store import Store
 from autopipe.passes.auto.variations import variations
 from autopipe.passes.base import Scheduler
 from autopipe.passes.pipeline import Planned, planned
 from autopipe.passes.registry import scheduler_class, scheduler_names
-from autopipe.passes.request import Request, open_problem
+from autopipe.passes.request import Request, first_model, open_problem
 from autopipe.passes.runner import Observer, Runner, Silent
 
 _FIRST = ("kfkb", "1f1b", "gpipe")
@@ -21,12 +27,34 @@ _LAST = ("tessel",)
 """Schedules that are searched: they take longest, and need not be asked where another one meets the bound."""
 
 
-def choose(request: Request, observer: Observer | None = None) -> Planned:
+def choose(request: Request, observer: Observer | None = None, store: Store | None = None) -> Planned:
     """The plan with the shortest simulated step that any candidate gives, with what came of the others.
 
-    Raises what speaks against the first candidates where none has a plan.
+    What `store` holds for the same request is not searched again. Raises what speaks against the first candidates
+    where none has a plan.
     """
     runner = Runner(observer or Silent())
+    if store is None:
+        return _searched(request, runner)
+    name = answer_key(request, first_model(request, runner))
+    kept = _kept(request, runner, store.read(name, FORMAT))
+    if kept is not None:
+        return kept
+    found = _searched(request, runner)
+    if request.time_limit is None:  # What was found in a limited time may not be the best.
+        store.write(name, answer_form(found))
+    return found
+
+
+def _kept(request: Request, runner: Runner, record: Record | None) -> Planned | None:
+    """The plan that a kept answer gives; None where there is none, or what is kept is not right."""
+    try:
+        return None if record is None else answer_of(record, request, runner)
+    except (AutopipeError, ArithmeticError, LookupError, TypeError, ValueError):
+        return None  # Whatever a damaged file says, there is a plan without it.
+
+
+def _searched(request: Request, runner: Runner) -> Planned:
     search = weigh(request, runner)
     request, best = search.request, search.best
     assert best is not None
@@ -39,16 +67,17 @@ def choose(request: Request, observer: Observer | None = None) -> Planned:
     return dataclasses.replace(found, plan=dataclasses.replace(found.plan, alternatives=rows))
 
 
-def weigh(request: Request, runner: Runner) -> Search:
+def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.monotonic) -> Search:
     """All that is tried for a request, with a best plan among it.
 
     Candidates are weighed twice: each is placed, and its step simulated under one schedule; then all schedules are
-    tried on those whose placement bears a shorter step than the best so far. Raises as `choose` does.
+    tried on those whose placement bears a shorter step than the best so far. By `clock` no new one is begun once the
+    request's time is over and there is a plan. Raises as `choose` does.
     """
     problem = open_problem(request, runner)
     request = dataclasses.replace(request, batch_size=problem.batch_size)  # One batch for all, or steps tell nothing.
-    end = None if request.time_limit is None else time.monotonic() + request.time_limit
-    search = Search(request, runner, _schedulers(request), end)
+    end = None if request.time_limit is None else clock() + request.time_limit
+    search = Search(request, runner, _schedulers(request), end, clock)
     search.try_all(each for each in (first_candidate(request),) if each is not None)
     search.try_all(candidates(request))
     search.try_all(variations(search, problem))

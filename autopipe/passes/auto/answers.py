@@ -1,0 +1,146 @@
+"""An answer as it is kept between runs, and the plan that is made of it again.
+
+What is kept is what was decided. All else is worked out anew from the model, and has to come to the same step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+
+from autopipe.ir.alternatives import Alternative
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.placement import SplitProof
+from autopipe.ir.schedule import Proof, Repetend, Schedule, Task
+from autopipe.ir.serial.alternatives_form import alternatives_form, alternatives_of
+from autopipe.ir.serial.placement_form import placement_form, placement_of
+from autopipe.ir.serial.record import Record
+from autopipe.passes.auto.candidate import Candidate
+from autopipe.passes.base import Scheduler
+from autopipe.passes.batching import Batching
+from autopipe.passes.pipeline import Placed, Planned, Scheduled, checked, place_as, planned, schedule
+from autopipe.passes.registry import scheduler_class, strategy_class
+from autopipe.passes.request import Request
+from autopipe.passes.runner import Runner
+
+FORMAT = "autopipe.answer/1"
+
+
+def answer_form(found: Planned) -> dict[str, object]:
+    """What was decided, as lists, dicts and scalars. `found.plan.alternatives` has the choice that was best."""
+    plan = found.plan
+    chosen = min(plan.alternatives, key=lambda each: math.inf if each.step_time_s is None else each.step_time_s)
+    # A named schedule is soon made again; a searched one is kept.
+    searched = plan.schedule if plan.schedule.proof is not None else None
+    proof = plan.placement.proof
+    return {
+        "format": FORMAT,
+        "graph_digest": plan.graph_digest,
+        "chosen": alternatives_form((chosen,)),
+        "batch_size": plan.batch_size,
+        "micro_batches": plan.summary.micro_batches,
+        "step_time_s": plan.summary.step_time_s,
+        "placement": placement_form(plan.placement),
+        "splits": None if proof is None else dataclasses.asdict(proof),
+        "schedule": None if searched is None else _schedule_form(searched),
+        "alternatives": alternatives_form(plan.alternatives),
+    }
+
+
+def answer_of(record: Record, request: Request, runner: Runner) -> Planned:
+    """The plan that was found for `request`, made again.
+
+    Raises AutopipeError where what is kept cannot be read, or does not give the plan that it is said to; numbers that
+    make no sense may raise Python's own errors.
+    """
+    (chosen,) = alternatives_of(record.at("chosen"))
+    batching = Batching(record.at("batch_size").integer(1), record.at("micro_batches").integer(1))
+    candidate = _candidate_of(chosen)
+    settled = candidate.settled(dataclasses.replace(request, batch_size=batching.batch_size))
+    placement = dataclasses.replace(placement_of(record.at("placement")), proof=_splits_of(record.at("splits")))
+    placed = place_as(settled, batching, placement, runner)
+    if placed.problem.graph.digest() != record.at("graph_digest").text():
+        raise ConfigurationError("the graph is not the one that was planned", where=record.file)
+    scheduler = request.scheduler or scheduler_class(chosen.choice.schedule or "")()
+    scheduled = _scheduled(record.at("schedule"), placed, scheduler, runner)
+    if scheduled.timeline.end != record.at("step_time_s").number():
+        raise ConfigurationError("the step is not the one that was planned", where=record.file)
+    found = planned(settled, candidate.strategy, scheduler, placed, scheduled, runner)
+    rows = alternatives_of(record.at("alternatives"))
+    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, alternatives=rows))
+
+
+def _candidate_of(chosen: Alternative) -> Candidate:
+    choice = chosen.choice
+    options = {name: _option(value) for name, value in choice.options}
+    try:
+        strategy = strategy_class(choice.strategy)(**options)
+    except TypeError as error:
+        raise ConfigurationError(f"{choice.strategy} has no such options: {error}") from error
+    return Candidate(strategy, choice.micro_batches, choice.recompute, choice.shard)
+
+
+def _option(text: str) -> object:
+    """The value that an option of a choice spells: JSON's spelling, or a text as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _scheduled(record: Record, placed: Placed, scheduler: Scheduler, runner: Runner) -> Scheduled:
+    if record.value is None:
+        return schedule(placed, scheduler, runner)
+    return checked(placed, _schedule_of(record), runner)
+
+
+def _schedule_form(found: Schedule) -> dict[str, object]:
+    """A schedule: the orders that differ, and which of them each device follows."""
+    orders = {order: index for index, order in enumerate(dict.fromkeys(found.tasks))}
+    return {
+        "micro_batches": found.micro_batches,
+        "orders": [" ".join(map(str, order)) for order in orders],
+        "devices": [orders[order] for order in found.tasks],
+        "repetends": [list(dataclasses.astuple(each)) for each in found.repetends or ()],
+        "period": found.period,
+        "proof": None if found.proof is None else dataclasses.asdict(found.proof),
+    }
+
+
+def _schedule_of(record: Record) -> Schedule:
+    orders = [tuple(map(Task.parse, each.text().split())) for each in record.at("orders").items()]
+    devices = record.at("devices").integers()
+    if max(devices, default=0) >= len(orders):
+        record.refuse("an order for each device")
+    period, proof = record.at("period"), record.at("proof")
+    return Schedule(
+        record.at("micro_batches").integer(1),
+        tuple(orders[index] for index in devices),
+        tuple(Repetend(*_four(each.integers(), each)) for each in record.at("repetends").items()) or None,
+        None if period.value is None else period.number(),
+        None
+        if proof.value is None
+        else Proof(
+            proof.at("order").text(),
+            proof.at("lower_bound").number(),
+            proof.at("optimal").boolean(),
+            proof.at("rounding").number(),
+        ),
+    )
+
+
+def _four(numbers: Sequence[int], record: Record) -> Sequence[int]:
+    return numbers if len(numbers) == 4 else record.refuse("four numbers")
+
+
+def _splits_of(record: Record) -> SplitProof | None:
+    if record.value is None:
+        return None
+    return SplitProof(
+        record.at("cost").number(),
+        record.at("lower_bound").number(),
+        record.at("optimal").boolean(),
+        record.at("unit").text(),
+    )
