@@ -41,6 +41,10 @@ class InfeasibleError(AutopipeError):
     exit_code = 4
 
 
+class OutOfMemoryError(InfeasibleError):
+    """The devices' memory does not hold it, which smaller micro-batches, recomputation or more devices may change."""
+
+
 class LaunchError(AutopipeError):
     """Ranks failed while running; the message names the first failing rank and its task."""
 

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.errors import OutOfMemoryError
 from autopipe.ir.problem import Problem
 from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.auto.memory import may_be_short
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _MOST = 3
 """Candidates that are planned again with recomputation, or with shared state: one of each strategy."""
+
+_BASELINES = ("breadth_first", "mcmc")
+"""What pase finds at least as good: tried once, and not varied."""
 
 _NEAR = 1.5
 """How many times the shortest step a candidate's bound may be for more numbers of micro-batches to be looked at."""
@@ -140,8 +143,9 @@ class _Variations:
 
 
 def _once(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Those without shared state, each once."""
-    return list(dict.fromkeys(each for each in candidates if not each.shard))
+    """Those worth a variation, each once."""
+    found = (each for each in candidates if not each.shard and each.strategy.name not in _BASELINES)
+    return list(dict.fromkeys(found))
 
 
 def _count(tried: Tried) -> int | None:
@@ -164,6 +168,6 @@ def _bound_s(tried: Tried) -> float:
 
 
 def _is_refused(tried: Tried) -> bool:
-    """Whether a limit, such as memory's, speaks against it under all schedules that were tried."""
+    """Whether memory speaks against it under all schedules that were tried."""
     reasons = [tried.refused, *(run.refused for run in tried.runs)]
-    return math.isinf(tried.step_s) and any(isinstance(each, InfeasibleError) for each in reasons)
+    return math.isinf(tried.step_s) and any(isinstance(each, OutOfMemoryError) for each in reasons)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.errors import InfeasibleError, OutOfMemoryError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.stage_graph import StageGraph
@@ -114,7 +114,7 @@ def device_memory(problem: Problem, placement: Placement, costs: tuple[StageCost
 
 def out_of_memory(
     problem: Problem, stages: list[int], count: int, device: int, need: float, least: bool = False
-) -> InfeasibleError:
+) -> OutOfMemoryError:
     """The error for `stages` (of `count`) that need `need` bytes on a device that has fewer."""
     limit = problem.memory_of(device)
     several = len(stages) > 1
@@ -122,7 +122,7 @@ def out_of_memory(
     hint = "use more devices, smaller micro-batches or a higher memory limit"
     if problem.train and problem.recompute == "none":
         hint = f"try recompute: auto, or {hint}"
-    return InfeasibleError(
+    return OutOfMemoryError(
         f"{who} {size_text(need)} on device {device}, {size_text(need - limit)} over the limit of {size_text(limit)}"
         + (", in the placement that needs least" if least else ""),
         hint=hint,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.errors import OutOfMemoryError
 from autopipe.ir.placement import Placement
 from autopipe.ir.prediction import Prediction
 from autopipe.ir.problem import Problem
@@ -24,7 +24,7 @@ _TICK_S = 1e-15
 
 
 def check_memory(problem: Problem, placement: Placement, timeline: Timeline | Step) -> None:
-    """Raise InfeasibleError, naming the device that misses its limit by most, its stages and by how much."""
+    """Raise OutOfMemoryError, naming the device that misses its limit by most, its stages and by how much."""
     excess = {
         device: peak - problem.memory_of(device)
         for device, peak in enumerate(timeline.peak_memory)
@@ -37,7 +37,7 @@ def check_memory(problem: Problem, placement: Placement, timeline: Timeline | St
     named = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
     peak, limit, static = timeline.peak_memory[device], problem.memory_of(device), timeline.static_memory[device]
     others = f", and {len(excess) - 1} more devices exceed theirs" if len(excess) > 1 else ""
-    raise InfeasibleError(
+    raise OutOfMemoryError(
         f"{named} on device {device} would need {size_text(peak)} where {size_text(limit)} may be used: "
         f"{size_text(excess[device])} too much "
         f"({size_text(static)} are parameters, gradients, optimizer state and buffers){others}",

@@ -71,10 +71,10 @@ def test_a_kept_answer_is_the_one_that_was_found(fresh, model):
     [
         lambda each: each.update(step_time_s=1e-9),
         lambda each: each.update(graph_digest="0" * 64),
-        lambda each: each.update(micro_batches=3),
-        lambda each: each.pop("placement"),
-        lambda each: each["placement"]["stages"][0].update(devices=[7]),
-        lambda each: each["placement"]["stages"][0].update(nodes=[[0, 10**6]]),
+        lambda each: each["decided"].update(micro_batches=3),
+        lambda each: each.pop("decided"),
+        lambda each: each["decided"]["placement"]["stages"][0].update(devices=[7]),
+        lambda each: each["decided"]["placement"]["stages"][0].update(nodes=[[0, 10**6]]),
         lambda each: each["chosen"][0]["choice"].update(strategy="none such"),
         lambda each: each["chosen"][0]["choice"].update(options={"none such": "1"}),
         lambda each: each.update(chosen=[]),
@@ -110,6 +110,15 @@ def test_answers_are_kept_by_what_they_follow_from(model, tmp_path):
         dataclasses.replace(plain, cluster=cluster(2, "a100-80gb")),
     ]
     assert len({key(plain), *map(key, others)}) == 8
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_other_processes_come_to_the_same_plan(fresh, model, monkeypatch, cores):
+    monkeypatch.setattr("autopipe.passes.auto.choose.free_cores", lambda: cores)
+    found, other = choose(request_of(model)).plan, fresh[0].plan
+    times = {"search_time_s": ()}
+    assert dataclasses.replace(found.summary, **times) == dataclasses.replace(other.summary, **times)
+    assert dataclasses.replace(found, summary=other.summary) == other
 
 
 def test_no_time_gives_the_first_plan_there_is(model, tmp_path):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.errors import InfeasibleError, OutOfMemoryError
 from autopipe.ir.problem import Optimizer
 from autopipe.passes.auto import variations as varied
 from autopipe.passes.auto.candidate import Candidate
@@ -64,7 +64,7 @@ class Made:
     def _outcome(self, candidate):
         answer = self.answer(candidate)
         if answer is None:
-            return Tried(candidate, refused=InfeasibleError("out of memory"))
+            return Tried(candidate, refused=OutOfMemoryError("too large"))
         count, bound, step = answer
         placed = SimpleNamespace(problem=SimpleNamespace(micro_batches=count), placement=object())
         run = Run(SimpleNamespace(name="kfkb"), SimpleNamespace(timeline=SimpleNamespace(end=step)))
@@ -157,6 +157,14 @@ def test_recomputation_is_tried_where_memory_is_short_alone(try_variations):
     assert try_variations(refused, CHOOSING, short=True) == [Candidate(CHOOSING, recompute="auto")]
 
 
+def test_what_is_refused_for_other_reasons_is_not_varied(try_variations, monkeypatch):
+    def outcome(self, candidate):
+        return Tried(candidate, refused=InfeasibleError("the model has no branches"))
+
+    monkeypatch.setattr(Made, "_outcome", outcome)
+    assert all(each.recompute == "none" for each in try_variations(None, CHOOSING, short=True))
+
+
 def test_schedules_that_memory_refuses_lead_to_recomputation_too(try_variations, monkeypatch):
     def answer(candidate):
         return 4, 1.0, 1.0
@@ -167,7 +175,7 @@ def test_schedules_that_memory_refuses_lead_to_recomputation_too(try_variations,
 
 def _without_schedules(self, candidate):
     placed = SimpleNamespace(problem=SimpleNamespace(micro_batches=4), placement=object())
-    return Tried(candidate, placed, 1.0, runs=[Run(SimpleNamespace(name="1f1b"), refused=InfeasibleError("full"))])
+    return Tried(candidate, placed, 1.0, runs=[Run(SimpleNamespace(name="1f1b"), refused=OutOfMemoryError("full"))])
 
 
 def test_state_is_shared_where_parameters_have_copies(try_variations):

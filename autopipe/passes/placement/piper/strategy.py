@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.errors import ConfigurationError, InfeasibleError, OutOfMemoryError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
@@ -98,7 +98,7 @@ class Piper:
         by_step = self.objective == "step"
         pieces = search_steps(prices, most_step_s) if by_step else search(prices, most_step_s / count)
         if not pieces:
-            raise InfeasibleError(
+            raise OutOfMemoryError(
                 f"memory holds no chain of stages of these blocks on {problem.cluster.size} devices",
                 hint="use more devices, smaller micro-batches, a higher memory limit"
                 + ("" if problem.recompute == "auto" else " or recompute: auto"),
