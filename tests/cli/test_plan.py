@@ -76,6 +76,19 @@ def test_stages_are_as_many_as_asked_for(gpt, capsys, tmp_path, strategy):
     assert [len(stage.devices) for stage in open_plan(tmp_path / "a").plan.placement.stages] == [2, 2]
 
 
+@pytest.mark.parametrize(("asked", "shard"), [((), False), (("--set", "optimizer.shard=true"), True)])
+def test_the_plan_says_whether_the_optimizers_state_is_in_shares(gpt, capsys, tmp_path, asked, shard):
+    code, out, _ = run(capsys, gpt, "--gpus", 2, "--strategy", "data_parallel", "-o", tmp_path / "plan", *asked)
+    assert code == 0
+    assert ("parameter" in next(line for line in out.splitlines() if line.startswith("exchanged"))) is shard
+    assert f"shard: {str(shard).lower()}" in (tmp_path / "plan/config.yaml").read_text()
+    assert open_plan(tmp_path / "plan").problem.optimizer.shard is shard
+    assert main(["codegen", str(tmp_path / "plan"), "-q"]) == 0
+    text = (tmp_path / "plan/program/rank_000.py").read_text()
+    assert ("are shared out over ranks 0, 1 (ZeRO-1)" in text) is shard
+    assert json.loads((tmp_path / "plan/program/manifest.json").read_text())["optimizer"]["shard"] is shard
+
+
 def test_dumps_follow_their_pass(gpt, capsys):
     passes = ("read", "cost", "pipedream", "1f1b", "simulate")
     flags = ("--gpus", 2, "--schedule", "1f1b")
