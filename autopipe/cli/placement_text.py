@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -23,8 +23,9 @@ _FLOWING = ("devices", "split")
 
 def placement_text(graph: Graph, placement: Placement) -> str:
     """The placement as a YAML file that, loaded as a configuration, gives exactly this placement of `graph`."""
-    stages = [_stage(stage, placement.pipelines) for stage in dump(written(graph, placement))["stages"]]  # type: ignore[attr-defined]
-    document = {"strategy": {"name": Given.name, "stages": stages}}
+    forms = cast("list[dict[str, Any]]", dump(written(graph, placement))["placement"])
+    stages = [_stage(form, placement.pipelines) for form in forms]
+    document = {"strategy": {"name": Given.name, "placement": stages}}
     text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=False)
     return _HEAD + text
 

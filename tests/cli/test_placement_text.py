@@ -65,7 +65,7 @@ def layered() -> tuple[Problem, Placement]:
 LAYERED = """\
 strategy:
   name: given
-  stages:
+  placement:
   - devices: [3, 1]
     micro_batch_size: 8
     recompute: false

@@ -178,6 +178,7 @@ def test_flags_and_the_configuration_change_what_they_say(planned: CommandLine) 
         (("--gpus", 2), "for 4 devices, not for 2"),
         (("--batch-size", 32), "micro-batches of 2, not of 4 samples"),
         (("--micro-batches", "auto"), "not of a number of samples to be chosen"),
+        (("--stages", 2), "strategy given chooses its stages itself"),
         (("--mode", "infer"), "the placement is to train, not to infer"),
         (("--set", "recompute=full"), "recompute would change nothing"),
         (("--set", "constraints=[{match: '*', stage: 0}]"), "constraints would change nothing"),

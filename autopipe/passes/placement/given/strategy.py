@@ -28,18 +28,20 @@ class Given:
 
     name: ClassVar[str] = "given"
 
-    stages: tuple[GivenStage, ...] = ()
+    placement: tuple[GivenStage, ...] = ()
     """The stages in order: each may read from earlier ones only."""
 
     @property
     def devices(self) -> int:
         """One more than the largest device of its stages. Raises ConfigurationError for what is no device."""
-        return 1 + max((device for index in range(len(self.stages)) for device in self.devices_at(index)), default=-1)
+        return 1 + max(
+            (device for index in range(len(self.placement)) for device in self.devices_at(index)), default=-1
+        )
 
     def devices_at(self, index: int) -> tuple[int, ...]:
         """The devices of a stage. Raises ConfigurationError, naming the stage, for what is no device."""
         try:
-            return devices_of(self.stages[index].devices)
+            return devices_of(self.placement[index].devices)
         except ConfigurationError as error:
             raise ConfigurationError(f"stage {index}: {error.message}", error.hint) from error
 
@@ -49,7 +51,7 @@ class Given:
 
     def requires(self, problem: Problem) -> None:
         """Raise ConfigurationError where no stage is given."""
-        if not self.stages:
+        if not self.placement:
             raise ConfigurationError(
                 "strategy given takes stages as they are written, and none are",
                 hint="autopipe plan --from DIR takes those of DIR/placement.yaml",
@@ -64,7 +66,7 @@ class Given:
         names, samples = NodeNames(problem.graph), _Samples(problem)
         stages = tuple(
             _stage(problem, names, samples, index, given, self.devices_at(index))
-            for index, given in enumerate(self.stages)
+            for index, given in enumerate(self.placement)
         )
         placement = Placement(stages)
         for pipeline in range(placement.pipelines):
