@@ -52,7 +52,6 @@ COMPARISON = Comparison(
         Outcome("d", False, 0.04, 100, 10, (0.02,), 110, 10),
         Outcome("e", False, 0.01, 100, None, failed="it cannot be run"),
     ),
-    1,
 )
 
 
@@ -60,7 +59,7 @@ def test_what_failed_counts_for_nothing():
     assert [each.name for each, _ in COMPARISON.measured] == ["d", "a & b", "c"]
     assert COMPARISON.chosen_over_fastest == pytest.approx(1.5)
     assert COMPARISON.correlation == pytest.approx(0.5)
-    failed = Comparison("gpt", 4, COMPARISON.outcomes[3:], 1)
+    failed = Comparison("gpt", 4, COMPARISON.outcomes[3:])
     assert (failed.correlation, failed.chosen_over_fastest) == (None, None)
 
 
@@ -81,10 +80,10 @@ def candidates(tmp_path):
 
 
 class Ranks:
-    """Ranks that take a millisecond a step, and of every program but one."""
+    """Ranks whose n-th step takes n seconds, a thousand times that in one program; another one fails."""
 
-    def __init__(self, broken: Path) -> None:
-        self.broken = broken
+    def __init__(self, broken: Path, slow: Path | None = None) -> None:
+        self.broken, self.slow = broken, slow
         self.runs: list[tuple[Path, int]] = []
 
     def run(self, program, data, steps, recorded, patience_s):
@@ -92,7 +91,8 @@ class Ranks:
         self.runs.append((program, recorded[1]))
         if program == self.broken:
             raise LaunchError("it hangs", where="rank 1")
-        return Observed(tuple(range(steps)), 7, 100 if recorded[1] else 0)
+        scale = 1e3 if program == self.slow else 1
+        return Observed(tuple(scale * each for each in range(steps)), 7, 100 if recorded[1] else 0, 0.5)
 
 
 def test_candidates_differ_and_one_that_fails_stops_no_other(candidates, tmp_path):
@@ -102,14 +102,23 @@ def test_candidates_differ_and_one_that_fails_stops_no_other(candidates, tmp_pat
     folder = tmp_path / "programs"
     folder.mkdir()
     ranks = Ranks(folder / "1")
-    outcomes, rounds = measuring.measured(candidates, ranks, folder, 0.0, lambda _: None)
-    assert rounds == 2
+    outcomes = measuring.measured(candidates, ranks, folder, 0.0, lambda _: None)
     assert [each.failed for each in outcomes[:3]] == ["", "rank 1: it hangs", ""]
-    # Of seven steps in the first round two are recorded and one warms up; of five in the second one.
-    assert outcomes[0].steps_s == (3, 4, 5, 6, 1, 2, 3, 4)
-    assert (outcomes[0].measured_memory, outcomes[0].measured_bytes) == (100, 7)
-    assert ranks.runs.count((folder / "0", 2)) == ranks.runs.count((folder / "0", 0)) == 1
-    assert [recorded for program, recorded in ranks.runs if program == folder / "1"] == [2]
+    # Of six steps one is recorded and one warms up.
+    assert outcomes[0].steps_s == (2, 3, 4, 5)
+    assert (outcomes[0].measured_memory, outcomes[0].measured_bytes, outcomes[0].processor_s) == (100, 7, 0.5)
+    assert ranks.runs == [(folder / f"{index}", 1) for index in range(len(candidates))]
+
+
+def test_those_near_the_fastest_are_run_while_there_is_time(candidates, tmp_path, monkeypatch):
+    clock = iter(range(10_000))
+    monkeypatch.setattr(measuring.time, "monotonic", lambda: next(clock) / 100)
+    ranks = Ranks(tmp_path / "1", slow=tmp_path / "2")
+    outcomes = measuring.measured(candidates, ranks, tmp_path, 50.0, lambda _: None)
+    # Five steps in later rounds, of which one warms up; what fails is left alone.
+    assert outcomes[0].steps_s == (2, 3, 4, 5, *(1, 2, 3, 4) * 5)
+    assert outcomes[2].steps_s == (2e3, 3e3, 4e3, 5e3, 1e3, 2e3, 3e3, 4e3)
+    assert [recorded for program, recorded in ranks.runs if program == tmp_path / "1"] == [1]
 
 
 def test_what_is_asked_for_has_to_be_there(command_line: CommandLine):

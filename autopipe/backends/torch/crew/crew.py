@@ -29,6 +29,8 @@ class Observed:
     """What all ranks' exchanges moved in the last step."""
     peak_memory_bytes: int
     """Allocated at most on the rank that was recorded; 0 where none was."""
+    processor_s: float
+    """Processor time of a step, of all ranks together."""
 
 
 @dataclass(slots=True)
@@ -67,7 +69,12 @@ class Crew:
         moved = reports[-1]["communication_bytes"]
         assert isinstance(moved, dict)
         seconds = tuple(float(str(each["step_time_s"])) for each in reports)
-        return Observed(seconds, sum(moved.values()), max(each.peak_memory_bytes for each in replies))
+        return Observed(
+            steps_s=seconds,
+            communication_bytes=sum(moved.values()),
+            peak_memory_bytes=max(each.peak_memory_bytes for each in replies),
+            processor_s=sum(each.processor_s for each in replies),
+        )
 
     def stop(self) -> None:
         """End the processes."""

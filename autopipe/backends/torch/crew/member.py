@@ -8,6 +8,7 @@ import io
 import os
 import runpy
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ class Reply:
     """The traceback of what ended it."""
     peak_memory_bytes: int = 0
     """Allocated at most, where that was counted."""
+    processor_s: float = 0.0
+    """Processor time of a step, on average over those without recording: all threads, waiting left out."""
 
 
 def serve(rank: int, size: int, store: str, connection: Connection) -> None:
@@ -69,7 +72,7 @@ def serve(rank: int, size: int, store: str, connection: Connection) -> None:
             os._exit(0)
         try:
             with contextlib.redirect_stdout(io.StringIO()), _as_main(task):
-                reply = Reply(peak_memory_bytes=_run(rank, task))
+                reply = _run(rank, task)
         except BaseException:  # noqa: BLE001 - whatever ends a program is told, and the parent ends this process
             reply = Reply(error=traceback.format_exc())
         connection.send(reply)
@@ -77,22 +80,25 @@ def serve(rank: int, size: int, store: str, connection: Connection) -> None:
         gc.collect()
 
 
-def _run(number: int, task: Task) -> int:
-    """Run the steps; the bytes that were allocated at most, where this rank counts."""
+def _run(number: int, task: Task) -> Reply:
+    """Run the steps, and say what they took of this process."""
     from autopipe.backends.torch.crew.allocations import Allocations, parameter_bytes
 
-    allocations, counts = Allocations(), number == task.recorded_rank
+    allocations, counts = Allocations(), number == task.recorded_rank and task.recorded_steps > 0
     with allocations.recorded() if counts else contextlib.nullcontext():
         found = runpy.run_path(str(Path(task.program) / f"rank_{number:03d}.py"), run_name="program")
         rank: Any = found["rank"]
         rank.set_up()
         for _ in range(task.recorded_steps):
             rank.run(found["step"])
-    for _ in range(task.steps - task.recorded_steps):
+    others = task.steps - task.recorded_steps
+    began = time.process_time()
+    for _ in range(others):
         rank.run(found["step"])
+    processor_s = (time.process_time() - began) / max(1, others)
     held = parameter_bytes(rank)
     rank.transport.stop()
-    return allocations.peak_bytes + held if counts else 0
+    return Reply(peak_memory_bytes=allocations.peak_bytes + held if counts else 0, processor_s=processor_s)
 
 
 @contextlib.contextmanager

@@ -82,5 +82,4 @@ def _compared(
     def tell(text: str) -> None:
         bar.advance(0, note=f"{title}: {text}")
 
-    outcomes, rounds = measured(candidates, crew, folder, until - time.monotonic(), tell)
-    return Comparison(model.name, ranks, tuple(outcomes), rounds)
+    return Comparison(model.name, ranks, tuple(measured(candidates, crew, folder, until - time.monotonic(), tell)))

@@ -16,36 +16,45 @@ from autopipe.cli.bench.fidelity.candidates import Candidate
 from autopipe.cli.bench.fidelity.outcome import Outcome
 from autopipe.ir.errors import AutopipeError
 
-_RECORDED, _WARM_UP, _STEPS = 2, 1, 4
-"""Steps of a program: those with allocations counted, in the first round alone; those that warm up; those that count.
-In the second step there is all that the optimizer keeps."""
-_LEAST_ROUNDS, _MOST_ROUNDS = 2, 4
+_RECORDED, _WARM_UP, _STEPS = 1, 1, 4
+"""Steps of a program: with allocations counted, in the first round alone; to warm up; those that count."""
+_MOST_ROUNDS = 6
+_NEAR = 1.3
+"""Candidates within so much of the fastest one are run again while there is time: they decide which one is fastest."""
 _PATIENCE_S = 120.0
 """A program of a few steps takes a second or two."""
 
 
 def measured(
     candidates: Sequence[Candidate], crew: Crew, folder: Path, seconds: float, tell: Callable[[str], None]
-) -> tuple[list[Outcome], int]:
-    """What came of each candidate, and how often all were run: until `seconds` are over, but twice.
+) -> list[Outcome]:
+    """What came of each candidate: all are run once, and once more where that is over within `seconds`; then those near
+    the fastest, again and again.
 
     `tell` hears what is being run. A candidate that fails stops no other.
     """
     started = time.monotonic()
     outcomes = [_unrun(each) for each in candidates]
-    rounds = 0
-    while rounds < _LEAST_ROUNDS or (rounds < _MOST_ROUNDS and _fits(started, rounds, seconds)):
-        for index, candidate in enumerate(candidates):
+    chosen: Sequence[int] = range(len(candidates))
+    for turn in range(_MOST_ROUNDS):
+        began = time.monotonic()
+        for index in chosen:
             if not outcomes[index].failed:
-                tell(f"round {rounds + 1}, {index + 1} of {len(candidates)}: {candidate.name}")
-                outcomes[index] = _run(candidate, outcomes[index], crew, folder / f"{index}", rounds == 0)
-        rounds += 1
-    return outcomes, rounds
+                tell(f"round {turn + 1}, {index + 1} of {len(candidates)}: {candidates[index].name}")
+                outcomes[index] = _run(candidates[index], outcomes[index], crew, folder / f"{index}", turn == 0)
+        now = time.monotonic()
+        left, each_s = started + seconds - now, (now - began) / max(1, len(chosen))
+        if turn or len(candidates) * each_s > left:
+            chosen = _near_the_fastest(outcomes)
+        if len(chosen) * each_s > left:
+            break
+    return outcomes
 
 
-def _fits(started: float, rounds: int, seconds: float) -> bool:
-    """Whether another round is over in time."""
-    return (time.monotonic() - started) * (rounds + 1) / rounds <= seconds
+def _near_the_fastest(outcomes: Sequence[Outcome]) -> Sequence[int]:
+    steps = [each.measured_s for each in outcomes]
+    fastest = min((step for step in steps if step is not None), default=0.0)
+    return [index for index, step in enumerate(steps) if step is not None and step <= _NEAR * fastest]
 
 
 def _unrun(candidate: Candidate) -> Outcome:
@@ -75,6 +84,7 @@ def _run(candidate: Candidate, before: Outcome, crew: Crew, program: Path, first
         steps_s=before.steps_s + found.steps_s[recorded + _WARM_UP :],
         measured_memory=found.peak_memory_bytes if first else before.measured_memory,
         measured_bytes=found.communication_bytes,
+        processor_s=min(found.processor_s, before.processor_s or found.processor_s),
     )
 
 

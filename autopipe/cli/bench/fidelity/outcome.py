@@ -26,6 +26,8 @@ class Outcome:
     measured_memory: int | None = None
     """Bytes that this rank allocated at most."""
     measured_bytes: int | None = None
+    processor_s: float | None = None
+    """Processor time of a step, of all ranks: over the number of processors no step is shorter."""
     failed: str = ""
 
     @property
@@ -41,8 +43,6 @@ class Comparison:
     model: str
     ranks: int
     outcomes: tuple[Outcome, ...]
-    rounds: int
-    """How often each was run."""
 
     @property
     def name(self) -> str:

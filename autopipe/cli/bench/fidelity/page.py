@@ -28,7 +28,8 @@ steps are simulated with processors shared ([how](profile.md#ranks-that-share-pr
 
 ![predicted and measured steps]({picture})
 
-*Measured* is the median step of the slowest rank. *Memory* is what the rank that is to need most is to hold at its
+*Measured* is the median step of the slowest rank, *processors* the processor time of a step on all of them: shared
+evenly it is what the step takes at least. *Memory* is what the rank that is to need most is to hold at its
 peak, *allocated* what torch's allocator gave it, its parameters included. *To move* and *moved* are the bytes of a
 step's exchanges, predicted and counted. ← is the plan that is chosen where nothing is named.
 

@@ -11,7 +11,9 @@ from autopipe.cli.figures import bytes_text, seconds_text
 _PREDICTED = "simulated with costs measured in this run"
 _RECORDED = "allocated by torch at most, on the rank that is to need most, parameters included"
 
-HEADINGS = ("candidate", "predicted", "measured", "off", "memory", "allocated", "to move", "moved")
+_ALL_RANKS = "of a step, all ranks together, counted by the kernel"
+
+HEADINGS = ("candidate", "predicted", "measured", "off", "processors", "memory", "allocated", "to move", "moved")
 """Of `cells`."""
 
 
@@ -21,7 +23,10 @@ def rows(comparison: Comparison) -> Iterator[Row]:
         for metric, predicted, measured, unit, note in _figures(each):
             yield Row(comparison.name, f"predicted_{metric}", None, predicted, unit, each.name, _PREDICTED)
             yield Row(comparison.name, metric, None, measured, unit, each.name, each.failed or note)
-    note = f"{len(comparison.measured)} of {len(comparison.outcomes)} candidates ran, {comparison.rounds} times each"
+        yield Row(
+            comparison.name, "processor_time_s", None, each.processor_s, "s", each.name, each.failed or _ALL_RANKS
+        )
+    note = f"{len(comparison.measured)} of {len(comparison.outcomes)} candidates ran"
     yield Row(comparison.name, "spearman", None, comparison.correlation, "", "predicted and measured steps", note)
     over = comparison.chosen_over_fastest
     yield Row(comparison.name, "chosen_over_fastest", None, over, "times", "the plan that is chosen", note)
@@ -42,6 +47,7 @@ def cells(outcome: Outcome) -> tuple[str, ...]:
         seconds_text(outcome.predicted_s),
         "failed" if measured is None else seconds_text(measured),
         "–" if measured is None else f"{outcome.predicted_s / measured - 1:+.0%}",
+        "–" if outcome.processor_s is None else seconds_text(outcome.processor_s),
         bytes_text(outcome.predicted_memory),
         _bytes(outcome.measured_memory),
         _bytes(outcome.predicted_bytes),

@@ -18,17 +18,17 @@ from autopipe.ir.serial.cost_file import costs_text
 from autopipe.passes.request import Request
 
 SUBJECTS: Final[dict[str, dict[str, int]]] = {
-    "gpt": {},
-    "moe": {},
-    "mt5": {},
-    "two-branch": {"repeats": 2},
+    "gpt": {"layers": 2, "hidden": 128},
+    "moe": {"layers": 1, "hidden": 128},
+    "mt5": {"layers": 1, "hidden": 128},
+    "two-branch": {"repeats": 2, "hidden": 128},
     "unet": {},
     "vgg19": {},
 }
 """Models of the zoo, with the sizes that are not its defaults: steps of some ten milliseconds on two cores."""
-BATCH: Final = 64
+BATCH: Final = 32
 """Samples of a step."""
-_SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
+_SIZES: Final = (1, 2, 4, 8, 16, 32)
 """Micro-batches whose operators are measured: shares of larger ones among them."""
 _DEVICE: Final = "one core"
 _OPERATIONS_S: Final = 6.0
