@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -176,6 +176,15 @@ class Layout:
     means: MeshAxes = ()
     windows: tuple[Window | None, ...] = ()
     fill: float = 0.0
+    _hash: int | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __hash__(self) -> int:
+        # Layouts are few, and looked up for each operand of each node.
+        if self._hash is None:
+            known = hash((self.shape, self.cuts, self.sums, self.means, self.windows, self.fill))
+            object.__setattr__(self, "_hash", known)
+            return known
+        return self._hash
 
     @property
     def is_partial(self) -> bool:
@@ -217,12 +226,22 @@ class Layout:
 
     def local_shape(self) -> tuple[int, ...]:
         """Shape of one device's block."""
+        if not self.windows:
+            return tuple(extent // degree_of(axes) for extent, axes in zip(self.shape, self.cuts, strict=True))
         return tuple(block.length for block in self.blocks())
 
     @property
     def local_elements(self) -> int:
         """Number of elements of one device's block."""
         return math.prod(self.local_shape()) if self.windows else math.prod(self.shape) // self.parts
+
+    def like_first(self, group: int) -> tuple[int, ...]:
+        """The positions, of `group`, of the devices that hold the same block as the one at position 0."""
+        positions = np.arange(group)
+        same = np.ones(group, dtype=bool)
+        for axes in self.cuts:
+            same &= place_along(axes, positions) == 0
+        return tuple(np.flatnonzero(same).tolist())
 
     def box(self, position: int) -> Box:
         """What the device at `position` of the group holds; blocks read through windows may stick out of the tensor."""

@@ -9,6 +9,7 @@ import pytest
 from autopipe.ir.placement import Placement
 from autopipe.passes.base import Strategy
 from autopipe.passes.placement.expert.strategy import Expert
+from autopipe.passes.placement.grid.strategy import Grid
 from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from tests.distributed.pool import Pools
@@ -17,6 +18,7 @@ from tests.distributed.zoo import SAMPLES, SIZES, SmallModels
 
 CHOOSING: dict[str, Strategy] = {
     "expert": Expert(),
+    "grid": Grid(),
     "pase": Pase(),
     "tepdist": TePDist(),
     "tepdist in two stages": TePDist(stages=2),
@@ -37,6 +39,30 @@ def test_what_tepdist_finds_on_four_ranks(
 ) -> None:
     model = small_models.of(name)
     check(pools, model, chosen(TePDist(stages=stages), model, 4), tmp_path)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("gpt", Grid(pipeline=2, data=2)),
+        ("llama", Grid(pipeline=2, tensor=2)),
+        ("moe", Grid(pipeline=1, data=2, tensor=2)),
+        ("gpt", Grid(pipeline=2, tensor=2, chunks=2)),
+        ("llama", Grid(pipeline=4, chunks=2, wave=True)),
+    ],
+)
+def test_what_grid_makes_on_four_ranks(
+    pools: Pools, small_models: SmallModels, tmp_path: Path, name: str, strategy: Grid
+) -> None:
+    model = small_models.of(name)
+    check(pools, model, chosen(strategy, model, 4), tmp_path)
+
+
+@pytest.mark.distributed
+def test_what_grid_makes_on_eight_ranks(pools: Pools, small_models: SmallModels, tmp_path: Path) -> None:
+    model = small_models.of("gpt", 2 * SAMPLES)
+    check(pools, model, chosen(Grid(pipeline=2, data=2, tensor=2), model, 8), tmp_path)
 
 
 @pytest.mark.sweep

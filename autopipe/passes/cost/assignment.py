@@ -10,7 +10,7 @@ from autopipe.ir.graph import Graph, Node
 from autopipe.ir.layout import Layout, replicated
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
-from autopipe.ir.remembered import remembered
+from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.uses import Use, uses_of
 from autopipe.passes.lower.exchanges import Laid, laid, taken_layouts
@@ -138,6 +138,7 @@ def _torn(graph: Graph, read: list[dict[str, Layout]]) -> frozenset[str]:
     return frozenset(name for name, found in wanted.items() if len(found) > 1)
 
 
+@remembered(GRAPHS)
 def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], Assigned]:
     """A function from a node, its splits and its group's size to the node as the group has it."""
     uses = uses_of(graph)

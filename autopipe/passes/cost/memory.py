@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.layout import Layout
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
+from autopipe.ir.remembered import remembered
 from autopipe.passes.cost.assignment import StageWork, stage_work
 from autopipe.passes.cost.kept import Kept
 from autopipe.passes.cost.replicas import holders_of
@@ -64,6 +64,7 @@ def state_of(problem: Problem, parts: Iterable[tuple[str, int]], copies: Mapping
     return State(own, gradients, optimizer, tensors, updated, updates + -(-in_shares // BUCKET_BYTES))
 
 
+@remembered(2)
 def static_memory(problem: Problem, placement: Placement) -> tuple[int, ...]:
     """Bytes of parameters, gradients and optimizer state on each device, once each however many stages hold them."""
     works = stage_work(problem, placement)
@@ -148,7 +149,7 @@ def live_bytes(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:
 def _local_sizes(names: tuple[str, ...], layouts: tuple[Layout | None, ...], widths: dict[str, int]) -> dict[str, int]:
     """Bytes on one device of the tensors that a node reads or writes."""
     return {
-        name: math.prod(layout.local_shape()) * widths[name]
+        name: layout.local_elements * widths[name]
         for name, layout in zip(names, layouts, strict=True)
         if layout is not None
     }

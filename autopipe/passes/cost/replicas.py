@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from autopipe.ir.layout import Layout
 from autopipe.ir.problem import Problem
+from autopipe.ir.remembered import remembered
 from autopipe.passes.cost.assignment import StageWork
 from autopipe.passes.cost.communication import Cost, all_gather, all_reduce, reduce_scatter
 
@@ -27,14 +28,19 @@ def updated_part(problem: Problem, copies: float) -> float:
     return 1 / copies if problem.optimizer.shard else 1.0
 
 
-def holders_of(works: Iterable[StageWork]) -> dict[str, tuple[int, ...]]:
+@remembered(2)
+def holders_of(works: Sequence[StageWork]) -> dict[str, tuple[int, ...]]:
     """The devices, ascending, that hold the same block of each parameter, over all stages; of its parts the first."""
-    found: dict[str, set[int]] = {}
+    found: dict[str, list[tuple[int, ...]]] = {}
     for work in works:
         alike: dict[Layout, tuple[int, ...]] = {}
         for name, layout in work.layouts.items():
             if layout not in alike:
-                first, devices = layout.box(0), enumerate(work.stage.devices)
-                alike[layout] = tuple(device for place, device in devices if layout.box(place) == first)
-            found.setdefault(name, set()).update(alike[layout])
-    return {name: tuple(sorted(devices)) for name, devices in found.items()}
+                places = layout.like_first(len(work.stage.devices))
+                alike[layout] = tuple(sorted(work.stage.devices[place] for place in places))
+            found.setdefault(name, []).append(alike[layout])
+    return {name: groups[0] if len(groups) == 1 else _united(groups) for name, groups in found.items()}
+
+
+def _united(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sorted(frozenset().union(*groups)))

@@ -10,6 +10,7 @@ import numpy as np
 
 from autopipe.ir.placement import Placement, crossing_values
 from autopipe.ir.problem import Problem
+from autopipe.ir.remembered import remembered
 from autopipe.passes.cost.assignment import StageWork, stage_work
 from autopipe.passes.cost.equal_stages import Content
 from autopipe.passes.cost.exchange import exchange_seconds
@@ -81,6 +82,7 @@ class StageCost:
         return self.static_bytes + self.kept_bytes * in_flight + self.transient_bytes
 
 
+@remembered(2)
 def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]:
     """The cost of each stage of `placement`, in order, on micro-batches of its own size.
 
@@ -224,13 +226,12 @@ def _update_seconds(work: StageWork, state: State) -> float:
 def _owned(works: Iterable[StageWork]) -> list[dict[str, int]]:
     """For each stage the parameters, with their parts, that some of its devices hold for no earlier stage."""
     found = []
-    held: set[tuple[str, int]] = set()
+    held: dict[str, frozenset[int]] = {}
     for work in works:
-        devices = work.stage.devices
-        own = {
-            name: parts for name, parts in work.parameters.items() if any((name, each) not in held for each in devices)
-        }
-        held.update((name, device) for name in own for device in devices)
+        devices = frozenset(work.stage.devices)
+        own = {name: parts for name, parts in work.parameters.items() if not held.get(name, frozenset()) >= devices}
+        for name in own:
+            held[name] = held[name] | devices if name in held else devices
         found.append(own)
     return found
 
@@ -244,11 +245,10 @@ def _gradient_groups(
     """
     found = []
     for held in owned:
-        groups: dict[tuple[int, ...], int] = {}
+        groups: dict[tuple[int, ...], list[tuple[str, int]]] = {}
         for name, count in held.items():
-            size = state_of(problem, ((name, count),)).gradient_bytes
-            group = holders[name]
-            if size and len(group) > 1:
-                groups[group] = groups.get(group, 0) + size
-        found.append(groups)
+            if len(holders[name]) > 1:
+                groups.setdefault(holders[name], []).append((name, count))
+        sizes = {group: state_of(problem, names).gradient_bytes for group, names in groups.items()}
+        found.append({group: size for group, size in sizes.items() if size})
     return found

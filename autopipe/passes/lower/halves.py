@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import Graph, Node
 from autopipe.ir.ops import operator_of
 from autopipe.ir.program import Compute, StageCode
+from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.ir.schedule import Phase, Schedule
 
 
@@ -27,10 +28,21 @@ def waiting_operands(graph: Graph, node: int) -> tuple[int, ...]:
     They are parameters, or views of such, whose gradient costs a product or a lookup of its own (`Operator.weights`).
     A vector is none: its gradient is a sum, cheaper computed than waited for.
     """
-    row, operands = operator_of(graph.nodes[node]), graph.nodes[node].inputs
-    if row is None or len(graph.nodes[node].outputs) != 1:
+    return _waiting(graph)[node]
+
+
+@remembered(GRAPHS)
+def _waiting(graph: Graph) -> tuple[tuple[int, ...], ...]:
+    """The same for all nodes."""
+    return tuple(_waiting_at(graph, node) for node in graph.nodes)
+
+
+def _waiting_at(graph: Graph, node: Node) -> tuple[int, ...]:
+    row = operator_of(node)
+    if row is None or len(node.outputs) != 1:
         return ()
-    return tuple(place for place in row.weights if place < len(operands) and _is_weight(graph, operands[place]))
+    places = (place for place in row.weights if place < len(node.inputs))
+    return tuple(place for place in places if _is_weight(graph, node.inputs[place]))
 
 
 def _is_weight(graph: Graph, name: str) -> bool:

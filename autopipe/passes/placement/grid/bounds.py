@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import out_of_memory
-from autopipe.passes.cost.memory import state_of
+from autopipe.passes.cost.memory import State, state_of
 from autopipe.passes.cost.replicas import exchange_of_gradients
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.lower.stages import assign_nodes
@@ -25,47 +25,45 @@ class Bounds:
     """
 
     problem: Problem
+    chunks: int
+    """Stages of each group."""
     is_live: NDArray[np.bool_]
     """Whether a step runs a node."""
-    state_bytes: int
-    gradient_bytes: int
+    state: State
+    """Of all parameters, on one device."""
     _seconds: dict[int, float] = field(default_factory=dict)
 
     @staticmethod
-    def of(problem: Problem) -> Bounds:
-        """The bounds of a problem."""
+    def of(problem: Problem, chunks: int) -> Bounds:
+        """The bounds of a problem, for so many stages a group."""
         whole = Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size)
         wanted = (problem.loss,) if problem.train and problem.loss is not None else problem.graph.outputs
         (plan,) = assign_nodes(problem.graph, Placement((whole,)), wanted)
         is_live = np.isin(np.arange(len(problem.graph.nodes)), [node for node, _ in plan.nodes])
         state = state_of(problem, ((each.value.name, 1) for each in problem.graph.parameters))
-        return Bounds(problem, is_live, state.total, state.gradient_bytes)
+        return Bounds(problem, chunks, is_live, state)
 
-    def check_memory(self) -> None:
-        """Raise InfeasibleError where parameters and their state, shared by all devices, are more than memory holds."""
-        problem = self.problem
-        least = self.state_bytes // problem.cluster.size
+    def check_memory(self, degrees: Degrees) -> None:
+        """Raise InfeasibleError where parameters and their state, shared out equally, are more than memory holds."""
+        problem, state = self.problem, self.state
+        copies = degrees.data if problem.optimizer.shard else 1
+        parts = degrees.pipeline * degrees.tensor
+        least = (state.parameter_bytes + state.gradient_bytes + state.optimizer_bytes // copies) // parts
         device = max(range(problem.cluster.size), key=problem.memory_of)
         if least > problem.memory_of(device):
-            raise out_of_memory(problem, [0], 1, device, least, least=True)
-
-    def step_s(self, degrees: Degrees, size: int) -> float:
-        """Seconds that no step can be shorter than: the fullest group does an equal part of the work at least."""
-        return self._micro_batches(size) * self._work_s(degrees, size) / degrees.pipeline
+            raise out_of_memory(problem, [0], degrees.pipeline, device, least, least=True)
 
     def estimate_s(self, degrees: Degrees, size: int) -> float:
         """About what a step takes where stages are even: filled, drained, gradients summed.
 
         Of p groups in a line each waits for those before it: they take (m + p - 1) / p times what the whole model takes
-        of one of m micro-batches.
+        of one of m micro-batches; with v stages a group the p - 1 are v times shorter.
         """
-        rounds = (self._micro_batches(size) + degrees.pipeline - 1) / degrees.pipeline
-        share = self.gradient_bytes / degrees.pipeline / degrees.tensor
+        filling = (degrees.pipeline - 1) / self.chunks
+        rounds = (self.problem.batch_size / size + filling) / degrees.pipeline
+        share = self.state.gradient_bytes / degrees.pipeline / degrees.tensor
         replicas = degrees.groups()[0][:: degrees.tensor]
         return rounds * self._work_s(degrees, size) + exchange_of_gradients(self.problem, replicas).seconds(share)
-
-    def _micro_batches(self, size: int) -> int:
-        return self.problem.batch_size // size
 
     def _work_s(self, degrees: Degrees, size: int) -> float:
         """Seconds of one micro-batch through the whole model, every node shared by a group's devices."""

@@ -38,6 +38,10 @@ class Degrees:
             for place in range(self.pipeline)
         )
 
+    def may_be_apart(self, cluster: Cluster) -> bool:
+        """Whether it makes a difference where replicas are."""
+        return self.pipeline > 1 and self.data > 1 and cluster.node_count > 1
+
     def __str__(self) -> str:
         text = f"pipeline {self.pipeline} x data {self.data} x tensor {self.tensor}"
         return f"{text}, replicas apart" if self.apart else text
@@ -46,7 +50,7 @@ class Degrees:
 def factorisations(
     cluster: Cluster, pipeline: int | None = None, data: int | None = None, tensor: int | None = None
 ) -> Iterator[Degrees]:
-    """Every factorisation with the degrees that are given.
+    """Every factorisation with the degrees that are given, replicas neighbours.
 
     Where `tensor` is open it is at most the devices of a node: what layers exchange, all micro-batches long, is more
     than other links carry (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -61,5 +65,3 @@ def factorisations(
             if rest % count or data not in (None, rest // count):
                 continue
             yield Degrees(count, rest // count, shared)
-            if 1 < count < rest and cluster.node_count > 1:
-                yield Degrees(count, rest // count, shared, apart=True)

@@ -4,70 +4,160 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.fit import fitted
+from autopipe.passes.cost.fit import device_memory, fitted
+from autopipe.passes.cost.memory import static_memory
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.grid.bounds import Bounds
 from autopipe.passes.placement.grid.degrees import Degrees
 from autopipe.passes.placement.grid.sized import Sized
-from autopipe.passes.schedule.trial import busy_s, fitting_step_s
+from autopipe.passes.schedule.trial import fitting_step_s
+
+_CLOSE = 1.1
+"""By how much longer than the best, as a factor, a step may be predicted to be and is looked into nevertheless."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A placement that memory holds, and its step."""
+
+    degrees: Degrees
+    size: int
+    placement: Placement
+    step_s: float
+    memory: tuple[tuple[int, int, int], ...]
+    """Of each device, but equal ones once: bytes whatever the micro-batches, bytes that grow with them, the limit."""
+
+    def fits(self, size: int) -> bool:
+        """Whether memory should hold the same with micro-batches of so many samples."""
+        return all(fixed + grows * size / self.size <= limit for fixed, grows, limit in self.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """A factorisation with the sizes of micro-batches that it may have, ascending, and an estimate of the step with
+    each."""
+
+    degrees: Degrees
+    sizes: tuple[int, ...]
+    estimates: tuple[float, ...]
+
+    def promise(self, first: Trial) -> tuple[int, float]:
+        """Of the sizes that memory should hold the place of the best, and its step: as much longer than the smallest
+        one's, which was tried first, as estimates say."""
+        places = [place for place, size in enumerate(self.sizes) if first.fits(size)]
+        best = min(places, key=self.estimates.__getitem__, default=0)
+        return best, first.step_s * self.estimates[best] / self.estimates[0]
+
+
+def _walk_of(bounds: Bounds, degrees: Degrees, sizes: Sequence[int]) -> Walk | None:
+    """None where no size can be shared by the replicas."""
+    own = tuple(size for size in sizes if size % degrees.data == 0)
+    return Walk(degrees, own, tuple(bounds.estimate_s(degrees, size) for size in own)) if own else None
 
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """One search: the best placement so far, and the problem on micro-batches of the sizes that were looked into."""
+    """One search: the best trial so far, and the problem on micro-batches of the sizes that were looked into."""
 
     problem: Problem
     chunks: int
     wave: bool
-    best: Placement | None = None
-    best_s: float = math.inf
+    best: Trial | None = None
     refused: list[AutopipeError] = field(default_factory=list)
-    _sized: dict[int, Sized] = field(default_factory=dict)
+    _sized: dict[int, Sized | AutopipeError] = field(default_factory=dict)
 
     def run(self, every: Sequence[Degrees], sizes: Sequence[int]) -> Placement:
-        """The best of all factorisations on micro-batches of any of `sizes` samples, what promises most first.
+        """The best of all factorisations on micro-batches of any of `sizes` samples.
 
-        Left out is what cannot be shorter than what is known. Raises the first reason where there is no placement.
+        First each with the smallest micro-batches, but for those that memory cannot hold, and those whose estimate,
+        which leaves out what layers exchange, is no shorter than the best step; then other sizes, where they promise
+        most first; then the best with its replicas apart. Raises a reason where there is no placement.
         """
-        bounds = Bounds.of(self.problem)
-        bounds.check_memory()
-        candidates = [(degrees, size) for degrees in every for size in sizes if size % degrees.data == 0]
-        estimates = {each: bounds.estimate_s(*each) for each in candidates}
-        for degrees, size in sorted(candidates, key=estimates.__getitem__):
-            if bounds.step_s(degrees, size) < self.best_s:
-                self._try(degrees, size)
+        bounds = Bounds.of(self.problem, self.chunks)
+        walks = {degrees: _walk_of(bounds, degrees, sizes) for degrees in every}
+        begun = []
+        for walk in sorted(filter(None, walks.values()), key=lambda each: min(each.estimates)):
+            if min(walk.estimates) < self._best_s() and self._has_room(bounds, walk.degrees):
+                first = self._try(walk.degrees, walk.sizes[0])
+                if first is not None:
+                    begun.append((walk, first, *walk.promise(first)))
+        for walk, first, start, promised_s in sorted(begun, key=lambda each: each[3]):
+            if promised_s <= _CLOSE * self._best_s():
+                self._go(walk, first, start)
         if self.best is None:
             raise self._reason(every, sizes)
-        return self.best
+        if self.best.degrees.may_be_apart(self.problem.cluster):
+            self._try(replace(self.best.degrees, apart=True), self.best.size)
+        return self.best.placement
 
-    def _try(self, degrees: Degrees, size: int) -> None:
+    def _go(self, walk: Walk, first: Trial, start: int) -> None:
+        """Try micro-batches of the size that promises most, and larger and smaller ones as long as that helps."""
+        middle = self._try(walk.degrees, walk.sizes[start]) if start else first
+        for places in (range(start + 1, len(walk.sizes)), range(start - 1, 0, -1)):
+            last = middle
+            for place in places:
+                last = self._shorter(walk.degrees, walk.sizes[place], last)
+                if last is None:
+                    break
+
+    def _has_room(self, bounds: Bounds, degrees: Degrees) -> bool:
+        """Whether memory may hold the parameters and their state."""
         try:
-            sized = self._of(size)
-            placement = fitted(sized.problem, sized.placement(degrees, self.chunks, self.wave))
-            costs = stage_costs(sized.problem, placement)
-            if busy_s(costs, sized.problem.micro_batches) >= self.best_s:
-                return
-            step_s = fitting_step_s(sized.problem, placement, costs)
+            bounds.check_memory(degrees)
+        except InfeasibleError as error:
+            self.refused.append(error)
+            return False
+        return True
+
+    def _shorter(self, degrees: Degrees, size: int, last: Trial | None) -> Trial | None:
+        """The trial of another size where it is shorter than the last one."""
+        found = self._try(degrees, size)
+        return found if found and (last is None or found.step_s < last.step_s) else None
+
+    def _try(self, degrees: Degrees, size: int) -> Trial | None:
+        """The placement on micro-batches of that size; None where there is none."""
+        try:
+            found = self._trial(self._of(size), degrees)
         except (ConfigurationError, InfeasibleError, ModelError) as error:
             self.refused.append(error)
-            return
-        if step_s < self.best_s:
-            self.best, self.best_s = placement, step_s
+            return None
+        if found.step_s < self._best_s():
+            self.best = found
+        return found
+
+    def _trial(self, sized: Sized, degrees: Degrees) -> Trial:
+        problem = sized.problem
+        placement = fitted(problem, sized.placement(degrees, self.chunks, self.wave))
+        costs = stage_costs(problem, placement)
+        step_s = fitting_step_s(problem, placement, costs)
+        used, fixed = device_memory(problem, placement, costs), static_memory(problem, placement)
+        limits = (problem.memory_of(device) for device in range(problem.cluster.size))
+        memory = {(held, most - held, limit) for held, most, limit in zip(fixed, used, limits, strict=True)}
+        return Trial(degrees, problem.micro_batch_size, placement, step_s, tuple(sorted(memory)))
+
+    def _best_s(self) -> float:
+        return math.inf if self.best is None else self.best.step_s
 
     def _of(self, size: int) -> Sized:
         if size not in self._sized:
-            self._sized[size] = Sized.of(self.problem, size)
-        return self._sized[size]
+            try:
+                self._sized[size] = Sized.of(self.problem, size)
+            except (ConfigurationError, ModelError) as error:
+                self._sized[size] = error
+        found = self._sized[size]
+        if isinstance(found, AutopipeError):
+            raise found
+        return found
 
     def _reason(self, every: Sequence[Degrees], sizes: Sequence[int]) -> AutopipeError:
-        """Why there is no placement: what is said of the most promising candidate."""
+        """Why there is no placement: what is said of the last candidate, which shares memory the most mostly."""
         if self.refused:
-            return self.refused[0]
+            return self.refused[-1]
         least = min((degrees.data for degrees in every), default=1)
         return InfeasibleError(
             f"grid cannot share a micro-batch of {sizes[-1]} samples equally among {least} replicas",

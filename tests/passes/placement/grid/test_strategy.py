@@ -1,0 +1,162 @@
+"""The grid: what it chooses, obeys and refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.placement import Placement
+from autopipe.ir.problem import Constraint, Optimizer, Problem
+from autopipe.passes.cost.fit import fitted
+from autopipe.passes.cost.resized import resized
+from autopipe.passes.cost.stages import stage_costs
+from autopipe.passes.cost.work import annotate
+from autopipe.passes.placement.grid.degrees import Degrees, factorisations
+from autopipe.passes.placement.grid.sized import Sized
+from autopipe.passes.placement.grid.strategy import Grid
+from autopipe.passes.schedule.named.interleaved_1f1b import InterleavedOneForwardOneBackward
+from autopipe.passes.schedule.named.zb_v import ZeroBubbleV
+from autopipe.passes.schedule.trial import fitting_step_s, step_s
+from tests.distributed.zoo import small_graph
+from tests.passes.cost.graphs import cluster, perceptron, problem
+
+
+def open_problem(name: str = "gpt", devices: int = 8, samples: int = 16, **fields: Any) -> Problem:
+    """A small model of the zoo on micro-batches of any size."""
+    graph, loss = small_graph(name, samples)
+    sizes = tuple(size for size in range(1, samples + 1) if samples % size == 0)
+    base = replace(problem(perceptron([8, 8]), cluster(devices)), graph=graph, work=annotate(graph), loss=loss)
+    return replace(base, batch_size=samples, micro_batches=1, micro_batch_sizes=sizes, **fields)
+
+
+def step_of(given: Problem, placement: Placement) -> float:
+    own = resized(given, placement.stages[0].micro_batch_size)
+    return step_s(own, placement, stage_costs(own, placement))
+
+
+@pytest.mark.parametrize("degrees", [(2, 2, 2), (4, 2, 1), (1, 4, 2), (2, 1, 4), (8, 1, 1)])
+def test_degrees_are_obeyed(degrees: tuple[int, int, int]) -> None:
+    pipeline, data, tensor = degrees
+    found = Grid(pipeline=pipeline, data=data, tensor=tensor).run(open_problem())
+    assert len(found.stages) == pipeline and {len(stage.devices) for stage in found.stages} == {data * tensor}
+    cut = {split.degree for stage in found.stages for _, splits in stage.splits for split in splits}
+    assert cut == {data, tensor} - {1}
+
+
+def test_one_degree_given_leaves_the_others_open() -> None:
+    assert len(Grid(pipeline=4).run(open_problem()).stages) == 4
+    found = Grid(data=1).run(open_problem())
+    assert found.stages[0].micro_batch_size in open_problem().micro_batch_sizes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline": 3}, "pipeline 3 is 3, which does not divide the 8 devices"),
+        ({"pipeline": 2, "data": 2, "tensor": 4}, "pipeline 2 x data 2 x tensor 4 is 16, which does not make the 8"),
+        ({"pipeline": 2, "data": 8}, "pipeline 2 x data 8 is 16"),
+        ({"tensor": 0}, "tensor is 0"),
+        ({"chunks": 0}, "chunks is 0"),
+        ({"wave": True}, "wave is for chunks: 2 or more"),
+    ],
+)
+def test_contradictions_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Grid(**options).requires(open_problem())
+
+
+def test_samples_that_replicas_cannot_share_are_refused() -> None:
+    given = replace(open_problem(), micro_batches=16, micro_batch_sizes=())
+    given = replace(given, graph=small_graph("gpt", 1)[0], work=annotate(small_graph("gpt", 1)[0]))
+    with pytest.raises(InfeasibleError, match="cannot share a micro-batch of 1 samples equally among 8 replicas"):
+        Grid(data=8).run(given)
+
+
+def test_what_is_chosen_is_no_slower_than_any_other_degrees() -> None:
+    given = open_problem("llama")
+    best = step_of(given, Grid().run(given))
+    others = [Grid(each.pipeline, each.data, each.tensor) for each in factorisations(given.cluster)]
+    steps = []
+    for other in others:
+        try:
+            steps.append(step_of(given, other.run(given)))
+        except InfeasibleError:
+            continue  # More stages than there are operators, or layers that so many devices cannot share.
+    assert len(steps) > 4 and best <= min(steps) * (1 + 1e-9)
+
+
+def test_what_is_chosen_is_near_the_best_of_all_degrees_and_sizes() -> None:
+    given = open_problem("gpt", devices=4)
+    best = step_of(given, Grid().run(given))
+    steps = []
+    for size in given.micro_batch_sizes:
+        sized = Sized.of(given, size)
+        for degrees in factorisations(given.cluster):
+            try:
+                placement = fitted(sized.problem, sized.placement(degrees, 1, wave=False))
+                steps.append(fitting_step_s(sized.problem, placement, stage_costs(sized.problem, placement)))
+            except InfeasibleError:
+                continue
+    assert best <= min(steps) * 1.02
+
+
+def test_memory_asks_for_more_parts() -> None:
+    given = open_problem("gpt", optimizer=Optimizer("adamw"))
+    whole = stage_costs(*_on_one(given))[0].static_bytes
+    found = Grid().run(replace(given, memory_limit=whole // 3, recompute="auto"))
+    assert len(found.stages) > 1 or any(len(splits) == 2 for _, splits in found.stages[0].splits)
+    with pytest.raises(InfeasibleError, match="over the limit"):
+        Grid().run(replace(given, memory_limit=whole // 100))
+
+
+def _on_one(given: Problem) -> tuple[Problem, Placement]:
+    own = resized(given, 1)
+    return own, Sized.of(given, 1).placement(Degrees(1, 1, 1), 1, wave=False)
+
+
+def test_recomputation_is_obeyed() -> None:
+    for recompute in ("none", "full"):
+        found = Grid(pipeline=2).run(open_problem(recompute=recompute))
+        assert {stage.recompute for stage in found.stages} == {recompute == "full"}
+
+
+def test_chunks_are_looped_or_folded_as_schedules_want_them() -> None:
+    given = open_problem()
+    looped = Grid(pipeline=2, data=2, tensor=2, chunks=2).run(given)
+    assert [stage.devices[0] for stage in looped.stages] == [0, 4, 0, 4]
+    own = resized(given, 2)
+    InterleavedOneForwardOneBackward().requires(own, _of_size(own, looped))
+    folded = Grid(pipeline=2, data=2, tensor=2, chunks=2, wave=True).run(given)
+    assert [stage.devices[0] for stage in folded.stages] == [0, 4, 4, 0]
+    ZeroBubbleV().requires(own, _of_size(own, folded))
+
+
+def _of_size(given: Problem, placement: Placement) -> Placement:
+    stages = (replace(stage, micro_batch_size=given.micro_batch_size) for stage in placement.stages)
+    return Placement(tuple(stages))
+
+
+def test_replicas_are_neighbours_or_apart() -> None:
+    assert Degrees(2, 2, 2).groups() == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert Degrees(2, 2, 2, apart=True).groups() == ((0, 1, 4, 5), (2, 3, 6, 7))
+
+
+def test_tensor_groups_stay_in_a_node_where_they_are_open() -> None:
+    within = cluster(16).devices_per_node
+    assert max(each.tensor for each in factorisations(cluster(16))) <= within
+    assert {each.tensor for each in factorisations(cluster(16), tensor=16)} == {16}
+
+
+def test_constraints_are_fulfilled_or_refused() -> None:
+    given = open_problem()
+    last = len(given.graph.nodes) - 1
+    wish = Constraint(given.graph.nodes[last].name, stage=1)
+    assert Grid(pipeline=2).run(replace(given, constraints=(wish,))).stage_of()[last] == 1
+    with pytest.raises(ConfigurationError, match="asks for stage 5, and grid makes 2"):
+        Grid(pipeline=2).run(replace(given, constraints=(replace(wish, stage=5),)))
+    split = Constraint(given.graph.nodes[last].name, split=(("b", 8),))
+    with pytest.raises(ConfigurationError, match="grid decides for itself"):
+        Grid(pipeline=2, data=2).run(replace(given, constraints=(split,)))
