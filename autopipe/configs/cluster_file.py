@@ -107,13 +107,10 @@ def _mixed(description: ClusterDescription) -> Cluster:
             + (f"{len(description.levels)} levels" if more else f"a level of {outer.size}"),
             hint="give one level without a size; the links inside a group are its own levels",
         )
-    names = [group.name for group in description.groups]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigurationError(f"{who} has two groups called {twice!r}", hint="give each a name of its own")
+    _check_names(who, description.groups)
     _check_total(description, sum(group.count for group in description.groups))
     groups = tuple(_group(who, group) for group in description.groups)
-    devices = tuple(device for group in description.groups for device in _devices(group))
+    devices = tuple(device for group in description.groups for device in (_device(group),) * group.count)
     joining = level_of(outer, len(groups))
     full = math.prod(level.size for level in groups[0].levels) == groups[0].size
     if len(set(groups)) == len(set(devices)) == 1 and full:
@@ -121,9 +118,24 @@ def _mixed(description: ClusterDescription) -> Cluster:
     return Cluster(description.name, devices, (joining,), groups)
 
 
-def _devices(group: GroupDescription) -> tuple[Device, ...]:
+def _check_names(who: str, groups: Sequence[GroupDescription]) -> None:
+    """Raise ConfigurationError where two groups, or two different devices, have one name."""
+    names: set[str] = set()
+    kinds: dict[str, Device] = {}
+    for group in groups:
+        if group.name in names:
+            raise ConfigurationError(f"{who} has two groups called {group.name!r}", hint="give each a name of its own")
+        names.add(group.name)
+        device = _device(group)
+        if kinds.setdefault(device.name, device) != device:
+            raise ConfigurationError(
+                f"{who} has two different devices called {device.name!r}", hint="costs are found by a device's name"
+            )
+
+
+def _device(group: GroupDescription) -> Device:
     assert not isinstance(group.device, str), "names of presets are looked up where a description is read"
-    return (device_of(group.device),) * group.count
+    return device_of(group.device)
 
 
 def _group(who: str, group: GroupDescription) -> Group:

@@ -94,6 +94,7 @@ def test_mixed_presets_have_devices_of_several_kinds(name: str) -> None:
         ("count: 12", "count: 0", "mine.yaml:3: groups[0].count is 0 (it must be at least 1)"),
         (", count: 12", "", "mine.yaml:3: groups[0] lacks the key 'count'"),
         ("name: old", "name: new", "cluster mine has two groups called 'new'"),
+        ("name: D", "name: A100-SXM4-80GB", "cluster mine has two different devices called 'A100-SXM4-80GB'"),
         ("rack, ", "rack, size: 1, ", "group old of cluster mine has 4 devices, and its levels hold only 2"),
         ("box, size: 2", "box", "level box of group old of cluster mine has no size"),
         ("site, ", "site, size: 3, ", "cluster mine joins 2 groups by a level of 3"),

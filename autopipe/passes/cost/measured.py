@@ -37,7 +37,7 @@ def costed_work(graph: Graph, precision: str, cluster: Cluster, costs: Costs | N
     work = annotate(graph, precision)
     if costs is None:
         return work
-    lookups = [_Lookup.of(device, _found(costs, device), precision) for device in cluster.kinds]
+    lookups = [_Lookup.of(device, _found(costs, cluster, device), precision) for device in cluster.kinds]
     degrees = range(2, min(cluster.size, _MOST_WAYS) + 1)
     operations = Operations.of(graph, precision)
     products = {addition: product for product, addition in operations.additions.items()}
@@ -60,7 +60,7 @@ def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
 
     Raises ConfigurationError where a device of the cluster is not among those of `costs`.
     """
-    own = {device: _found(costs, device) for device in cluster.kinds}
+    own = {device: _found(costs, cluster, device) for device in cluster.kinds}
     kinds = {device: _measured_device(device, found) for device, found in own.items()}
     devices = tuple(kinds[device] for device in cluster.devices)
     if not cluster.groups:
@@ -99,9 +99,10 @@ def coverage(problem: Problem) -> CostCoverage | None:
     return CostCoverage(known, len(problem.work) - known)
 
 
-def _found(costs: Costs, device: Device) -> DeviceCosts:
+def _found(costs: Costs, cluster: Cluster, device: Device) -> DeviceCosts:
     found = costs.of(device.name)
-    if found is None:
+    # One device's costs may have any name, but not where they would be those of several kinds.
+    if found is None or (found.device != device.name and len(cluster.kinds) > 1):
         have = ", ".join(repr(each.device) for each in costs.devices)
         raise ConfigurationError(
             f"nothing was measured on device {device.name!r}", hint=f"there are costs of {have}", where="costs"

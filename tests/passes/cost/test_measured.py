@@ -32,6 +32,7 @@ from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.cost.work import annotate
 from autopipe.passes.placement.data_parallel import DataParallel
 from tests.passes.cost.graphs import Builder, cluster, device, perceptron, problem
+from tests.passes.cost.mixed import kind, mixed_cluster
 
 GRAPH = perceptron([64, 48, 20])
 """MatMul, Relu, MatMul, Relu on 8 samples."""
@@ -168,6 +169,24 @@ def test_a_plan_follows_what_was_measured() -> None:
     (unmeasured,) = stage_costs(problem(GRAPH, cluster(2)), placement)
     assert cost.gradient_s == pytest.approx(100.0)
     assert cost.forward_s > 1000 * unmeasured.forward_s
+
+
+def test_each_kind_of_a_mixed_cluster_takes_what_was_measured_of_it() -> None:
+    fast, slow = (kind(1.0, name=name) for name in ("fast", "slow"))
+    both = mixed_cluster([(2, fast), (2, slow)])
+    sends = [ExchangeCost("send", 2, Affine(1.0, seconds), ()) for seconds in (0.5, 0.25)]
+    devices = [
+        replace(costs_of(GRAPH, *times).devices[0], device=each.name, exchanges=(sent,))
+        for each, times, sent in zip((fast, slow), ((1.0, 2.0), (3.0, 5.0)), sends, strict=True)
+    ]
+    given = measured_problem(GRAPH, Costs(tuple(devices)), both)
+    seconds = [float(node_seconds(given.work, each, "fp32")[0][0]) for each in given.cluster.kinds]
+    assert seconds == [1.0, 3.0]
+    found = measured_cluster(both, Costs(tuple(devices)))
+    rates = [found.link(*pair).bandwidth_bytes_per_s for pair in ((0, 1), (2, 3), (1, 2))]
+    assert rates == [2.0, 4.0, both.levels[0].link.bandwidth_bytes_per_s]
+    with pytest.raises(ConfigurationError, match="nothing was measured on device 'slow'"):
+        measured_problem(GRAPH, Costs((devices[0],)), both)
 
 
 def test_devices_are_found_by_name_where_there_are_several() -> None:
