@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import resource
 import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
@@ -34,10 +36,11 @@ from autopipe.ir.errors import AutopipeError, InfeasibleError
 from autopipe.passes.auto.choose import choose
 from autopipe.passes.base import Strategy
 from autopipe.passes.explain.breakdown import breakdown
-from autopipe.passes.pipeline import make_plan, place, schedule
+from autopipe.passes.pipeline import Placed, make_plan, place, schedule
 from autopipe.passes.registry import scheduler_class, scheduler_names, strategy_class, strategy_names
 from autopipe.passes.request import Request
 from autopipe.passes.runner import Runner, Silent
+from autopipe.passes.schedule.limits import lower_bound
 
 DEVICES = (4, 8, 16, 32)
 SHAPES: tuple[dict[str, object], ...] = (
@@ -47,6 +50,7 @@ SHAPES: tuple[dict[str, object], ...] = (
     {"shape": "v", "chunks": 2, "wave": True},
 )
 """What Chimera, interleaved schedules and the V-shaped ones run on."""
+SEARCHED = "tessel"
 NOT_NAMED = ("given", "manual")
 """Strategies that follow what somebody writes; so does the schedule csv."""
 
@@ -115,23 +119,35 @@ def answered(cell: Cell) -> dict[str, object]:
 
 
 def singles_of(request: Request) -> Iterator[tuple[Strategy, str, float]]:
-    """Every strategy and schedule that make a plan by name, with its step in seconds."""
+    """Every strategy and schedule that make a plan by name, with its step in seconds.
+
+    A schedule is searched only where the bound on the placement's step is below the least so far.
+    """
     names = [name for name in strategy_names() if name not in NOT_NAMED]
     strategies = [strategy_class(name)() for name in names]
     shaped = [strategy_class("tessel_shapes")(**options) for options in SHAPES]
+    placements: list[tuple[Strategy, Placed, Runner]] = []
+    least = math.inf
     for strategy in (*strategies, *shaped):
         runner = Runner(Silent())
         try:
             placed = place(with_names(request, strategy, "1f1b"), strategy, runner)
         except AutopipeError:
             continue
+        placements.append((strategy, placed, runner))
         for order in scheduler_names():
-            if order == "csv":
+            if order in ("csv", SEARCHED):
                 continue
-            try:
-                yield strategy, order, schedule(placed, scheduler_class(order)(), runner).timeline.end
-            except AutopipeError:
-                continue
+            with suppress(AutopipeError):
+                step_s = schedule(placed, scheduler_class(order)(), runner).timeline.end
+                least = min(least, step_s)
+                yield strategy, order, step_s
+    for strategy, placed, runner in placements:
+        if lower_bound(placed.problem, placed.placement, placed.prediction) < least:
+            with suppress(AutopipeError):
+                step_s = schedule(placed, scheduler_class(SEARCHED)(), runner).timeline.end
+                least = min(least, step_s)
+                yield strategy, SEARCHED, step_s
 
 
 def with_names(request: Request, strategy: Strategy, order: str) -> Request:
