@@ -94,7 +94,7 @@ def make_plan(request: Request, observer: Observer | None = None) -> Planned:
 
 def place(request: Request, strategy: Strategy, runner: Runner) -> Placed:
     """The placement that a strategy makes, and what it is expected to take. Raises as `make_plan` does."""
-    return _foreseen(*_placed(request, strategy, runner), runner)
+    return _foreseen(*decide(request, strategy, runner), runner)
 
 
 def place_as(request: Request, batching: Batching, placement: Placement, runner: Runner) -> Placed:
@@ -199,10 +199,11 @@ def _check_decisions(problem: Problem, plan: Plan) -> None:
         raise ConfigurationError(error.message, hint="plan again", where="placement") from error
 
 
-def _placed(request: Request, strategy: Strategy, runner: Runner) -> tuple[Model, Problem, Placement]:
+def decide(request: Request, strategy: Strategy, runner: Runner) -> tuple[Model, Problem, Placement]:
     """The placement, of the first division that has one: smaller micro-batches help where memory is short.
 
-    They do so for a strategy that wants as few as there can be, and therefore begins with the largest.
+    They do so for a strategy that wants as few as there can be, and therefore begins with the largest. Raises as
+    `make_plan` does.
     """
     refused: InfeasibleError | None = None
     for model, problem in problems_of(request, strategy, runner):

@@ -45,6 +45,12 @@ class Runner:
         self._seconds: dict[str, float] = {}
         self._known: dict[object, object] = {}
 
+    def silenced(self) -> Runner:
+        """A runner that knows what this one does, and tells nobody."""
+        quiet = Runner(Silent())
+        quiet._known = self._known
+        return quiet
+
     @property
     def seconds(self) -> tuple[tuple[str, float], ...]:
         """Wall-clock seconds by pass, in the order in which they first ran."""

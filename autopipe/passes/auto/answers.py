@@ -12,12 +12,11 @@ from collections.abc import Sequence
 
 from autopipe.ir.alternatives import Alternative
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.placement import SplitProof
 from autopipe.ir.schedule import Proof, Repetend, Schedule, Task
 from autopipe.ir.serial.alternatives_form import alternatives_form, alternatives_of
-from autopipe.ir.serial.placement_form import placement_form, placement_of
 from autopipe.ir.serial.record import Record
 from autopipe.passes.auto.candidate import Candidate
+from autopipe.passes.auto.decided import Decided, decided_form, decided_of
 from autopipe.passes.base import Scheduler
 from autopipe.passes.batching import Batching
 from autopipe.passes.pipeline import Placed, Planned, Scheduled, checked, place_as, planned, schedule
@@ -34,16 +33,13 @@ def answer_form(found: Planned) -> dict[str, object]:
     chosen = min(plan.alternatives, key=lambda each: math.inf if each.step_time_s is None else each.step_time_s)
     # A named schedule is soon made again; a searched one is kept.
     searched = plan.schedule if plan.schedule.proof is not None else None
-    proof = plan.placement.proof
+    batching = Batching(plan.batch_size, plan.summary.micro_batches, found.problem.micro_batch_sizes)
     return {
         "format": FORMAT,
         "graph_digest": plan.graph_digest,
         "chosen": alternatives_form((chosen,)),
-        "batch_size": plan.batch_size,
-        "micro_batches": plan.summary.micro_batches,
+        "decided": decided_form(Decided(plan.placement, batching)),
         "step_time_s": plan.summary.step_time_s,
-        "placement": placement_form(plan.placement),
-        "splits": None if proof is None else dataclasses.asdict(proof),
         "schedule": None if searched is None else _schedule_form(searched),
         "alternatives": alternatives_form(plan.alternatives),
     }
@@ -56,11 +52,10 @@ def answer_of(record: Record, request: Request, runner: Runner) -> Planned:
     make no sense may raise Python's own errors.
     """
     (chosen,) = alternatives_of(record.at("chosen"))
-    batching = Batching(record.at("batch_size").integer(1), record.at("micro_batches").integer(1))
+    decided = decided_of(record.at("decided"))
     candidate = _candidate_of(chosen)
-    settled = candidate.settled(dataclasses.replace(request, batch_size=batching.batch_size))
-    placement = dataclasses.replace(placement_of(record.at("placement")), proof=_splits_of(record.at("splits")))
-    placed = place_as(settled, batching, placement, runner)
+    settled = candidate.settled(dataclasses.replace(request, batch_size=decided.batching.batch_size))
+    placed = place_as(settled, decided.batching, decided.placement, runner)
     if placed.problem.graph.digest() != record.at("graph_digest").text():
         raise ConfigurationError("the graph is not the one that was planned", where=record.file)
     scheduler = request.scheduler or scheduler_class(chosen.choice.schedule or "")()
@@ -133,14 +128,3 @@ def _schedule_of(record: Record) -> Schedule:
 
 def _four(numbers: Sequence[int], record: Record) -> Sequence[int]:
     return numbers if len(numbers) == 4 else record.refuse("four numbers")
-
-
-def _splits_of(record: Record) -> SplitProof | None:
-    if record.value is None:
-        return None
-    return SplitProof(
-        record.at("cost").number(),
-        record.at("lower_bound").number(),
-        record.at("optimal").boolean(),
-        record.at("unit").text(),
-    )

@@ -22,6 +22,9 @@ _MOST_SIZE = {
 32 devices with a thousand operators each are below all but the least: those are baselines of pase's.
 """
 
+_QUICK = ("data_parallel", "expert", "manual", "one_weird_trick")
+"""Strategies that search nothing."""
+
 _MOST_TASKS = 2**14
 """The most stages times micro-batches for which every schedule is simulated, whatever bounds say."""
 
@@ -33,14 +36,20 @@ class LeftOutError(AutopipeError):
     """A choice that the search for the best plan does not look into."""
 
 
-def check_strategy(strategy: Strategy, operators: int, devices: int) -> None:
-    """Raise LeftOutError for a strategy that would search too long for so many operators on so many devices."""
+def left_out(strategy: Strategy, operators: int, devices: int) -> LeftOutError | None:
+    """Why a strategy is not asked, where it would search too long for so many operators on so many devices."""
     most = _MOST_SIZE.get(strategy.name)
-    if most is not None and operators * devices > most:
-        raise LeftOutError(
-            f"left out: {strategy.name} would search long for {operators} operators on {devices} devices; "
-            "name it to have it searched"
-        )
+    if most is None or operators * devices <= most:
+        return None
+    return LeftOutError(
+        f"left out: {strategy.name} would search long for {operators} operators on {devices} devices; "
+        "name it to have it searched"
+    )
+
+
+def is_quick(strategy: Strategy) -> bool:
+    """Whether a strategy answers so soon that no other process needs to be asked."""
+    return strategy.name in _QUICK
 
 
 def check_scheduler(scheduler: Scheduler, problem: Problem, placement: Placement) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.serial.record import Record
+from autopipe.passes.auto.ahead import Ahead, free_cores
 from autopipe.passes.auto.answers import FORMAT, answer_form, answer_of
 from autopipe.passes.auto.candidates import candidates
 from autopipe.passes.auto.first import first_candidate
@@ -77,10 +78,13 @@ def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.mo
     problem = open_problem(request, runner)
     request = dataclasses.replace(request, batch_size=problem.batch_size)  # One batch for all, or steps tell nothing.
     end = None if request.time_limit is None else clock() + request.time_limit
-    search = Search(request, runner, _schedulers(request), end, clock)
-    search.try_all(each for each in (first_candidate(request),) if each is not None)
-    search.try_all(candidates(request))
-    search.try_all(variations(search, problem))
+    with Ahead(free_cores()) as ahead:
+        search = Search(request, runner, _schedulers(request), end, clock, ahead)
+        search.try_all(each for each in (first_candidate(request),) if each is not None)
+        every = tuple(candidates(request))
+        search.expect(every)
+        search.try_all(every)
+        search.try_all(variations(search, problem))
     search.schedule_all()
     if search.best is None:
         raise search.reason()

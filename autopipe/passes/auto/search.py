@@ -7,13 +7,18 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
-from autopipe.passes.auto.budget import LeftOutError, check_scheduler, check_strategy, is_large
+from autopipe.ir.serial.record import Record
+from autopipe.passes.auto.ahead import Ahead
+from autopipe.passes.auto.budget import LeftOutError, check_scheduler, is_large, is_quick, left_out
 from autopipe.passes.auto.candidate import Candidate
+from autopipe.passes.auto.decided import Decided, decided_form, decided_of, refused_form, refused_of
 from autopipe.passes.auto.tried import Run, Tried
 from autopipe.passes.base import Scheduler
-from autopipe.passes.pipeline import Placed, place, schedule
+from autopipe.passes.batching import Batching
+from autopipe.passes.pipeline import Placed, decide, place, place_as, schedule
 from autopipe.passes.request import Request, operators_of
 from autopipe.passes.runner import Runner
 from autopipe.passes.schedule.limits import SAME, lower_bound
@@ -36,6 +41,8 @@ class Search:
     """When to stop, by `clock`, once there is a plan."""
     clock: Callable[[], float] = time.monotonic
     """Seconds."""
+    ahead: Ahead = field(default_factory=lambda: Ahead(1))
+    """Where placements are searched before their turn."""
     tried: list[Tried] = field(default_factory=list)
 
     @property
@@ -57,6 +64,22 @@ class Search:
     def is_over(self) -> bool:
         """Whether there is a plan and no more time."""
         return self.end is not None and self.best is not None and self.clock() >= self.end
+
+    def expect(self, candidates: Iterable[Candidate]) -> None:
+        """Have the placements of candidates that are going to be tried searched meanwhile."""
+        for candidate in candidates:
+            if not is_quick(candidate.strategy) and self._left_out(candidate) is None:
+                self.ahead.expect(repr(candidate), partial(self._decided, candidate))
+
+    def _decided(self, candidate: Candidate) -> dict[str, object]:
+        """What a strategy decides, or why it does not, in a form that processes exchange."""
+        asked = self._within_time(candidate.settled(self.request))
+        try:
+            _, problem, placement = decide(asked, candidate.strategy, self.runner.silenced())
+        except AutopipeError as error:
+            return refused_form(error)
+        batching = Batching(problem.batch_size, problem.micro_batches, problem.micro_batch_sizes)
+        return decided_form(Decided(placement, batching))
 
     def try_all(self, candidates: Iterable[Candidate]) -> None:
         """Place each candidate and simulate its step under the first schedule that takes it."""
@@ -84,8 +107,10 @@ class Search:
     def _place(self, candidate: Candidate) -> None:
         asked = self._within_time(candidate.settled(self.request))
         try:
-            check_strategy(candidate.strategy, operators_of(asked, self.runner), asked.cluster.size)
-            placed = place(asked, candidate.strategy, self.runner)
+            left_out = self._left_out(candidate)
+            if left_out is not None:
+                raise left_out
+            placed = self._placed(candidate, asked)
         except _REFUSALS as error:
             self.tried.append(Tried(candidate, refused=error))
             return
@@ -100,6 +125,32 @@ class Search:
         for scheduler in self.schedulers:
             if self._run(found, placed, scheduler).scheduled:
                 break
+
+    def _left_out(self, candidate: Candidate) -> LeftOutError | None:
+        return left_out(candidate.strategy, operators_of(self.request, self.runner), self.request.cluster.size)
+
+    def _placed(self, candidate: Candidate, asked: Request) -> Placed:
+        """The placement: of another process where it was expected."""
+        name, key = candidate.strategy.name, repr(candidate)
+        if not self.ahead.is_coming(key):
+            return place(asked, candidate.strategy, self.runner)
+        decided = self.runner.run(name, lambda: self._awaited(key))
+        if decided is None:
+            return place(asked, candidate.strategy, self.runner)
+        return place_as(asked, decided.batching, decided.placement, self.runner)
+
+    def _awaited(self, key: str) -> Decided | None:
+        """What was decided; None where the process failed. Raises what speaks against the candidate."""
+        limited = self.end is not None and self.best is not None
+        found = self.ahead.answer(key, self._within_time(self.request).time_limit if limited else None)
+        if found is None:
+            if self.is_over():
+                raise LeftOutError("left out: the time was over")
+            return None
+        record = Record(found, key)
+        if record.has("refused"):
+            raise refused_of(record)
+        return decided_of(record)
 
     def _cannot_win(self, tried: Tried) -> bool:
         return tried.bound_s >= self.step_s * (1 - SAME)

@@ -1,0 +1,130 @@
+"""Work done ahead of its turn in other processes, where there are cores for them.
+
+A process is a copy of this one, which knows all that has been read and costed. It tells its answer as JSON through a
+pipe, and ends. Answers do not depend on one another, so that they are the same as if each were made in its turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+Answer = dict[str, object]
+"""Lists, dicts and scalars."""
+
+_CHUNK = 2**16
+
+
+def free_cores() -> int:
+    """Cores that this process may use; 1 where processes cannot be copied."""
+    if not hasattr(os, "fork"):
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(slots=True, eq=False)
+class Ahead:
+    """Work that is wanted soon, some of it begun. All processes are ended with the block that it is used in."""
+
+    workers: int
+    """Processes at work at a time; with fewer than two nothing is begun ahead."""
+    _waiting: deque[tuple[Hashable, Callable[[], Answer]]] = field(default_factory=deque)
+    _running: dict[int, _Process] = field(default_factory=dict)
+    """By the pipe's end that answers are read from."""
+    _answers: dict[Hashable, Answer | None] = field(default_factory=dict)
+    """By key; None where a process ended without one."""
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._running.values():
+            process.end()
+        self._running.clear()
+        self._waiting.clear()
+
+    def expect(self, key: Hashable, work: Callable[[], Answer]) -> None:
+        """Have it done as soon as a process is free; what was expected before comes first."""
+        if self.workers > 1:
+            self._waiting.append((key, work))
+            self._begin()
+
+    def answer(self, key: Hashable, seconds: float | None = None) -> Answer | None:
+        """What came of the work expected as `key`, once it is done.
+
+        None where none was, where its process failed, and where it takes longer than `seconds` from now.
+        """
+        end = None if seconds is None else time.monotonic() + seconds
+        while key not in self._answers and self.is_coming(key):
+            left = None if end is None else max(0.0, end - time.monotonic())
+            ready, _, _ = select.select(list(self._running), [], [], left)
+            if not ready:
+                return None
+            for pipe in ready:
+                self._read(pipe)
+        return self._answers.pop(key, None)
+
+    def is_coming(self, key: Hashable) -> bool:
+        """Whether it is expected and nobody has asked for the answer yet."""
+        if key in self._answers:
+            return True
+        expected = [each for each, _ in self._waiting]
+        return key in expected or any(process.key == key for process in self._running.values())
+
+    def _begin(self) -> None:
+        while self._waiting and len(self._running) < self.workers:
+            process = _Process.begin(*self._waiting.popleft())
+            self._running[process.pipe] = process
+
+    def _read(self, end: int) -> None:
+        process = self._running[end]
+        part = os.read(end, _CHUNK)
+        process.text += part
+        if not part:
+            del self._running[end]
+            self._answers[process.key] = process.finished()
+            self._begin()
+
+
+@dataclass(slots=True, eq=False)
+class _Process:
+    key: Hashable
+    number: int
+    pipe: int
+    text: bytearray = field(default_factory=bytearray)
+
+    @staticmethod
+    def begin(key: Hashable, work: Callable[[], Answer]) -> _Process:
+        pipe, writing = os.pipe()
+        number = os.fork()
+        if number:
+            os.close(writing)
+            return _Process(key, number, pipe)
+        # The copy: whatever happens, it must not go on with what this process does.
+        try:
+            os.close(pipe)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            with os.fdopen(writing, "wb") as file:
+                file.write(json.dumps(work()).encode())
+            os._exit(0)
+        finally:
+            os._exit(1)
+
+    def finished(self) -> Answer | None:
+        """The answer; None where the process failed."""
+        os.close(self.pipe)
+        _, status = os.waitpid(self.number, 0)
+        found: Answer | None = json.loads(self.text) if status == 0 else None
+        return found
+
+    def end(self) -> None:
+        """End it, whatever it has done."""
+        os.close(self.pipe)
+        os.kill(self.number, signal.SIGKILL)
+        os.waitpid(self.number, 0)

@@ -1,0 +1,55 @@
+"""Work in other processes: its answers, what becomes of it when it fails, and that none is left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from autopipe.passes.auto.ahead import Ahead
+
+
+def test_answers_are_those_of_the_work_in_whatever_order_they_are_asked_for():
+    with Ahead(2) as ahead:
+        for number in range(7):
+            ahead.expect(number, lambda number=number: {"square": number**2, "filling": "x" * 200_000})
+        found = [ahead.answer(number) for number in (3, 0, 6, 5, 4, 2, 1)]
+    assert [each["square"] for each in found if each] == [9, 0, 36, 25, 16, 4, 1]
+
+
+def test_an_answer_is_given_once():
+    with Ahead(2) as ahead:
+        ahead.expect("a", lambda: {"x": 1})
+        assert ahead.is_coming("a")
+        assert ahead.answer("a") == {"x": 1}
+        assert not ahead.is_coming("a")
+        assert ahead.answer("a") is None
+        assert ahead.answer("unheard of") is None
+
+
+def test_nothing_is_begun_without_cores():
+    with Ahead(1) as ahead:
+        ahead.expect("a", lambda: {"x": 1})
+        assert not ahead.is_coming("a")
+        assert ahead.answer("a") is None
+
+
+def test_a_process_that_fails_has_no_answer(capfd):
+    def fail():
+        raise ValueError("as it may happen")
+
+    with Ahead(2) as ahead:
+        ahead.expect("error", fail)
+        ahead.expect("end", lambda: os._exit(3))
+        ahead.expect("fine", lambda: {"x": 1})
+        assert [ahead.answer(key) for key in ("error", "end", "fine")] == [None, None, {"x": 1}]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_none_is_left_when_the_block_ends():
+    with Ahead(2) as ahead:
+        for number in range(4):
+            ahead.expect(number, lambda: time.sleep(60) or {})
+        started = time.monotonic()
+        assert ahead.answer(0, 0.1) is None, "it takes too long"
+    assert time.monotonic() - started < 30
+    assert not ahead.is_coming(3)
