@@ -13,6 +13,8 @@ from autopipe.ir.plan import Plan
 from autopipe.passes.explain.device import DeviceReport
 
 _MOST_WAITS = 8
+_LEAST_S = 1e-12
+"""Less is rounding of floats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ class DeviceExplanation:
         for column in table.columns[1:]:
             column.justify = "right"
         for name, count, seconds in self._rows():
-            table.add_row(name, count, seconds_text(seconds), f"{seconds / step_s:.1%}" if step_s else "-")
+            if seconds > _LEAST_S:
+                table.add_row(name, count, seconds_text(seconds), f"{seconds / step_s:.1%}" if step_s else "-")
         yield table
 
     def data(self) -> dict[str, object]:

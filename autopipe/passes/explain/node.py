@@ -90,36 +90,38 @@ def node_report(problem: Problem, placement: Placement, node: int) -> NodeReport
 
 
 def split_changes(problem: Problem, placement: Placement, node: int) -> Iterator[Change]:
-    """The other splits of a node, alone, over the devices of its stage."""
-    for index, stage in enumerate(placement.stages):
-        if node in stage.nodes and stage.pipeline == 0 and placement.pipelines == 1:
-            samples = _samples(problem, stage)
-            for splits in _legal(samples, node, len(stage.devices)):
-                if splits != stage.splits_of(node):
-                    told = ", ".join(map(str, splits)) or "not split"
-                    edited = replace(stage, splits=_with(stage, node, splits))
-                    yield Change(f"{told} in stage {index}", _with_stages(placement, {index: edited}))
+    """The other splits of a node, alone, over the devices of its stage in the first pipeline."""
+    index = placement.stage_of()[node]
+    stage = placement.stages[index]
+    for splits in _legal(_samples(problem, stage), node, len(stage.devices)):
+        if splits != stage.splits_of(node):
+            edited = replace(stage, splits=_with(stage, node, splits))
+            yield Change(", ".join(map(str, splits)) or "not split", with_stages(placement, {index: edited}))
 
 
 def move_changes(problem: Problem, placement: Placement, node: int) -> Iterator[Change]:
-    """The node in the stage before or after its own, samples shared there where they can be.
+    """The node in the stage before or after its own in the first pipeline, samples shared there where they can be.
 
     With it go the nodes of its stage that it reads from, or that read from it: stages are run one after the other.
     """
-    if placement.pipelines > 1:
-        return
-    graph, index = problem.graph, placement.stage_of()[node]
-    for other in (index - 1, index + 1):
-        if not 0 <= other < len(placement.stages):
-            continue
-        along = _along(graph, placement.stages[index].nodes, node, later=other > index)
-        moved = None
-        if len(along) < len(placement.stages[index].nodes):
-            moved = moved_nodes(problem, placement, along, index, other)
+    index = placement.stage_of()[node]
+    nodes = placement.stages[index].nodes
+    for other in neighbours(placement, index):
+        along = _along(problem.graph, nodes, node, later=other > index)
+        moved = moved_nodes(problem, placement, along, index, other) if len(along) < len(nodes) else None
         if moved is not None:
             why = "read from it" if other > index else "it reads from"
-            others = f", with {len(along) - 1} nodes that {why}" if len(along) > 1 else ""
+            others = f", with {len(along) - 1} that {why}" if len(along) > 1 else ""
             yield Change(f"moved to stage {other}{others}", moved)
+
+
+def neighbours(placement: Placement, index: int) -> Iterator[int]:
+    """The stages before and after a stage in its pipeline."""
+    pipeline = placement.stages[index].pipeline
+    own = [place for place, stage in enumerate(placement.stages) if stage.pipeline == pipeline]
+    at = own.index(index)
+    yield from own[max(0, at - 1) : at]
+    yield from own[at + 1 : at + 2]
 
 
 def _along(graph: Graph, nodes: tuple[int, ...], node: int, later: bool) -> tuple[int, ...]:
@@ -164,10 +166,11 @@ def moved_nodes(
         splits=tuple(each for each in old.splits if each[0] not in gone),
     )
     joined = replace(new, nodes=tuple(sorted((*new.nodes, *nodes))), splits=tuple(sorted(splits.items())))
-    return _with_stages(placement, {source: left, target: joined})
+    return with_stages(placement, {source: left, target: joined})
 
 
-def _with_stages(placement: Placement, stages: dict[int, Stage]) -> Placement:
+def with_stages(placement: Placement, stages: dict[int, Stage]) -> Placement:
+    """The placement with other stages in place of some."""
     return Placement(tuple(stages.get(index, stage) for index, stage in enumerate(placement.stages)))
 
 

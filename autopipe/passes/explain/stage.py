@@ -10,7 +10,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.rebatch import rebatched
 from autopipe.passes.cost.splits import sample_axes
-from autopipe.passes.explain.node import moved_nodes
+from autopipe.passes.explain.node import moved_nodes, neighbours, with_stages
 from autopipe.passes.explain.prices import Change
 
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -18,29 +18,27 @@ _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 def stage_changes(problem: Problem, placement: Placement, index: int) -> Iterator[Change]:
-    """The changes of one stage, of a placement with one pipeline (of several, that it runs its forward again)."""
+    """The changes of one stage, and of the ends that it shares with its neighbours."""
     if problem.train:
         yield from _recomputation(placement, index)
-    if placement.pipelines == 1:
-        yield from _shared_samples(problem, placement, index)
-        for other in (index - 1, index + 1):
-            if 0 <= other < len(placement.stages):
-                yield from _moved_end(problem, placement, index, other)
-                yield from _other_devices(problem, placement, index, other)
-                yield from _merged(problem, placement, min(index, other))
+    yield from _shared_samples(problem, placement, index)
+    for other in neighbours(placement, index):
+        yield from _moved_end(problem, placement, index, other)
+        yield from _other_devices(problem, placement, index, other)
+        yield from _merged(problem, placement, *sorted((index, other)))
 
 
 def _recomputation(placement: Placement, index: int) -> Iterator[Change]:
     stage = placement.stages[index]
     what = "its forward is not run again" if stage.recompute else "its forward is run again for its backward"
-    yield Change(what, _replaced(placement, {index: replace(stage, recompute=not stage.recompute)}))
+    yield Change(what, with_stages(placement, {index: replace(stage, recompute=not stage.recompute)}))
 
 
 def _shared_samples(problem: Problem, placement: Placement, index: int) -> Iterator[Change]:
     stage = placement.stages[index]
     edited = _by_samples(problem, stage, stage.devices, stage.nodes)
     if edited is not None and edited != stage:
-        yield Change("its devices share samples and split nothing else", _replaced(placement, {index: edited}))
+        yield Change("its devices share samples and split nothing else", with_stages(placement, {index: edited}))
 
 
 def _moved_end(problem: Problem, placement: Placement, index: int, other: int) -> Iterator[Change]:
@@ -52,12 +50,11 @@ def _moved_end(problem: Problem, placement: Placement, index: int, other: int) -
                 moved = nodes[-count:] if target > source else nodes[:count]
                 edited = moved_nodes(problem, placement, moved, source, target)
                 if edited is not None:
-                    which = "last" if target > source else "first"
-                    told = f"its {which}" if source == index else f"the {which}"
-                    whose = "" if source == index else f" of stage {other}"
-                    there = f"in stage {other}" if source == index else "in it"
-                    plural = "s" if count > 1 else ""
-                    yield Change(f"{told} {count} node{plural}{whose} {there}", edited)
+                    which = f"{'last' if target > source else 'first'} {f'{count} nodes' if count > 1 else 'node'}"
+                    if source == index:
+                        yield Change(f"its {which} in stage {other}", edited)
+                    else:
+                        yield Change(f"the {which} of stage {other} in it", edited)
 
 
 def _other_devices(problem: Problem, placement: Placement, index: int, other: int) -> Iterator[Change]:
@@ -79,17 +76,18 @@ def _other_devices(problem: Problem, placement: Placement, index: int, other: in
             whose = "its" if giver == index else f"stage {other}'s"
             whom = f"for stage {other}" if giver == index else "for it"
             stages = {place: each for place, each in edited.items() if each is not None}
-            yield Change(f"{half} of {whose} devices {whom}", _replaced(placement, stages))
+            yield Change(f"{half} of {whose} devices {whom}", with_stages(placement, stages))
 
 
-def _merged(problem: Problem, placement: Placement, first: int) -> Iterator[Change]:
+def _merged(problem: Problem, placement: Placement, first: int, second: int) -> Iterator[Change]:
     """A stage and the next as one, on the devices of both."""
-    old, new = placement.stages[first], placement.stages[first + 1]
+    old, new = placement.stages[first], placement.stages[second]
     devices = tuple(dict.fromkeys((*old.devices, *new.devices)))
     joined = _by_samples(problem, old, devices, tuple(sorted((*old.nodes, *new.nodes))))
     if joined is not None and old.micro_batch_size == new.micro_batch_size:
-        stages = (*placement.stages[:first], joined, *placement.stages[first + 2 :])
-        yield Change(f"stages {first} and {first + 1} as one", Placement(stages))
+        stages = [stage for index, stage in enumerate(placement.stages) if index != second]
+        stages[first] = joined
+        yield Change(f"stages {first} and {second} as one", Placement(tuple(stages)))
 
 
 def _by_samples(problem: Problem, stage: Stage, devices: tuple[int, ...], nodes: tuple[int, ...]) -> Stage | None:
@@ -101,7 +99,3 @@ def _by_samples(problem: Problem, stage: Stage, devices: tuple[int, ...], nodes:
     except InfeasibleError:
         return None
     return replace(stage, nodes=nodes, devices=devices, splits=splits)
-
-
-def _replaced(placement: Placement, stages: dict[int, Stage]) -> Placement:
-    return Placement(tuple(stages.get(index, stage) for index, stage in enumerate(placement.stages)))
