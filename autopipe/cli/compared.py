@@ -78,9 +78,12 @@ def breakdown_rows(plans: Sequence[Plan]) -> Iterator[Row]:
         return
     for name in PARTS:
         values = [None if each is None else each[name] for each in parts]
-        if any(values):
-            yield Row(name, tuple("-" if value is None else seconds_text(value) if value else "0" for value in values))
+        if any(value is not None and abs(value) >= _LEAST_S for value in values):
+            yield Row(name, tuple(map(_part_text, values)))
 
+
+_LEAST_S = 5e-10
+"""Less than this is what rounding leaves."""
 
 PARTS = tuple(field.name.removesuffix("_s") for field in dataclasses.fields(Breakdown))
 """What a step's seconds go to, the ideal first."""
@@ -89,6 +92,12 @@ PARTS = tuple(field.name.removesuffix("_s") for field in dataclasses.fields(Brea
 def parts_of(breakdown: Breakdown) -> tuple[tuple[str, float], ...]:
     """Seconds by name, in the order of `PARTS`; their sum is the step."""
     return tuple((name, getattr(breakdown, f"{name}_s")) for name in PARTS)
+
+
+def _part_text(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return seconds_text(seconds) if abs(seconds) >= _LEAST_S else "0"
 
 
 def _row(name: str, values: Sequence[float], text: Callable[[float], str], order: Sequence[float] | None) -> Row:
