@@ -26,7 +26,8 @@ def end_bytes(parameters: Sequence[Parameter], shards: Sequence[Sequence[Shard]]
     """
     total: Counter[str] = Counter()
     for rank, own in enumerate(shards):
-        blocks = [block for block in held_together(parameters, own) if block.ranks[0] == rank]  # Each group once.
+        first = (shard for shard in own if shard.gradient_ranks[0] == rank)  # Each group once.
+        blocks = tuple(held_together(parameters, first))
         if shared:
             size = sum(len(bucket.ranks) * bucket.bytes for bucket in buckets_of(blocks))
             total += Counter(gradient=size, parameter=size)
