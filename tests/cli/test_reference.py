@@ -27,7 +27,7 @@ def test_every_command_and_flag_of_a_configuration_is_explained() -> None:
     text = commands_page()
     headings = [line.split()[2] for line in text.splitlines() if line.startswith("## autopipe ")]
     assert set(headings) == set(COMMANDS)
-    plan = text.split("## autopipe plan MODEL")[1].split("\n## ")[0]
+    plan = text.split("## autopipe plan [MODEL]")[1].split("\n## ")[0]
     rows = {row.split("`")[1]: row for row in plan.splitlines() if row.startswith("| `")}
     assert {*flags(), *OPTION_FLAGS, "-o", "--annotate", "--config", "--set", "--dim", "--dump-after"} == set(rows)
     assert all(len(row.rsplit(" | ", 1)[1]) > 10 for row in rows.values()), "a flag has no help"
