@@ -37,7 +37,7 @@ def plan_screen(planned: Planned, request: Request, folder: Path) -> Iterator[Re
         f"{chosen} of {summary.micro_batch_size}"
     )
     yield stage_table(plan, _FEW_ROWS if plan.alternatives else _MOST_ROWS)
-    yield f"{prediction_line(summary)} of {bytes_text(max(plan.memory_limits))}{_memory_by_kind(plan)}"
+    yield f"{prediction_line(summary)}{_room(plan)}"
     yield traffic_line(summary)
     if summary.splits is not None:
         yield splits_line(summary.splits)
@@ -46,7 +46,7 @@ def plan_screen(planned: Planned, request: Request, folder: Path) -> Iterator[Re
     yield schedule_line(plan)
     yield from (f"note: {note}" for note in plan.placement.notes)
     if plan.breakdown is not None:
-        yield from distance_lines(plan.breakdown, summary.devices)
+        yield from distance_lines(plan.breakdown, summary.devices, len(set(plan.device_names)))
     yield from weighed_screen(plan)
     yield f"plan in {folder}"
     yield f"next: autopipe explain {folder}    autopipe show {folder}    autopipe codegen {folder}"
@@ -57,11 +57,11 @@ def _taken(plan: Plan) -> str:
     return f": {counted_text(plan.device_names)}" if plan.device_names else ""
 
 
-def _memory_by_kind(plan: Plan) -> str:
-    """The peak on devices of each kind where there are several."""
+def _room(plan: Plan) -> str:
+    """The memory that devices have; where there are several kinds, with the peak on those of each."""
     kinds = dict.fromkeys(plan.device_names)
     if len(kinds) < 2:
-        return ""
+        return f" of {bytes_text(plan.memory_limits[0])}"
     peaks, limits = plan.summary.peak_memory_bytes, plan.memory_limits
     own = {kind: [each for each, name in enumerate(plan.device_names) if name == kind] for kind in kinds}
     parts = (

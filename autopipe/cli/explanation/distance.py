@@ -12,11 +12,13 @@ _LEAST = 5e-4
 _EXCHANGES = ("messages", "collectives", "gradients")
 
 
-def distance_lines(breakdown: Breakdown, devices: int) -> Iterator[str]:
-    """The ideal, and the parts of the step that come on top of it, the largest first."""
+def distance_lines(breakdown: Breakdown, devices: int, kinds: int = 1) -> Iterator[str]:
+    """The ideal of so many devices of so many kinds, and the parts of the step on top of it, the largest first."""
     ideal_s, step_s = breakdown.ideal_s, breakdown.step_s
     times = f"the step takes {step_s / ideal_s:.2f} times that" if ideal_s else "the step takes that and more"
     shared = f"one device's work at the roofline / {devices}" if devices > 1 else "the device's work at the roofline"
+    if kinds > 1:
+        shared = f"the work at the roofline of {devices} devices, each as fast as it is"
     yield f"ideal {seconds_text(ideal_s)} ({shared}), {times}"
     parts = [part for name, seconds, note in _grouped(breakdown) if (part := _part(name, seconds, step_s, note))]
     if parts:

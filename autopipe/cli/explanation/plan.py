@@ -36,7 +36,7 @@ class PlanExplanation:
         yield prediction_line(summary)
         yield schedule_line(plan)
         if plan.breakdown is not None:
-            yield from distance_lines(plan.breakdown, summary.devices)
+            yield from distance_lines(plan.breakdown, summary.devices, len(set(plan.device_names)))
         yield from weighed_screen(plan)
         following = next_best(plan.alternatives)
         if following is None:
