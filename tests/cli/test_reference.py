@@ -29,7 +29,8 @@ def test_every_command_and_flag_of_a_configuration_is_explained() -> None:
     assert set(headings) == set(COMMANDS)
     plan = text.split("## autopipe plan [MODEL]")[1].split("\n## ")[0]
     rows = {row.split("`")[1]: row for row in plan.splitlines() if row.startswith("| `")}
-    assert {*flags(), *OPTION_FLAGS, "-o", "--annotate", "--config", "--set", "--dim", "--dump-after"} == set(rows)
+    own = {"-o", "--from", "--annotate", "--dump-after", "--no-cache"}
+    assert {*flags(), *OPTION_FLAGS, *own, "--config", "--set", "--dim"} == set(rows)
     assert all(len(row.rsplit(" | ", 1)[1]) > 10 for row in rows.values()), "a flag has no help"
     assert "autopipe plan gpt.onnx --gpus 4\n" in plan
     assert "| `--device` | `auto` or `cuda` or `cpu` | `auto` |" in text
