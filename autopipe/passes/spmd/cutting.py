@@ -13,7 +13,6 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.chain import Chain, make_chain
-from autopipe.passes.cost.kinds import kinds_of
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.ranges import distinct_sums
 from autopipe.passes.cost.roofline import mean_seconds, node_seconds
@@ -25,9 +24,11 @@ _Floats = NDArray[np.float64]
 
 
 def cut_into_stages(
-    problem: Problem, groups: Sequence[Sequence[int]], fixed: Mapping[int, int]
+    problem: Problem, groups: Sequence[Sequence[int]], fixed: Mapping[int, int], replicas: int = 1
 ) -> tuple[tuple[int, ...], ...]:
     """The nodes of the stage on each of `groups` of devices, `fixed` ones in the stages it says.
+
+    Of what crosses from stage to stage each of `replicas` in a group sends its own samples.
 
     The slowest stage is as fast as it can be, work shared by its group and messages at both its ends included, as far
     as that is known before splits are. Where devices have different memory, no stage has parameters that its group
@@ -44,7 +45,7 @@ def cut_into_stages(
     if chain.blocks < count:
         raise InfeasibleError(f"{chain.blocks} operators cannot be cut into {count} stages", hint="take fewer stages")
     bounds = _bounds(problem.graph, chain, count, fixed)
-    lengths = _lengths(problem, chain, groups)
+    lengths = _lengths(problem, chain, groups, replicas)
     stops = _best_stops(_within_memory(problem, chain, groups, lengths), bounds) or _best_stops(lengths, bounds)
     return tuple(chain.nodes(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True))
 
@@ -69,13 +70,13 @@ def _bounds(graph: Graph, chain: Chain, count: int, fixed: Mapping[int, int]) ->
     return found
 
 
-def _lengths(problem: Problem, chain: Chain, groups: Sequence[Sequence[int]]) -> list[_Floats]:
+def _lengths(problem: Problem, chain: Chain, groups: Sequence[Sequence[int]], replicas: int) -> list[_Floats]:
     """For each stage, at [a, b] the seconds of blocks a to b - 1, with what crosses both ends; infinite for none."""
-    crossing = _crossing_seconds(problem, chain)
+    crossing = _crossing_seconds(problem, chain, replicas)
     known: dict[tuple[frozenset[Device], int], _Floats] = {}
     found = []
     for group in groups:
-        key = frozenset(kinds_of(problem.cluster, group)), len(group)
+        key = frozenset(problem.cluster.kinds_among(group)), len(group)
         if key not in known:
             done = np.concatenate(([0.0], np.cumsum(chain.by_block(_seconds(problem, key[0]) / len(group)))))
             known[key] = done[None, :] - done[:, None] + crossing[:, None] + crossing[None, :]
@@ -129,7 +130,7 @@ def _best_stops(lengths: Sequence[_Floats], bounds: list[tuple[int, int]]) -> li
     return stops[::-1]
 
 
-def _crossing_seconds(problem: Problem, chain: Chain) -> _Floats:
+def _crossing_seconds(problem: Problem, chain: Chain, replicas: int) -> _Floats:
     """For each place between two blocks, and 0 at both ends, the time of sending what crosses it."""
     graph, recomputed = problem.graph, recomputed_nodes(problem.graph)
     link = problem.cluster.slowest_link(range(problem.cluster.size))
@@ -140,7 +141,7 @@ def _crossing_seconds(problem: Problem, chain: Chain) -> _Floats:
             continue
         start, last = int(chain.block_of[producer]), max(int(chain.block_of[reader]) for reader in readers)
         if last > start:
-            change[[start + 1, last + 1]] += np.array([1, -1]) * link.seconds(graph.type_of(name).bytes)
+            change[[start + 1, last + 1]] += np.array([1, -1]) * link.seconds(graph.type_of(name).bytes / replicas)
     crossing: _Floats = np.cumsum(change)[: chain.blocks + 1]
     crossing[[0, -1]] = 0.0
     return crossing

@@ -48,7 +48,7 @@ class Sized:
         again = problem.train and problem.recompute == "full"
         shared = self._shared_by(degrees)
         stages = []
-        for nodes, group in zip(cut_into_stages(problem, groups, settled), groups, strict=True):
+        for nodes, group in zip(cut_into_stages(problem, groups, settled, degrees.data), groups, strict=True):
             own = {node: shared[node] for node in nodes if node in shared}
             splits = with_samples_split(self.samples, nodes, degrees.data, own)
             stages.append(Stage(nodes, group, problem.micro_batch_size, splits, again))
