@@ -75,12 +75,14 @@ def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.mo
     tried on those whose placement bears a shorter step than the best so far. By `clock` no new one is begun once the
     request's time is over and there is a plan. Raises as `choose` does.
     """
-    problem = open_problem(request, runner)
-    request = dataclasses.replace(request, batch_size=problem.batch_size)  # One batch for all, or steps tell nothing.
     end = None if request.time_limit is None else clock() + request.time_limit
     with Ahead(free_cores()) as ahead:
         search = Search(request, runner, _schedulers(request), end, clock, ahead)
-        search.try_all(each for each in (first_candidate(request),) if each is not None)
+        first = first_candidate(request, first_model(request, runner).graph)
+        search.try_all(() if first is None else (first,))
+        problem = open_problem(request, runner)
+        # One batch for all, or steps tell nothing.
+        search.request = request = dataclasses.replace(request, batch_size=problem.batch_size)
         every = tuple(candidates(request))
         search.expect(every)
         search.try_all(every)

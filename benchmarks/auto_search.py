@@ -1,0 +1,85 @@
+"""How long `autopipe plan` takes to choose: the first plan, the last, and all of it again from the cache.
+
+    python benchmarks/auto_search.py
+    python benchmarks/auto_search.py --cases 7b 7b-plain
+
+Seconds are those of the whole command, from its start on, on an idle machine; processor seconds are those of all its
+processes. What is asked for: a first plan within 1 s, and the last one within 30 s for 7B on 8 devices and 60 s for
+175B on 512; a second run in a tenth of that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from autopipe.configs.zoo import build, configure
+
+_7B = {"layers": 32, "hidden": 4096, "heads": 32, "sequence": 2048, "vocabulary": 32000}
+_175B = {"layers": 96, "hidden": 12288, "heads": 96, "sequence": 2048, "vocabulary": 51200}
+_TRAINED = ("--precision", "bf16", "--set", "optimizer.name=adamw")
+
+CASES = {
+    "7b": ("llama", _7B, ("--gpus", "8", "--cluster", "a100-80gb", "--batch-size", "64", *_TRAINED)),
+    "7b-plain": ("llama", _7B, ("--gpus", "8", "--cluster", "a100-80gb", "--batch-size", "64")),
+    "175b-h100": ("gpt", _175B, ("--gpus", "512", "--cluster", "h100-80gb", "--batch-size", "1536", *_TRAINED)),
+    "175b-a100": ("gpt", _175B, ("--gpus", "512", "--cluster", "a100-80gb", "--batch-size", "1536", *_TRAINED)),
+    "175b-plain": ("gpt", _175B, ("--gpus", "512", "--cluster", "h100-80gb", "--batch-size", "1536")),
+}
+
+
+def main() -> None:
+    """Run the cases that are asked for, each with a cache of its own."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", nargs="*", choices=sorted(CASES), default=list(CASES))
+    wanted = parser.parse_args().cases
+    print(f"{'case':12s} {'first plan':>10s} {'last':>8s} {'cpu':>8s} {'again':>8s} {'cpu':>8s}  plan")
+    with tempfile.TemporaryDirectory() as folder:
+        for case in wanted:
+            _run(case, Path(folder))
+
+
+def _run(case: str, folder: Path) -> None:
+    name, sizes, flags = CASES[case]
+    model = folder / f"{case}.onnx"
+    words = {key: str(value) for key, value in sizes.items()}
+    build(configure(name, {"loss": "true", "weights": "none", **words})).save(model)
+    first, last, cpu, plan = _planned(model, flags, folder)
+    _, again, again_cpu, same = _planned(model, flags, folder)
+    assert plan == same, f"{plan} is not {same}"
+    print(f"{case:12s} {first:8.2f} s {last:6.1f} s {cpu:6.1f} s {again:6.2f} s {again_cpu:6.2f} s  {plan}", flush=True)
+
+
+def _planned(model: Path, flags: tuple[str, ...], folder: Path) -> tuple[float, float, float, str]:
+    """Seconds to the first plan and to the end, processor seconds, and the line that says what was chosen."""
+    command = [sys.executable, "-m", "autopipe", "plan", str(model), *flags, "-v", "-o", str(folder / "plan")]
+    environment = {**os.environ, "AUTOPIPE_CACHE": str(folder / "cache")}
+    before, start, first = _children_s(), time.perf_counter(), math.nan
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        for line in process.stderr:
+            if line.startswith("best so far") and math.isnan(first):
+                first = time.perf_counter() - start
+        shown = process.stdout.read().splitlines()
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+    return first, time.perf_counter() - start, _children_s() - before, next((line for line in shown if line), "")
+
+
+def _children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    main()
