@@ -126,6 +126,9 @@ class Group:
     levels: tuple[Level, ...]
     """From the innermost (devices in a node) to the outermost in the group."""
 
+    def __post_init__(self) -> None:
+        _check_room(f"group {self.name}", self.size, self.levels)
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -151,24 +154,31 @@ class Cluster:
     """Whether a stage may have devices of different kinds without being asked for one by one."""
 
     def __post_init__(self) -> None:
-        if not self.devices or not self.levels:
-            raise ConfigurationError(f"cluster {self.name} needs at least one device and one level")
-        if any(level.size < 1 for level in self._all_levels()):
-            raise ConfigurationError(f"cluster {self.name} has a level of size below 1")
-        if self.groups:
-            self._check_groups()
-        else:
-            _check_room(f"cluster {self.name}", len(self.devices), self.levels)
+        _check_room(f"cluster {self.name}", len(self.groups or self.devices), self.levels)
+        if self.groups and len(self.levels) != 1:
+            raise ConfigurationError(f"cluster {self.name} joins groups by {len(self.levels)} levels", hint="give one")
+        if self.groups and sum(group.size for group in self.groups) != self.size:
+            raise ConfigurationError(f"the groups of cluster {self.name} do not hold its {self.size} devices")
 
     @property
     def size(self) -> int:
         """Number of devices."""
         return len(self.devices)
 
+    def __hash__(self) -> int:
+        # Clusters are keys of tables, and thousands of devices would be hashed at each look-up.
+        return hash((self.name, len(self.devices), self.levels, self.groups))
+
     @property
     def kinds(self) -> tuple[Device, ...]:
         """The kinds of devices, in order of the first of each."""
-        return tuple(dict.fromkeys(self.devices))
+        return self.kinds_among(range(self.size))
+
+    def kinds_among(self, devices: Iterable[int]) -> tuple[Device, ...]:
+        """The kinds of some devices, in the order of the first of each."""
+        # Devices of one kind are mostly one object, which need not be compared.
+        found = {id(kind): kind for kind in map(self.devices.__getitem__, devices)}
+        return tuple(dict.fromkeys(found.values()))
 
     @property
     def devices_per_node(self) -> int:
@@ -255,20 +265,6 @@ class Cluster:
         starts = itertools.accumulate((group.size for group in self.groups), initial=0)
         return zip(self.groups, starts, strict=False)
 
-    def _all_levels(self) -> Iterable[Level]:
-        return itertools.chain(self.levels, *(group.levels for group in self.groups))
-
-    def _check_groups(self) -> None:
-        if len(self.levels) != 1:
-            raise ConfigurationError(f"cluster {self.name} joins groups by {len(self.levels)} levels", hint="give one")
-        if any(group.size < 1 or not group.levels for group in self.groups):
-            raise ConfigurationError(f"cluster {self.name} has a group without devices or levels")
-        for group in self.groups:
-            _check_room(f"group {group.name} of cluster {self.name}", group.size, group.levels)
-        if sum(group.size for group in self.groups) != self.size:
-            raise ConfigurationError(f"the groups of cluster {self.name} do not hold its {self.size} devices")
-        _check_room(f"cluster {self.name}", len(self.groups), self.levels, "groups")
-
     def _check(self, device: int) -> None:
         if not 0 <= device < self.size:
             raise ConfigurationError(
@@ -281,10 +277,15 @@ def slower(links: Iterable[Link]) -> Link:
     return min(set(links), key=lambda link: (link.bandwidth_bytes_per_s, -link.latency_s))
 
 
-def _check_room(who: str, count: int, levels: Sequence[Level], what: str = "devices") -> None:
+def _check_room(who: str, count: int, levels: Sequence[Level]) -> None:
+    """Raise ConfigurationError unless so many devices, or groups, have places in the levels."""
+    if count < 1 or not levels:
+        raise ConfigurationError(f"{who} needs at least one device and one level")
+    if any(level.size < 1 for level in levels):
+        raise ConfigurationError(f"{who} has a level of size below 1")
     places = math.prod(level.size for level in levels)
     if places < count:
-        raise ConfigurationError(f"{who} has {count} {what} but its levels hold only {places}")
+        raise ConfigurationError(f"{who} has {count} devices or groups, but its levels hold only {places}")
 
 
 def _filled(levels: Sequence[Level], count: int) -> tuple[Level, ...]:

@@ -89,11 +89,11 @@ def test_groups_that_do_not_add_up_are_refused() -> None:
     both = mixed()
     with pytest.raises(ConfigurationError, match="do not hold its 13 devices"):
         replace(both, devices=both.devices[:13])
-    with pytest.raises(ConfigurationError, match="group a of cluster m has 9 devices but its levels hold only 8"):
+    with pytest.raises(ConfigurationError, match="group a has 9 devices or groups, but its levels hold only 8"):
         replace(both, groups=(replace(both.groups[0], size=9), both.groups[1]))
     with pytest.raises(ConfigurationError, match="joins groups by 2 levels"):
         replace(both, levels=both.levels * 2)
-    with pytest.raises(ConfigurationError, match="has 2 groups but its levels hold only 1"):
+    with pytest.raises(ConfigurationError, match="has 2 devices or groups, but its levels hold only 1"):
         replace(both, levels=(level(1, 1.0),))
     with pytest.raises(InfeasibleError, match="1 fewer than the 15"):
         both.take(15)

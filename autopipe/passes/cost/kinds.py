@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from autopipe.ir.cluster import Cluster, Device
+from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
@@ -26,11 +26,6 @@ def alike_runs(cluster: Cluster) -> tuple[range, ...]:
     return tuple(range(first, end) for first, end in itertools.pairwise(ends))
 
 
-def kinds_of(cluster: Cluster, devices: Iterable[int]) -> tuple[Device, ...]:
-    """The kinds among `devices`, in the order of the first of each."""
-    return tuple(dict.fromkeys(cluster.devices[device] for device in devices))
-
-
 def describe_kinds(cluster: Cluster, devices: Iterable[int]) -> str:
     """The kinds among `devices` in words: `8 A100-SXM4-80GB and 8 V100-SXM2-32GB`."""
     counts = Counter(cluster.devices[device].name for device in devices)
@@ -40,7 +35,7 @@ def describe_kinds(cluster: Cluster, devices: Iterable[int]) -> str:
 def may_share(problem: Problem, devices: Sequence[int]) -> bool:
     """Whether a stage may have all of these devices: of one kind, or straddling kinds as it is asked to."""
     cluster = problem.cluster
-    if cluster.straddle or len(kinds_of(cluster, devices)) == 1:
+    if cluster.straddle or len(cluster.kinds_among(devices)) == 1:
         return True
     asked = (each.devices or range(cluster.size) for each in problem.constraints if each.devices is not None)
     return any(set(each) == set(devices) for each in asked)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Cluster, Link
 from autopipe.passes.cost.chain_tables import Tables
-from autopipe.passes.cost.kinds import alike_runs, kinds_of
+from autopipe.passes.cost.kinds import alike_runs
 from autopipe.passes.cost.ranges import Matrix, range_sums
 from autopipe.passes.cost.replicas import exchange_of_gradients, updated_part
 from autopipe.passes.cost.roofline import accumulate_per_byte, task_seconds, update_line
@@ -65,7 +65,7 @@ def ways_of(tables: Tables, seconds: NodeSeconds, size: int, degree: int, run: i
     """
     problem, chain = tables.problem, tables.chain
     devices = alike_runs(problem.cluster)[run]
-    kinds = kinds_of(problem.cluster, devices)
+    kinds = problem.cluster.kinds_among(devices)
     part = size / problem.micro_batch_size / degree
     received, sent, kept, workspace = (
         each.cut * part + each.whole for each in (tables.received, tables.sent, tables.kept, tables.workspace)

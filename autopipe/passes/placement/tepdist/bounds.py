@@ -12,7 +12,6 @@ from autopipe.ir.cluster import Device
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import out_of_memory
-from autopipe.passes.cost.kinds import kinds_of
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.replicas import exchange_of_gradients
 from autopipe.passes.cost.roofline import accumulate_per_byte, node_seconds
@@ -84,7 +83,7 @@ class Bounds:
 
     def _end_s(self, group: Sequence[int], micro_batches: int, share: float) -> float:
         """Seconds of adding up `share` bytes of gradients, split evenly, and of summing them by samples, whole."""
-        slowest = max(accumulate_per_byte(device) for device in kinds_of(self.problem.cluster, group))
+        slowest = max(accumulate_per_byte(device) for device in self.problem.cluster.kinds_among(group))
         gradients = exchange_of_gradients(self.problem, group).seconds(share)
         return gradients + (micro_batches - 1) * slowest * share / len(group)
 
@@ -105,7 +104,7 @@ class Bounds:
         return found
 
     def _kind(self, group: Sequence[int]) -> _Kind:
-        return kinds_of(self.problem.cluster, group), len(group)
+        return self.problem.cluster.kinds_among(group), len(group)
 
     def _work_s(self, kind: _Kind, micro_batches: int) -> float:
         """Seconds of one micro-batch through the whole model, every node shared by such a group."""
