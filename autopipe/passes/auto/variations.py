@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autopipe.ir.errors import OutOfMemoryError
@@ -62,13 +61,12 @@ class _Variations:
         if self.search.request.recompute is not None or not self.short:
             return
         refused = [each for each in self.search.tried if _is_refused(each)]
-        for candidate in _once(each.candidate for each in [*self._promising(), *refused]):
-            if candidate.micro_batches is None:
-                yield dataclasses.replace(candidate, recompute="auto")
+        own = _once(each.candidate for each in [*self._promising(), *refused])
+        yield from self._expected([replace(each, recompute="auto") for each in own if each.micro_batches is None])
         strategies = [each.candidate.strategy for each in refused]
         for candidate in self._given_counts():
             if candidate.strategy in strategies:
-                yield from self._climb(dataclasses.replace(candidate, recompute="auto"))
+                yield from self._climb(replace(candidate, recompute="auto"))
 
     def with_shared_state(self) -> Iterator[Candidate]:
         """Replicas with a share of the optimizer's state each: for the best, and for what memory refuses otherwise."""
@@ -81,8 +79,13 @@ class _Variations:
             each for each in self.search.tried if saves and _is_refused(each) and each.candidate.recompute == most
         ]
         copied = [each for each in self._promising() if _has_copies(each)]
-        for candidate in _once(each.candidate for each in [*copied, *refused]):
-            yield dataclasses.replace(candidate, shard=True)
+        own = _once(each.candidate for each in [*copied, *refused])
+        yield from self._expected([replace(each, shard=True) for each in own])
+
+    def _expected(self, candidates: list[Candidate]) -> list[Candidate]:
+        """The same, which the search is told of before their turn: they do not depend on one another."""
+        self.search.expect(candidates)
+        return candidates
 
     def _promising(self) -> list[Tried]:
         """The candidates with the shortest steps, then those with the least bounds: of each strategy the first."""
@@ -129,7 +132,7 @@ class _Variations:
 
     def _tried(self, candidate: Candidate, count: int | None = None) -> Generator[Candidate, None, Tried]:
         """What came of the candidate, or of it with so many micro-batches; it is tried where it was not."""
-        wanted = candidate if count is None else dataclasses.replace(candidate, micro_batches=count)
+        wanted = candidate if count is None else replace(candidate, micro_batches=count)
         for each in self.search.tried:
             if each.candidate == wanted or (each.candidate == candidate and count == _count(each)):
                 return each

@@ -45,6 +45,9 @@ class Made:
     request: Request
     tried: list = field(default_factory=list)
 
+    def expect(self, candidates):
+        """Nothing is done before its turn."""
+
     @property
     def best(self):
         found = min(self.tried, key=lambda each: each.step_s, default=None)
