@@ -69,8 +69,10 @@ def explained_node(planned: Planned, name: str) -> NodeExplanation:
     """Why a node is where it is. Raises ConfigurationError for a name that no node has, or several."""
     problem, placement = planned.problem, planned.plan.placement
     node = _node_called(planned, name)
-    changes = [*split_changes(problem, placement, node), *move_changes(problem, placement, node)]
-    return NodeExplanation(planned.plan, node_report(problem, placement, node), cheapest(planned, changes))
+    splits = cheapest(planned, split_changes(problem, placement, node), wanted=3)
+    moves = cheapest(planned, move_changes(problem, placement, node), wanted=2)
+    prices = sorted((*splits, *moves), key=lambda each: each.rank)
+    return NodeExplanation(planned.plan, node_report(problem, placement, node), prices)
 
 
 def _node_called(planned: Planned, name: str) -> int:
@@ -93,7 +95,7 @@ def explained_stage(planned: Planned, stage: int) -> StageExplanation:
     parts = stage_parts(problem, plan.placement, plan.prediction)[stage]
     device = plan.placement.stages[stage].devices[0]
     busy_s = device_report(plan.placement, plan.prediction, planned.timeline, device).busy_s
-    prices = cheapest(planned, stage_changes(problem, plan.placement, stage))
+    prices = cheapest(planned, stage_changes(problem, plan.placement, stage), wanted=4)
     return StageExplanation(planned, stage, parts, busy_s, prices)
 
 

@@ -44,7 +44,8 @@ class StageExplanation:
             yield f"of that: {', '.join(told)}"
         for source, target, size, seconds in self._messages():
             other = f"from stage {source}" if target == self.stage else f"to stage {target}"
-            yield f"messages {other}: {bytes_text(size)}, {seconds_text(seconds)} each way for a micro-batch"
+            way = f"{seconds_text(seconds)} each way for a micro-batch" if seconds else "on the same devices"
+            yield f"values {other}: {bytes_text(size)}, {way}"
         share = self.busy_s / plan.summary.step_time_s if plan.summary.step_time_s else 0.0
         yield f"its devices are busy {share:.1%} of the step of {seconds_text(plan.summary.step_time_s)}"
         yield price_table(self.prices, plan.summary.step_time_s)

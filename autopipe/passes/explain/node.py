@@ -90,13 +90,14 @@ def node_report(problem: Problem, placement: Placement, node: int) -> NodeReport
 
 
 def split_changes(problem: Problem, placement: Placement, node: int) -> Iterator[Change]:
-    """The other splits of a node, alone, over the devices of its stage in the first pipeline."""
+    """The other splits of a node, alone, over the devices of its stage in the first pipeline: a kind for any axes."""
     index = placement.stage_of()[node]
     stage = placement.stages[index]
     for splits in _legal(_samples(problem, stage), node, len(stage.devices)):
         if splits != stage.splits_of(node):
             edited = replace(stage, splits=_with(stage, node, splits))
-            yield Change(", ".join(map(str, splits)) or "not split", with_stages(placement, {index: edited}))
+            kind = " ".join(split.axis for split in splits)
+            yield Change(kind, ", ".join(map(str, splits)) or "not split", with_stages(placement, {index: edited}))
 
 
 def move_changes(problem: Problem, placement: Placement, node: int) -> Iterator[Change]:
@@ -112,7 +113,7 @@ def move_changes(problem: Problem, placement: Placement, node: int) -> Iterator[
         if moved is not None:
             why = "read from it" if other > index else "it reads from"
             others = f", with {len(along) - 1} that {why}" if len(along) > 1 else ""
-            yield Change(f"moved to stage {other}{others}", moved)
+            yield Change(f"stage {other}", f"moved to stage {other}{others}", moved)
 
 
 def neighbours(placement: Placement, index: int) -> Iterator[int]:

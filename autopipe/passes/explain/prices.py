@@ -28,6 +28,8 @@ _MOST = 6
 class Change:
     """An edited placement, and what was edited, in words."""
 
+    kind: str
+    """Of changes of one kind only the best is of interest."""
     what: str
     placement: Placement
 
@@ -43,6 +45,11 @@ class Price:
     """The most on any device."""
     refused: str | None = None
 
+    @property
+    def rank(self) -> float:
+        """Seconds of the step, infinite where there is none."""
+        return math.inf if self.step_s is None else self.step_s
+
 
 def priced(planned: Planned, change: Change) -> Price:
     """What planning the edited placement, with the plan's own scheduler, gives."""
@@ -54,18 +61,21 @@ def priced(planned: Planned, change: Change) -> Price:
     return Price(change.what, change.placement, found.timeline.end, max(found.timeline.peak_memory))
 
 
-def cheapest(planned: Planned, changes: Iterable[Change], wanted: int = 3) -> tuple[Price, ...]:
-    """The changes that cost least, the least first; then those that looked as cheap and have no plan.
+def cheapest(planned: Planned, changes: Iterable[Change], wanted: int) -> tuple[Price, ...]:
+    """The best change of each kind, the one that costs least first; then those that looked as cheap and have no plan.
 
     All are weighed in the order of the plan's schedule, the most promising are scheduled anew.
     """
-    found: list[Price] = []
     weighed = [(_weight(planned, each), each) for each in _once(changes)]
     possible = sorted((each for each in weighed if not math.isinf(each[0])), key=lambda each: each[0])
-    for _, change in possible[:_MOST]:
+    best: dict[str, Change] = {}
+    for _, change in possible:
+        best.setdefault(change.kind, change)
+    found: list[Price] = []
+    for change in list(best.values())[:_MOST]:
         if sum(each.step_s is not None for each in found) < wanted:
             found.append(priced(planned, change))
-    return tuple(sorted(found, key=lambda each: math.inf if each.step_s is None else each.step_s))
+    return tuple(sorted(found, key=lambda each: each.rank))
 
 
 def _once(changes: Iterable[Change]) -> list[Change]:

@@ -31,14 +31,16 @@ def stage_changes(problem: Problem, placement: Placement, index: int) -> Iterato
 def _recomputation(placement: Placement, index: int) -> Iterator[Change]:
     stage = placement.stages[index]
     what = "its forward is not run again" if stage.recompute else "its forward is run again for its backward"
-    yield Change(what, with_stages(placement, {index: replace(stage, recompute=not stage.recompute)}))
+    yield Change("recomputation", what, with_stages(placement, {index: replace(stage, recompute=not stage.recompute)}))
 
 
 def _shared_samples(problem: Problem, placement: Placement, index: int) -> Iterator[Change]:
     stage = placement.stages[index]
     edited = _by_samples(problem, stage, stage.devices, stage.nodes)
     if edited is not None and edited != stage:
-        yield Change("its devices share samples and split nothing else", with_stages(placement, {index: edited}))
+        yield Change(
+            "samples", "its devices share samples and split nothing else", with_stages(placement, {index: edited})
+        )
 
 
 def _moved_end(problem: Problem, placement: Placement, index: int, other: int) -> Iterator[Change]:
@@ -52,9 +54,9 @@ def _moved_end(problem: Problem, placement: Placement, index: int, other: int) -
                 if edited is not None:
                     which = f"{'last' if target > source else 'first'} {f'{count} nodes' if count > 1 else 'node'}"
                     if source == index:
-                        yield Change(f"its {which} in stage {other}", edited)
+                        yield Change(f"end {other}", f"its {which} in stage {other}", edited)
                     else:
-                        yield Change(f"the {which} of stage {other} in it", edited)
+                        yield Change(f"end {other}", f"the {which} of stage {other} in it", edited)
 
 
 def _other_devices(problem: Problem, placement: Placement, index: int, other: int) -> Iterator[Change]:
@@ -76,7 +78,8 @@ def _other_devices(problem: Problem, placement: Placement, index: int, other: in
             whose = "its" if giver == index else f"stage {other}'s"
             whom = f"for stage {other}" if giver == index else "for it"
             stages = {place: each for place, each in edited.items() if each is not None}
-            yield Change(f"{half} of {whose} devices {whom}", with_stages(placement, stages))
+            told = f"{half} of {whose} devices {whom}"
+            yield Change(f"devices {other}", told, with_stages(placement, stages))
 
 
 def _merged(problem: Problem, placement: Placement, first: int, second: int) -> Iterator[Change]:
@@ -87,7 +90,8 @@ def _merged(problem: Problem, placement: Placement, first: int, second: int) -> 
     if joined is not None and old.micro_batch_size == new.micro_batch_size:
         stages = [stage for index, stage in enumerate(placement.stages) if index != second]
         stages[first] = joined
-        yield Change(f"stages {first} and {second} as one", Placement(tuple(stages)))
+        told = f"stages {first} and {second} as one"
+        yield Change(told, told, Placement(tuple(stages)))
 
 
 def _by_samples(problem: Problem, stage: Stage, devices: tuple[int, ...], nodes: tuple[int, ...]) -> Stage | None:

@@ -51,9 +51,9 @@ def test_prices_of_a_nodes_other_places_are_what_planning_them_gives(planned: Pl
     count = len(problem.graph.nodes)
     tried = 0
     for node in (count // 3, count // 2):
-        prices = cheapest(
-            planned, [*split_changes(problem, placement, node), *move_changes(problem, placement, node)], 2
-        )
+        splits = cheapest(planned, split_changes(problem, placement, node), wanted=1)
+        moves = cheapest(planned, move_changes(problem, placement, node), wanted=1)
+        prices = (*splits, *moves)
         for price in prices:
             if price.step_s is not None:
                 assert forced(planned, price) == price.step_s, price.what
@@ -63,7 +63,7 @@ def test_prices_of_a_nodes_other_places_are_what_planning_them_gives(planned: Pl
 
 def test_prices_of_a_stages_other_forms_are_what_planning_them_gives(planned: Planned) -> None:
     problem, placement = planned.problem, planned.plan.placement
-    prices = cheapest(planned, stage_changes(problem, placement, len(placement.stages) - 1), 2)
+    prices = cheapest(planned, stage_changes(problem, placement, len(placement.stages) - 1), wanted=2)
     assert prices
     for price in prices:
         if price.step_s is not None:
