@@ -7,6 +7,7 @@ import pytest
 from autopipe.cli.bench.auto import cases
 from autopipe.cli.bench.auto.headlines import HEADLINES
 from autopipe.cli.bench.auto.shapes import is_around_tables, outline, row_parts, stages_beside
+from autopipe.cli.bench.row import Row
 from autopipe.cli.bench.tepdist.last_layer import class_parts
 from autopipe.cli.bench.tessel.v100 import problem_on_v100
 from autopipe.ir.placement import Placement, Stage
@@ -45,3 +46,36 @@ def test_every_main_case_of_the_papers_is_asked_for() -> None:
     }  # fmt: skip
     names = [case.name for case in cases()]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("case", "shape"), [("vgg19-million/p=8", 8.0), ("rnnlm-paper/p=32", 8.0)])
+def test_classes_are_split_without_being_asked_for(case: str, shape: float) -> None:
+    rows = _rows_of(case)
+    assert [row.ours for row in rows if row.metric == "class_parts"] == [shape]
+    _check_speedups(rows)
+
+
+@pytest.mark.sweep
+def test_tables_and_head_go_over_all_devices_where_one_does_not_hold_them() -> None:
+    rows = _rows_of("gpt-11b/p=4")
+    assert [row.ours for row in rows if row.metric == "is_around_tables"] == [1.0]
+    assert "under tessel" in rows[0].note
+    _check_speedups(rows)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", ["dlrm-paper/p=8", "candle-uno-paper/p=8", "flava-paper/p=4/1", "flava-paper/p=4/4"])
+def test_nothing_that_the_papers_compare_with_is_faster(case: str) -> None:
+    _check_speedups(_rows_of(case))
+
+
+def _rows_of(name: str) -> list[Row]:
+    (case,) = [each for each in cases() if each.name == name]
+    return list(case.run())
+
+
+def _check_speedups(rows: list[Row]) -> None:
+    found = [row.ours for row in rows if row.metric == "speedup" and row.ours is not None]
+    assert found
+    assert min(found) >= 1 - 1e-9
