@@ -15,7 +15,14 @@ from autopipe.ir.ops.row import Signature
 from autopipe.ir.placement import Split
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-EXCHANGES = ("send", "post", *COLLECTIVES)
+
+
+def work_of(collective: str) -> str:
+    """The kind of what a collective takes of a rank's own processor: it waits for others the rest of the time."""
+    return f"{collective}_work"
+
+
+EXCHANGES = ("send", "post", *(name for kind in COLLECTIVES for name in (kind, work_of(kind))))
 """What is measured between ranks: messages on their way, what an end of one takes of its rank's own time, and
 collectives by the size of their group."""
 

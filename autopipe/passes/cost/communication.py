@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Cluster, Level, Link, slower
-from autopipe.ir.costs import Affine
+from autopipe.ir.costs import Affine, work_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,23 +123,24 @@ def all_to_all(cluster: Cluster, group: Sequence[int]) -> Cost:
 def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Cost | None:
     """What was measured of a collective of so many ranks in one node, or lies between what was of fewer and of more.
 
-    Where the ranks outnumber their processors that holds their wait for one another's work; whoever counts the devices
-    that share processors (`Prediction.processors`) counts it, so that a rank's own part of the work is left here.
+    Where devices share processors that is a rank's own work, if it was measured: who waits leaves its processor to
+    others, and how long that takes is the simulator's to say.
     """
     device = cluster.devices[group[0]]
     known = device.collectives
     alike = known and len({cluster.devices[device] for device in group}) == 1
     if not alike or len({cluster.node(device) for device in group}) > 1:
         return None
-    ranks = len(set(group))
     fits = {each.ranks: each.fit for each in known if each.kind == kind}
+    if device.processors is not None and device.processors < min(cluster.devices_per_node, cluster.size):
+        fits = {each.ranks: each.fit for each in known if each.kind == work_of(kind)} or fits
+    ranks = len(set(group))
     below = max((size for size in fits if size <= ranks), default=None)
     above = min((size for size in fits if size >= ranks), default=None)
     if below is None or above is None:
         return None
     part = (ranks - below) / (above - below) if above > below else 0.0
-    own = min(1.0, (device.processors or ranks) / ranks)
-    return Cost(((fits[below] * (1 - part) + fits[above] * part) * own,))
+    return Cost((fits[below] * (1 - part) + fits[above] * part,))
 
 
 def _cost(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopipe.ir.cluster import Cluster, Device, Level, Link
-from autopipe.ir.costs import COLLECTIVES, Costs, DeviceCosts, ExchangeCost, Operation, OperationCost
+from autopipe.ir.costs import Costs, DeviceCosts, ExchangeCost, Operation, OperationCost
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import CostCoverage
@@ -77,7 +77,7 @@ def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
 
 def _measured_device(device: Device, found: DeviceCosts) -> Device:
     """The device with what was measured of its tasks, and of exchanges with others like it."""
-    collectives = tuple(each for each in found.exchanges if each.kind in COLLECTIVES)
+    collectives = tuple(each for each in found.exchanges if each.kind not in ("send", "post"))
     post = next((each.fit for each in found.exchanges if each.kind == "post"), None)
     processors = found.processors or device.processors
     return replace(device, tasks=found.tasks or device.tasks, collectives=collectives, post=post, processors=processors)

@@ -21,7 +21,7 @@ from autopipe.backends.torch.profiler.watch import timing_of
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
 from autopipe.backends.torch.runtime.transport import Transport
-from autopipe.ir.costs import COLLECTIVES, Timing
+from autopipe.ir.costs import COLLECTIVES, Timing, work_of
 
 SIZES = tuple(2**power for power in (12, 15, 18, 20, 22, 24))
 """Bytes."""
@@ -77,15 +77,17 @@ def _runs(transport: Transport, sizes: tuple[int, ...]) -> Iterator[Run]:
         for size in SIZES:
             tensor = torch.ones(ranks, size // 4 // ranks, device=transport.device)
             for kind in COLLECTIVES:
-                yield Run((kind,), ranks, size, partial(_alone, transport, partial(_collective, kind, tensor, group)))
+                kinds = (kind, work_of(kind)) if tensor.device.type == "cpu" else (kind,)
+                yield Run(kinds, ranks, size, partial(_alone, transport, partial(_collective, kind, tensor, group)))
 
 
-def _alone(transport: Transport, exchange: Callable[[], None]) -> tuple[float]:
-    """Seconds of an exchange that a rank waits for."""
-    start = time.perf_counter()
+def _alone(transport: Transport, exchange: Callable[[], None]) -> tuple[float, ...]:
+    """Seconds of an exchange that a rank waits for; on a CPU also those in which its threads worked."""
+    start, own = time.perf_counter(), time.process_time()
     exchange()
     _done(transport)
-    return (time.perf_counter() - start,)
+    seconds, worked = time.perf_counter() - start, time.process_time() - own
+    return (seconds, worked) if transport.device.type == "cpu" else (seconds,)
 
 
 def _done(transport: Transport) -> None:
@@ -152,7 +154,7 @@ def _timed(transport: Transport, run: Run, seconds: float) -> list[Timing]:
         short = time.perf_counter() - started < seconds
         again.fill_(float(len(found) < _LEAST + _WARM_UP or (len(found) < _MOST and short)))
         dist.broadcast(again, 0)
-    return [timing_of(each) for each in zip(*found[_WARM_UP:], strict=True)]
+    return [timing_of([max(1e-9, one) for one in each]) for each in zip(*found[_WARM_UP:], strict=True)]
 
 
 if __name__ == "__main__":
