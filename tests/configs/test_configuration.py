@@ -154,7 +154,7 @@ def test_defaults() -> None:
     partial = parse_configuration("cluster: {nodes: 2}\noptimizer: {lr: 1}\nstrategy: {depth: 3}\n", "c.yaml")
     assert partial.cluster == c.ClusterChoice(preset="a100-80gb", nodes=2)
     assert partial.optimizer == c.Optimizer(lr=1.0)
-    assert (partial.strategy.name, dict(partial.strategy.options)["depth"].value) == ("pipedream", 3)
+    assert (partial.strategy.name, dict(partial.strategy.options)["depth"].value) == ("auto", 3)
 
 
 def load(tmp_path: Path, text: str, *assignments: str, dims: tuple[str, ...] = (), **words: str) -> c.Configuration:

@@ -20,7 +20,7 @@ def test_every_key_and_flag_is_explained() -> None:
     assert all(len(row[3]) > 5 for row in rows), "a key has no docstring"
     text = reference()
     assert all(f"Flag: `{flag}`" in text for flag in flags())
-    assert '| `strategy.name` | text | `"pipedream"` |' in text
+    assert '| `strategy.name` | text | `"auto"` |' in text
 
 
 def test_the_module_prints_it() -> None:
