@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -250,6 +251,18 @@ class Layout:
             starts.append(place_along(axes, position) * block.step + block.offset)
             stops.append(starts[-1] + block.length)
         return Box(tuple(starts), tuple(stops))
+
+
+@lru_cache(maxsize=1024)
+def holders_by_box(layout: Layout, group: int) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+    """Each block, in the order of the first position that holds it, with all positions of `group` that do.
+
+    Layers repeat, so few layouts are asked for often.
+    """
+    found: dict[Box, list[int]] = {}
+    for position in range(group):
+        found.setdefault(layout.box(position), []).append(position)
+    return tuple((box, tuple(positions)) for box, positions in found.items())
 
 
 def replicated(shape: tuple[int, ...]) -> Layout:

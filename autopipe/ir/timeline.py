@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopipe.ir.lanes import Lanes
 from autopipe.ir.schedule import Task
@@ -71,7 +71,7 @@ class Timeline:
             of_lane.setdefault(span.device, []).append(span)
         firsts = {device: devices[0] for devices in self.lanes for device in devices}
         return tuple(
-            span if span.device == device else replace(span, device=device)
+            span if span.device == device else Span(device, span.task, span.start, span.end)
             for device in sorted(firsts)
             for span in of_lane.get(firsts[device], ())
         )
@@ -87,7 +87,7 @@ class Timeline:
             alike = pairs[each.source, each.target]
             for ends in alike:
                 source, target = ends if (each.source, each.target) == alike[0] else ends[::-1]
-                yield replace(each, source=source, target=target)
+                yield Transfer(source, target, each.task, each.bytes, each.start, each.end)
 
     @property
     def peak_memory(self) -> tuple[int, ...]:

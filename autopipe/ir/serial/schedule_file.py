@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+from autopipe.ir.lanes import on_each_device
 from autopipe.ir.plan import Plan
 from autopipe.ir.prediction import StagePrediction
 from autopipe.ir.schedule import Phase, Proof, Repetend, Schedule, Task
@@ -39,19 +41,20 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
         devices, memory = plan.placement.stages[stage].devices, _change(stages[stage], phase) if trains else 0
         name = f"{stage}{phase.value}" + (f".{turn}" if turns[stage] > 1 else "")
         blocks.append(block_form(name, devices, stages[stage].seconds(phase), memory, after))
-    starts = {(span.device, span.task): span.start for span in timeline.spans}
-    tasks = [
+    starts = {(span.device, span.task): span.start for span in timeline.own_spans}
+    lanes = timeline.lanes or tuple((device,) for device in range(schedule.devices))
+    orders = [
         order_form(
-            (index[_kind(task, turns)], task.micro_batch // turns[task.stage], round(starts[device, task], 12))
-            for task in order
+            (index[_kind(task, turns)], task.micro_batch // turns[task.stage], round(starts[devices[0], task], 12))
+            for task in schedule.tasks[devices[0]]
         )
-        for device, order in enumerate(schedule.tasks)
+        for devices in lanes
     ]
     return {
         "format": FORMAT,
         "devices": schedule.devices,
         "units": schedule.micro_batches,
-        "makespan": max((span.end for span in timeline.spans), default=0.0),
+        "makespan": max((span.end for span in timeline.own_spans), default=0.0),
         "period": schedule.period,
         "lower_bound": _bound(plan),
         "optimal": plan.summary.optimal,
@@ -60,7 +63,7 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
         "peak_memory": list(timeline.peak_memory),
         "repetends": [[each.start, each.length, each.count, each.stride] for each in schedule.repetends or ()],
         "blocks": blocks,
-        "tasks": tasks,
+        "tasks": on_each_device(lanes, orders),
     }
 
 
@@ -73,7 +76,7 @@ def read_schedule(path: Path, stage_devices: tuple[tuple[int, ...], ...], turns:
     turns = turns or (1,) * len(stage_devices)
     kinds = [_kind_of(block, stage_devices, turns) for block in record.at("blocks").items()]
     tasks = record.at("tasks")
-    orders = tuple(tuple(_task_of(each, kinds, turns) for each in order.items()) for order in tasks.items())
+    orders = tuple(_orders_of(tasks, kinds, turns))
     if len(orders) != record.at("devices").integer(1):
         tasks.refuse(f"one list for each of {record.at('devices').integer(1)} devices")
     repetends = tuple(_repetend_of(each) for each in record.at("repetends").items())
@@ -85,6 +88,17 @@ def read_schedule(path: Path, stage_devices: tuple[tuple[int, ...], ...], turns:
         None if period.value is None else period.number(),
         _proof_of(record.at("proof")),
     )
+
+
+def _orders_of(tasks: Record, kinds: list[Kind], turns: tuple[int, ...]) -> Iterator[tuple[Task, ...]]:
+    """The order of each device: one and the same where lists are equal, as they are within groups of devices."""
+    known: list[tuple[object, tuple[Task, ...]]] = []
+    for each in tasks.items():
+        order = next((found for value, found in known if value == each.value), None)
+        if order is None:
+            order = tuple(_task_of(task, kinds, turns) for task in each.items())
+            known.append((each.value, order))
+        yield order
 
 
 def _bound(plan: Plan) -> float:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Graph
+from autopipe.ir.layout import Box, holders_by_box
 from autopipe.ir.placement import Placement
 from autopipe.ir.program import Piece
 from autopipe.passes.lower.shard import ShardedStage
@@ -42,20 +43,19 @@ def _value_pieces(
     hold, need = stages[source].outputs[name], stages[target].inputs[name]
     if hold.is_partial:
         raise CodegenError(f"{name!r} leaves stage {source} as partial sums")
-    held = [hold.box(position) for position in range(len(senders))]
+    held = [(box, [senders[place] for place in places]) for box, places in holders_by_box(hold, len(senders))]
+    found: dict[Box, list[tuple[Box, list[int], Box]]] = {}
+    for own, _ in holders_by_box(need, len(receivers)):
+        wanted = own.intersect(shared.received)
+        if wanted is not None:
+            wanted = wanted.beside(shared.received, shared.sent)
+            meeting = ((box, holders, box.intersect(wanted)) for box, holders in held)
+            found[own] = [(box, holders, common) for box, holders, common in meeting if common is not None]
     pieces = []
     for position, receiver in enumerate(receivers):
         own = need.box(position)
-        wanted = own.intersect(shared.received)
-        if wanted is None:
-            continue
-        wanted = wanted.beside(shared.received, shared.sent)
         # Copies are asked of the holders in turn, so that no one sender serves all receivers.
-        for box in dict.fromkeys(held):
-            common = box.intersect(wanted)
-            if common is None:
-                continue
-            holders = [rank for rank, each in zip(senders, held, strict=True) if each == box]
+        for box, holders, common in found.get(own, ()):
             sender = receiver if receiver in holders else holders[position % len(holders)]
             pieces.append(
                 Piece(

@@ -41,8 +41,11 @@ def makespan_bound(graph: BlockGraph, units: int) -> int:
     """No schedule of so many units is shorter: one unit's longest way, and each device's load between its ends."""
     first, last = heads(graph), tails(graph)
     found = unit_bound(graph)
-    for device, load in enumerate(graph.loads):
-        members = [index for index, block in enumerate(graph.blocks) if device in block.devices]
+    on_device: list[list[int]] = [[] for _ in range(graph.devices)]
+    for index, block in enumerate(graph.blocks):
+        for device in block.devices:
+            on_device[device].append(index)
+    for members, load in zip(on_device, graph.loads, strict=True):
         if members:
             ends = min(first[index] for index in members) + min(last[index] for index in members)
             found = max(found, units * load + ends)
