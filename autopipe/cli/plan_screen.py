@@ -47,7 +47,7 @@ def plan_screen(planned: Planned, request: Request, folder: Path) -> Iterator[Re
     yield from (f"note: {note}" for note in plan.placement.notes)
     if plan.breakdown is not None:
         yield from distance_lines(plan.breakdown, summary.devices, len(set(plan.device_names)))
-    yield from weighed_screen(plan)
+    yield from weighed_screen(plan.alternatives, summary.step_time_s)
     yield f"plan in {folder}"
     yield f"next: autopipe explain {folder}    autopipe show {folder}    autopipe codegen {folder}"
 

@@ -27,9 +27,10 @@ def explained(here: CommandLine, *words: object) -> dict:
     return json.loads(here.done("explain", "p", *words, "--json", "-q").out)
 
 
-def planned(here: CommandLine, model: str, *words: object) -> None:
+def planned(here: CommandLine, model: str, *words: object) -> str:
+    """The screen that planning a model for two devices, into p, ends with."""
     build(configure(model, MODELS[model])).save(here.folder / "m.onnx")
-    here.done("plan", "m.onnx", "--gpus", "2", "--batch-size", "8", "-o", "p", *words)
+    return here.done("plan", "m.onnx", "--gpus", "2", "--batch-size", "8", "-o", "p", *words).out
 
 
 def check_commands(here: CommandLine, wanted: int) -> None:
@@ -48,8 +49,12 @@ def check_commands(here: CommandLine, wanted: int) -> None:
         assert found["summary"]["schedule"] == each["choice"]["schedule"]
 
 
-def test_alternatives_forced_take_what_was_stated(command_line: CommandLine) -> None:
-    planned(command_line, "gpt")
+def test_alternatives_forced_take_what_was_stated(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    screen = planned(command_line, "gpt").splitlines()
+    assert len(screen) <= 40
+    assert any(line.startswith("of the step: ideal") for line in screen)
+    assert any(line.startswith("data_parallel") for line in screen)
     check_commands(command_line, 4)
 
 

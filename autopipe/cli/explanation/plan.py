@@ -37,7 +37,7 @@ class PlanExplanation:
         yield schedule_line(plan)
         if plan.breakdown is not None:
             yield from distance_lines(plan.breakdown, summary.devices, len(set(plan.device_names)))
-        yield from weighed_screen(plan)
+        yield from weighed_screen(plan.alternatives, summary.step_time_s)
         following = next_best(plan.alternatives)
         if following is None:
             yield "no other plan was weighed" + ("" if plan.alternatives else ": the strategy was named")

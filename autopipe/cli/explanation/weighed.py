@@ -9,17 +9,19 @@ from rich.table import Table
 
 from autopipe.cli.figures import bytes_text, seconds_text
 from autopipe.ir.alternatives import Alternative, best_of_each
-from autopipe.ir.plan import Plan
 
 
-def weighed_screen(plan: Plan) -> Iterator[RenderableType]:
-    """A row for the best plan of each strategy, then why others have none; nothing where the strategy was named."""
-    if not plan.alternatives:
+def weighed_screen(alternatives: Sequence[Alternative], chosen_s: float) -> Iterator[RenderableType]:
+    """A row for the best plan of each strategy, then why others have none; nothing where nothing was weighed.
+
+    `chosen_s` are the seconds of the chosen plan's step.
+    """
+    if not alternatives:
         return
-    best = best_of_each(plan.alternatives)
-    steps = sum(each.step_time_s is not None for each in plan.alternatives)
-    yield f"weighed: {len(plan.alternatives)} plans, {steps} of them with a step; of each strategy the best:"
-    yield _table([each for each in best if _has_row(each)], plan.summary.step_time_s)
+    best = best_of_each(alternatives)
+    steps = sum(each.step_time_s is not None for each in alternatives)
+    yield f"weighed: {len(alternatives)} plans, {steps} of them with a step; of each strategy the best:"
+    yield _table([each for each in best if _has_row(each)], chosen_s)
     refused = [each for each in best if not _has_row(each)]
     if refused:
         yield _refusals(refused)
