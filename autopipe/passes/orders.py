@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from autopipe.ir.cluster import Cluster
+import numpy as np
+
+from autopipe.ir.cluster import Cluster, Device
 from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
-from autopipe.ir.placement import Placement
+from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Constraint, Problem
 from autopipe.passes.cost.kinds import check_kinds
 from autopipe.passes.cost.resized import resized
+from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stages import stage_costs
+from autopipe.passes.lower.stages import assign_nodes
 from autopipe.passes.schedule.trial import fitting_step_s
 
 _FEW_KINDS = 3
 """Of so many kinds at most all orders are tried; of more the one that is given, and its reverse."""
 
 
-def best_order(problem: Problem, place: Callable[[Problem], Placement]) -> Placement:
+def best_order(problem: Problem, place: Callable[[Problem], Placement], parts: bool = True) -> Placement:
     """What `place` makes of the problem with its cluster's groups in the order whose simulated step is shortest.
 
-    The placement's devices are those of the problem as it is given. Of equal orders the first counts, which is the
-    given one. Raises what `place` raises for that where no order has a placement, and InfeasibleError for a stage that
-    straddles kinds without being asked to.
+    With `parts` that is also tried without the groups of some kinds, where the others alone could be faster and no
+    constraint names devices: not for what leaves devices out by itself. The placement's devices are those of the
+    problem as it is given. Of equal orders the first counts, which is the given one. Raises what `place` raises for
+    that where no order has a placement, and InfeasibleError for a stage that straddles kinds without being asked to.
     """
     if len(problem.cluster.groups) < 2:
         found = place(problem)
@@ -32,8 +38,11 @@ def best_order(problem: Problem, place: Callable[[Problem], Placement]) -> Place
         return found
     best: tuple[float, Placement] | None = None
     refused: AutopipeError | None = None
-    for order in orders_of(problem.cluster):
+    named = any(each.devices is not None for each in problem.constraints)
+    for order in (*orders_of(problem.cluster), *(parts_of(problem.cluster) if parts and not named else ())):
         ordered, old = _reordered(problem, order)
+        if best is not None and ideal_s(ordered) >= best[0]:
+            continue
         try:
             found = place(ordered)
             check_kinds(ordered, found)
@@ -51,21 +60,64 @@ def best_order(problem: Problem, place: Callable[[Problem], Placement]) -> Place
 
 def orders_of(cluster: Cluster) -> Iterator[tuple[int, ...]]:
     """Orders of a cluster's groups that differ in more than names, the given one first; groups of one kind together."""
-    given = tuple(range(len(cluster.groups)))
-    firsts = itertools.accumulate((group.size for group in cluster.groups[:-1]), initial=0)
-    kinds = [cluster.devices[first] for first in firsts]
-    every = list(dict.fromkeys(kinds))
-    if len(every) <= _FEW_KINDS:
-        permuted = itertools.permutations(every)
-        orders = [tuple(sorted(given, key=lambda group: each.index(kinds[group]))) for each in permuted]
-    else:
-        orders = [given[::-1]]
+    given, kinds = tuple(range(len(cluster.groups))), _kinds(cluster)
+    every = tuple(dict.fromkeys(kinds))
+    orders = _permuted(kinds, every) if len(every) <= _FEW_KINDS else [given[::-1]]
     seen = set()
     for order in (given, *orders):
         alike = tuple((kinds[each], cluster.groups[each]) for each in order)
         if alike not in seen:
             seen.add(alike)
             yield order
+
+
+def parts_of(cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """Orders of the groups of some kinds alone, more kinds first; of more than a few kinds each by itself."""
+    kinds = _kinds(cluster)
+    every = tuple(dict.fromkeys(kinds))
+    for count in range(len(every) - 1, 0, -1) if len(every) <= _FEW_KINDS else (1,):
+        for some in itertools.combinations(every, count):
+            yield from _permuted(kinds, some)
+
+
+def _permuted(kinds: Sequence[Device], some: Sequence[Device]) -> list[tuple[int, ...]]:
+    """The groups of `some` kinds, each kind's together, in every order of the kinds."""
+    mine = [group for group, kind in enumerate(kinds) if kind in some]
+    return [tuple(sorted(mine, key=lambda group: each.index(kinds[group]))) for each in itertools.permutations(some)]
+
+
+def _kinds(cluster: Cluster) -> list[Device]:
+    """The kind of each group, by its first device."""
+    firsts = itertools.accumulate((group.size for group in cluster.groups[:-1]), initial=0)
+    return [cluster.devices[first] for first in firsts]
+
+
+def ideal_s(problem: Problem) -> float:
+    """Seconds that no step can be shorter than, whoever computes what and however it is split.
+
+    The fullest device is no less busy than any weighted mean of all. Weighted by their speeds, a node adds least where
+    that is least; shares of it are counted as that part of what it takes, and launches as nothing.
+    """
+    counts = Counter(problem.cluster.devices)
+    work = [problem.work[node] for node in _live_nodes(problem)]
+    seconds = []
+    for kind in counts:
+        forward, backward = node_seconds(work, replace(kind, launch_latency_s=0.0), problem.precision)
+        seconds.append(forward + (backward if problem.train else 0.0))
+    wholes = [float(each.sum()) for each in seconds]
+    if not all(wholes) or any(each.measured for each in work):
+        return 0.0
+    rate = sum(count / whole for count, whole in zip(counts.values(), wholes, strict=True))
+    least = np.minimum.reduce([each / (whole * rate) for each, whole in zip(seconds, wholes, strict=True)])
+    return problem.micro_batches * float(least.sum())
+
+
+def _live_nodes(problem: Problem) -> list[int]:
+    """The nodes that a step runs."""
+    whole = Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size)
+    wanted = (problem.loss,) if problem.train and problem.loss is not None else problem.graph.outputs
+    (plan,) = assign_nodes(problem.graph, Placement((whole,)), wanted)
+    return [node for node, _ in plan.nodes]
 
 
 def _reordered(problem: Problem, order: Sequence[int]) -> tuple[Problem, tuple[int, ...]]:

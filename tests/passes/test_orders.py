@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.problem import Constraint, Problem
+from autopipe.ir.problem import Constraint, Mode, Problem
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.orders import best_order, orders_of
+from autopipe.passes.orders import best_order, ideal_s, orders_of, parts_of
+from autopipe.passes.placement.pipedream.strategy import PipeDream
 from autopipe.passes.schedule.trial import fitting_step_s
 from tests.passes.cost.graphs import cluster, perceptron, problem
 from tests.passes.cost.mixed import kind, mixed_cluster
@@ -29,18 +30,52 @@ def test_all_orders_of_few_kinds_and_both_of_many() -> None:
     assert list(orders_of(mixed_cluster([(2, A), (2, A)]))) == [(0, 1)]
 
 
+def test_kinds_are_left_out_where_the_others_are_faster_alone() -> None:
+    assert list(parts_of(mixed_cluster([(2, A), (2, B)]))) == [(0,), (1,)]
+    three = list(parts_of(mixed_cluster([(1, A), (1, B), (1, C)])))
+    assert len(three) == len(set(three)) == 9 and set(map(len, three[:6])) == {2}
+    tiny = kind(1e-3)
+    for parts in ([(1, tiny), (1, C)], [(1, C), (1, tiny)]):
+        given = problem(perceptron([128] * 3), mixed_cluster(parts))
+        best = best_order(given, one_each)
+        assert [given.cluster.devices[stage.devices[0]] for stage in best.stages] == [C]
+        assert len(best_order(given, one_each, parts=False).stages) == 2
+        named = replace(given, constraints=(Constraint("*", devices=()),))
+        assert len(best_order(named, one_each).stages) == 2
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.sampled_from([8, 128, 512]), min_size=4, max_size=6),
+    st.sampled_from([(1, 1), (2, 1), (2, 2)]),
+    st.sampled_from([0.1, 1.0, 4.0]),
+    st.integers(1, 4),
+    st.sampled_from(list(Mode)),
+)
+def test_no_step_is_shorter_than_the_ideal(
+    widths: list[int], counts: tuple[int, int], speed: float, micro_batches: int, mode: Mode
+) -> None:
+    cluster_ = mixed_cluster([(counts[0], A), (counts[1], kind(speed, name="other"))])
+    given = problem(perceptron(widths), cluster_, micro_batches, mode)
+    placements = [PipeDream().run(given), PipeDream(replicate=False).run(given)]
+    for placement in placements:
+        step = fitting_step_s(given, placement, stage_costs(given, placement))
+        assert 0 < ideal_s(given) <= step
+
+
 def one_each(given: Problem) -> Placement:
-    """A layer on each device, in order."""
-    count = given.cluster.size
-    stages = (Stage((2 * index, 2 * index + 1), (index,), given.micro_batch_size) for index in range(count))
-    return Placement(tuple(stages))
+    """A layer on each device, in order; the last one has all that are left."""
+    count, nodes = given.cluster.size, len(given.graph.nodes)
+    ends = [2 * index for index in range(count)] + [nodes]
+    pairs = enumerate(itertools.pairwise(ends))
+    return Placement(tuple(Stage(tuple(range(*ends)), (index,), given.micro_batch_size) for index, ends in pairs))
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.sampled_from([8, 128, 512]), min_size=4, max_size=4), st.permutations([A, B, C]))
 def test_the_best_order_is_the_one_with_the_shortest_step(widths: list[int], kinds: list) -> None:  # type: ignore[type-arg]
     given = problem(perceptron(widths), mixed_cluster([(1, each) for each in kinds]))
-    best = best_order(given, one_each)
+    best = best_order(given, one_each, parts=False)
     steps = []
     for order in itertools.permutations(range(3)):
         stages = tuple(replace(stage, devices=(order[i],)) for i, stage in enumerate(one_each(given).stages))
@@ -58,7 +93,7 @@ def test_constraints_speak_of_the_devices_that_are_given() -> None:
         seen.extend(each.devices for each in ordered.constraints)
         return one_each(ordered)
 
-    best_order(asked, place)
+    best_order(asked, place)  # Devices are named: no kind is left out.
     assert seen == [(0,), (), (1,), ()]
 
 
@@ -70,7 +105,7 @@ def test_an_order_that_has_no_placement_is_passed_over() -> None:
             raise InfeasibleError("not that way round")
         return one_each(ordered)
 
-    assert [stage.devices for stage in best_order(given, place).stages] == [(1,), (0,)]
+    assert [stage.devices for stage in best_order(given, place, parts=False).stages] == [(1,), (0,)]
 
     def nowhere(ordered: Problem) -> Placement:
         raise InfeasibleError(f"nothing on {ordered.cluster.devices[0].name}")

@@ -56,14 +56,14 @@ def test_any_strategy_straddles_kinds_where_it_is_allowed_to(name: str) -> None:
     "strategy", [TesselShapes("v"), TesselShapes("v", chunks=2), Grid(pipeline=2), Grid(pipeline=4), Pase(stages=2)]
 )
 def test_slow_devices_get_less_work(strategy: Strategy) -> None:
-    both = given()
+    both = given(slow=0.02)
     placement = strategy.run(both)
     work = {"fast": 0, "slow": 0}
     for stage in placement.stages:
         work[both.cluster.devices[stage.devices[0]].name] += sum(
             both.graph.nodes[n].op == "MatMul" for n in stage.nodes
         )
-    assert work["fast"] >= 3 * work["slow"] > 0
+    assert work["fast"] >= 1.7 * work["slow"] > 0
     costs = stage_costs(both, placement)
     seconds = [cost.forward_s + cost.backward_s for cost in costs]
     assert max(seconds) < 2 * min(seconds)

@@ -51,7 +51,7 @@ class GraphPipe:
         memory holds no stages, saying by how much those that need least exceed it, ConfigurationError for a constraint
         that the stages do not fulfil.
         """
-        return best_order(problem, self._placed)
+        return best_order(problem, self._placed, parts=False)
 
     def _placed(self, problem: Problem) -> Placement:
         """The placement with the cluster's devices in the order in which they are."""

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
@@ -79,6 +79,8 @@ class TePDist:
     def _placed(self, problem: Problem) -> Placement:
         wishes = wishes_of(problem, own_sizes=True)
         found = asked_meshes(problem.cluster, self.stages, wishes)
+        if not found:
+            raise InfeasibleError(f"no equal groups of these devices make {self.stages} stages")
         outer = self.search(problem)
         outer.bounds.check_memory()
         best = outer.run(found, asked_sizes(problem, wishes))

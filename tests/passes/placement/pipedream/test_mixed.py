@@ -101,5 +101,6 @@ def test_a_constraint_or_an_option_lets_a_stage_straddle() -> None:
     asked = replace(both, constraints=(Constraint("*", devices=(0, 1)),))
     assert [stage.devices for stage in PipeDream().run(asked).stages] == [(0, 1)]
     assert all(len(stage.devices) == 1 for stage in PipeDream(max_stages=2).run(both).stages)
-    free = replace(both, cluster=replace(both.cluster, straddle=True))
+    slower = mixed_cluster([(1, kind(0.001)), (1, kind(0.0011))])
+    free = problem(perceptron([512, 512, 512], batch=12), replace(slower, straddle=True))
     assert [stage.devices for stage in PipeDream(max_stages=1).run(free).stages] == [(0, 1)]
