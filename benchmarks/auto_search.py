@@ -24,7 +24,7 @@ from autopipe.configs.zoo import build, configure
 
 _7B = {"layers": 32, "hidden": 4096, "heads": 32, "sequence": 2048, "vocabulary": 32000}
 _175B = {"layers": 96, "hidden": 12288, "heads": 96, "sequence": 2048, "vocabulary": 51200}
-_TRAINED = ("--precision", "bf16", "--set", "optimizer.name=adamw")
+_TRAINED = ("--set", "precision=bf16", "--set", "optimizer.name=adamw")
 
 CASES = {
     "7b": ("llama", _7B, ("--gpus", "8", "--cluster", "a100-80gb", "--batch-size", "64", *_TRAINED)),
