@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from autopipe.ir.breakdown import Breakdown
 from autopipe.ir.placement import Placement
-from autopipe.ir.prediction import Message, Prediction
+from autopipe.ir.prediction import Prediction
 from autopipe.ir.problem import Problem
-from autopipe.ir.schedule import Phase, Schedule
+from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.passes.cost.parts import StageParts, TaskParts, alone, stage_parts
 from autopipe.passes.schedule.simulate import simulate
 
@@ -30,13 +30,15 @@ def breakdown(
         return sum(weight * value for weight, value in zip(weights, values, strict=True))
 
     busiest = max(each.total_s for each in own)
-    silent = _silent_seconds(placement, schedule, prediction, step_s)
+    free = _step_seconds(placement, schedule, replace(prediction, processors=())) if prediction.processors else step_s
+    silent = _step_seconds(placement, schedule, _silent(prediction)) if prediction.messages else free
     update = average(weight * each.update_s for weight, each in zip(weights, single, strict=True))
     return Breakdown(
         ideal_s=ideal,
         bubble_s=silent - busiest,
         imbalance_s=average(busiest - each.total_s for each in own),
-        messages_s=step_s - silent,
+        contention_s=step_s - free,
+        messages_s=free - silent,
         collectives_s=average(each.exchange_s for each in own),
         gradients_s=average(each.gradients_s for each in own),
         recomputation_s=average(each.recomputation_s for each in own),
@@ -69,8 +71,9 @@ def _own_seconds(
 ) -> list[_Own]:
     """What each device does."""
     found = [_Own() for _ in range(schedule.devices)]
+    counts = {id(order): Counter((task.stage, task.phase) for task in order) for order in _once(schedule)}
     for own, order in zip(found, schedule.tasks, strict=True):
-        for (stage, phase), count in Counter((task.stage, task.phase) for task in order).items():
+        for (stage, phase), count in counts[id(order)].items():
             part = _parts_of(parts[stage], phase)
             own.exchange_s += count * part.exchange_s
             own.recomputation_s += count * part.recomputation_s
@@ -84,6 +87,11 @@ def _own_seconds(
     return found
 
 
+def _once(schedule: Schedule) -> Iterable[tuple[Task, ...]]:
+    """The lists of tasks, those that devices share once."""
+    return {id(order): order for order in schedule.tasks}.values()
+
+
 def _parts_of(stage: StageParts, phase: Phase) -> TaskParts:
     match phase:
         case Phase.FORWARD:
@@ -94,13 +102,13 @@ def _parts_of(stage: StageParts, phase: Phase) -> TaskParts:
             return TaskParts()
 
 
-def _silent_seconds(placement: Placement, schedule: Schedule, prediction: Prediction, step_s: float) -> float:
-    """Seconds of the step if messages took no time."""
-    if not any(each.forward_s or each.backward_s for each in prediction.messages):
-        return step_s
-    silent = replace(prediction, messages=tuple(map(_silent, prediction.messages)))
-    return simulate(schedule, tuple(stage.devices for stage in placement.stages), silent).end
+def _step_seconds(placement: Placement, schedule: Schedule, prediction: Prediction) -> float:
+    return simulate(schedule, tuple(stage.devices for stage in placement.stages), prediction).end
 
 
-def _silent(message: Message) -> Message:
-    return replace(message, forward_bytes=0, backward_bytes=0, forward_s=0.0, backward_s=0.0)
+def _silent(prediction: Prediction) -> Prediction:
+    """The same where messages take no time, and every device has a processor of its own."""
+    messages = tuple(
+        replace(each, forward_bytes=0, backward_bytes=0, forward_s=0.0, backward_s=0.0) for each in prediction.messages
+    )
+    return replace(prediction, messages=messages, processors=())
