@@ -1,0 +1,42 @@
+"""A placement that was edited as text runs as it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopipe.cli.choices import chosen_strategy
+from autopipe.cli.placement_text import placement_text
+from autopipe.configs.load import parse_configuration
+from autopipe.ir.placement import Placement, Stage
+from tests.distributed.builder import mlp
+from tests.distributed.pool import Pools
+from tests.distributed.test_by_hand import check
+from tests.passes.cost.graphs import cluster, problem
+
+pytestmark = pytest.mark.distributed
+
+EDITED = """\
+  - devices: [2, 0]
+    recompute: true
+    nodes:
+    - [4, 5]
+    splits:
+    - {split: {samples: 2}, nodes: ['*']}
+"""
+
+
+def test_a_stage_shared_by_two_devices_and_computed_again(pools: Pools, tmp_path: Path) -> None:
+    graph, loss = mlp(3)
+    cuts = ((0, 1, 2, 3), (4, 5), (6, 7))
+    text = placement_text(graph, Placement(tuple(Stage(nodes, (rank,), 4) for rank, nodes in enumerate(cuts))))
+    head, _, rest = text.partition("  - devices: [1]\n")
+    last = "  - devices: [2]\n" + rest.partition("  - devices: [2]\n")[2]
+    edited = head + EDITED + last.replace("devices: [2]", "devices: [1]")
+    strategy = chosen_strategy(parse_configuration(edited, "placement.yaml"))
+    assert strategy is not None
+    placement = strategy.run(problem(graph, cluster(3)))
+    assert placement.stages[1].recompute and placement.stages[1].devices == (2, 0)
+    assert all(placement.stages[1].splits_of(node) for node in (4, 5))
+    check(pools, graph, loss, placement, 4, tmp_path / "program")
