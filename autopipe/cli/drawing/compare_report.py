@@ -12,8 +12,8 @@ from autopipe.cli.drawing.picture import plan_picture
 from autopipe.cli.drawing.report import Report
 from autopipe.cli.figures import seconds_text
 
-_HUES = dict(zip(PARTS, (213, 4, 30, 138, 174, 96, 330, 53, 246, 290), strict=True))
-"""A hue for each part of a step."""
+_HUES = (213, 4, 30, 138, 174, 96, 330, 53, 246, 290, 15, 195)
+"""Hues of the parts of a step, in their order."""
 
 
 def compare_report(plans: Sequence[Compared], contrasts: Sequence[Contrast]) -> Report:
@@ -77,4 +77,4 @@ def _contrasts(plans: Sequence[Compared], contrasts: Sequence[Contrast]) -> Iter
 
 
 def _colour(part: str) -> str:
-    return f"hsl({_HUES[part]} 60% 55%)"
+    return f"hsl({_HUES[PARTS.index(part) % len(_HUES)]} 60% 55%)"
