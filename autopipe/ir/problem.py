@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 from autopipe.ir.cluster import Cluster
@@ -124,6 +125,8 @@ class Problem:
     where the size is given; stages then have the graph's."""
     costs: Costs | None = None
     """What was measured, where plans are not made with the roofline alone."""
+    known_s: float = math.inf
+    """Seconds of a step that is known already: a strategy may raise InfeasibleError where it has nothing shorter."""
 
     @property
     def micro_batch_size(self) -> int:

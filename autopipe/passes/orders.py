@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -39,10 +40,16 @@ def best_order(problem: Problem, place: Callable[[Problem], Placement], parts: b
     best: tuple[float, Placement] | None = None
     refused: AutopipeError | None = None
     named = any(each.devices is not None for each in problem.constraints)
-    for order in (*orders_of(problem.cluster), *(parts_of(problem.cluster) if parts and not named else ())):
+    orders = [*orders_of(problem.cluster), *(parts_of(problem.cluster) if parts and not named else ())]
+    end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
+    for tried, order in enumerate(orders):
         ordered, old = _reordered(problem, order)
-        if best is not None and ideal_s(ordered) >= best[0]:
-            continue
+        if end is not None:
+            ordered = replace(ordered, time_limit=max(0.0, (end - time.monotonic()) / (len(orders) - tried)))
+        if best is not None:
+            ordered = replace(ordered, known_s=min(problem.known_s, best[0]))
+            if ideal_s(ordered) >= best[0] or ordered.time_limit == 0:
+                continue
         try:
             found = place(ordered)
             check_kinds(ordered, found)

@@ -84,8 +84,8 @@ class Outer:
         except (ConfigurationError, InfeasibleError, ModelError) as error:
             found = Tried(mesh, count, refused=error)
         self.tried.append(found)
-        if self.best is None or found.step_s < self.best.step_s:
-            self.best = found if found.placement is not None else self.best
+        if found.placement is not None and found.step_s < self._known_s():
+            self.best = found
         return found
 
     def _answer(self, mesh: Mesh, count: int) -> Tried:
@@ -125,7 +125,7 @@ class Outer:
         return found
 
     def _known_s(self) -> float:
-        return math.inf if self.best is None else self.best.step_s
+        return self.bounds.problem.known_s if self.best is None else self.best.step_s
 
     def of(self, count: int) -> Sized:
         """The problem in so many micro-batches. Raises ConfigurationError or ModelError where there is none."""
@@ -142,5 +142,7 @@ class Outer:
     def _reason(self) -> AutopipeError:
         """Why there is no placement: memory, if it is that somewhere, else what is said of the most promising."""
         refusals = [each.refused for each in self.tried if each.refused is not None]
+        if self.bounds.problem.known_s < math.inf:
+            refusals.append(InfeasibleError(f"no step is shorter than {self.bounds.problem.known_s:.6g} s"))
         assert refusals, "there is a placement, or a reason against each"
         return next((each for each in refusals if isinstance(each, InfeasibleError)), refusals[0])
