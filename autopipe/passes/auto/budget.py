@@ -11,13 +11,14 @@ _MOST_SIZE = {
     "breadth_first": 2**14,
     "mcmc": 2**14,
     "graphpipe": 2**16,
+    "grid with chunks": 2**16,
     "pase": 2**16,
     "pipedream": 2**16,
     "piper": 2**16,
     "tepdist": 2**16,
     "tessel_shapes": 2**16,
 }
-"""By strategy the most operators times devices; others take about as long for any number of devices.
+"""By what is searched the most operators times devices; others take about as long for any number of devices.
 
 32 devices with a thousand operators each are below all but the least: those are baselines of pase's.
 """
@@ -38,13 +39,18 @@ class LeftOutError(AutopipeError):
 
 def left_out(strategy: Strategy, operators: int, devices: int) -> LeftOutError | None:
     """Why a strategy is not asked, where it would search too long for so many operators on so many devices."""
-    most = _MOST_SIZE.get(strategy.name)
+    most = _MOST_SIZE.get(_form(strategy))
     if most is None or operators * devices <= most:
         return None
     return LeftOutError(
-        f"left out: {strategy.name} would search long for {operators} operators on {devices} devices; "
+        f"left out: {_form(strategy)} would search long for {operators} operators on {devices} devices; "
         "name it to have it searched"
     )
+
+
+def _form(strategy: Strategy) -> str:
+    """What is searched: the step of stages that a line passes again and again takes a list of all tasks to tell."""
+    return "grid with chunks" if strategy.name == "grid" and getattr(strategy, "chunks", 1) > 1 else strategy.name
 
 
 def is_quick(strategy: Strategy) -> bool:
