@@ -18,7 +18,7 @@ MODELS = {
     "dlrm": {"loss": "true"},
     "mmt": {"layers": "1", "branches": "2", "loss": "true"},
     "moe": {"layers": "1", "loss": "true"},
-    "vgg": {"loss": "true"},
+    "candle-uno": {"loss": "true"},
 }
 
 
