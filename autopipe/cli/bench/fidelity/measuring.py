@@ -18,6 +18,8 @@ from autopipe.ir.errors import AutopipeError
 
 _RECORDED, _WARM_UP, _STEPS = 1, 1, 4
 """Steps of a program: with allocations counted, in the first round alone; to warm up; those that count."""
+_SLOW, _FEW_STEPS = 4.0, 2
+"""What is predicted to take so many times the least runs fewer steps that count."""
 _MOST_ROUNDS = 6
 _NEAR = 1.3
 """Candidates within so much of the fastest one are run again while there is time: they decide which one is fastest."""
@@ -35,13 +37,16 @@ def measured(
     """
     started = time.monotonic()
     outcomes = [_unrun(each) for each in candidates]
+    slow_s = _SLOW * min(each.predicted_s for each in candidates)
     chosen: Sequence[int] = range(len(candidates))
     for turn in range(_MOST_ROUNDS):
         began = time.monotonic()
         for index in chosen:
             if not outcomes[index].failed:
                 tell(f"round {turn + 1}, {index + 1} of {len(candidates)}: {candidates[index].name}")
-                outcomes[index] = _run(candidates[index], outcomes[index], crew, folder / f"{index}", turn == 0)
+                steps = _FEW_STEPS if candidates[index].predicted_s > slow_s else _STEPS
+                program = folder / f"{index}"
+                outcomes[index] = _run(candidates[index], outcomes[index], crew, program, turn == 0, steps)
         now = time.monotonic()
         left, each_s = started + seconds - now, (now - began) / max(1, len(chosen))
         if turn or len(candidates) * each_s > left:
@@ -68,14 +73,14 @@ def _unrun(candidate: Candidate) -> Outcome:
     )
 
 
-def _run(candidate: Candidate, before: Outcome, crew: Crew, program: Path, first: bool) -> Outcome:
+def _run(candidate: Candidate, before: Outcome, crew: Crew, program: Path, first: bool, count: int) -> Outcome:
     """Some more steps of a candidate; its memory too, the first time."""
     recorded = _RECORDED if first else 0
     try:
         if first:
             candidate.write(program)
         data = _samples(program, program.parent / "samples.npz")
-        steps = recorded + _WARM_UP + _STEPS
+        steps = recorded + _WARM_UP + count
         found = crew.run(program, data, steps, (candidate.fullest_rank, recorded), _PATIENCE_S)
     except AutopipeError as error:
         return dataclasses.replace(before, steps_s=(), failed=str(error))
