@@ -19,7 +19,8 @@ Small models of the zoo (their default sizes) in training, four samples a device
 defaults, and of the shapes that named schedules want, under every schedule that takes them, each planned by name and
 without the search; a schedule is searched where the bound on the placement's step is below the others' best. `ratio`
 is its step over that of the chosen plan: below 1 the search has missed something. `of ideal` is linear speed-up at the
-roofline, in the same micro-batches, over the step. `mb` counts micro-batches.
+roofline, in the same micro-batches, over the step; it is small because such small models mostly launch kernels, which
+does not get less with more devices. `mb` counts micro-batches.
 
     python benchmarks/auto_never_slower.py --log /tmp/cells.jsonl
     python benchmarks/auto_never_slower.py --log /tmp/cells.jsonl --table docs/auto-table.md
@@ -41,7 +42,7 @@ def written(rows: Sequence[Row], cells: int) -> str:
 
 
 def _summary(good: Sequence[Row], bad: Sequence[Row], cells: int) -> Iterable[str]:
-    text = f"{len(good)} of {cells} cells are computed, {len(bad)} have no answer."
+    text = f"{len(good)} of {cells} cells are computed, {len(bad)} have no answer; the others are still to be computed."
     if good:
         ratios = [_ratio(row) for row in good]
         slower, shorter = sum(each < 1 - SAME for each in ratios), sum(each > 1 + SAME for each in ratios)

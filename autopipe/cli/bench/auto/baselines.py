@@ -59,7 +59,10 @@ def of_tessel_training(asked: Asked) -> Iterator[Baseline]:
 
 
 def of_tessel_inference(asked: Asked) -> Iterator[Baseline]:
-    """1F1B on a chain, and tensor parallelism. Figure 15: of one micro-batch the latency, of several the throughput."""
+    """1F1B on a chain, and tensor parallelism, a sample at a time.
+
+    Figure 15: of one micro-batch the latency, of several the throughput.
+    """
     problem = problem_on_v100(asked.model, dict(asked.settings), asked.devices, asked.batch, 1)
     problem = replace(problem, memory_limit=None)
     single = asked.batch == 1

@@ -30,7 +30,6 @@ class Asked:
     batch: int
     precision: str = "fp32"
     mode: Mode = Mode.TRAIN
-    micro_batch_size: int | None = None
     memory_limit: int | None = None
     """Bytes a device; its own memory where there is none."""
 
@@ -56,7 +55,6 @@ def asked_for(asked: Asked) -> Iterator[Request]:
             scheduler=None,
             mode=asked.mode,
             batch_size=asked.batch,
-            micro_batch_size=asked.micro_batch_size,
             precision=asked.precision,
             memory_limit=asked.memory_limit,
         )

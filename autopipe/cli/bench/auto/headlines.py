@@ -75,7 +75,7 @@ HEADLINES = (
     ),
     *(
         Headline(
-            Asked("flava", (("size", "paper"),), _V100, 4, samples, "fp16", Mode.INFER, micro_batch_size=1),
+            Asked("flava", (("size", "paper"),), _V100, 4, samples, "fp16", Mode.INFER),
             (BESIDE,),
             baselines.of_tessel_inference,
             "tessel_shapes",
