@@ -57,10 +57,13 @@ class Alternative:
 
 
 def best_of_each(alternatives: Iterable[Alternative]) -> tuple[Alternative, ...]:
-    """Of each strategy the alternative with the shortest step, the first of equals; the best strategy first."""
+    """Of each strategy the alternative with the shortest step, the first of equals; the best strategy first.
+
+    Of several that came to the same placement it is the one that did so first.
+    """
     found: dict[str, Alternative] = {}
     for each in alternatives:
         best = found.setdefault(each.choice.strategy, each)
         if each.rank < best.rank:
             found[each.choice.strategy] = each
-    return tuple(sorted(found.values(), key=lambda each: each.rank))
+    return tuple(sorted(found.values(), key=lambda each: (*each.rank, each.same_as is not None)))

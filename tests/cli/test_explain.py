@@ -126,3 +126,5 @@ def test_the_best_of_each_strategy_comes_first() -> None:
         Alternative(Choice("slow", schedule="b"), refused="no"),
     )
     assert best_of_each(rows) == (rows[3], rows[0], rows[1])
+    same = Alternative(Choice("same"), 1.0, same_as="fast")
+    assert best_of_each((same, *rows))[:2] == (rows[3], same)
