@@ -101,7 +101,9 @@ class Schedule:
 
     def grid(self) -> str:
         """The order as text, one line a device."""
-        return "\n".join(f"{device}: {' '.join(map(str, order))}" for device, order in enumerate(self.tasks))
+        orders = {id(order): order for order in self.tasks}  # Devices of a group mostly have one.
+        texts = {number: " ".join(map(str, order)) for number, order in orders.items()}
+        return "\n".join(f"{device}: {texts[id(order)]}" for device, order in enumerate(self.tasks))
 
     def verify(self, graph: StageGraph, train: bool) -> None:
         """Raise InfeasibleError, with the grid and the offending cell marked, unless the schedule can run.

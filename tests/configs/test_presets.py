@@ -13,8 +13,8 @@ from autopipe.ir.cluster import OPERATOR_CLASSES, PRECISIONS
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 
 NAMES = (
-    "1080ti-pcie", "2080ti-pcie", "a100-80gb", "cpu-local", "h100-80gb", "h200", "rtx-4090", "summit", "summit-6",
-    "tepdist-m8", "tepdist-s1", "v100-16gb", "v100-32gb",
+    "1080ti-pcie", "2080ti-pcie", "a100-80gb", "cpu-local", "h100-80gb", "h100-superpod", "h200", "rtx-4090", "summit",
+    "summit-6", "tepdist-m8", "tepdist-s1", "v100-16gb", "v100-32gb",
 )  # fmt: skip
 
 MINE = """\

@@ -14,6 +14,7 @@ from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.plan import CostCoverage, Plan, Summary
 from autopipe.ir.prediction import Prediction
 from autopipe.ir.problem import Mode
+from autopipe.ir.remembered import remembered
 from autopipe.ir.schedule import Schedule
 from autopipe.ir.serial.alternatives_form import alternatives_form, alternatives_of
 from autopipe.ir.serial.placement_form import placement_form, placement_of
@@ -106,6 +107,7 @@ def _marked(grid: str) -> str:
     return " ".join([*["..."] * before, *around, *["..."] * after]) or "it has no tasks"
 
 
+@remembered(2)
 def plan_digest(plan: Plan) -> str:
     """SHA-256 of what was decided and for which graph.
 

@@ -16,9 +16,11 @@ from autopipe.ir.graph import Constant, Graph, Node, Value
 from autopipe.ir.layout import Layout, are_blocks, even_degree_hint, mesh_of, replicated
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
 from autopipe.ir.ops.row import Signature
+from autopipe.ir.ops.spaces import Spaces
 from autopipe.ir.ops.statistics import joint_splits
 from autopipe.ir.placement import Split, Stage
 from autopipe.ir.program import Collective, Compute, Operation, StageCode
+from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.ir.space import AxisKind, Space
 from autopipe.passes.lower.exchanges import Exchange, Laid, laid, taken_layouts, with_exchanges
 from autopipe.passes.lower.stages import StageNodes
@@ -73,10 +75,15 @@ def shard_stage(graph: Graph, number: int, stage: Stage, nodes: StageNodes, dema
 def _use(graph: Graph, index: int, splits: tuple[Split, ...], group: int) -> _Use:
     node = graph.nodes[index]
     signature = signature_of(graph, node)
-    space = OPERATORS[qualified_name(node)].space(signature)
+    space = _spaces(graph)[index]
     splits = tuple(split for split in splits if split.degree > 1)
     _check_splits(node, space, splits, group)
     return _Use(index, node, signature, space, splits)
+
+
+@remembered(GRAPHS)
+def _spaces(graph: Graph) -> Spaces:
+    return Spaces(graph)
 
 
 def _check_splits(node: Node, space: Space, splits: tuple[Split, ...], group: int) -> None:
