@@ -26,6 +26,8 @@ from autopipe.ir.costs import COLLECTIVES, Timing, work_of
 SIZES = tuple(2**power for power in (12, 15, 18, 20, 22, 24))
 """Bytes."""
 _LEAST, _MOST, _WARM_UP = 7, 100, 2
+_LEAST_WAY = 0.1
+"""Part of the time from rank to rank that a message is on its way at least, whatever its ends take."""
 
 
 def group_sizes(ranks: int) -> Iterator[int]:
@@ -113,7 +115,8 @@ def _there_and_back(transport: Transport, channel: int, size: int) -> tuple[floa
     """Seconds of a message between ranks 0 and 1 on its way, and what an end of one takes of its rank's own time.
 
     There and back has four ends. On a CPU all that a rank's threads do for an end counts, gloo's among them, since they
-    run on the rank's processor; elsewhere the call alone does.
+    run on the rank's processor; elsewhere the call alone does. The ends of a large message work at the same time, so that
+    little may be left of its way.
     """
     tensor = torch.ones(size // 4, device=transport.device)
     like = (tensor.dtype, tuple(tensor.shape))
@@ -132,7 +135,8 @@ def _there_and_back(transport: Transport, channel: int, size: int) -> tuple[floa
     transport.finish()
     _done(transport)
     end = (time.process_time() - whole if transport.device.type == "cpu" else called) / 2
-    return max(1e-9, (time.perf_counter() - start) / 2 - 2 * end), end
+    whole_way = (time.perf_counter() - start) / 2
+    return max(_LEAST_WAY * whole_way, whole_way - 2 * end), end
 
 
 def _work(transport: Transport) -> None:
