@@ -115,7 +115,7 @@ def _there_and_back(transport: Transport, channel: int, size: int) -> tuple[floa
     """Seconds of a message between ranks 0 and 1 on its way, and what an end of one takes of its rank's own time.
 
     There and back has four ends. On a CPU all that a rank's threads do for an end counts, gloo's among them, since they
-    run on the rank's processor; elsewhere the call alone does. The ends of a large message work at the same time, so that
+    run on the rank's processor; elsewhere the call alone does. Ends of a large message work at the same time, so that
     little may be left of its way.
     """
     tensor = torch.ones(size // 4, device=transport.device)
