@@ -12,6 +12,7 @@ from rich.text import Text
 from autopipe.cli.compared import Compared, Row, breakdown_rows, figure_rows
 from autopipe.cli.differences import Contrast
 from autopipe.cli.drawing.aligned import draw_memories, draw_timelines
+from autopipe.cli.drawing.alike import one_of_each
 from autopipe.cli.drawing.picture import plan_picture
 
 
@@ -29,7 +30,7 @@ def compare_screen(
         yield ""
         yield f"{each.folder} against {plans[0].folder}:"
         yield from (f"  {line}" for line in contrast.lines)
-    steps = [(str(each.folder), plan_picture(each.plan, each.timeline)) for each in plans]
+    steps = [(str(each.folder), one_of_each(plan_picture(each.plan, each.timeline))) for each in plans]
     yield ""
     yield from draw_timelines(steps, width, colour)
     yield ""

@@ -8,12 +8,11 @@ from rich.text import Text
 
 from autopipe.cli.drawing.axis import TimeAxis, Window
 from autopipe.cli.drawing.picture import Bar, Picture
-from autopipe.cli.drawing.rows import row_margin, shown_rows
 from autopipe.cli.drawing.sparkline import bar_of, highest_of
 from autopipe.cli.drawing.terminal import task_row
 
-MOST_ROWS = 16
-"""Devices of one step that are drawn."""
+_MOST_ROWS = 32
+"""Rows of one step."""
 _LEAST_WIDTH = 2
 """Columns that tasks take in the middle; where they take fewer, how busy a device is is drawn instead."""
 
@@ -33,14 +32,13 @@ def draw_timelines(steps: Sequence[Named], width: int, colour: bool) -> Iterator
     for name, picture in steps:
         yield from _heading(name, picture, axis, margin)
         rows = picture.rows
-        for device, label in shown_rows(picture, MOST_ROWS):
-            start = label.rjust(margin) if device is not None else label
+        for device, label in _rows(picture, margin):
             if device is None:
-                yield Text(start)
+                yield Text(label)
             elif as_tasks:
-                yield task_row(start, rows[device], axis, colour)
+                yield task_row(label, rows[device], axis, colour)
             else:
-                yield Text.assemble(start, (_busy(rows[device], picture.end, axis), "cyan" if colour else ""))
+                yield Text.assemble(label, (_busy(rows[device], picture.end, axis), "cyan" if colour else ""))
 
 
 def draw_memories(steps: Sequence[Named], width: int, colour: bool) -> Iterator[Text]:
@@ -53,18 +51,18 @@ def draw_memories(steps: Sequence[Named], width: int, colour: bool) -> Iterator[
     for name, picture in steps:
         yield from _heading(name, picture, axis, margin)
         own = max(1, axis.column_of(picture.end))
-        for device, label in shown_rows(picture, MOST_ROWS):
+        for device, label in _rows(picture, margin):
             if device is None:
                 yield Text(label)
                 continue
             bars = "".join(bar_of(used, full) for used in highest_of(picture.memory[device], picture.end, own))
             peak = f" {picture.memory_text(picture.peaks[device])}"
-            yield Text.assemble(label.rjust(margin), (bars, "cyan" if colour else ""), " " * (columns - own), peak)
+            yield Text.assemble(label, (bars, "cyan" if colour else ""), " " * (columns - own), peak)
 
 
 def _space(steps: Sequence[Named], width: int) -> tuple[float, int, int]:
     """The end of the longest step, the characters before a row and those of the row."""
-    margin = max(row_margin(picture) for _, picture in steps)
+    margin = max(len(str(picture.device_of(len(picture.memory) - 1))) for _, picture in steps) + 1
     return max(picture.end for _, picture in steps) or 1.0, margin, max(20, width - margin)
 
 
@@ -76,6 +74,17 @@ def _heading(name: str, picture: Picture, axis: TimeAxis, margin: int) -> Iterat
         yield Text(name + length.rjust(stop - len(name)))
     else:
         yield Text(f"{name}: {picture.time_text(picture.end)}")
+
+
+def _rows(picture: Picture, margin: int) -> Iterator[tuple[int | None, str]]:
+    """The rows that are drawn, with their labels; None for a line that says what is not."""
+    count = len(picture.memory)
+    for row in range(min(count, _MOST_ROWS)):
+        yield row, f"{picture.device_of(row)} ".rjust(margin)
+    notes = ["others do what one of these does"] if picture.devices else []
+    notes += [f"{count - _MOST_ROWS} more"] if count > _MOST_ROWS else []
+    if notes:
+        yield None, " " * margin + ", ".join(notes)
 
 
 def _busy(bars: Sequence[Bar], end: float, axis: TimeAxis) -> str:

@@ -39,7 +39,8 @@ function firstAfter(list, size, offset, time) {
 
 // Rows of all steps, one after the other: which step each belongs to, and its device there.
 const steps = data.groups.map(([name, count, end]) => ({ name, count, end }));
-const rows = steps.flatMap((step, index) => Array.from({ length: step.count }, (_, device) => ({ step, index, device })));
+const rows = steps.flatMap((step, index) => Array.from({ length: step.count }, (_, number) => ({ step, index, number })));
+rows.forEach((each, place) => { each.device = data.devices[place]; });
 
 // Bars of a device: kind, unit, start, end; they follow one another. Memory: time, use from then on.
 const bars = data.bars.map((list) => Float64Array.from(list));

@@ -7,6 +7,7 @@ from html import escape
 
 from autopipe.cli.compared import PARTS, Compared, Row, breakdown_rows, figure_rows, parts_of
 from autopipe.cli.differences import Contrast
+from autopipe.cli.drawing.alike import MOST_DEVICES, one_of_each
 from autopipe.cli.drawing.markup import markup_table
 from autopipe.cli.drawing.picture import plan_picture
 from autopipe.cli.drawing.report import Report
@@ -28,11 +29,16 @@ def compare_report(plans: Sequence[Compared], contrasts: Sequence[Contrast]) -> 
         )
     if len(plans) > 1:
         sections.append((f"Decided otherwise than in {names[0]}", "".join(_contrasts(plans, contrasts))))
+    subtitle = ", ".join(dict.fromkeys(plan.model for plan in bare))
+    if any(plan.summary.devices > MOST_DEVICES for plan in bare):
+        subtitle += "; of devices with the same tasks one is drawn"
     return Report(
         title=f"{len(plans)} plans compared",
-        subtitle=", ".join(dict.fromkeys(plan.model for plan in bare)),
+        subtitle=subtitle,
         figures=tuple((name, seconds_text(plan.summary.step_time_s)) for name, plan in zip(names, bare, strict=True)),
-        pictures=tuple((name, plan_picture(each.plan, each.timeline)) for name, each in zip(names, plans, strict=True)),
+        pictures=tuple(
+            (name, one_of_each(plan_picture(each.plan, each.timeline))) for name, each in zip(names, plans, strict=True)
+        ),
         sections=tuple(sections),
     )
 

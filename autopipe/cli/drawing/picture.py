@@ -54,6 +54,8 @@ class Picture:
     """Whether times are seconds and memory bytes; both are plain numbers in units of the user's choice otherwise."""
     steady: SteadyState | None = None
     transfers: tuple[Transfer, ...] = ()
+    devices: tuple[int, ...] = ()
+    """The device of each row, where rows are not all devices in order."""
 
     @property
     def peaks(self) -> tuple[int, ...]:
@@ -67,6 +69,10 @@ class Picture:
         for bar in self.bars:
             found[bar.device].append(bar)
         return found
+
+    def device_of(self, row: int) -> int:
+        """The device that a row is."""
+        return self.devices[row] if self.devices else row
 
     def time_text(self, time: float) -> str:
         """A time as a person reads it."""

@@ -101,6 +101,7 @@ def _data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
         "end": max(picture.end for picture in pictures),
         "physical": pictures[0].physical,
         "groups": [(name, len(picture.memory), picture.end) for name, picture in named],
+        "devices": [picture.device_of(row) for picture in pictures for row in range(len(picture.memory))],
         "kinds": list(kinds),
         "bars": bars,
         "memory": [

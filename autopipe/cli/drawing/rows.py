@@ -14,12 +14,12 @@ def row_margin(picture: Picture) -> int:
     return len(str(len(picture.memory) - 1)) + 1
 
 
-def shown_rows(picture: Picture, most: int = _MOST_ROWS) -> Iterator[tuple[int | None, str]]:
-    """At most so many devices, with the label of their row; None for the row that stands for those left out."""
+def shown_rows(picture: Picture) -> Iterator[tuple[int | None, str]]:
+    """Devices with the label of their row; None for the row that stands for those left out in the middle."""
     count, width = len(picture.memory), row_margin(picture) - 1
-    half = most // 2
+    half = _MOST_ROWS // 2
     for device in range(count):
-        if count <= most or device < half or device >= count - half:
+        if count <= _MOST_ROWS or device < half or device >= count - half:
             yield device, f"{device:{width}} "
         elif device == half:
             yield None, f"{'⋯':>{width}} {count - 2 * half} more devices"

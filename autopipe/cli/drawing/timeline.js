@@ -151,7 +151,7 @@ function paintRepetend() {
 }
 
 function paintLabels(device, y) {
-  if (rows[device].device % Math.ceil(11 / row)) return;
+  if (rows[device].number % Math.ceil(11 / row)) return;
   pen.fillStyle = colour("--ink");
   pen.font = `${row < 20 ? 10 : 12}px system-ui, sans-serif`;
   pen.textAlign = "right";

@@ -8,6 +8,7 @@ from pathlib import Path
 from autopipe.cli.compared import Compared
 from autopipe.cli.differences import Contrast
 from autopipe.cli.drawing.aligned import draw_memories, draw_timelines
+from autopipe.cli.drawing.alike import one_of_each
 from autopipe.cli.drawing.compare_report import compare_report
 from autopipe.cli.drawing.picture import plan_picture
 from autopipe.cli.drawing.report import report_page
@@ -43,7 +44,7 @@ def test_no_line_is_too_wide_and_memory_has_one_height():
     for width in (60, 120):
         drawn = [*draw_timelines(steps, width, colour=False), *draw_memories(steps, width, colour=False)]
         assert max(len(line.plain) for line in drawn) <= width + 1
-        assert any("more devices" in line.plain for line in drawn)
+        assert any(line.plain.endswith(" 8 more") for line in drawn)
     memory = [line.plain for line in draw_memories(steps, 100, colour=False)]
     highest = max(peak for _, picture in steps for peak in picture.peaks)
     full = [line for line in memory if "█" in line]
@@ -55,6 +56,32 @@ def test_tasks_too_fine_to_read_are_drawn_as_how_busy_devices_are():
     assert "a full bar is a busy device" in lines[0]
     first = lines[2][2:]
     assert first.rstrip(" ") and set(first) <= set(" ▁▂▃▄▅▆▇█") and first.count("█") > 60
+
+
+def test_of_devices_with_the_same_tasks_one_is_drawn():
+    """Ten replicas of two devices each, of which the tenth's second one has a task less."""
+    one = pictures((2, 4))[0][1]
+    bars = [
+        dataclasses.replace(bar, device=2 * replica + bar.device)
+        for replica in range(10)
+        for bar in one.bars
+        if not (replica == 9 and bar.name == "1B3")
+    ]
+    transfers = tuple(
+        dataclasses.replace(each, source=2 * replica + each.source, target=2 * replica + each.target)
+        for replica in range(10)
+        for each in one.transfers
+    )
+    many = dataclasses.replace(
+        one, bars=tuple(bars), memory=one.memory * 10, limits=one.limits * 10, transfers=transfers
+    )
+    few = one_of_each(many)
+    assert (few.devices, len(few.memory), few.transfers) == ((0, 1, 19), 3, one.transfers)
+    assert [[bar.name for bar in row] for row in few.rows][:2] == [[bar.name for bar in row] for row in one.rows]
+    assert one_of_each(one) is one
+    lines = [line.plain for line in draw_timelines([("p", few)], 60, colour=False)]
+    assert [line[:3] for line in lines[2:5]] == [" 0 ", " 1 ", "19 "]
+    assert lines[5].strip() == "others do what one of these does"
 
 
 def comparison(first, second):
