@@ -95,6 +95,18 @@ def test_a_device_does_or_waits_all_of_the_step(command_line: CommandLine) -> No
     assert "forward of stage 1" in shown
 
 
+def test_json_holds_the_breakdown_of_the_step(command_line: CommandLine) -> None:
+    build(configure("gpt", GPT)).save(command_line.folder / "m.onnx")
+    words = ("m.onnx", "--gpus", "2", "--strategy", "pipedream", "--schedule", "1f1b", "-o", "p")
+    told = json.loads(command_line.done("plan", *words, "--json", "-q").out)
+    assert sum(told["breakdown"].values()) == pytest.approx(told["summary"]["step_time_s"])
+    assert told["alternatives"] == []
+    found = explained(command_line)
+    assert found["breakdown"] == told["breakdown"]
+    assert found["next_best"] is None
+    assert {each["what"] for each in found["helps"]} >= {"twice the memory", "twice the devices"}
+
+
 def test_the_screens_of_a_named_strategy(command_line: CommandLine) -> None:
     planned(command_line, "gpt", "--strategy", "pipedream", "--schedule", "1f1b")
     whole = command_line.done("explain", "p").out

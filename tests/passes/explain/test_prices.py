@@ -10,9 +10,10 @@ import pytest
 from autopipe.configs.load import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.passes.explain.helps import granted, wishes
-from autopipe.passes.explain.node import move_changes, node_report, split_changes
+from autopipe.passes.explain.node import node_report
+from autopipe.passes.explain.node_changes import move_changes, split_changes
 from autopipe.passes.explain.prices import Price, cheapest
-from autopipe.passes.explain.stage import stage_changes
+from autopipe.passes.explain.stage_changes import stage_changes
 from autopipe.passes.pipeline import Planned, make_plan
 from autopipe.passes.placement.given.written import written
 from autopipe.passes.registry import scheduler_class, strategy_class

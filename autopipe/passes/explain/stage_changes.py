@@ -8,9 +8,7 @@ from dataclasses import replace
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
-from autopipe.ir.rebatch import rebatched
-from autopipe.passes.cost.splits import sample_axes
-from autopipe.passes.explain.node import moved_nodes, neighbours, with_stages
+from autopipe.passes.explain.node_changes import moved_nodes, neighbours, samples_of, with_stages
 from autopipe.passes.explain.prices import Change
 
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -96,10 +94,8 @@ def _merged(problem: Problem, placement: Placement, first: int, second: int) -> 
 
 def _by_samples(problem: Problem, stage: Stage, devices: tuple[int, ...], nodes: tuple[int, ...]) -> Stage | None:
     """The stage with other devices and nodes, sharing samples; None where these cannot be shared so."""
-    graph, size = problem.graph, stage.micro_batch_size
-    samples = sample_axes(graph if size == problem.micro_batch_size else rebatched(graph, size))
     try:
-        splits = samples.splits(nodes, len(devices))
+        splits = samples_of(problem, stage).splits(nodes, len(devices))
     except InfeasibleError:
         return None
     return replace(stage, nodes=nodes, devices=devices, splits=splits)
