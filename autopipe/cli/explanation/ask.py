@@ -17,9 +17,10 @@ from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.passes.cost.parts import stage_parts
 from autopipe.passes.explain.device import device_report
 from autopipe.passes.explain.helps import Help, Wish, granted, is_quick, wishes
-from autopipe.passes.explain.node import move_changes, node_report, split_changes
+from autopipe.passes.explain.node import node_report
+from autopipe.passes.explain.node_changes import move_changes, split_changes
 from autopipe.passes.explain.prices import cheapest
-from autopipe.passes.explain.stage import stage_changes
+from autopipe.passes.explain.stage_changes import stage_changes
 from autopipe.passes.pipeline import Planned
 from autopipe.passes.placement.given.nodes import NodeNames
 from autopipe.passes.placement.given.strategy import Given
