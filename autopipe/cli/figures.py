@@ -8,6 +8,10 @@ from collections.abc import Iterable, Sequence
 from autopipe.ir.placement import node_ranges
 
 
+_LONGEST_GROUP = 32
+"""Characters of a group of devices within a sentence."""
+
+
 def bytes_text(size: float) -> str:
     """A size with three digits or so: `3.10 GiB`."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -41,6 +45,14 @@ def devices_text(devices: Sequence[int]) -> str:
         return ",".join(map(str, devices))
     parts = node_ranges(devices)
     return ",".join(str(first) if last == first + 1 else f"{first}-{last - 1}" for first, last in parts)
+
+
+def group_text(devices: Sequence[int]) -> str:
+    """A group of devices within a sentence: of many that are no run, the first ones, the last and how many."""
+    text = devices_text(devices)
+    if len(text) <= _LONGEST_GROUP:
+        return text
+    return f"{devices[0]},{devices[1]},...,{devices[-1]} ({len(devices)} of them)"
 
 
 def _decimals(value: float) -> int:

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopipe.cli.explanation.prices import price_forms, price_table
-from autopipe.cli.figures import bytes_text, devices_text, seconds_text
+from autopipe.cli.figures import bytes_text, group_text, seconds_text
 from autopipe.ir.plan import Plan
 from autopipe.passes.explain.node import Edge, NodeReport
 from autopipe.passes.explain.prices import Price
@@ -33,7 +33,7 @@ class NodeExplanation:
         each = "" if report.share == 1 else f": each computes {Fraction(report.share).limit_denominator(1 << 20)} of it"
         yield (
             f"node {report.node} {report.name!r}, {report.op}: stage {report.stage}, devices"
-            f" {devices_text(report.devices)}, {split}{each}"
+            f" {group_text(report.devices)}, {split}{each}"
         )
         taken, whole = report.forward_s + report.backward_s, self._stage_s()
         share = f", {taken / whole:.1%} of the stage" if whole else ""

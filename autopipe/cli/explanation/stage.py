@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 
 from autopipe.cli.explanation.prices import price_forms, price_table
-from autopipe.cli.figures import bytes_text, devices_text, seconds_text
+from autopipe.cli.figures import bytes_text, group_text, seconds_text
 from autopipe.passes.cost.parts import StageParts
 from autopipe.passes.explain.prices import Price
 from autopipe.passes.pipeline import Planned
@@ -31,7 +31,7 @@ class StageExplanation:
         stage, predicted = plan.placement.stages[self.stage], plan.prediction.stages[self.stage]
         nodes = self.planned.problem.graph.nodes
         yield (
-            f"stage {self.stage} of {len(plan.placement.stages)}: devices {devices_text(stage.devices)},"
+            f"stage {self.stage} of {len(plan.placement.stages)}: devices {group_text(stage.devices)},"
             f" {len(stage.nodes)} nodes from {nodes[stage.nodes[0]].name!r} to {nodes[stage.nodes[-1]].name!r},"
             f" micro-batches of {stage.micro_batch_size}"
         )

@@ -7,6 +7,7 @@ from rich.console import Console
 from autopipe.cli.explanation.distance import distance_lines
 from autopipe.cli.explanation.plan import next_best
 from autopipe.cli.explanation.weighed import weighed_screen
+from autopipe.cli.figures import group_text
 from autopipe.ir.alternatives import Alternative, Choice
 from autopipe.ir.breakdown import Breakdown
 
@@ -72,3 +73,8 @@ def test_one_device_at_its_best_has_nothing_to_lose() -> None:
     assert list(distance_lines(Breakdown(1.0), 1)) == [
         "ideal 1.00 s (the device's work at the roofline), the step takes 1.00 times that"
     ]
+
+
+def test_a_group_of_many_devices_is_told_in_a_few_words() -> None:
+    assert group_text((0, 1, 2, 3)) == "0-3"
+    assert group_text(tuple(range(1, 512, 16))) == "1,17,...,497 (32 of them)"
