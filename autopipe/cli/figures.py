@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from autopipe.ir.placement import node_ranges
 
-
 _LONGEST_GROUP = 32
 """Characters of a group of devices within a sentence."""
 
