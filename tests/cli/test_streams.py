@@ -35,7 +35,7 @@ COMMANDS: dict[tuple[str, ...], tuple[object, ...]] = {
     ("config", "clusters"): (),
 }
 """A command that works without starting ranks, and words to give it."""
-BENCHMARKS = ("fidelity", "graphpipe", "pase", "tepdist", "tessel")
+BENCHMARKS = ("auto", "fidelity", "graphpipe", "pase", "tepdist", "tessel")
 RUNNING = {("launch",), ("verify",), *(("bench", name) for name in BENCHMARKS)}
 """Commands that start ranks or take long: what they print is tested where they do."""
 
