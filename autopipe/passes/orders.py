@@ -28,10 +28,11 @@ _FEW_KINDS = 3
 def best_order(problem: Problem, place: Callable[[Problem], Placement], parts: bool = True) -> Placement:
     """What `place` makes of the problem with its cluster's groups in the order whose simulated step is shortest.
 
-    With `parts` that is also tried without the groups of some kinds, where the others alone could be faster and no
-    constraint names devices: not for what leaves devices out by itself. The placement's devices are those of the
-    problem as it is given. Of equal orders the first counts, which is the given one. Raises what `place` raises for
-    that where no order has a placement, and InfeasibleError for a stage that straddles kinds without being asked to.
+    With `parts` the groups of some kinds are tried without the others first, where no constraint names devices: fewer
+    devices are searched sooner, and what they take ends the search among all of them early. It is not for what leaves
+    devices out by itself. The placement's devices are those of the problem as it is given. Of equal steps the first
+    counts. Raises what `place` raises for the given order where none has a placement, and InfeasibleError for a stage
+    that straddles kinds without being asked to.
     """
     if len(problem.cluster.groups) < 2:
         found = place(problem)
@@ -39,8 +40,9 @@ def best_order(problem: Problem, place: Callable[[Problem], Placement], parts: b
         return found
     best: tuple[float, Placement] | None = None
     refused: AutopipeError | None = None
+    given = tuple(range(len(problem.cluster.groups)))
     named = any(each.devices is not None for each in problem.constraints)
-    orders = [*orders_of(problem.cluster), *(parts_of(problem.cluster) if parts and not named else ())]
+    orders = [*(parts_of(problem.cluster) if parts and not named else ()), *orders_of(problem.cluster)]
     end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
     for tried, order in enumerate(orders):
         ordered, old = _reordered(problem, order)
@@ -55,7 +57,8 @@ def best_order(problem: Problem, place: Callable[[Problem], Placement], parts: b
             check_kinds(ordered, found)
             seconds = _step_s(ordered, found)
         except (ConfigurationError, InfeasibleError, ModelError) as error:
-            refused = refused or error
+            if refused is None or order == given:
+                refused = error
             continue
         if best is None or seconds < best[0]:
             best = seconds, _on_devices(found, old)
@@ -79,10 +82,10 @@ def orders_of(cluster: Cluster) -> Iterator[tuple[int, ...]]:
 
 
 def parts_of(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Orders of the groups of some kinds alone, more kinds first; of more than a few kinds each by itself."""
+    """Orders of the groups of some kinds alone, few kinds first; of more than a few kinds each by itself."""
     kinds = _kinds(cluster)
     every = tuple(dict.fromkeys(kinds))
-    for count in range(len(every) - 1, 0, -1) if len(every) <= _FEW_KINDS else (1,):
+    for count in range(1, len(every)) if len(every) <= _FEW_KINDS else (1,):
         for some in itertools.combinations(every, count):
             yield from _permuted(kinds, some)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.cluster import Device
+from autopipe.ir.cluster import Device, Link
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import recomputed_nodes
@@ -24,11 +26,12 @@ _Floats = NDArray[np.float64]
 
 
 def cut_into_stages(
-    problem: Problem, groups: Sequence[Sequence[int]], fixed: Mapping[int, int], replicas: int = 1
+    problem: Problem, groups: Sequence[Sequence[int]], fixed: Mapping[int, int], replicas: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """The nodes of the stage on each of `groups` of devices, `fixed` ones in the stages it says.
 
-    Of what crosses from stage to stage each of `replicas` in a group sends its own samples.
+    Of what crosses from stage to stage each of `replicas` in a group sends its own samples; without a number one device
+    sends all, but among groups that differ as many as the smaller one has.
 
     The slowest stage is as fast as it can be, work shared by its group and messages at both its ends included, as far
     as that is known before splits are. Where devices have different memory, no stage has parameters that its group
@@ -70,24 +73,35 @@ def _bounds(graph: Graph, chain: Chain, count: int, fixed: Mapping[int, int]) ->
     return found
 
 
-def _lengths(problem: Problem, chain: Chain, groups: Sequence[Sequence[int]], replicas: int) -> list[_Floats]:
+def _lengths(problem: Problem, chain: Chain, groups: Sequence[Sequence[int]], replicas: int | None) -> list[_Floats]:
     """For each stage, at [a, b] the seconds of blocks a to b - 1, with what crosses both ends; infinite for none."""
-    crossing = _crossing_seconds(problem, chain, replicas)
-    known: dict[tuple[frozenset[Device], int], _Floats] = {}
-    found = []
-    for group in groups:
-        key = frozenset(problem.cluster.kinds_among(group)), len(group)
-        if key not in known:
-            done = np.concatenate(([0.0], np.cumsum(chain.by_block(_seconds(problem, key[0]) / len(group)))))
-            known[key] = done[None, :] - done[:, None] + crossing[:, None] + crossing[None, :]
-            known[key][np.tril_indices(len(done))] = np.inf
-        found.append(known[key])
+    cluster = problem.cluster
+    kinds = [(frozenset(cluster.kinds_among(group)), len(group)) for group in groups]
+    if len(set(kinds)) == 1:
+        crossing = _crossing_seconds(problem, chain, cluster.slowest_link(range(cluster.size)), replicas or 1)
+        length = _length(chain, _seconds(problem, kinds[0][0]) / kinds[0][1], crossing, crossing)
+        return [length] * len(groups)
+    own = {kind: _seconds(problem, *kind) for kind in set(kinds)}
+    crossing_over = cache(lambda link, lanes: _crossing_seconds(problem, chain, link, lanes))
+    ends = [np.zeros(chain.blocks + 1)]
+    for one, other in itertools.pairwise(groups):
+        lanes = replicas or min(len(one), len(other))
+        ends.append(crossing_over(cluster.slowest_link((one[-1], other[0])), lanes))
+    ends.append(ends[0])
+    return [_length(chain, own[kind], ends[stage], ends[stage + 1]) for stage, kind in enumerate(kinds)]
+
+
+def _length(chain: Chain, seconds: _Floats, before: _Floats, after: _Floats) -> _Floats:
+    """The same for one stage, with the seconds of each node, and of what crosses each place before and after it."""
+    done = np.concatenate(([0.0], np.cumsum(chain.by_block(seconds))))
+    found: _Floats = done[None, :] - done[:, None] + before[:, None] + after[None, :]
+    found[np.tril_indices(len(done))] = np.inf
     return found
 
 
-def _seconds(problem: Problem, kinds: Iterable[Device]) -> _Floats:
-    """Seconds of forward and backward of each whole node, on the slowest of some kinds of devices."""
-    both = (node_seconds(problem.work, device, problem.precision) for device in kinds)
+def _seconds(problem: Problem, kinds: Iterable[Device], width: int = 1) -> _Floats:
+    """Seconds of forward and backward of each node, shared by `width` devices, the slowest of some kinds."""
+    both = (node_seconds(problem.work, device, problem.precision, 1 / width) for device in kinds)
     found: _Floats = np.maximum.reduce([forward + (backward if problem.train else 0.0) for forward, backward in both])
     return found
 
@@ -130,10 +144,9 @@ def _best_stops(lengths: Sequence[_Floats], bounds: list[tuple[int, int]]) -> li
     return stops[::-1]
 
 
-def _crossing_seconds(problem: Problem, chain: Chain, replicas: int) -> _Floats:
+def _crossing_seconds(problem: Problem, chain: Chain, link: Link, replicas: int) -> _Floats:
     """For each place between two blocks, and 0 at both ends, the time of sending what crosses it."""
     graph, recomputed = problem.graph, recomputed_nodes(problem.graph)
-    link = problem.cluster.slowest_link(range(problem.cluster.size))
     change = np.zeros(chain.blocks + 2)
     for name, readers in graph.consumers().items():
         producer = graph.producer(name)

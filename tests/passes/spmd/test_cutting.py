@@ -13,7 +13,7 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.spmd.cutting import cut_into_stages
 from tests.passes.cost.graphs import perceptron, problem
-from tests.passes.cost.mixed import OUTER, kind, mixed_cluster
+from tests.passes.cost.mixed import kind, mixed_cluster
 
 Groups = list[tuple[int, ...]]
 
@@ -21,13 +21,17 @@ Groups = list[tuple[int, ...]]
 def slowest(given: Problem, groups: Groups, stops: tuple[int, ...]) -> float:
     """Seconds of the slowest stage of a perceptron's nodes cut at `stops`, messages at both ends included."""
     bounds = (0, *stops, len(given.graph.nodes))
-    crossing = [0.0 if at in (0, bounds[-1]) else OUTER.seconds(_bytes(given, at)) for at in bounds]
+    crossing = [0.0]
+    for place, one, other in zip(stops, groups, groups[1:], strict=False):
+        link = given.cluster.link(one[-1], other[0])
+        crossing.append(link.seconds(_bytes(given, place) / min(len(one), len(other))))
+    crossing.append(0.0)
     found = []
     for stage, group in enumerate(groups):
         seconds = []
         for device in {given.cluster.devices[each] for each in group}:
-            forward, backward = node_seconds(given.work, device, given.precision)
-            seconds.append((forward + backward)[bounds[stage] : bounds[stage + 1]].sum() / len(group))
+            forward, backward = node_seconds(given.work, device, given.precision, 1 / len(group))
+            seconds.append((forward + backward)[bounds[stage] : bounds[stage + 1]].sum())
         found.append(max(seconds) + crossing[stage] + crossing[stage + 1])
     return max(found)
 
