@@ -61,10 +61,11 @@ def plan(
       autopipe plan --from gpt.onnx.plan --schedule gpipe -o gpipe.plan
     """
     from autopipe.cli.annotation import annotate_model
-    from autopipe.cli.edited import Former, Price
     from autopipe.cli.files import check_writable
+    from autopipe.cli.former import Former
     from autopipe.cli.plan_folder import check_target, write_plan_folder
     from autopipe.cli.plan_screen import plan_screen
+    from autopipe.cli.price import Price
     from autopipe.cli.progress import Watcher, names_of
     from autopipe.cli.request import request_of
     from autopipe.ir.serial.alternatives_form import alternatives_form
@@ -106,7 +107,7 @@ def plan(
             "annotations do not tell that stages have micro-batches of their own",
             "constraints say it: micro_batch_size",
         )
-    price = None if held is None else Price.of(held, planned)
+    price = None if held is None else Price(held, planned.plan)
     schedule = planned.plan.schedule
     data = {
         "plan": target,

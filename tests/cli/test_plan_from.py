@@ -160,6 +160,18 @@ def test_the_price_is_said(planned: CommandLine) -> None:
     assert "strategy:\n  name: given\nschedule:\n  name: gpipe\n" in Path("worse/config.yaml").read_text()
 
 
+def test_more_micro_batches_of_the_same_size_are_judged_by_their_samples(planned: CommandLine) -> None:
+    shown = planned.done("plan", "--from", "two", "--batch-size", 64, "--micro-batches", 32, "-o", "more")
+    assert "better: " in shown.out and "more samples a second than what two held" in shown.out
+    assert open_plan(Path("more")).plan.placement == open_plan(Path("two")).plan.placement
+
+
+def test_a_placement_may_be_edited_for_more_devices(planned: CommandLine) -> None:
+    edited(("devices: [2, 3]", "devices: [2, 5]"))
+    found, _ = again(planned, "--gpus", 6)
+    assert (found.plan.schedule.devices, found.plan.placement.stages[1].devices) == (6, (2, 5))
+
+
 def test_flags_and_the_configuration_change_what_they_say(planned: CommandLine) -> None:
     edited(("name: 1f1b", "name: gpipe"), name="config.yaml")
     found, _ = again(planned, "--cluster", "v100-16gb", "--memory-limit", "1GiB")
@@ -206,6 +218,7 @@ def test_memory_that_does_not_hold_it_is_told(planned: CommandLine) -> None:
         ([("{samples: 2}", "{samples: 3}")], ["stage 0 splits", "into 3 parts"]),
         ([("{samples: 2}", "{sample: 2}")], ["stage 0 splits axis 'sample', which none of the nodes it names has"]),
         ([("micro_batch_size: 2", "micro_batch_size: 3")], ["stage 0 has micro-batches of 3 samples"]),
+        ([("micro_batch_size: 2", "micro_batch_size: 0")], ["stage 0 has micro-batches of 0 samples"]),
         ([("- devices: [2, 3]", "- device: [2, 3]")], ["placement.yaml:", "'device'", "devices"]),
         ([("devices: [0, 1]", "devices: [2-3]"), ("devices: [2, 3]", "devices: [0-1]"),
           ("    - /layers.2/*\n", ""), ("    - /layers.1/*\n", "    - /layers.2/*\n"),

@@ -94,7 +94,7 @@ def _stage(
     problem: Problem, names: NodeNames, samples: _Samples, index: int, given: GivenStage, devices: tuple[int, ...]
 ) -> Stage:
     whole = problem.micro_batch_size
-    size = given.micro_batch_size or whole
+    size = whole if given.micro_batch_size is None else given.micro_batch_size
     if size < 1 or whole % size:
         raise ConfigurationError(
             f"stage {index} has micro-batches of {size} samples, which do not divide the step's of {whole}"
