@@ -6,6 +6,7 @@ from autopipe.ir.errors import AutopipeError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.base import Scheduler, Strategy
+from autopipe.passes.placement.grid.strategy import Grid
 
 _MOST_SIZE = {
     "breadth_first": 2**14,
@@ -50,7 +51,8 @@ def left_out(strategy: Strategy, operators: int, devices: int) -> LeftOutError |
 
 def _form(strategy: Strategy) -> str:
     """What is searched: the step of stages that a line passes again and again takes a list of all tasks to tell."""
-    return "grid with chunks" if strategy.name == "grid" and getattr(strategy, "chunks", 1) > 1 else strategy.name
+    is_open = isinstance(strategy, Grid) and strategy.chunks > 1 and strategy.pipeline is None
+    return "grid with chunks" if is_open else strategy.name
 
 
 def is_quick(strategy: Strategy) -> bool:

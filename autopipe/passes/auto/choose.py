@@ -13,6 +13,7 @@ from autopipe.passes.auto.answers import FORMAT, answer_form, answer_of
 from autopipe.passes.auto.candidates import candidates
 from autopipe.passes.auto.first import first_candidate
 from autopipe.passes.auto.keys import answer_key
+from autopipe.passes.auto.narrowed import narrowed
 from autopipe.passes.auto.search import Search
 from autopipe.passes.auto.store import Store
 from autopipe.passes.auto.variations import variations
@@ -87,6 +88,9 @@ def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.mo
         search.expect(every)
         search.try_all(every)
         search.try_all(variations(search, problem))
+        finer = tuple(narrowed(search))
+        search.expect(finer)
+        search.try_all(finer)
     search.schedule_all()
     if search.best is None:
         raise search.reason()

@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 
 
 def request_of(model, **given):
-    return Request(model, cluster(2), None, None, **{"batch_size": 8, **given})
+    return Request(model, **{"cluster": cluster(2), "strategy": None, "scheduler": None, "batch_size": 8, **given})
 
 
 class Recorder(Silent):
