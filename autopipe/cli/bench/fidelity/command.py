@@ -26,7 +26,7 @@ _MINUTES = 11.0
     type=click.FloatRange(min=0),
     default=_MINUTES,
     show_default=True,
-    help="About how long it takes; every candidate is run, however long that takes.",
+    help="About how long it takes; all candidates are run, however long that takes.",
 )
 @click.option("--write", type=click.Path(path_type=Path), metavar="FILE", help="Also write a page, with a picture.")
 @standard_options

@@ -39,8 +39,8 @@ def compare(
 ) -> Iterator[Comparison]:
     """What came of each session, as it is done; one that fails is told and left out.
 
-    Costs are measured where `costs` names none. `end` is when to be done, by `time.monotonic`: each session gets an
-    equal part of what is left.
+    Costs are measured where `costs` names none. `end` is when to be done, by `time.monotonic`: each session gets a
+    part of what is left, by its ranks.
     """
     bar.advance(0, note="measuring exchanges")
     given = exchange_costs(max(ranks for _, ranks in planned)) if costs is None else read_costs(costs)
@@ -48,7 +48,8 @@ def compare(
     crew: Crew | None = None
     try:
         for done, (name, ranks) in enumerate(planned):
-            until = time.monotonic() + (end - time.monotonic()) / (len(planned) - done)
+            part = ranks / sum(each for _, each in planned[done:])
+            until = time.monotonic() + (end - time.monotonic()) * part
             if crew is None or crew.size != ranks:
                 if crew is not None:
                     crew.stop()

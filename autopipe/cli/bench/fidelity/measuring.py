@@ -20,7 +20,7 @@ _RECORDED, _WARM_UP, _STEPS = 1, 1, 4
 """Steps of a program: with allocations counted, in the first round alone; to warm up; those that count."""
 _SLOW, _FEW_STEPS = 4.0, 2
 """What is predicted to take so many times the least runs fewer steps that count."""
-_MOST_ROUNDS = 6
+_LEAST_ROUNDS, _MOST_ROUNDS = 2, 6
 _NEAR = 1.3
 """Candidates within so much of the fastest one are run again while there is time: they decide which one is fastest."""
 _PATIENCE_S = 120.0
@@ -30,8 +30,8 @@ _PATIENCE_S = 120.0
 def measured(
     candidates: Sequence[Candidate], crew: Crew, folder: Path, seconds: float, tell: Callable[[str], None]
 ) -> list[Outcome]:
-    """What came of each candidate: all are run once, and once more where that is over within `seconds`; then those near
-    the fastest, again and again.
+    """What came of each candidate: all are run once, and once more where that is over within `seconds`; those near the
+    fastest are in any case, and again while there is time.
 
     `tell` hears what is being run. A candidate that fails stops no other.
     """
@@ -51,7 +51,7 @@ def measured(
         left, each_s = started + seconds - now, (now - began) / max(1, len(chosen))
         if turn or len(candidates) * each_s > left:
             chosen = _near_the_fastest(outcomes)
-        if len(chosen) * each_s > left:
+        if turn + 1 >= _LEAST_ROUNDS and len(chosen) * each_s > left:
             break
     return outcomes
 
