@@ -17,7 +17,7 @@ from autopipe.configs.dump import dump
 from autopipe.configs.load import dump_configuration, load_configuration, resolve_cluster
 from autopipe.configs.presets import cluster_names, cluster_preset, is_cluster, read_cluster
 from autopipe.configs.quantity import format_bytes
-from autopipe.ir.cluster import Cluster, Device, Group, Link
+from autopipe.ir.cluster import Cluster, Device, Link
 
 
 @click.group()
@@ -82,12 +82,12 @@ def clusters(output: Output) -> None:
         least = min(device.memory_bytes for device in cluster.kinds)
         entries.append({"preset": name, **dump(description), "memory_bytes": least})
         label, first = name, 0
-        for group in cluster.groups or (Group("", cluster.size, ()),):
+        for size, levels in [(group.size, group.levels) for group in cluster.groups] or [(cluster.size, ())]:
             device = cluster.devices[first]
-            kind = f"{group.size} x {device.name}" if cluster.groups else device.name
-            links = " / ".join(_gigabytes(each.link) for each in (*group.levels, *cluster.levels))
+            kind = f"{size} x {device.name}" if cluster.groups else device.name
+            links = " / ".join(_gigabytes(each.link) for each in (*levels, *cluster.levels))
             table.add_row(label, kind, *_figures(device), links)
-            label, first = "", first + group.size
+            label, first = "", first + size
     output.result({"clusters": entries}, table)
 
 

@@ -46,8 +46,10 @@ def test_the_kind_of_each_stage_is_told(folder: Path, capsys: pytest.CaptureFixt
         for index, stage in enumerate(stages):
             row = [line for line in text.splitlines() if line.startswith(f"{index} ")][-1]
             assert ("A100" in row, "V100" in row) == (stage["devices"][0] < 2, stage["devices"][0] >= 2)
-    code, out, _ = run(capsys, "codegen", "mixed", "--json")
-    assert code == 0
+    assert run(capsys, "codegen", "mixed", "--json")[0] == 0
+    assert run(capsys, "show", "mixed", "--html", "mixed.html", "-q")[0] == 0
+    page = (folder / "mixed.html").read_text()
+    assert "<th>kind</th>" in page and "<td>V100-SXM2-32GB</td>" in page
 
 
 def test_the_first_devices_are_taken_and_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from autopipe.cli.drawing.palette import stage_colour
 from autopipe.cli.drawing.picture import plan_picture
 from autopipe.cli.drawing.report import Report
 from autopipe.cli.drawing.stage_graph import plan_graph_svg
-from autopipe.cli.figures import bytes_text, devices_text, seconds_text
+from autopipe.cli.figures import bytes_text, devices_text, kinds_text, seconds_text
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Phase
 from autopipe.ir.timeline import Timeline
@@ -49,7 +49,8 @@ def _stages(plan: Plan) -> str:
     halves = ("input gradient", "weight gradient") if split else ()
     pipelines = ("pipeline",) if plan.placement.pipelines > 1 else ()
     samples = ("micro-batch",) if plan.has_own_sizes else ()
-    heads = ("stage", "devices", *pipelines, *samples, "nodes", "parameters", "forward", "backward", *halves)
+    kinds = ("kind",) if len(set(plan.device_names)) > 1 else ()
+    heads = ("stage", "devices", *kinds, *pipelines, *samples, "nodes", "parameters", "forward", "backward", *halves)
     heads += ("gradient sum", "update", "kept a micro-batch", "static memory", "recompute")
     return markup_table(heads, list(_stage_rows(plan, split)))
 
@@ -61,6 +62,7 @@ def _stage_rows(plan: Plan, split: bool) -> Iterator[str]:
         cells = (
             str(index),
             devices_text(stage.devices),
+            *((kinds_text(plan.device_names, stage.devices),) if len(set(plan.device_names)) > 1 else ()),
             *((str(stage.pipeline),) if plan.placement.pipelines > 1 else ()),
             *((str(stage.micro_batch_size),) if plan.has_own_sizes else ()),
             str(len(stage.nodes)),
