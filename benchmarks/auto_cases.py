@@ -81,9 +81,9 @@ def _about(rows: Iterable[Row]) -> Iterable[str]:
         if row["metric"] == "step_time_s" and row["ours"] is None:
             yield f"No plan: {row['note']}."
         elif row["metric"] == "step_time_s":
-            yield f"A step of {row['ours']:.4g} s ({row['note']})."
+            yield from (f"A step of {row['ours']:.4g} s ({row['note']}):", "")
         elif row["metric"] in SHAPES:
-            yield f"{SHAPES[row['metric']].capitalize()}: {_told(row)}."
+            yield f"- {SHAPES[row['metric']]}: {_told(row)}"
 
 
 def _told(row: Row) -> str:
