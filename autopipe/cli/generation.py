@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from autopipe import __version__
 from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
 from autopipe.backends.torch.emission.manifest import Provenance
 from autopipe.cli.verification import FORWARD, REFERENCE
+from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.program import Program, RankCode, StageCode
 from autopipe.ir.schedule import Phase, Schedule, Task
@@ -19,17 +22,31 @@ _ROW_TASKS = 24
 """Tasks of a rank's row that its docstring shows, from the start and from the end."""
 
 
-def generate(planned: Planned, folder: Path) -> Program:
-    """Write the program of `planned` into `folder` and return it. Raises CodegenError or ConfigurationError."""
+def generate(planned: Planned, folder: Path, ranks: Sequence[int] = ()) -> Program:
+    """Write the program of `planned` into `folder` and return it. Raises CodegenError or ConfigurationError.
+
+    With `ranks` only theirs are written, for looking at and for dry runs: without the one-device programs, and without
+    the proof that all ranks come to their ends.
+    """
     problem, plan = planned.problem, planned.plan
     loss = problem.loss if problem.train else None
-    program = lower(problem.graph, plan.placement, plan.schedule, loss, problem.optimizer.shard)
-    files = [ProgramFiles("", program, _stage_titles(planned, program), _rank_titles(planned, program))]
+    _check_ranks(ranks, plan.schedule.devices)
+    program = lower(problem.graph, plan.placement, plan.schedule, loss, problem.optimizer.shard, proven=not ranks)
+    if ranks:
+        kept = (rank if rank.rank in ranks else replace(rank, shards=()) for rank in program.ranks)
+        program = replace(program, ranks=tuple(kept))
+    files = [ProgramFiles("", program, _stage_titles(planned, program), _rank_titles(planned, program, ranks))]
     for name, own in ((REFERENCE, problem.loss), (FORWARD, None)):
-        if own is not None or name == FORWARD:
+        if not ranks and (own is not None or name == FORWARD):
             files.append(_one_device(planned, name, own))
     write_program(files, _provenance(planned), folder)
     return program
+
+
+def _check_ranks(ranks: Sequence[int], devices: int) -> None:
+    for rank in ranks:
+        if not 0 <= rank < devices:
+            raise ConfigurationError(f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}")
 
 
 def _one_device(planned: Planned, name: str, loss: str | None) -> ProgramFiles:
@@ -77,8 +94,10 @@ def _portions(program: Program, stage: StageCode) -> str:
     return f"{program.micro_batches * stage.turns} micro-batches of {program.micro_batch_size // stage.turns}"
 
 
-def _rank_titles(planned: Planned, program: Program) -> tuple[str, ...]:
-    return tuple(_rank_title(planned, program, rank) for rank in program.ranks)
+def _rank_titles(planned: Planned, program: Program, ranks: Sequence[int]) -> tuple[str | None, ...]:
+    return tuple(
+        _rank_title(planned, program, rank) if not ranks or rank.rank in ranks else None for rank in program.ranks
+    )
 
 
 def _shares(program: Program, rank: RankCode) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from autopipe.backends.torch.checkpoint.folder import check_unused
+from autopipe.backends.torch.emission.rank import rank_module
 from autopipe.backends.torch.launcher import Gang, launch_program, local_ranks, read_reports, run_alone
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.pulse import Timeouts
@@ -54,6 +55,8 @@ class Launch:
         world_size = self.manifest.world_size
         if not 0 <= rank < world_size:
             raise ConfigurationError(f"there is no rank {rank}", hint=f"the program has ranks 0 to {world_size - 1}")
+        if not self._has(rank):
+            raise ConfigurationError(f"rank {rank} was not generated", hint=f"autopipe codegen PLAN --ranks {rank}")
         with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
             report = Path(name) / "report.json"
             arguments = ["--dry-run", "--device", self.device, "--steps", "1", "--report", str(report)]
@@ -63,8 +66,18 @@ class Launch:
             found: dict[str, object] = json.loads(report.read_text(encoding="utf-8"))
             return found
 
+    def _has(self, rank: int) -> bool:
+        """Whether the rank's program was written: `codegen --ranks` leaves others out."""
+        return (self.manifest.folder / f"{rank_module(rank)}.py").is_file()
+
     def _check(self) -> None:
         train = self.manifest.train
+        missing = [rank for rank in range(self.manifest.world_size) if not self._has(rank)]
+        if missing:
+            raise ConfigurationError(
+                f"{len(missing)} of {self.manifest.world_size} ranks were not generated, the first is {missing[0]}",
+                hint="autopipe codegen PLAN, without --ranks, writes all",
+            )
         if self.checkpoint is None and (self.resume or self.checkpoint_every):
             flag = "--resume" if self.resume else "--checkpoint-every"
             raise ConfigurationError(f"{flag} needs a folder", hint="give it with --checkpoint DIR")

@@ -41,12 +41,15 @@ os._exit(0)
 
 @dataclass(frozen=True, slots=True)
 class ProgramFiles:
-    """A program, the folder inside the written one where it goes, and the docstrings of its stages and ranks."""
+    """A program, the folder inside the written one where it goes, and the docstrings of its stages and ranks.
+
+    A rank whose docstring is None is not written.
+    """
 
     name: str
     program: Program
     stage_titles: tuple[str, ...]
-    rank_titles: tuple[str, ...]
+    rank_titles: tuple[str | None, ...]
 
 
 def write_program(programs: Sequence[ProgramFiles], provenance: Provenance, folder: Path) -> None:
@@ -70,8 +73,9 @@ def _files(files: ProgramFiles, provenance: Provenance) -> dict[str, str]:
         f"{stage_module(stage.stage)}.py": emit_stage(stage, title)
         for stage, title in zip(program.stages, files.stage_titles, strict=True)
     }
-    for rank, title in zip(program.ranks, files.rank_titles, strict=True):
-        found[f"{rank_module(rank.rank)}.py"] = emit_rank(program, rank, title)
+    for rank, rank_title in zip(program.ranks, files.rank_titles, strict=True):
+        if rank_title is not None:
+            found[f"{rank_module(rank.rank)}.py"] = emit_rank(program, rank, rank_title)
     found["run.py"] = _ENTRY
     for name, text in found.items():
         _check(name, text)
