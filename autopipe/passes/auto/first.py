@@ -11,6 +11,8 @@ _SHARE = 1 / 4
 """The part of a device's memory that parameters and what is kept beside them may fill."""
 _PER_STAGE = 4
 """Micro-batches a stage, about: a pipeline then idles a fifth of the step."""
+_FEWEST = 16
+"""Micro-batches of few stages: one stage needs all at once that backward needs of one."""
 
 
 def first_candidate(request: Request, graph: Graph) -> Candidate | None:
@@ -32,7 +34,7 @@ def first_candidate(request: Request, graph: Graph) -> Candidate | None:
     counts = [count for count in _divisors(request.batch_size) if request.batch_size // count % data == 0]
     if not counts:
         return None
-    enough = [count for count in counts if count >= _PER_STAGE * pipeline]
+    enough = [count for count in counts if count >= max(_FEWEST, _PER_STAGE * pipeline)]
     return Candidate(Grid(pipeline, data, tensor), min(enough, default=counts[-1]), recompute="auto")
 
 
