@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopipe.ir.cluster import Device
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Constraint, Mode, Problem
@@ -73,7 +74,7 @@ def one_each(given: Problem) -> Placement:
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.sampled_from([8, 128, 512]), min_size=4, max_size=4), st.permutations([A, B, C]))
-def test_the_best_order_is_the_one_with_the_shortest_step(widths: list[int], kinds: list) -> None:  # type: ignore[type-arg]
+def test_the_best_order_is_the_one_with_the_shortest_step(widths: list[int], kinds: list[Device]) -> None:
     given = problem(perceptron(widths), mixed_cluster([(1, each) for each in kinds]))
     best = best_order(given, one_each, parts=False)
     steps = []
