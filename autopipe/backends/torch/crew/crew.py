@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
+import select
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from autopipe.backends.torch.crew.member import Reply, Task, serve
+from autopipe.backends.torch.crew.line import Line
+from autopipe.backends.torch.crew.member import Reply, Task
 from autopipe.backends.torch.launcher import rank_environment, read_reports
 from autopipe.ir.errors import LaunchError
 
@@ -38,8 +42,9 @@ class Crew:
     """So many ranks on the CPU. A failure ends their processes; the next run starts new ones."""
 
     size: int
-    _processes: list[ForkServerProcess] = field(default_factory=list, repr=False)
-    _connections: list[Connection] = field(default_factory=list, repr=False)
+    _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    """The one that the ranks are copies of, and whose group they are."""
+    _lines: list[Line] = field(default_factory=list, repr=False)
     _folder: str = field(default="", repr=False)
 
     def __enter__(self) -> Crew:
@@ -59,8 +64,8 @@ class Crew:
             report = Path(self._folder) / "report.jsonl"
             report.unlink(missing_ok=True)
             task = Task(str(program), str(data), str(report), steps, recorded[1], recorded[0])
-            for connection in self._connections:
-                connection.send(task)
+            for line in self._lines:
+                line.send(asdict(task))
             replies = self._replies(patience_s)
         except BaseException:
             self.stop()
@@ -78,49 +83,44 @@ class Crew:
 
     def stop(self) -> None:
         """End the processes."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        for connection in self._connections:
-            connection.close()
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        for line in self._lines:
+            line.close()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._processes, self._connections, self._folder = [], [], ""
+        self._process, self._lines, self._folder = None, [], ""
 
     def _start(self) -> None:
-        if self._processes:
+        if self._process is not None:
             return
-        context = multiprocessing.get_context("forkserver")
-        # Imported once by the server; its children find them there. Optimizers import torch._dynamo: a second each.
-        context.set_forkserver_preload(
-            ["torch", "torch.distributed", "torch._dynamo", "autopipe.backends.torch.runtime"]
-        )
         self._folder = tempfile.mkdtemp(prefix="autopipe-crew-")
+        pairs = [socket.socketpair() for _ in range(self.size)]
+        self._lines = [Line(ours) for ours, _ in pairs]
+        theirs = [end.fileno() for _, end in pairs]
+        words = [sys.executable, "-m", "autopipe.backends.torch.crew.fork", f"{self._folder}/store", *map(str, theirs)]
         with rank_environment():
-            for rank in range(self.size):
-                ours, theirs = context.Pipe()
-                store = f"{self._folder}/store"
-                process = context.Process(target=serve, args=(rank, self.size, store, theirs), daemon=True)
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._connections.append(ours)
+            self._process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, pass_fds=theirs, start_new_session=True, env=dict(os.environ)
+            )
+        for _, end in pairs:
+            end.close()
         self._replies(_START_S)
 
     def _replies(self, patience_s: float) -> list[Reply]:
         """One of each rank, in the order in which they came. Raises LaunchError with the first that failed."""
         end = time.monotonic() + patience_s
         found: list[Reply] = []
-        waiting = dict(enumerate(self._connections))
+        waiting = dict(enumerate(self._lines))
         while waiting:
-            ready = wait(list(waiting.values()), max(0.0, end - time.monotonic()))
+            ready, _, _ = select.select(list(waiting.values()), [], [], max(0.0, end - time.monotonic()))
             if not ready:
                 raise LaunchError(f"ranks {sorted(waiting)} of {self.size} did not end within {patience_s:g} s")
-            for rank in [rank for rank, connection in waiting.items() if connection in ready]:
+            for rank in [rank for rank, line in waiting.items() if line in ready]:
                 try:
-                    reply = waiting.pop(rank).recv()
-                except EOFError:
+                    reply = Reply(**waiting.pop(rank).receive())
+                except (EOFError, OSError):
                     raise LaunchError(f"the process of rank {rank} died") from None
                 if reply.error:
                     raise LaunchError(reply.error.strip().splitlines()[-1], where=f"rank {rank}")

@@ -11,11 +11,12 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from autopipe.backends.torch.crew.line import Line
 
 PATIENCE_S = 300.0
 """What a rank waits for another one at most."""
@@ -49,7 +50,7 @@ class Reply:
     """Processor time of a step, on average over those without recording: all threads, waiting left out."""
 
 
-def serve(rank: int, size: int, store: str, connection: Connection) -> None:
+def serve(rank: int, size: int, store: str, line: Line) -> NoReturn:
     """Run what comes until the other end closes; the first reply says that the world is there."""
     import torch
     import torch.distributed as dist
@@ -64,18 +65,18 @@ def serve(rank: int, size: int, store: str, connection: Connection) -> None:
         "gloo", store=FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE_S)
     )
     gc.freeze()  # To look through torch after every program would take longer than a program.
-    connection.send(Reply())
+    line.send(asdict(Reply()))
     while True:
         try:
-            task = connection.recv()
-        except EOFError:
+            task = Task(**line.receive())
+        except (EOFError, OSError):
             os._exit(0)
         try:
             with contextlib.redirect_stdout(io.StringIO()), _as_main(task):
                 reply = _run(rank, task)
         except BaseException:  # noqa: BLE001 - whatever ends a program is told, and the parent ends this process
             reply = Reply(error=traceback.format_exc())
-        connection.send(reply)
+        line.send(asdict(reply))
         # Groups end their threads where nothing refers to them any more; each polls a hundred times a second.
         gc.collect()
 
