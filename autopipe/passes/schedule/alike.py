@@ -59,7 +59,8 @@ def _links(lanes: Lanes, messages: Sequence[Message], merged: bool) -> tuple[Lin
     for (low, high), carried in between.items():
         # The first message's sender comes first, so that pairs of either order are compared.
         ends = (low, high) if carried[0].source == low else (high, low)
-        key = lane[ends[0]], lane[ends[1]], tuple(_content(each, ends[0]) for each in carried)
+        # A device without tasks is like no other.
+        key = *(lane.get(end, ~end) for end in ends), tuple(_content(each, ends[0]) for each in carried)
         found.setdefault(key, []).append(ends)
     firsts = {pairs[0] for pairs in found.values()}
     kept = tuple(each for each in messages if firsts & {(each.source, each.target), (each.target, each.source)})
