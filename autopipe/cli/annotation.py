@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from autopipe.cli.output import Output
 from autopipe.passes.annotations.placed import annotated
 from autopipe.passes.annotations.write import write_annotated
 from autopipe.passes.pipeline import Planned
@@ -20,3 +21,17 @@ def annotate_model(planned: Planned, target: Path) -> tuple[str, ...]:
     found = annotated(planned.problem.graph, planned.plan.placement, planned.model.origins, names)
     write_annotated(planned.model.path, target, found.configuration)
     return found.left_out
+
+
+def warn_of_untold(output: Output, planned: Planned, left_out: tuple[str, ...]) -> None:
+    """Warn of what the annotations of `planned` do not tell; `left_out` is what `annotate_model` gave."""
+    if left_out:
+        output.warn(
+            f"annotations do not tell all of {len(left_out)} nodes, among them {left_out[0]!r}: they are not in the"
+            " file, or split along an axis of no tensor in it"
+        )
+    if planned.plan.has_own_sizes:
+        output.warn(
+            "annotations do not tell that stages have micro-batches of their own",
+            "constraints say it: micro_batch_size",
+        )

@@ -60,7 +60,7 @@ def plan(
       autopipe plan gpt.onnx --gpus 4 --annotate gpt.annotated.onnx
       autopipe plan --from gpt.onnx.plan --schedule gpipe -o gpipe.plan
     """
-    from autopipe.cli.annotation import annotate_model
+    from autopipe.cli.annotation import annotate_model, warn_of_untold
     from autopipe.cli.files import check_writable
     from autopipe.cli.former import Former
     from autopipe.cli.plan_folder import check_target, write_plan_folder
@@ -97,16 +97,8 @@ def plan(
     write_plan_folder(target, planned, configuration)
     for warning in planned.model.warnings:
         output.warn(warning)
-    if left_out:
-        output.warn(
-            f"annotations do not tell all of {len(left_out)} nodes, among them {left_out[0]!r}: they are not in the"
-            " file, or split along an axis of no tensor in it"
-        )
-    if annotate is not None and planned.plan.has_own_sizes:
-        output.warn(
-            "annotations do not tell that stages have micro-batches of their own",
-            "constraints say it: micro_batch_size",
-        )
+    if annotate is not None:
+        warn_of_untold(output, planned, left_out)
     price = None if held is None else Price(held, planned.plan)
     schedule = planned.plan.schedule
     data = {

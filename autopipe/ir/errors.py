@@ -17,6 +17,11 @@ class AutopipeError(Exception):
         self.hint = hint
         self.where = where
 
+    @property
+    def line(self) -> str:
+        """The message's first line, its words one space apart: what stands in a row of a table."""
+        return " ".join(self.message.partition("\n")[0].split())
+
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
         advice = f" ({self.hint})" if self.hint else ""
@@ -43,6 +48,10 @@ class InfeasibleError(AutopipeError):
 
 class OutOfMemoryError(InfeasibleError):
     """The devices' memory does not hold it, which smaller micro-batches, recomputation or more devices may change."""
+
+
+REFUSALS = (ConfigurationError, InfeasibleError, ModelError)
+"""What speaks against one choice where there are others to try; anything else is nobody's choice."""
 
 
 class LaunchError(AutopipeError):

@@ -68,12 +68,12 @@ def batchings(
         yield _of_count(micro_batches, batch_size, own)
     else:
         batch = batch_size or own or most
-        counts = [count for count in _divisors(batch) if own is None or own % (batch // count) == 0]
+        counts = [count for count in divisors(batch) if own is None or own % (batch // count) == 0]
         if not counts:
             raise _not_of_own(batch, own)
         nearest = sorted(counts, key=lambda count: (count > most, abs(count - most)))
         for count in nearest if division is Division.MANY else sorted(counts):
-            sizes = tuple(size for size in _divisors(batch // count) if batch // size in counts)
+            sizes = tuple(size for size in divisors(batch // count) if batch // size in counts)
             yield Batching(batch, count, sizes if division is Division.OWN else ())
 
 
@@ -93,7 +93,7 @@ def _of_size(size: int, batch_size: int | None, micro_batches: int | None, own: 
 def _of_count(count: int, batch_size: int | None, own: int | None) -> Batching:
     batch = batch_size or (own or 1) * count
     if batch % count:
-        nearest = min(_divisors(batch), key=lambda divisor: abs(divisor - count))
+        nearest = min(divisors(batch), key=lambda divisor: abs(divisor - count))
         raise ConfigurationError(
             f"{count} micro-batches do not divide a batch of {batch} samples", hint=f"--micro-batches {nearest}"
         )
@@ -118,6 +118,7 @@ def _not_of_own(size: int, own: int | None) -> ConfigurationError:
     )
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """The numbers that divide it, ascending."""
     small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopipe.ir.cluster import Cluster, Device
-from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
+from autopipe.ir.errors import REFUSALS, AutopipeError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Constraint, Problem
 from autopipe.passes.cost.kinds import check_kinds
@@ -56,7 +56,7 @@ def best_order(problem: Problem, place: Callable[[Problem], Placement], parts: b
             found = place(ordered)
             check_kinds(ordered, found)
             seconds = _step_s(ordered, found)
-        except (ConfigurationError, InfeasibleError, ModelError) as error:
+        except REFUSALS as error:
             if refused is None or order == given:
                 refused = error
             continue

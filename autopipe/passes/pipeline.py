@@ -94,7 +94,7 @@ def make_plan(request: Request, observer: Observer | None = None) -> Planned:
 
 def place(request: Request, strategy: Strategy, runner: Runner) -> Placed:
     """The placement that a strategy makes, and what it is expected to take. Raises as `make_plan` does."""
-    return _foreseen(*decide(request, strategy, runner), runner)
+    return foreseen(*decide(request, strategy, runner), runner)
 
 
 def place_as(request: Request, batching: Batching, placement: Placement, runner: Runner) -> Placed:
@@ -106,10 +106,14 @@ def place_as(request: Request, batching: Batching, placement: Placement, runner:
     if placement.devices > problem.cluster.size:
         raise InfeasibleError(f"the placement is for {placement.devices} devices, of which not all are there")
     placement.verify(problem.graph)
-    return _foreseen(model, problem, placement, runner)
+    return foreseen(model, problem, placement, runner)
 
 
-def _foreseen(model: Model, problem: Problem, placement: Placement, runner: Runner) -> Placed:
+def foreseen(model: Model, problem: Problem, placement: Placement, runner: Runner) -> Placed:
+    """A placement that fits a problem's graph, and what it is expected to take.
+
+    Raises ConfigurationError or InfeasibleError where a stage cannot run on micro-batches of its size.
+    """
     check_portions(problem.graph, placement)
     prediction = runner.run("predict", lambda: predict(problem, placement))
     return Placed(model, problem, placement, StageGraph.of(problem, placement), prediction)

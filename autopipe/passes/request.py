@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.costs import Costs
-from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
+from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError
 from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem, Work
 from autopipe.passes.annotations.constraints import annotated_constraints
 from autopipe.passes.base import Scheduler, Strategy
@@ -72,12 +72,12 @@ def problems_of(request: Request, strategy: Strategy, runner: Runner) -> Iterato
                     strategy.requires(replace(last, micro_batches=batching.micro_batches))
                     last = None
                 model, problem = divided(request, runner, read, batching)
-            except (ConfigurationError, InfeasibleError, ModelError) as error:
+            except REFUSALS as error:
                 (refused if last is None else declined).append(error)
                 continue
             try:
                 strategy.requires(problem)
-            except (ConfigurationError, InfeasibleError, ModelError) as error:
+            except REFUSALS as error:
                 declined.append(error)
                 last = problem
                 continue
@@ -99,7 +99,7 @@ def open_problem(request: Request, runner: Runner) -> Problem:
     for batching in _divisions(request, Division.OWN, read):
         try:
             _, problem = divided(request, runner, read, batching)
-        except (ConfigurationError, InfeasibleError, ModelError) as error:
+        except REFUSALS as error:
             refused = refused or error
             continue
         wishes_of(problem, 1 + max((each.pipeline for each in problem.constraints), default=0), own_sizes=True)

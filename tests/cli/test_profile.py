@@ -29,20 +29,8 @@ def test_a_profile_is_planned_with(model: Path, command_line: CommandLine) -> No
     assert device.device == "core"
     assert len(device.operations) == shown["devices"][0]["operations"]
     assert device.tasks is not None
-    words = (
-        "--strategy",
-        "pipedream",
-        "--gpus",
-        2,
-        "--cluster",
-        "cpu-local",
-        "--batch-size",
-        8,
-        "--micro-batches",
-        4,
-        "--costs",
-        shown["costs"],
-    )
+    sizes = ("--gpus", 2, "--cluster", "cpu-local", "--batch-size", 8, "--micro-batches", 4)
+    words = ("--strategy", "pipedream", *sizes, "--costs", shown["costs"])
     plan = command_line.done("plan", model, *words, "-o", "with").out
     nodes = json.loads(Path("with/plan.json").read_text())["summary"]["costs"]
     assert nodes["measured"] > 0
@@ -58,18 +46,8 @@ def test_a_profile_is_planned_with(model: Path, command_line: CommandLine) -> No
 
 def test_other_sizes_are_judged_and_said(model: Path, command_line: CommandLine) -> None:
     command_line.done("profile", model, *QUICK, "--degrees", "", "--source", "onnxruntime", "-o", "a.costs")
-    words = (
-        "--strategy",
-        "pipedream",
-        "--gpus",
-        1,
-        "--cluster",
-        "cpu-local",
-        "--micro-batch-size",
-        3,
-        "--costs",
-        "a.costs",
-    )
+    sizes = ("--gpus", 1, "--cluster", "cpu-local", "--micro-batch-size", 3)
+    words = ("--strategy", "pipedream", *sizes, "--costs", "a.costs")
     plan = command_line.done("plan", model, *words).out
     assert "by the roofline times what the measured ones took over it" in plan
 

@@ -20,20 +20,8 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("plans")
     settings = {"layers": "2", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
     build(configure("gpt", settings)).save(path / "gpt.onnx")
-    words = [
-        "plan",
-        path / "gpt.onnx",
-        "--gpus",
-        "2",
-        "--strategy",
-        "pipedream",
-        "--schedule",
-        "1f1b",
-        "-q",
-        "-o",
-        path / "plan",
-    ]
-    assert main([str(word) for word in words]) == 0
+    words = ["plan", path / "gpt.onnx", "--gpus", "2", "--strategy", "pipedream", "--schedule", "1f1b"]
+    assert main([*map(str, words), "-q", "-o", str(path / "plan")]) == 0
     return path / "plan"
 
 
@@ -177,44 +165,16 @@ def test_a_plan_follows_the_order_that_another_one_wrote(folder, capsys, tmp_pat
     order = tmp_path / "order.csv"
     assert main(["show", str(folder), "--csv", str(order)]) == 0
     model = str(folder.parent / "gpt.onnx")
-    words = [
-        "plan",
-        model,
-        "--gpus",
-        "2",
-        "--strategy",
-        "pipedream",
-        "--schedule",
-        "csv",
-        "--set",
-        f"schedule.file={order}",
-        "--micro-batches",
-    ]
-    assert main([*words, "8", "-q", "-o", str(tmp_path / "again")]) == 0
+    words = ["plan", model, "--gpus", "2", "--strategy", "pipedream", "--schedule", "csv"]
+    following = [*words, "--set", f"schedule.file={order}", "--micro-batches"]
+    assert main([*following, "8", "-q", "-o", str(tmp_path / "again")]) == 0
     first, again = open_prediction(folder), open_prediction(tmp_path / "again")
     assert again[0].schedule.tasks == first[0].schedule.tasks
     assert again[1].end == first[1].end
     capsys.readouterr()
-    assert main([*words, "4", "-q", "-o", str(tmp_path / "other")]) == 2
+    assert main([*following, "4", "-q", "-o", str(tmp_path / "other")]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {order}:1:")
     assert "the order is for 8 micro-batches, the step has 4" in error
-    assert (
-        main(
-            [
-                "plan",
-                model,
-                "--gpus",
-                "2",
-                "--strategy",
-                "pipedream",
-                "--schedule",
-                "csv",
-                "-q",
-                "-o",
-                str(tmp_path / "none"),
-            ]
-        )
-        == 2
-    )
+    assert main([*words, "-q", "-o", str(tmp_path / "none")]) == 2
     assert "schedule csv follows a file, and none is given" in capsys.readouterr().err

@@ -28,20 +28,8 @@ def test_gradients_are_those_of_the_exported_module(model: str, pools: Pools, tm
     # With static shapes the exporter folds tables that are read at fixed positions.
     export = Export(model, "dynamo", dynamic=True, loss=True)
     path = onnx_file(export, tmp_path)
-    plan = [
-        "plan",
-        path,
-        "--strategy",
-        "pipedream",
-        "--gpus",
-        2,
-        "--cluster",
-        "cpu-local",
-        *dimensions(path),
-        "-o",
-        tmp_path / "plan",
-        "-q",
-    ]
+    plan = ["plan", path, "--strategy", "pipedream", "--gpus", 2, "--cluster", "cpu-local", *dimensions(path)]
+    plan += ["-o", tmp_path / "plan", "-q"]
     plan += ["--batch-size", MICRO_BATCHES * export.batch, "--micro-batches", MICRO_BATCHES]
     assert main(list(map(str, plan))) == 0
     assert main(["codegen", str(tmp_path / "plan"), "-q"]) == 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import chain
 
-from autopipe.ir.placement import Placement, Split, Stage, node_ranges
+from autopipe.ir.placement import Placement, Split, SplitProof, Stage, node_ranges
 from autopipe.ir.serial.record import Record
 
 
@@ -22,6 +23,23 @@ def placement_of(record: Record) -> Placement:
         stages.refuse("at least one stage")
     notes = tuple(each.text() for each in record.at("notes").items()) if record.has("notes") else ()
     return Placement(found, notes=notes)
+
+
+def split_proof_form(proof: SplitProof | None) -> dict[str, object] | None:
+    """What is proven of splits, by the names of its fields."""
+    return None if proof is None else dataclasses.asdict(proof)
+
+
+def split_proof_of(record: Record) -> SplitProof | None:
+    """What `split_proof_form` gave. Raises ConfigurationError."""
+    if record.value is None:
+        return None
+    return SplitProof(
+        cost=record.at("cost").number(),
+        lower_bound=record.at("lower_bound").number(),
+        optimal=record.at("optimal").boolean(),
+        unit=record.at("unit").text(),
+    )
 
 
 def _stage_form(stage: Stage) -> dict[str, object]:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from autopipe.ir.breakdown import Breakdown
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.ir.placement import Placement, SplitProof
+from autopipe.ir.placement import Placement
 from autopipe.ir.plan import CostCoverage, Plan, Summary
 from autopipe.ir.prediction import Prediction
 from autopipe.ir.problem import Mode
 from autopipe.ir.remembered import remembered
 from autopipe.ir.schedule import Schedule
 from autopipe.ir.serial.alternatives_form import alternatives_form, alternatives_of
-from autopipe.ir.serial.placement_form import placement_form, placement_of
+from autopipe.ir.serial.placement_form import placement_form, placement_of, split_proof_form, split_proof_of
 from autopipe.ir.serial.prediction_form import prediction_form, prediction_of
 from autopipe.ir.serial.record import Record, read_record, record_text
 from autopipe.ir.serial.schedule_file import read_schedule, schedule_form
@@ -146,7 +146,7 @@ def summary_form(summary: Summary) -> dict[str, object]:
         "peak_memory_bytes": list(summary.peak_memory_bytes),
         "search_time_s": dict(summary.search_time_s),
         "communication_bytes": None if moved is None else dict(moved),
-        "splits": None if summary.splits is None else dataclasses.asdict(summary.splits),
+        "splits": split_proof_form(summary.splits),
         **({} if costs is None else {"costs": dataclasses.asdict(costs)}),
     }
 
@@ -170,7 +170,7 @@ def _summary_of(record: Record) -> Summary:
         optimal=record.at("optimal").boolean(),
         gap=None if gap.value is None else gap.number(),
         communication_bytes=None if moved.value is None else tuple((kind, moved.at(kind).integer(0)) for kind in KINDS),
-        splits=_split_proof_of(record.at("splits")),
+        splits=split_proof_of(record.at("splits")),
         costs=_coverage_of(record.at("costs")) if record.has("costs") else None,
     )
 
@@ -183,14 +183,3 @@ def _breakdown_of(record: Record) -> Breakdown | None:
 
 def _coverage_of(record: Record) -> CostCoverage:
     return CostCoverage(record.at("measured").integer(), record.at("judged").integer())
-
-
-def _split_proof_of(record: Record) -> SplitProof | None:
-    if record.value is None:
-        return None
-    return SplitProof(
-        cost=record.at("cost").number(),
-        lower_bound=record.at("lower_bound").number(),
-        optimal=record.at("optimal").boolean(),
-        unit=record.at("unit").text(),
-    )

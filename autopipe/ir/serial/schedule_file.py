@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from autopipe.ir.lanes import on_each_device
@@ -59,9 +59,9 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
         "lower_bound": _bound(plan),
         "optimal": plan.summary.optimal,
         "gap": plan.summary.gap,
-        "proof": _proof_form(schedule.proof),
+        "proof": proof_form(schedule.proof),
         "peak_memory": list(timeline.peak_memory),
-        "repetends": [[each.start, each.length, each.count, each.stride] for each in schedule.repetends or ()],
+        "repetends": repetends_form(schedule.repetends),
         "blocks": blocks,
         "tasks": on_each_device(lanes, orders),
     }
@@ -79,14 +79,14 @@ def read_schedule(path: Path, stage_devices: tuple[tuple[int, ...], ...], turns:
     orders = tuple(_orders_of(tasks, kinds, turns))
     if len(orders) != record.at("devices").integer(1):
         tasks.refuse(f"one list for each of {record.at('devices').integer(1)} devices")
-    repetends = tuple(_repetend_of(each) for each in record.at("repetends").items())
+    repetends = tuple(repetend_of(each) for each in record.at("repetends").items())
     period = record.at("period")
     return Schedule(
         record.at("units").integer(1),
         orders,
         repetends or None,
         None if period.value is None else period.number(),
-        _proof_of(record.at("proof")),
+        proof_of(record.at("proof")),
     )
 
 
@@ -109,11 +109,18 @@ def _bound(plan: Plan) -> float:
     return schedule.proof.lower_bound
 
 
-def _proof_form(proof: Proof | None) -> dict[str, object] | None:
+def repetends_form(repetends: Sequence[Repetend] | None) -> list[list[int]]:
+    """The repetends as lists of whole numbers, none where they are not known."""
+    return [[each.start, each.length, each.count, each.stride] for each in repetends or ()]
+
+
+def proof_form(proof: Proof | None) -> dict[str, object] | None:
+    """What is proven, by the names of its fields."""
     return None if proof is None else {field.name: getattr(proof, field.name) for field in dataclasses.fields(proof)}
 
 
-def _proof_of(record: Record) -> Proof | None:
+def proof_of(record: Record) -> Proof | None:
+    """What `proof_form` gave. Raises ConfigurationError."""
     if record.value is None:
         return None
     order, lower_bound = record.at("order").text(), record.at("lower_bound").number()
@@ -182,7 +189,8 @@ def _task_of(record: Record, kinds: list[Kind], turns: tuple[int, ...]) -> Task:
     return Task(stage, phase, record.at("unit").integer() * turns[stage] + turn)
 
 
-def _repetend_of(record: Record) -> Repetend:
+def repetend_of(record: Record) -> Repetend:
+    """One of the lists that `repetends_form` gave. Raises ConfigurationError."""
     cells = record.integers()
     if len(cells) != 4:
         record.refuse("start, length, count and stride")

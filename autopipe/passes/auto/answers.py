@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
 
 from autopipe.ir.alternatives import Alternative
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.schedule import Proof, Repetend, Schedule, Task
+from autopipe.ir.schedule import Schedule, Task
 from autopipe.ir.serial.alternatives_form import alternatives_form, alternatives_of
 from autopipe.ir.serial.record import Record
+from autopipe.ir.serial.schedule_file import proof_form, proof_of, repetend_of, repetends_form
 from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.auto.decided import Decided, decided_form, decided_of
 from autopipe.passes.base import Scheduler
@@ -98,9 +98,9 @@ def _schedule_form(found: Schedule) -> dict[str, object]:
         "micro_batches": found.micro_batches,
         "orders": [" ".join(map(str, order)) for order in orders],
         "devices": [orders[order] for order in found.tasks],
-        "repetends": [list(dataclasses.astuple(each)) for each in found.repetends or ()],
+        "repetends": repetends_form(found.repetends),
         "period": found.period,
-        "proof": None if found.proof is None else dataclasses.asdict(found.proof),
+        "proof": proof_form(found.proof),
     }
 
 
@@ -109,22 +109,11 @@ def _schedule_of(record: Record) -> Schedule:
     devices = record.at("devices").integers()
     if max(devices, default=0) >= len(orders):
         record.refuse("an order for each device")
-    period, proof = record.at("period"), record.at("proof")
+    period = record.at("period")
     return Schedule(
         record.at("micro_batches").integer(1),
         tuple(orders[index] for index in devices),
-        tuple(Repetend(*_four(each.integers(), each)) for each in record.at("repetends").items()) or None,
+        tuple(map(repetend_of, record.at("repetends").items())) or None,
         None if period.value is None else period.number(),
-        None
-        if proof.value is None
-        else Proof(
-            proof.at("order").text(),
-            proof.at("lower_bound").number(),
-            proof.at("optimal").boolean(),
-            proof.at("rounding").number(),
-        ),
+        proof_of(record.at("proof")),
     )
-
-
-def _four(numbers: Sequence[int], record: Record) -> Sequence[int]:
-    return numbers if len(numbers) == 4 else record.refuse("four numbers")

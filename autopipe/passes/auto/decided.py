@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError, OutOfMemoryError
-from autopipe.ir.placement import Placement, SplitProof
-from autopipe.ir.serial.placement_form import placement_form, placement_of
+from autopipe.ir.placement import Placement
+from autopipe.ir.serial.placement_form import placement_form, placement_of, split_proof_form, split_proof_of
 from autopipe.ir.serial.record import Record
 from autopipe.passes.batching import Batching
 
@@ -26,7 +26,7 @@ def decided_form(decided: Decided) -> dict[str, object]:
     placement, batching = decided.placement, decided.batching
     return {
         "placement": placement_form(placement),
-        "splits": None if placement.proof is None else dataclasses.asdict(placement.proof),
+        "splits": split_proof_form(placement.proof),
         "batch_size": batching.batch_size,
         "micro_batches": batching.micro_batches,
         "sizes": list(batching.sizes),
@@ -35,7 +35,7 @@ def decided_form(decided: Decided) -> dict[str, object]:
 
 def decided_of(record: Record) -> Decided:
     """The decision that `decided_form` gave. Raises ConfigurationError."""
-    placement = dataclasses.replace(placement_of(record.at("placement")), proof=_splits_of(record.at("splits")))
+    placement = dataclasses.replace(placement_of(record.at("placement")), proof=split_proof_of(record.at("splits")))
     counts = record.at("batch_size").integer(1), record.at("micro_batches").integer(1)
     return Decided(placement, Batching(*counts, record.at("sizes").integers()))
 
@@ -49,14 +49,3 @@ def refused_of(record: Record) -> AutopipeError:
     """The error that `refused_form` told."""
     kind = _REFUSALS.get(record.at("refused").text(), AutopipeError)
     return kind(*(record.at(name).text() for name in ("message", "hint", "where")))
-
-
-def _splits_of(record: Record) -> SplitProof | None:
-    if record.value is None:
-        return None
-    return SplitProof(
-        record.at("cost").number(),
-        record.at("lower_bound").number(),
-        record.at("optimal").boolean(),
-        record.at("unit").text(),
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopipe.ir.graph import Graph
 from autopipe.passes.auto.candidate import Candidate
+from autopipe.passes.batching import divisors
 from autopipe.passes.placement.grid.strategy import Grid
 from autopipe.passes.request import Request
 
@@ -28,15 +29,11 @@ def first_candidate(request: Request, graph: Graph) -> Candidate | None:
     state = sum(parameter.value.bytes for parameter in graph.parameters) * (2 + request.optimizer.states)
     limit = request.memory_limit or min(device.memory_bytes for device in cluster.devices)
     groups = cluster.size // tensor
-    stages = [count for count in _divisors(groups) if state / (count * tensor) <= _SHARE * limit]
+    stages = [count for count in divisors(groups) if state / (count * tensor) <= _SHARE * limit]
     pipeline = min(stages, default=groups)
     data = groups // pipeline
-    counts = [count for count in _divisors(request.batch_size) if request.batch_size // count % data == 0]
+    counts = [count for count in divisors(request.batch_size) if request.batch_size // count % data == 0]
     if not counts:
         return None
     enough = [count for count in counts if count >= max(_FEWEST, _PER_STAGE * pipeline)]
     return Candidate(Grid(pipeline, data, tensor), min(enough, default=counts[-1]), recompute="auto")
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]

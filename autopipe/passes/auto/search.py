@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
+from autopipe.ir.errors import REFUSALS, AutopipeError
 from autopipe.ir.serial.record import Record
 from autopipe.passes.auto.ahead import Ahead
 from autopipe.passes.auto.budget import LeftOutError, check_scheduler, is_large, is_quick, left_out
@@ -23,7 +23,7 @@ from autopipe.passes.request import Request, operators_of
 from autopipe.passes.runner import Runner
 from autopipe.passes.schedule.limits import SAME, lower_bound
 
-_REFUSALS = (ConfigurationError, InfeasibleError, ModelError, LeftOutError)
+_REFUSALS = (*REFUSALS, LeftOutError)
 
 _GENERAL = ("manual", "pipedream")
 """The strategies that say best why there is no plan: manual follows any constraints, pipedream takes any model."""

@@ -51,12 +51,16 @@ class Tried:
         """Seconds of the shortest step; infinite where there is none."""
         return math.inf if self.best is None else self.best.step_s
 
+    @property
+    def origin(self) -> Tried:
+        """The one that has the placement, its bound and the runs."""
+        return self.same_as or self
+
     def alternatives(self, request: Request) -> tuple[Alternative, ...]:
         """What is kept of it: a row for every schedule, one where there is none."""
-        placed = self.same_as.placed if self.same_as else self.placed
-        runs = self.same_as.runs if self.same_as else self.runs
+        placed, runs = self.origin.placed, self.origin.runs
         if placed is None:
-            return (Alternative(self.candidate.choice(request), refused=_line(self.refused)),)
+            return (Alternative(self.candidate.choice(request), refused=self.refused.line if self.refused else None),)
         if not runs:
             return (self._unscheduled(request, placed),)
         return tuple(self._row(request, placed, run) for run in runs)
@@ -65,10 +69,10 @@ class Tried:
         """The row of a placement that cannot have the shortest step, and was not simulated."""
         return Alternative(
             choice=self.candidate.choice(request),
-            lower_bound_s=self.bound_s,
+            lower_bound_s=self.origin.bound_s,
             micro_batches=placed.problem.micro_batches,
             stages=len(placed.placement.stages),
-            refused=f"left out: no schedule of it takes less than {self.bound_s:.4g} s",
+            refused=f"left out: no schedule of it takes less than {self.origin.bound_s:.4g} s",
         )
 
     def _row(self, request: Request, placed: Placed, run: Run) -> Alternative:
@@ -76,16 +80,11 @@ class Tried:
         return Alternative(
             choice=self.candidate.choice(request, run.scheduler.name),
             step_time_s=None if timeline is None else timeline.end,
-            lower_bound_s=self.same_as.bound_s if self.same_as else self.bound_s,
+            lower_bound_s=self.origin.bound_s,
             micro_batches=placed.problem.micro_batches,
             stages=len(placed.placement.stages),
             bubble_rate=None if timeline is None else timeline.bubble_rate,
             peak_memory_bytes=None if timeline is None else max(timeline.peak_memory),
-            refused=_line(run.refused),
+            refused=None if run.refused is None else run.refused.line,
             same_as=self.same_as.candidate.strategy.name if self.same_as else None,
         )
-
-
-def _line(error: AutopipeError | None) -> str | None:
-    """An error's first line, of one space each."""
-    return None if error is None else " ".join(error.message.partition("\n")[0].split())

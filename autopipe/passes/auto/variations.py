@@ -153,13 +153,13 @@ def _once(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 def _count(tried: Tried) -> int | None:
     """Micro-batches of its placement; None where there is none."""
-    placed = (tried.same_as or tried).placed
+    placed = tried.origin.placed
     return None if placed is None else placed.problem.micro_batches
 
 
 def _has_copies(tried: Tried) -> bool:
     """Whether devices hold the same parameters."""
-    placed = (tried.same_as or tried).placed
+    placed = tried.origin.placed
     assert placed is not None, "what has a step has a placement"
     holders = holders_of(stage_work(placed.problem, placed.placement))
     return any(len(devices) > 1 for devices in holders.values())
@@ -167,7 +167,7 @@ def _has_copies(tried: Tried) -> bool:
 
 def _bound_s(tried: Tried) -> float:
     """Seconds below which no schedule of it can be; infinite where there is no placement."""
-    return (tried.same_as or tried).bound_s
+    return tried.origin.bound_s
 
 
 def _is_refused(tried: Tried) -> bool:

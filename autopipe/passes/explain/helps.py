@@ -6,15 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autopipe.ir.cluster import Cluster, Level
-from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
+from autopipe.ir.errors import REFUSALS
 from autopipe.ir.problem import Problem
-from autopipe.ir.stage_graph import StageGraph
-from autopipe.passes.pipeline import Placed, Planned, make_plan, named, schedule
+from autopipe.passes.pipeline import Planned, foreseen, make_plan, named, schedule
 from autopipe.passes.request import Request
 from autopipe.passes.runner import Runner, Silent
-from autopipe.passes.schedule.predict import predict
 
-_REFUSALS = (ConfigurationError, InfeasibleError, ModelError)
 _MOST_S = 5.0
 """Seconds that the strategy may have taken for it to be asked again for each wish."""
 
@@ -72,8 +69,8 @@ def granted(planned: Planned, wish: Wish, again: bool) -> Help:
         if again:
             return Help(wish.what, True, make_plan(wish.request).plan.summary.samples_per_s)
         return _kept(planned, wish)
-    except _REFUSALS as error:
-        return Help(wish.what, again, refused=_line(error))
+    except REFUSALS as error:
+        return Help(wish.what, again, refused=error.line)
 
 
 def _kept(planned: Planned, wish: Wish) -> Help:
@@ -81,9 +78,9 @@ def _kept(planned: Planned, wish: Wish) -> Help:
     problem = _changed(planned.problem, wish.request)
     if problem is None:
         return Help(wish.what, False, refused="asks for another placement, and this one was long searched for")
-    placement = planned.plan.placement
-    placed = Placed(planned.model, problem, placement, StageGraph.of(problem, placement), predict(problem, placement))
-    found = schedule(placed, named(planned.request)[1], Runner(Silent()))
+    runner = Runner(Silent())
+    placed = foreseen(planned.model, problem, planned.plan.placement, runner)
+    found = schedule(placed, named(planned.request)[1], runner)
     return Help(wish.what, False, problem.batch_size / found.timeline.end)
 
 
@@ -113,7 +110,3 @@ def _doubled(level: Level) -> Level:
     if level.size == 1:
         return level
     return replace(level, link=replace(level.link, bandwidth_bytes_per_s=2 * level.link.bandwidth_bytes_per_s))
-
-
-def _line(error: AutopipeError) -> str:
-    return " ".join(error.message.partition("\n")[0].split())

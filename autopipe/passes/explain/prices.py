@@ -9,17 +9,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
+from autopipe.ir.errors import REFUSALS, InfeasibleError
 from autopipe.ir.placement import Placement
-from autopipe.ir.stage_graph import StageGraph
-from autopipe.passes.lower.portions import check_portions
-from autopipe.passes.pipeline import Placed, Planned, named, schedule
+from autopipe.passes.pipeline import Placed, Planned, foreseen, named, schedule
 from autopipe.passes.runner import Runner, Silent
 from autopipe.passes.schedule.limits import lower_bound
-from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate
 
-_REFUSALS = (ConfigurationError, InfeasibleError, ModelError)
 _MOST = 6
 """Changes that are scheduled anew, before it is given up to find as many as are wanted."""
 
@@ -56,8 +52,8 @@ def priced(planned: Planned, change: Change) -> Price:
     try:
         placed = _placed(planned, change.placement)
         found = schedule(placed, named(planned.request)[1], Runner(Silent()))
-    except _REFUSALS as error:
-        return Price(change.what, change.placement, refused=_line(error))
+    except REFUSALS as error:
+        return Price(change.what, change.placement, refused=error.line)
     return Price(change.what, change.placement, found.timeline.end, max(found.timeline.peak_memory))
 
 
@@ -87,7 +83,7 @@ def _weight(planned: Planned, change: Change) -> float:
     """About what a change's step takes: infinite where it cannot be placed."""
     try:
         placed = _placed(planned, change.placement)
-    except _REFUSALS:
+    except REFUSALS:
         return math.inf
     if len(placed.placement.stages) == len(planned.plan.placement.stages):
         try:
@@ -98,12 +94,5 @@ def _weight(planned: Planned, change: Change) -> float:
 
 
 def _placed(planned: Planned, placement: Placement) -> Placed:
-    problem = planned.problem
-    placement.verify(problem.graph)
-    check_portions(problem.graph, placement)
-    graph = StageGraph.of(problem, placement)
-    return Placed(planned.model, problem, placement, graph, predict(problem, placement))
-
-
-def _line(error: AutopipeError) -> str:
-    return " ".join(error.message.partition("\n")[0].split())
+    placement.verify(planned.problem.graph)
+    return foreseen(planned.model, planned.problem, placement, Runner(Silent()))

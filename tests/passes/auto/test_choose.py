@@ -156,3 +156,4 @@ def test_large_placements_are_simulated_only_where_they_can_win(model, monkeypat
     left = [each for each in found.plan.alternatives if (each.refused or "").startswith("left out: no schedule")]
     assert left
     assert all(each.lower_bound_s >= found.plan.summary.step_time_s * (1 - 1e-9) for each in left)
+    assert all(math.isfinite(each.lower_bound_s) for each in left), "one placement of several has one bound"

@@ -108,7 +108,7 @@ def _candidate(request: Request, tried: Tried, run: Run, chosen: bool) -> Candid
     try:
         program = lower(problem.graph, placed.placement, run.scheduled.schedule, loss, shard)
     except AutopipeError as error:
-        refused = error.message.partition("\n")[0]
+        refused = error.line
     return Candidate(name, chosen, placed, run.scheduled.timeline, program, refused)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
+from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InfeasibleError, ModelError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import device_memory, fitted
@@ -123,7 +123,7 @@ class Search:
         """The placement on micro-batches of that size; None where there is none."""
         try:
             found = self._trial(self._of(size), degrees)
-        except (ConfigurationError, InfeasibleError, ModelError) as error:
+        except REFUSALS as error:
             self.refused.append(error)
             return None
         if found.step_s < self._best_s():

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.cluster import Cluster
+from autopipe.passes.batching import divisors
 from autopipe.passes.cost.kinds import alike_runs
 
 
@@ -38,7 +39,8 @@ def meshes(cluster: Cluster, stages: int | None = None) -> Iterator[Mesh]:
     within one, and the other way around. Where devices are of several kinds, groups are equal within each kind.
     """
     runs = alike_runs(cluster)
-    for widths in itertools.product(*(_divisors(len(run)) for run in runs)):
+    # The widest groups first, so that few stages come first.
+    for widths in itertools.product(*(divisors(len(run))[::-1] for run in runs)):
         count = sum(len(run) // width for run, width in zip(runs, widths, strict=True))
         if stages not in (None, count):
             continue
@@ -79,8 +81,3 @@ def _joined(parts: Sequence[_Part]) -> Mesh:
         for part in parts
     )
     return Mesh(groups, names)
-
-
-def _divisors(number: int) -> list[int]:
-    """From the largest on, so that few stages come first."""
-    return [divisor for divisor in range(number, 0, -1) if number % divisor == 0]

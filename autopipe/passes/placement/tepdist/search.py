@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError
+from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InfeasibleError, ModelError
 from autopipe.ir.placement import Placement
 from autopipe.passes.placement.tepdist.bounds import Bounds
 from autopipe.passes.placement.tepdist.meshes import Mesh
@@ -81,7 +81,7 @@ class Outer:
     def _try(self, mesh: Mesh, count: int) -> Tried:
         try:
             found = self._answer(mesh, count)
-        except (ConfigurationError, InfeasibleError, ModelError) as error:
+        except REFUSALS as error:
             found = Tried(mesh, count, refused=error)
         self.tried.append(found)
         if found.placement is not None and found.step_s < self._known_s():
