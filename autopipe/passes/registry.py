@@ -7,6 +7,7 @@ point's name is the name to choose it by, its object the class.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.metadata
 from typing import Any
@@ -76,7 +77,9 @@ def scheduler_class(name: str) -> type[Any]:
     return _find("schedule", name, {**_announced("autopipe.schedulers"), **SCHEDULERS})
 
 
+@functools.cache
 def _announced(group: str) -> dict[str, str]:
+    """The places that installed packages announce: to look through all of them takes milliseconds."""
     return {point.name: point.value for point in importlib.metadata.entry_points(group=group)}
 
 

@@ -15,7 +15,7 @@ from autopipe.passes.base import Scheduler, Strategy
 from autopipe.passes.batching import Batching, Division, batchings
 from autopipe.passes.cost.constraints import wishes_of
 from autopipe.passes.cost.measured import costed_work
-from autopipe.passes.frontend import CrossEntropy, Model, read_model
+from autopipe.passes.frontend import CrossEntropy, Model, Source, read_model
 from autopipe.passes.runner import Runner
 
 
@@ -133,7 +133,8 @@ def divided(request: Request, runner: Runner, read: Model, batching: Batching) -
 
 def _read(request: Request, runner: Runner, micro_batch_size: int | None) -> Model:
     """The model as `read_for` gives it, read once a run: requests of one run are for one model."""
-    return runner.once("read", micro_batch_size, lambda: read_for(request, micro_batch_size))
+    source = None if micro_batch_size is None else first_model(request, runner).source
+    return runner.once("read", micro_batch_size, lambda: read_for(request, micro_batch_size, source))
 
 
 def _posed(request: Request, runner: Runner, model: Model, batching: Batching) -> Problem:
@@ -157,10 +158,13 @@ def _divisions(request: Request, division: Division, read: Model) -> Iterator[Ba
                 yield batching
 
 
-def read_for(request: Request, micro_batch_size: int | None) -> Model:
-    """The model on micro-batches of that many samples; on what its file fixes, else one, where that is None."""
+def read_for(request: Request, micro_batch_size: int | None, source: Source | None = None) -> Model:
+    """The model on micro-batches of that many samples; on what its file fixes, else one, where that is None.
+
+    `source` is the parsed file where it is at hand.
+    """
     return read_model(
-        request.model,
+        source or request.model,
         dims=dict(request.dims),
         batch=micro_batch_size,
         batch_axes=dict(request.batch_axes),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -37,6 +38,7 @@ def test_installed_packages_add_strategies(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         registry.importlib.metadata, "entry_points", lambda group: [point] if group == point.group else []
     )
+    monkeypatch.setattr(registry, "_announced", functools.cache(registry._announced.__wrapped__))
     assert "mine" in registry.strategy_names()
     assert registry.strategy_class("mine").__name__ == "Manual"
     assert "mine" not in registry.scheduler_names()

@@ -5,6 +5,7 @@ Both are asked once for each distinct use, since layers of a model repeat.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import numpy as np
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Value
 from autopipe.passes.frontend.elements import dtype_of, tensor_of, type_proto
+from autopipe.passes.frontend.evaluate import told_by_formula
 from autopipe.passes.frontend.rules import told_by_rule
 
 if TYPE_CHECKING:
@@ -45,19 +47,17 @@ class Inference:
         The node's operands are named by position in what is inferred, so names in `operands` do not matter. Raises
         ModelError where the operands' shapes do not fit the operator.
         """
-        anonymous = _anonymous(node)
-        key = (node.domain, anonymous.SerializeToString(deterministic=True), _key(operands))
+        key = (*_form(node), _key(operands))
         if key not in self._types:
-            self._types[key] = self._infer(anonymous, operands, f"{node.op_type} {node.name!r}")
+            self._types[key] = self._infer(_anonymous(node), operands, f"{node.op_type} {node.name!r}")
         return self._types[key]
 
     def evaluate(self, node: onnx.NodeProto, operands: tuple[np.ndarray | None, ...]) -> tuple[np.ndarray, ...] | None:
         """The results' numbers; None where the evaluator cannot tell them."""
-        anonymous = _anonymous(node)
         parts = tuple(None if each is None else (each.dtype.str, each.shape, each.tobytes()) for each in operands)
-        key = (node.domain, anonymous.SerializeToString(deterministic=True), parts)
+        key = (*_form(node), parts)
         if key not in self._results:
-            self._results[key] = self._run(anonymous, operands)
+            self._results[key] = self._run(_anonymous(node), operands)
         return self._results[key]
 
     def _infer(self, node: onnx.NodeProto, operands: tuple[Operand, ...], where: str) -> tuple[Value | None, ...]:
@@ -100,16 +100,31 @@ class Inference:
         return tuple(_static(found[name], where) if name in found else None for name in node.output)
 
     def _run(self, node: onnx.NodeProto, operands: tuple[np.ndarray | None, ...]) -> tuple[np.ndarray, ...] | None:
+        with np.errstate(all="ignore"):
+            results = told_by_formula(node, operands) or self._evaluated(node, operands)
+        if results is None:
+            return None
+        arrays = [np.ascontiguousarray(result).reshape(np.shape(result)) for result in results]
+        return tuple(arrays) if all(array.dtype.kind in "biufcV" for array in arrays) else None
+
+    def _evaluated(self, node: onnx.NodeProto, operands: tuple[np.ndarray | None, ...]) -> Sequence[np.ndarray] | None:
+        """What ONNX's own evaluator tells, which loads every operator there is."""
         from onnx.reference import ReferenceEvaluator
 
         feeds = {name: array for name, array in zip(node.input, operands, strict=True) if name and array is not None}
         try:
-            with np.errstate(all="ignore"):
-                results = ReferenceEvaluator(node, opsets=dict(self.opsets)).run(None, feeds)
+            found = ReferenceEvaluator(node, opsets=dict(self.opsets)).run(None, feeds)
         except Exception:  # noqa: BLE001 - the evaluator raises anything; a node it cannot take is simply not folded
             return None
-        arrays = [np.ascontiguousarray(result).reshape(np.shape(result)) for result in results]
-        return tuple(arrays) if all(array.dtype.kind in "biufcV" for array in arrays) else None
+        return [*found]
+
+
+def _form(node: onnx.NodeProto) -> tuple[object, ...]:
+    """What tells the node from others but for the names of its values: which of them are one, and which are absent."""
+    places: dict[str, int] = {}
+    operands = tuple(places.setdefault(name, len(places)) if name else None for name in node.input)
+    attributes = tuple(sorted(each.SerializeToString(deterministic=True) for each in node.attribute))
+    return node.domain, node.op_type, operands, tuple(map(bool, node.output)), attributes
 
 
 def _anonymous(node: onnx.NodeProto) -> onnx.NodeProto:

@@ -251,16 +251,16 @@ def _measured(sweep: _Sweep, node: onnx.NodeProto, shape: tuple[int, ...]) -> No
 
 def _passes_through(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> bool:
     """Whether a node hands on its operand: Identity, Dropout outside training, a Cast to the same type."""
+    if node.op_type not in ("Identity", "Cast", "Dropout") or not operands or not operands[0]:
+        return False
     readers, results = sweep.weights.roles.uses.readers, {info.name for info in sweep.source.graph.output}
-    if not operands or not operands[0] or any(name in readers or name in results for name in node.output[1:]):
+    if any(name in readers or name in results for name in node.output[1:]):
         return False
     if node.op_type == "Identity":
         return True
     if node.op_type == "Cast":
         target = next((each.i for each in node.attribute if each.name == "to"), 0)
         return target == NUMBERS[sweep.types[operands[0]].dtype]
-    if node.op_type != "Dropout":
-        return False
     training = operands[2] if len(operands) > 2 else ""
     return not training or (training in sweep.arrays and not sweep.arrays[training].any())
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Mode
 from autopipe.passes.annotations.sharding import Configuration
 from autopipe.passes.frontend.origins import Origins
+
+if TYPE_CHECKING:
+    from autopipe.passes.frontend.load import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +48,5 @@ class Model:
     """The file's multi-device annotations."""
     unsupported: tuple[Unsupported, ...]
     warnings: tuple[str, ...]
+    source: Source | None = field(default=None, repr=False, compare=False)
+    """The parsed file, from which the graph on other numbers of samples is made."""

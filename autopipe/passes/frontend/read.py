@@ -26,7 +26,7 @@ from autopipe.passes.frontend.weights import Weights
 
 
 def read_model(
-    path: Path,
+    file: Path | Source,
     *,
     dims: Mapping[str, int] | None = None,
     batch: int | None = None,
@@ -35,7 +35,7 @@ def read_model(
     mode: Mode | None = None,
     frozen: tuple[str, ...] = (),
 ) -> Model:
-    """The graph of one evaluation of the model in `path`, on `batch` samples.
+    """The graph of one evaluation of the model in `file`, a path or the `Model.source` of one, on `batch` samples.
 
     Without `batch` there are as many samples as the file fixes, else one. `dims` binds symbolic dimensions by name.
     `batch_axes` says which axis of an input counts samples where it is not axis 0 (None: no axis does). `loss` is an
@@ -44,14 +44,14 @@ def read_model(
     Raises ModelError, naming file and node, for what cannot be read, and ConfigurationError for dimensions, batches
     and losses that do not fit.
     """
-    model = survey_model(path, dims=dims, batch=batch, batch_axes=batch_axes, loss=loss, mode=mode, frozen=frozen)
+    model = survey_model(file, dims=dims, batch=batch, batch_axes=batch_axes, loss=loss, mode=mode, frozen=frozen)
     if model.unsupported:
-        raise located(refusal(model.unsupported), path)
+        raise located(refusal(model.unsupported), model.path)
     return model
 
 
 def survey_model(
-    path: Path,
+    file: Path | Source,
     *,
     dims: Mapping[str, int] | None = None,
     batch: int | None = None,
@@ -61,8 +61,10 @@ def survey_model(
     frozen: tuple[str, ...] = (),
 ) -> Model:
     """As `read_model`, but operators without a row are listed in the result rather than refused."""
-    source = load(Path(path))
+    source = file if isinstance(file, Source) else load(Path(file))
     try:
+        if source is not file:
+            require_readable(source)
         return _survey(source, dims or {}, batch, batch_axes or {}, loss, mode, frozen)
     except ModelError as error:
         raise located(error, source.path) from error
@@ -77,7 +79,6 @@ def _survey(
     mode: Mode | None,
     frozen: tuple[str, ...],
 ) -> Model:
-    require_readable(source)
     initializers = {tensor.name for tensor in source.graph.initializer}
     data = tuple(info for info in source.graph.input if info.name not in initializers)
     inputs = bind_inputs(data, dims, batch, batch_axes)
@@ -113,6 +114,7 @@ def _survey(
             *_mixing_warnings(graph, mode),
             *_shared_warnings(graph, mode),
         ),
+        source=source,
     )
 
 

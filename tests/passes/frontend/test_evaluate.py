@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx.helper
+import pytest
+from onnx.reference import ReferenceEvaluator
+
+from autopipe.passes.frontend.evaluate import FORMULAS, told_by_formula
+
+INTEGERS, REALS = np.arange(6).reshape(2, 3), np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
+SCALARS = tuple(np.asarray(number, dtype=np.float32) for number in (-1.5, 4.0, 0.75))
+SHOWN, HIDDEN = np.float32(0).reshape(()), np.float32(-np.inf).reshape(())
+
+CASES: tuple[tuple[str, tuple[np.ndarray, ...]], ...] = (
+    ("Add", (INTEGERS, INTEGERS[0])),
+    ("Add", (REALS, SCALARS[0])),
+    ("Less", (INTEGERS[:1].T, INTEGERS[:1])),
+    ("Less", (REALS, REALS[:1])),
+    ("Mul", (REALS, REALS[:, :1])),
+    ("Mul", SCALARS[:2]),
+    ("Range", tuple(np.asarray(number) for number in (3, 11, 2))),
+    ("Range", SCALARS),
+    ("Sub", (INTEGERS, INTEGERS[:1])),
+    ("Unsqueeze", (REALS, np.asarray([0, 3]))),
+    ("Unsqueeze", (INTEGERS > 2, np.asarray([-1]))),
+    ("Where", (INTEGERS > 2, SHOWN, HIDDEN)),
+    ("Where", (INTEGERS[0] > 1, INTEGERS, INTEGERS[:1])),
+)
+
+
+@pytest.mark.parametrize(("operator", "operands"), CASES)
+def test_a_formula_tells_what_the_evaluator_of_onnx_does(operator: str, operands: Sequence[np.ndarray]) -> None:
+    names = [f"i{index}" for index in range(len(operands))]
+    node = onnx.helper.make_node(operator, names, ["o"])
+    (expected,) = ReferenceEvaluator(node, opsets={"": 21}).run(None, dict(zip(names, operands, strict=True)))
+    told = told_by_formula(node, operands)
+    assert told is not None
+    assert (told[0].dtype, told[0].shape) == (np.asarray(expected).dtype, np.shape(expected))
+    assert told[0].tobytes() == np.asarray(expected).tobytes()
+
+
+def test_every_formula_has_a_case() -> None:
+    assert {operator for operator, _ in CASES} == set(FORMULAS)
+
+
+@pytest.mark.parametrize(
+    ("operator", "operands"),
+    [
+        ("Add", (INTEGERS, REALS)),
+        ("Add", (REALS,)),
+        ("Mul", (REALS, None)),
+        ("Less", (INTEGERS > 2, INTEGERS > 3)),
+        ("Range", (np.asarray(0), np.asarray(3), np.asarray(0))),
+        ("Where", (INTEGERS, REALS, REALS)),
+        ("Cos", (REALS,)),
+    ],
+)
+def test_what_has_no_formula_is_left_to_the_evaluator(operator: str, operands: Sequence[np.ndarray | None]) -> None:
+    node = onnx.helper.make_node(operator, ["" if each is None else "i" for each in operands], ["o"])
+    assert told_by_formula(node, operands) is None
+
+
+def test_attributes_and_other_domains_are_left_to_the_evaluator() -> None:
+    stated = onnx.helper.make_node("Unsqueeze", ["x"], ["o"], axes=[0])
+    other = onnx.helper.make_node("Add", ["x", "y"], ["o"], domain="com.example")
+    assert told_by_formula(stated, (REALS,)) is None
+    assert told_by_formula(other, (REALS, REALS)) is None
