@@ -354,25 +354,25 @@ def are_blocks(space: Space, splits: Sequence[Split]) -> bool:
     In a dimension made of several axes an inner one may be cut where all those outside it are cut to extent one.
     """
     degrees = {split.axis: split.degree for split in splits}
-    local = {}
-    for axis in space.axes:
-        degree = degrees.get(axis.name, 1)
-        if axis.extent % degree:
-            return False
-        local[axis.name] = axis.extent // degree
-    return all(
-        _is_one_block(dimension, local, degrees)
-        for tensor in (*space.operands, *space.results)
-        for dimension in tensor or ()
-        if len(dimension) > 1
-    )
+    if any(axis.extent % degrees.get(axis.name, 1) for axis in space.axes):
+        return False
+    extents = {axis.name: axis.extent for axis in space.axes}
+    return all(is_one_block(dimension, extents, degrees) for dimension in mixed_dimensions(space))
 
 
-def _is_one_block(dimension: Dimension, local: dict[str, int], degrees: dict[str, int]) -> bool:
-    """Whether no axis of a dimension is cut inside of one that is not down to extent one."""
+def mixed_dimensions(space: Space) -> tuple[Dimension, ...]:
+    """The different dimensions that several axes make up."""
+    tensors = (*space.operands, *space.results)
+    mixed = (dimension for tensor in tensors for dimension in tensor or () if len(dimension) > 1)
+    return tuple(dict.fromkeys(mixed))
+
+
+def is_one_block(dimension: Dimension, extents: Mapping[str, int], degrees: Mapping[str, int]) -> bool:
+    """Whether `degrees`, which divide `extents`, cut no axis of a dimension inside of one not down to extent one."""
     outside = 1
     for name in dimension:
-        if outside > 1 and degrees.get(name, 1) > 1:
+        degree = degrees.get(name, 1)
+        if outside > 1 and degree > 1:
             return False
-        outside *= local[name]
+        outside *= extents[name] // degree
     return True

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from autopipe.ir.layout import are_blocks
+from autopipe.ir.layout import is_one_block, mixed_dimensions
 from autopipe.ir.placement import Split
-from autopipe.ir.space import Axis, AxisKind, Space
+from autopipe.ir.space import Axis, AxisKind, Dimension, Space
 
 Splits = tuple[Split, ...]
 """One configuration of a node: splits outer to inner over the group's devices; () where all compute it whole."""
@@ -22,9 +22,17 @@ def configurations(space: Space, group: int, outermost: str | None = None) -> tu
     axes = sorted(space.axes, key=lambda axis: axis.name != outermost)
     splittable = [axis for axis in axes if axis.kind is not AxisKind.WHOLE and axis.extent > 1]
     found: Iterable[Splits] = _shared_out(splittable, group)
-    if any(len(dimension) > 1 for tensor in (*space.operands, *space.results) for dimension in tensor or ()):
-        found = (splits for splits in found if are_blocks(space, splits))
+    mixed = mixed_dimensions(space)
+    if mixed:
+        extents = {axis.name: axis.extent for axis in axes}
+        found = (splits for splits in found if _are_blocks(mixed, extents, splits))
     return tuple(sorted(found, key=len))
+
+
+def _are_blocks(mixed: Sequence[Dimension], extents: Mapping[str, int], splits: Splits) -> bool:
+    """Whether each device has one block of the dimensions that several axes make up."""
+    degrees = {split.axis: split.degree for split in splits}
+    return all(is_one_block(dimension, extents, degrees) for dimension in mixed)
 
 
 def _shared_out(axes: Sequence[Axis], group: int) -> Iterator[Splits]:

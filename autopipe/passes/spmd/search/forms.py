@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.layout import Layout, MeshAxis, axes_of, operand_under, result_under
-from autopipe.ir.space import Space
+from autopipe.ir.layout import Layout, operand_under, result_under
+from autopipe.ir.space import Dimension, Space, Windowed
 from autopipe.passes.spmd.search.configurations import Splits
-
-_Axes = dict[str, MeshAxis]
-"""Those of the mesh, by the axes of a space that lie along them."""
+from autopipe.passes.spmd.search.lying import Axes, Lying, lying_in
+from autopipe.passes.spmd.search.numbering import Integers, distinct, in_order, numbered
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +25,17 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """The different layouts of one dimension alone, or of no dimension with shares; and which each configuration has.
+
+    How a dimension is cut does not depend on the others, so that a tensor's layouts are put together from few parts.
+    """
+
+    layouts: list[Layout]
+    of: Integers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Forms:
     """The forms of nodes on `group` devices.
 
@@ -34,7 +44,7 @@ class Forms:
     """
 
     group: int
-    _lying: dict[int, tuple[tuple[Splits, ...], _Lying]] = field(default_factory=dict)
+    _lying: dict[int, tuple[tuple[Splits, ...], Lying]] = field(default_factory=dict)
     """Configurations, held so that their place stays their own, and where axes lie in them."""
     _known: dict[Hashable, Form] = field(default_factory=dict)
 
@@ -44,37 +54,36 @@ class Forms:
         """How a node wants its operand at `position`."""
         shape, dimensions = graph.type_of(node.inputs[position]).shape, space.operands[position] or ()
         windows = space.windows_of(position)
-        own = {name for dimension in dimensions for name in dimension} | {each.axis for each in windows}
-
-        def make(axes: _Axes) -> Layout:
-            return operand_under(dimensions, shape, axes, windows)
-
-        return self._form(configurations, shape, (dimensions, windows, shape if windows else ()), own, make)
+        alike = id(configurations), dimensions, windows, shape if windows else ()
+        lying = self.lying(configurations)
+        return self._form(alike, shape, lying, lambda: _parts(lying, dimensions, shape, windows))
 
     def result(self, graph: Graph, node: Node, position: int, space: Space, configurations: tuple[Splits, ...]) -> Form:
         """How a node leaves its result at `position`, shares of sums and means included."""
         shape, dimensions = graph.type_of(node.outputs[position]).shape, space.results[position] or ()
         kinds = tuple((axis.name, axis.kind) for axis in space.axes)
+        lying = self.lying(configurations)
 
-        def make(axes: _Axes) -> Layout:
-            return result_under(space, dimensions, shape, axes)
+        def parts() -> list[_Part]:
+            present = {name for dimension in dimensions for name in dimension}
+            reduced = [name for name, _ in kinds if name not in present]
+            shares = _part(lying, reduced, lambda axes: result_under(space, (), (), axes))
+            return [*_parts(lying, dimensions, shape), shares]
 
-        return self._form(configurations, shape, (dimensions, kinds), {name for name, _ in kinds}, make)
+        return self._form((id(configurations), dimensions, kinds), shape, lying, parts)
 
-    def _form(
-        self,
-        configurations: tuple[Splits, ...],
-        shape: tuple[int, ...],
-        cutting: Hashable,
-        own: set[str],
-        make: Callable[[_Axes], Layout],
-    ) -> Form:
-        """The layouts that `make` gives, which depend on `cutting` and on where the axes `own` lie."""
-        alike = id(configurations), cutting
-        key = (*alike, shape)
+    def lying(self, configurations: tuple[Splits, ...]) -> Lying:
+        """Where axes lie in each of `configurations`."""
+        if id(configurations) not in self._lying:
+            self._lying[id(configurations)] = configurations, lying_in(configurations, self.group)
+        return self._lying[id(configurations)][1]
+
+    def _form(self, alike: Hashable, shape: tuple[int, ...], lying: Lying, parts: Callable[[], list[_Part]]) -> Form:
+        """The layouts of a tensor of `shape`; tensors that are cut `alike` are worked out once."""
+        key = alike, shape
         if key not in self._known:
             if alike not in self._known:
-                self._known[alike] = self._made(configurations, own, make)
+                self._known[alike] = _together(shape, parts(), lying.configurations)
             form = self._known[alike]
             if form.layouts[0].shape != shape:
                 layouts = (Layout(shape, each.cuts, each.sums, each.means) for each in form.layouts)
@@ -82,44 +91,58 @@ class Forms:
             self._known[key] = form
         return self._known[key]
 
-    def _made(self, configurations: tuple[Splits, ...], own: set[str], make: Callable[[_Axes], Layout]) -> Form:
-        lying = self._lying_of(configurations)
-        firsts, case_of = lying.cases(own)
-        found: dict[Layout, int] = {}
-        places = [found.setdefault(make(lying.axes[first]), len(found)) for first in firsts.tolist()]
-        return Form(tuple(found), np.array(places, dtype=np.int64)[case_of])
 
-    def _lying_of(self, configurations: tuple[Splits, ...]) -> _Lying:
-        if id(configurations) not in self._lying:
-            self._lying[id(configurations)] = configurations, _lying_in(configurations, self.group)
-        return self._lying[id(configurations)][1]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Lying:
-    """Where the axes of a space lie in each of its configurations."""
-
-    axes: list[_Axes]
-    numbers: dict[str, NDArray[np.int64]]
-    """For each axis that some configuration splits, a number for where it lies, [configurations]."""
-    different: int
-    """How many numbers there are."""
-
-    def cases(self, own: set[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The first configurations of those in which the axes `own` lie alike, ascending; and of which each one is."""
-        codes = np.zeros(len(self.axes), dtype=np.int64)
-        for name in sorted(own & self.numbers.keys()):
-            codes = np.unique(codes * self.different + self.numbers[name], return_inverse=True)[1]
-        _, firsts, of = np.unique(codes, return_index=True, return_inverse=True)
-        order = np.argsort(firsts)
-        return firsts[order], np.argsort(order)[of]
+def _parts(
+    lying: Lying, dimensions: tuple[Dimension, ...], shape: tuple[int, ...], windows: Sequence[Windowed] = ()
+) -> list[_Part]:
+    """How each dimension is cut."""
+    found = []
+    for place, (dimension, extent) in enumerate(zip(dimensions, shape, strict=True)):
+        own = tuple(replace(each, dimension=0) for each in windows if each.dimension == place)
+        names = [*dimension, *(each.axis for each in own)]
+        found.append(_part(lying, names, _one_dimension(dimension, extent, own)))
+    return found
 
 
-def _lying_in(configurations: Sequence[Splits], group: int) -> _Lying:
-    axes = [axes_of(each, group) for each in configurations]
-    known: dict[MeshAxis | None, int] = {None: 0}
-    numbers = {
-        name: np.array([known.setdefault(each.get(name), len(known)) for each in axes], dtype=np.int64)
-        for name in dict.fromkeys(name for each in axes for name in each)
-    }
-    return _Lying(axes, numbers, len(known))
+def _one_dimension(dimension: Dimension, extent: int, windows: Sequence[Windowed]) -> Callable[[Axes], Layout]:
+    return lambda axes: operand_under((dimension,), (extent,), axes, windows)
+
+
+def _part(lying: Lying, names: Iterable[str], make: Callable[[Axes], Layout]) -> _Part:
+    """The layouts that `make` gives, which depend on where the axes `names` lie."""
+    cases, case_of = lying.cases(names)
+    layouts, of = numbered(map(make, cases))
+    return _Part(layouts, of[case_of])
+
+
+def _together(shape: tuple[int, ...], parts: Sequence[_Part], configurations: int) -> Form:
+    """The layouts of a tensor whose dimensions, and then whose shares if it has any, are `parts`."""
+    codes, count = np.zeros(configurations, dtype=np.int64), 1
+    for part in parts:
+        known, codes = distinct(codes * len(part.layouts) + part.of)
+        count = len(known)
+    firsts, of = in_order(codes, count)
+    columns = [[part.layouts[number] for number in part.of[firsts].tolist()] for part in parts]
+    cut, shared = columns[: len(shape)], columns[len(shape) :]
+    layouts = [
+        Layout(shape, cuts)
+        for cuts in (zip(*([each.cuts[0] for each in column] for column in cut), strict=True) if cut else [()] * count)
+    ]
+    for shares in shared:
+        layouts = [
+            Layout(shape, layout.cuts, share.sums, share.means) if share.is_partial else layout
+            for layout, share in zip(layouts, shares, strict=True)
+        ]
+    if any(each.windows for part in parts for each in part.layouts):
+        rows = zip(*cut, strict=True)
+        layouts = [_windowed(layout, row) for layout, row in zip(layouts, rows, strict=True)]
+    return Form(tuple(layouts), of)
+
+
+def _windowed(layout: Layout, dimensions: Sequence[Layout]) -> Layout:
+    """The layout read through the windows of its dimensions."""
+    windows = tuple(each.windows[0] if each.windows else None for each in dimensions)
+    if not any(windows):
+        return layout
+    fill = next((each.fill for each in dimensions if each.fill), 0.0)
+    return Layout(layout.shape, layout.cuts, windows=windows, fill=fill)

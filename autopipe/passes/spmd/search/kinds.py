@@ -13,6 +13,7 @@ from autopipe.passes.cost.kept import Kept
 from autopipe.passes.spmd.search.configurations import Splits, configurations
 from autopipe.passes.spmd.search.forms import Form, Forms
 from autopipe.passes.spmd.search.ground import Ground
+from autopipe.passes.spmd.search.lying import Lying
 from autopipe.passes.spmd.search.moves import Floats
 from autopipe.passes.spmd.search.nodes import Computing, kept_bytes
 from autopipe.passes.spmd.search.parameters import Parameters
@@ -29,6 +30,11 @@ class Kind:
     forms: Forms
     """Of all kinds together."""
     _forms: dict[tuple[str, int], Form] = field(default_factory=dict)
+
+    @property
+    def lying(self) -> Lying:
+        """Where axes lie in its configurations."""
+        return self.forms.lying(self.configurations)
 
     def reads(self, position: int) -> Form:
         """How its configurations want an operand."""
@@ -122,7 +128,7 @@ def kind_costs(kind: Kind, computing: Computing, parameters: Parameters, changes
     """What the configurations of a node cost, each by itself."""
     ground, node = kind.ground, kind.node
     terms, problem = ground.terms, ground.problem
-    forward, backward = computing.seconds(node, ground.uses[node], kind.configurations)
+    forward, backward = computing.seconds(node, ground.uses[node], kind.configurations, kind.lying)
     seconds = forward * (1 + terms.recompute) + backward if problem.train else forward
     for position, name in enumerate(ground.graph.nodes[node].outputs):
         if _is_reduced_alone(ground, name):
@@ -141,7 +147,7 @@ def kind_costs(kind: Kind, computing: Computing, parameters: Parameters, changes
     if problem.train:
         # What recomputation brings back is that of one micro-batch at a time.
         micro_batches = 1 if terms.recompute else terms.in_flight
-        memory += micro_batches * kept_bytes(ground.kept[node], kind.configurations)
+        memory += micro_batches * kept_bytes(ground.kept[node], kind.lying)
     return Costs(seconds + gradients, gradients, backward if problem.train else np.zeros_like(seconds), memory)
 
 
@@ -168,6 +174,6 @@ def passing_bytes(kind: Kind) -> NDArray[np.int64]:
 
 def more_bytes(first: Kind, by_first: Kept, other: Kind, by_other: Kept) -> NDArray[np.int64]:
     """By how much the block that `other` keeps of a value exceeds that of `first`; [of first, of other]."""
-    own = kept_bytes([by_other], other.configurations)
-    difference: NDArray[np.int64] = np.maximum(own[None, :] - kept_bytes([by_first], first.configurations)[:, None], 0)
+    own = kept_bytes([by_other], other.lying)
+    difference: NDArray[np.int64] = np.maximum(own[None, :] - kept_bytes([by_first], first.lying)[:, None], 0)
     return difference

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopipe.ir.ops import signature_of
 from autopipe.ir.ops.row import no_statistics
@@ -17,7 +15,9 @@ from autopipe.passes.cost.kept import Kept
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.uses import Use
 from autopipe.passes.spmd.search.configurations import Splits
+from autopipe.passes.spmd.search.lying import Lying
 from autopipe.passes.spmd.search.moves import Floats
+from autopipe.passes.spmd.search.numbering import Integers, distinct
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,11 +30,10 @@ class Computing:
     _told: dict[tuple[int, int], tuple[Sequence[Splits], Floats]] = field(default_factory=dict)
     """By use and configurations, which are held so that their place stays their own."""
 
-    def seconds(self, node: int, use: Use, configurations: Sequence[Splits]) -> tuple[Floats, Floats]:
+    def seconds(self, node: int, use: Use, configurations: Sequence[Splits], lying: Lying) -> tuple[Floats, Floats]:
         """One micro-batch's forward and backward of a node in each configuration, statistics included."""
-        degrees = [math.prod([split.degree for split in splits]) for splits in configurations]
-        by_degree = {degree: self._computed(node, degree) for degree in set(degrees)}
-        found = np.array([by_degree[degree] for degree in degrees])
+        degrees, of = distinct(lying.degree)
+        found = np.array([self._computed(node, degree) for degree in degrees.tolist()])[of]
         if use.row.statistics is not no_statistics and any(axis.kind.is_joint for axis in use.space.axes):
             found += self._statistics(node, use, configurations)
         return found[:, 0], found[:, 1]
@@ -66,7 +65,17 @@ class Computing:
         return self._told[key][1]
 
 
-def kept_bytes(kept: Sequence[Kept], configurations: Sequence[Splits]) -> NDArray[np.int64]:
-    """Bytes on one device that backward keeps of a micro-batch, for each configuration of the node that keeps them."""
-    degrees: list[Mapping[str, int]] = [{split.axis: split.degree for split in splits} for splits in configurations]
-    return np.array([sum(each.local_bytes(dict(own)) for each in kept) for own in degrees], dtype=np.int64)
+def kept_bytes(kept: Sequence[Kept], lying: Lying) -> Integers:
+    """Bytes on one device that backward keeps of a micro-batch, for each configuration of the node that keeps them.
+
+    `Kept.local_bytes` for all of them at once.
+    """
+    found = np.zeros(lying.configurations, dtype=np.int64)
+    for each in kept:
+        size = each.bytes // lying.degrees(axis for dimension in each.dimensions for axis in dimension)
+        for window, extent in each.windows:
+            degree = lying.degrees([window.axis])
+            spans = np.array([window.span(window.count // parts) for parts in degree.tolist()], dtype=np.int64)
+            size = np.where(degree > 1, size * spans // extent, size)
+        found += size
+    return found

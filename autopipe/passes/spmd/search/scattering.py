@@ -6,21 +6,16 @@ few, so pairs of layouts are told apart by numbers, and what adds shares up is w
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopipe.ir.layout import Layout, MeshAxes, degree_of, merged
 from autopipe.passes.lower.relayout import scattered_along, without
 from autopipe.passes.spmd.search.adding import Addition
 from autopipe.passes.spmd.search.lack import Pair, pairs_by_dimension
-
-Integers = NDArray[np.int64]
-
-_Item = TypeVar("_Item", bound=Hashable)
+from autopipe.passes.spmd.search.numbering import Integers, distinct, numbered
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,20 +45,20 @@ def ways_between(sources: Sequence[Layout], targets: Sequence[Layout]) -> Ways:
 
     A target's axes cut one dimension each, so what is scattered along one does not depend on the others.
     """
-    shares, shares_of = _numbered(source.partial_over for source in sources)
-    parts, parts_of = _numbered(source.parts for source in sources)
+    shares, shares_of = numbered(source.partial_over for source in sources)
+    parts, parts_of = numbered(source.parts for source in sources)
     scattered = [_scattered(pair, shares, shares_of) for pair in pairs_by_dimension(sources, targets)]
     codes = np.zeros((len(sources), len(targets)), dtype=np.int64)
     for each in scattered:
         codes = codes * len(each.insides) + each.of[:, each.pair.wanted.of]
-    known, codes = _distinct(codes)
-    cases, case_of = _distinct(codes + np.arange(len(sources))[:, None] * len(known))
+    known, codes = distinct(codes)
+    cases, case_of = distinct(codes + np.arange(len(sources))[:, None] * len(known))
     row, left = cases // len(known), known[cases % len(known)]
     digits: list[Integers] = []
     for each in reversed(scattered):
         digits.insert(0, left % len(each.insides))
         left = left // len(each.insides)
-    _, adding_of = _distinct((shares_of[row] * len(parts) + parts_of[row]) * len(known) + cases % len(known))
+    _, adding_of = distinct((shares_of[row] * len(parts) + parts_of[row]) * len(known) + cases % len(known))
     one_each = np.zeros(adding_of.max() + 1, dtype=np.int64)
     one_each[adding_of] = np.arange(len(cases))
     additions = [
@@ -76,7 +71,7 @@ def ways_between(sources: Sequence[Layout], targets: Sequence[Layout]) -> Ways:
 
 def _scattered(pair: Pair, shares: Sequence[MeshAxes], shares_of: Integers) -> _Scattered:
     insides: dict[MeshAxes, int] = {(): 0}
-    cases, case_of = _distinct(pair.held.of * len(shares) + shares_of)
+    cases, case_of = distinct(pair.held.of * len(shares) + shares_of)
     table = np.zeros((len(cases), len(pair.wanted.axes)), dtype=np.int64)
     for place, (now, over) in enumerate(zip(*(each.tolist() for each in np.divmod(cases, len(shares))), strict=True)):
         if shares[over]:
@@ -104,9 +99,9 @@ def _held(
     codes = np.zeros_like(row)
     ways: list[list[MeshAxes]] = []
     for each, digit in zip(scattered, digits, strict=True):
-        pairs, pair_of = _distinct(each.pair.held.of[row] * len(each.insides) + digit)
+        pairs, pair_of = distinct(each.pair.held.of[row] * len(each.insides) + digit)
         before, inside = (found.tolist() for found in np.divmod(pairs, len(each.insides)))
-        cuts, cut_of = _numbered(
+        cuts, cut_of = numbered(
             merged(each.pair.held.axes[now] + each.insides[more]) for now, more in zip(before, inside, strict=True)
         )
         codes = codes * len(cuts) + cut_of[pair_of]
@@ -120,18 +115,3 @@ def _held(
             own[each.pair.dimension] = cuts[place]
         layouts.append(Layout(shape, tuple(own)))
     return layouts, held_of.reshape(-1)
-
-
-def _numbered(items: Iterable[_Item]) -> tuple[list[_Item], Integers]:
-    """The different ones of `items`, in order, and which of them each one is."""
-    known: dict[_Item, int] = {}
-    of = [known.setdefault(item, len(known)) for item in items]
-    return list(known), np.array(of, dtype=np.int64)
-
-
-def _distinct(codes: Integers) -> tuple[Integers, Integers]:
-    """The different ones of small numbers, ascending, and which of them each one is."""
-    present = np.zeros(int(codes.max(initial=0)) + 1, dtype=bool)
-    present[codes] = True
-    numbers = np.cumsum(present) - 1
-    return np.flatnonzero(present), numbers[codes]
