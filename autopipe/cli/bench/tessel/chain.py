@@ -16,7 +16,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.chain import Chain, make_chain
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.placement.tessel_shapes.cuts import even_stages
+from autopipe.passes.placement.tessel_shapes.cuts import line_of
 from autopipe.passes.placement.tessel_shapes.devices import shared_out
 from autopipe.passes.placement.tessel_shapes.model import CostedModel, costed_model
 from autopipe.passes.placement.tessel_shapes.parts import Part, hoisted, line_of_parts
@@ -30,11 +30,10 @@ _SHARES = 8
 
 def tables_apart(problem: Problem) -> Iterator[Placement]:
     """Tables on 1, 2, 4 … devices with no layers up to half of them, split likewise; the rest a stage a device."""
-    model = costed_model(problem)
-    for degree in _degrees(model.devices // 2):
+    for degree in _degrees(problem.cluster.size // 2):
         for shares in range(_SHARES // 2 + 1):
             with suppress(InfeasibleError):
-                yield with_tables_apart(model, degree, shares)
+                yield with_tables_apart(problem, degree, shares)
 
 
 def equal_groups(problem: Problem) -> Iterator[Placement]:
@@ -44,10 +43,12 @@ def equal_groups(problem: Problem) -> Iterator[Placement]:
     for degree in _degrees(model.devices):
         with suppress(InfeasibleError):
             line = _line(model, wide_nodes(model, tables, degree))
-            runs = even_stages(model, line, line.order, model.devices // degree)
+            runs = line_of(model, line, line.order).even(model.devices // degree)
             groups = (tuple(range(place * degree, (place + 1) * degree)) for place in range(len(runs)))
-            stages = (stage_of_several(model, run, group, tables) for run, group in zip(runs, groups, strict=True))
-            yield with_layers_recomputed(Placement(tuple(stages)))
+            stages = tuple(
+                stage_of_several(problem, model, run, group, tables) for run, group in zip(runs, groups, strict=True)
+            )
+            yield with_layers_recomputed(Placement(stages))
 
 
 def device_seconds(problem: Problem, placement: Placement) -> list[float]:
@@ -59,8 +60,9 @@ def device_seconds(problem: Problem, placement: Placement) -> list[float]:
     return seconds
 
 
-def with_tables_apart(model: CostedModel, degree: int, shares: int) -> Placement:
+def with_tables_apart(problem: Problem, degree: int, shares: int) -> Placement:
     """Tables and heads on the first `degree` devices with `shares` eighths of the layers, the rest on the others."""
+    model = costed_model(problem)
     tables = large_tables(model, at_least_one=True)
     wide = wide_nodes(model, tables, degree)
     line = _line(model, wide)
@@ -72,11 +74,11 @@ def with_tables_apart(model: CostedModel, degree: int, shares: int) -> Placement
     stages: list[Stage] = []
     for part in parts:
         if part.shared:
-            stages.append(stage_of_several(model, part.nodes, tuple(range(degree)), tables))
+            stages.append(stage_of_several(problem, model, part.nodes, tuple(range(degree)), tables))
             continue
         devices = [degree + device for device in next(groups)]
-        runs = even_stages(model, line, part.nodes, len(devices))
-        stages += [stage_of(model.problem, run, (device,)) for run, device in zip(runs, devices, strict=True)]
+        runs = line_of(model, line, part.nodes).even(len(devices))
+        stages += [stage_of(problem, run, (device,)) for run, device in zip(runs, devices, strict=True)]
     return with_layers_recomputed(Placement(tuple(stages)))
 
 
@@ -97,7 +99,7 @@ def _with_layers_moved(model: CostedModel, line: Chain, parts: tuple[Part, ...],
     place = next(index for index, part in enumerate(found) if not part.shared)
     if not shares or not place:
         return found
-    runs = even_stages(model, line, found[place].nodes, _SHARES)
+    runs = line_of(model, line, found[place].nodes).even(_SHARES)
     moved = tuple(node for run in runs[:shares] for node in run)
     rest = tuple(node for run in runs[shares:] for node in run)
     found[place - 1 : place + 1] = [Part((*found[place - 1].nodes, *moved), True), Part(rest, False)]

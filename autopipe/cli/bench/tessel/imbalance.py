@@ -9,7 +9,6 @@ from autopipe.cli.bench.tessel.chain import device_seconds, with_tables_apart
 from autopipe.cli.bench.tessel.published import FIGURE_2_IMBALANCE
 from autopipe.cli.bench.tessel.v100 import problem_on_v100
 from autopipe.configs.zoo.model import Setting
-from autopipe.passes.placement.tessel_shapes.model import costed_model
 
 _DEVICES = 4
 _TABLE_DEVICES = 2
@@ -26,7 +25,7 @@ def _rows() -> Iterator[Row]:
     for layers in _LAYERS:
         settings: dict[str, Setting] = {"size": "tessel-figure-2", "layers": layers, "loss": True}
         problem = problem_on_v100("gpt", settings, _DEVICES, batch_size=128, micro_batch_size=1)
-        placement = with_tables_apart(costed_model(problem), _TABLE_DEVICES, shares=0)
+        placement = with_tables_apart(problem, _TABLE_DEVICES, shares=0)
         seconds = device_seconds(problem, placement)
         yield Row(
             f"gpt-tessel-figure-2/p={_DEVICES}",

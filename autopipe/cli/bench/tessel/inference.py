@@ -83,4 +83,4 @@ def tensor_parallel(problem: Problem) -> Placement:
     """All products split over all devices."""
     model = costed_model(problem)
     nodes = range(len(problem.graph.nodes))
-    return Placement((stage_of_several(model, nodes, tuple(range(_DEVICES)), frozenset()),))
+    return Placement((stage_of_several(problem, model, nodes, tuple(range(_DEVICES)), frozenset()),))

@@ -13,7 +13,7 @@ from autopipe.ir.prediction import Prediction
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.chain import Chain, make_chain
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.placement.tessel_shapes.cuts import even_stages
+from autopipe.passes.placement.tessel_shapes.cuts import line_of
 from autopipe.passes.placement.tessel_shapes.model import CostedModel, costed_model
 from autopipe.passes.schedule.predict import predict
 
@@ -53,7 +53,7 @@ def _pieces(model: CostedModel, chain: Chain, stage: Stage) -> list[Stage]:
     count = min(len(stage.nodes) // _LAYER_NODES, blocks) if _has_layers(stage) else 1
     if count < 2:
         return [stage]
-    runs = even_stages(model, chain, stage.nodes, count)
+    runs = line_of(model, chain, stage.nodes).even(count)
     splits = dict(stage.splits)
     return [
         replace(stage, nodes=run, splits=tuple((node, splits[node]) for node in run if node in splits)) for run in runs

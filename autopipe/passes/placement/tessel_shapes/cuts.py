@@ -2,53 +2,85 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopipe.ir.cluster import Device
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import recomputed_nodes
+from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.chain import Chain
 from autopipe.passes.placement.tessel_shapes.model import CostedModel
 
+_ROUNDING = 1e-9
+"""Share of a sum of seconds that rounding may be off by."""
 
-def even_stages(
-    model: CostedModel, chain: Chain, nodes: Sequence[int], count: int, devices: Sequence[int] = ()
-) -> tuple[tuple[int, ...], ...]:
-    """`nodes` in `count` runs of the line whose slowest is fastest, with the time that messages take at either end.
+_Floats = NDArray[np.float64]
+Stages = tuple[tuple[int, ...], ...]
+"""The nodes of each stage, ascending."""
 
-    Where the device of each run is given, time is that on it, and none has more parameters than there is room for. Cuts
-    stand between blocks of the line. Raises InfeasibleError where the blocks are too few or the room is.
-    """
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Line:
+    """A run of nodes in blocks, between which it may be cut, and what tells where."""
+
+    blocks: Stages
+    seconds: _Floats
+    """Of each block, on average over kinds of devices."""
+    on_kind: dict[Device, _Floats]
+    crossing: _Floats
+    """For each place between two blocks, and 0 at both ends, the seconds of sending what crosses it."""
+    sizes: _Floats
+    """Bytes of the parameters that each block is the first to read."""
+
+    def even(self, count: int) -> Stages:
+        """`count` runs of blocks whose slowest is fastest, with the time that messages take at either end."""
+        return self._cut([self.seconds] * count, [np.inf] * count)
+
+    def even_on(self, kinds: Sequence[Device], room: Sequence[float]) -> Stages:
+        """The same for a run on each of some devices; none has more bytes of parameters than there is room for.
+
+        Raises InfeasibleError where the blocks are too few or the room is.
+        """
+        return self._cut([self.on_kind[kind] for kind in kinds], room)
+
+    def _cut(self, seconds: Sequence[_Floats], room: Sequence[float]) -> Stages:
+        count = len(room)
+        if len(self.blocks) < count:
+            raise InfeasibleError(
+                f"{len(self.blocks)} operators cannot be cut into {count} stages",
+                hint="take fewer devices or fewer chunks",
+            )
+        stops = best_stops(seconds, self.crossing, self.sizes, room)
+        if not stops:
+            raise InfeasibleError(f"{count} stages have no room for their parameters", hint="use more devices")
+        runs = zip([0, *stops[:-1]], stops, strict=True)
+        return tuple(tuple(sorted(node for block in self.blocks[start:stop] for node in block)) for start, stop in runs)
+
+
+@remembered(GRAPHS)
+def line_of(model: CostedModel, chain: Chain, nodes: Sequence[int]) -> Line:
+    """Those of `nodes` in each block of a chain."""
     groups: dict[int, list[int]] = {}
     for node in nodes:
         groups.setdefault(int(chain.block_of[node]), []).append(node)
-    blocks = [tuple(sorted(groups[block])) for block in sorted(groups)]
-    if len(blocks) < count:
-        raise InfeasibleError(
-            f"{len(blocks)} operators cannot be cut into {count} stages", hint="take fewer devices or fewer chunks"
-        )
-    kinds = [model.problem.cluster.devices[device] for device in devices]
-    by_kind = {
-        kind: np.array([float(model.on_kind[kind][list(block)].sum()) for block in blocks]) for kind in set(kinds)
+    blocks = tuple(tuple(sorted(groups[block])) for block in sorted(groups))
+    on_kind = {
+        kind: np.array([float(seconds[list(block)].sum()) for block in blocks])
+        for kind, seconds in model.on_kind.items()
     }
-    seconds = [by_kind[kind] for kind in kinds] or [np.array([model.weighs(block) for block in blocks])] * count
-    room = [model.room[device] for device in devices] or [np.inf] * count
-    stops = best_stops(seconds, _crossing_seconds(model, blocks), _parameter_bytes(model, blocks), room)
-    if not stops:
-        raise InfeasibleError(f"{count} stages have no room for their parameters", hint="use more devices")
-    starts = [0, *stops[:-1]]
-    return tuple(
-        tuple(sorted(node for block in blocks[start:stop] for node in block))
-        for start, stop in zip(starts, stops, strict=True)
-    )
+    seconds = np.array([model.weighs(block) for block in blocks])
+    return Line(blocks, seconds, on_kind, _crossing_seconds(model, blocks), _parameter_bytes(model, blocks))
 
 
-def _crossing_seconds(model: CostedModel, blocks: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
-    """For each place between two blocks, and 0 at both ends, the time of sending what crosses it."""
+def _crossing_seconds(model: CostedModel, blocks: Stages) -> _Floats:
+    """`Line.crossing` of some blocks."""
     graph, recomputed = model.graph, recomputed_nodes(model.graph)
-    link = model.problem.cluster.slowest_link(range(model.devices))
+    link = model.cluster.slowest_link(range(model.devices))
     place = {node: index for index, block in enumerate(blocks) for node in block}
     change = np.zeros(len(blocks) + 2)
     for node in place.keys() - recomputed:
@@ -58,13 +90,13 @@ def _crossing_seconds(model: CostedModel, blocks: Sequence[tuple[int, ...]]) -> 
                 price = link.seconds(graph.type_of(name).bytes)
                 change[place[node] + 1] += price
                 change[last + 1] -= price
-    crossing: NDArray[np.float64] = np.cumsum(change)[: len(blocks) + 1]
+    crossing: _Floats = np.cumsum(change)[: len(blocks) + 1]
     crossing[[0, -1]] = 0.0
     return crossing
 
 
-def _parameter_bytes(model: CostedModel, blocks: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
-    """Bytes of the parameters that each block is the first to read."""
+def _parameter_bytes(model: CostedModel, blocks: Stages) -> _Floats:
+    """`Line.sizes` of some blocks."""
     seen: set[str] = set()
     found = np.zeros(len(blocks))
     for index, block in enumerate(blocks):
@@ -75,40 +107,78 @@ def _parameter_bytes(model: CostedModel, blocks: Sequence[tuple[int, ...]]) -> N
 
 
 def best_stops(
-    seconds: Sequence[NDArray[np.float64]],
-    crossing: NDArray[np.float64],
-    sizes: NDArray[np.float64],
+    seconds: Sequence[_Floats],
+    crossing: _Floats,
+    sizes: _Floats,
     room: Sequence[float],
 ) -> list[int]:
     """Where each of the runs ends, one for each entry of `room`, which no run's sum of `sizes` exceeds.
 
     The largest sum of a run's own `seconds` is least, what crosses its ends counted with it. [] where there is no
-    answer.
+    answer. A run that takes longer than the slowest of an answer that is known cannot be part of the best, so that few
+    starts are looked at for each end.
     """
-    places = len(crossing)
-    size = _sums(sizes)
-    best = np.full(places, np.inf)
+    places = np.arange(len(crossing))
+    width = _most_blocks(seconds, crossing, sizes, room)
+    ends, size = _before(crossing, width, 0.0), _sums(sizes, width)
+    best = np.full(len(places), np.inf)
     best[0] = 0.0
     chosen = []
-    costs: dict[int, NDArray[np.float64]] = {}
+    costs: dict[tuple[int, float], _Floats] = {}
     for own, most in zip(seconds, room, strict=True):
-        if id(own) not in costs:
-            costs[id(own)] = _sums(own) + crossing[None, :] + crossing[:, None]
-            costs[id(own)][np.tril_indices(places)] = np.inf  # A run has one block at least.
-        reached = np.maximum(best[:, None], np.where(size > most, np.inf, costs[id(own)]))
-        start = reached.argmin(axis=0)
-        best = reached[start, np.arange(places)]
-        chosen.append(start)
+        key = id(own), most
+        if key not in costs:
+            whole = _sums(own, width) + crossing[:, None] + ends
+            costs[key] = np.where(size > most, np.inf, whole)
+        reached = np.maximum(_before(best, width, np.inf), costs[key])
+        start = reached.argmin(axis=1)
+        best = reached[places, start]
+        chosen.append(start + places - width)
     if not np.isfinite(best[-1]):
         return []
-    stops = [places - 1]
+    stops = [len(places) - 1]
     for start in reversed(chosen[1:]):
         stops.append(int(start[stops[-1]]))
     return stops[::-1]
 
 
-def _sums(figures: NDArray[np.float64]) -> NDArray[np.float64]:
-    """At [a, b] the sum from entry a to b - 1."""
+def _most_blocks(
+    seconds: Sequence[_Floats],
+    crossing: _Floats,
+    sizes: _Floats,
+    room: Sequence[float],
+) -> int:
+    """The most blocks that a run can have which is no slower than the slowest of runs with equal work."""
+    blocks, count = len(sizes), len(room)
+    done = np.concatenate(([0.0], np.cumsum(np.sum(seconds, axis=0))))
+    spread = np.searchsorted(done, done[-1] * np.arange(1, count + 1) / count)
+    stops = [0]
+    for stage, stop in enumerate(spread):
+        stops.append(min(max(int(stop), stops[-1] + 1), blocks - count + 1 + stage))
+    stops[-1] = blocks
+    runs = list(itertools.pairwise(stops))
+    held = np.concatenate(([0.0], np.cumsum(sizes)))
+    if any(held[stop] - held[start] > most for (start, stop), most in zip(runs, room, strict=True)):
+        return blocks
+    slowest = max(
+        float(own[start:stop].sum() + crossing[start] + crossing[stop])
+        for own, (start, stop) in zip(seconds, runs, strict=True)
+    )
+    found = 1
+    for own in {id(each): each for each in seconds}.values():
+        done = np.concatenate(([0.0], np.cumsum(own)))
+        first = np.searchsorted(done, done - slowest * (1 + _ROUNDING) - _ROUNDING * done[-1])
+        found = max(found, int((np.arange(blocks + 1) - first).max()))
+    return found
+
+
+def _before(figures: _Floats, width: int, none: float) -> _Floats:
+    """At [b, j] entry b - width + j; `none` before the first."""
+    return np.lib.stride_tricks.sliding_window_view(np.concatenate((np.full(width, none), figures)), width)[:-1]
+
+
+def _sums(figures: _Floats, width: int) -> _Floats:
+    """At [b, j] the sum from entry b - width + j to b - 1; infinite where there is no such start."""
     done = np.concatenate(([0.0], np.cumsum(figures)))
-    found: NDArray[np.float64] = done[None, :] - done[:, None]
+    found: _Floats = done[:, None] - _before(done, width, -np.inf)
     return found

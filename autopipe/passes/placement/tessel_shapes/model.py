@@ -1,4 +1,4 @@
-"""What the shapes are read from: the problem's graph with its uses, its line of blocks and the seconds of each node."""
+"""What the shapes are read from: a problem's graph with its uses, its line of blocks and the seconds of each node."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.cluster import Device
-from autopipe.ir.problem import Problem
+from autopipe.ir.cluster import Cluster, Device
+from autopipe.ir.graph import Graph
+from autopipe.ir.problem import Problem, Work
+from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.chain import Chain, make_chain
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.uses import uses_of
@@ -24,18 +26,17 @@ class CostedModel(Network):
     """The network of a problem.
 
     `seconds` are those of forward and backward of each whole node, on average over kinds of devices, `on_kind` those on
-    each kind. `room` is how many bytes of parameters a stage of a chain may have on each device.
+    each kind.
     """
 
-    problem: Problem
+    cluster: Cluster
     seconds: NDArray[np.float64]
     on_kind: dict[Device, NDArray[np.float64]]
-    room: tuple[float, ...]
 
     @property
     def devices(self) -> int:
         """Number of devices."""
-        return self.problem.cluster.size
+        return self.cluster.size
 
     @property
     def share(self) -> float:
@@ -46,18 +47,28 @@ class CostedModel(Network):
         """Seconds of nodes."""
         return float(self.seconds[list(nodes)].sum())
 
-    def line(self, together: Iterable[Iterable[int]] = ()) -> Chain:
-        """The nodes as a line of blocks, each of the sets of `together` in one."""
-        return make_chain(self.graph, self.seconds, _MOST_BLOCKS, tuple(map(tuple, together)))
-
 
 def costed_model(problem: Problem) -> CostedModel:
-    """The model of a problem."""
-    graph = problem.graph
+    """The model of a problem: one for all shapes, and for problems that differ in what costs nothing."""
+    return _costed(problem.graph, problem.work, problem.cluster, problem.precision, problem.train)
+
+
+@remembered(GRAPHS)
+def _costed(graph: Graph, work: tuple[Work, ...], cluster: Cluster, precision: str, train: bool) -> CostedModel:
     on_kind = {}
-    for device in problem.cluster.kinds:
-        forward, backward = node_seconds(problem.work, device, problem.precision)
-        on_kind[device] = forward + (backward if problem.train else 0.0)
+    for device in cluster.kinds:
+        forward, backward = node_seconds(work, device, precision)
+        on_kind[device] = forward + (backward if train else 0.0)
     seconds = np.mean(list(on_kind.values()), axis=0)
-    room = (np.inf,) * problem.cluster.size
-    return CostedModel(graph, uses_of(graph), weights_of(graph), graph.consumers(), problem, seconds, on_kind, room)
+    return CostedModel(graph, uses_of(graph), weights_of(graph), graph.consumers(), cluster, seconds, on_kind)
+
+
+@remembered(GRAPHS)
+def whole_line(model: CostedModel) -> Chain:
+    """The nodes as a line of blocks."""
+    return line_around(model, ())
+
+
+def line_around(model: CostedModel, together: Iterable[Iterable[int]]) -> Chain:
+    """The same with each of the sets of `together` in one block."""
+    return make_chain(model.graph, model.seconds, _MOST_BLOCKS, tuple(map(tuple, together)))

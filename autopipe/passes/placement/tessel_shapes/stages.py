@@ -19,13 +19,13 @@ def stage_of(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...]) -
 
 
 def stage_of_several(
-    model: CostedModel, nodes: Sequence[int], devices: tuple[int, ...], tables: frozenset[str]
+    problem: Problem, model: CostedModel, nodes: Sequence[int], devices: tuple[int, ...], tables: frozenset[str]
 ) -> Stage:
     """A stage whose devices share `tables` and the products for which that saves more than gathering costs."""
-    stage, degree = stage_of(model.problem, nodes, devices), len(devices)
+    stage, degree = stage_of(problem, nodes, devices), len(devices)
     if degree == 1:
         return stage
-    gather = all_gather(model.problem.cluster, devices)
+    gather = all_gather(model.cluster, devices)
 
     def pays(node: int) -> bool:
         size = sum(model.graph.type_of(name).bytes for name in model.graph.nodes[node].outputs if name)

@@ -6,6 +6,7 @@ sections II and VI.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -20,12 +21,13 @@ from autopipe.passes.cost.fit import check_operators, fitted
 from autopipe.passes.cost.kinds import may_share
 from autopipe.passes.orders import best_order
 from autopipe.passes.placement.tessel_shapes.branches import find_meeting
-from autopipe.passes.placement.tessel_shapes.cuts import even_stages
+from autopipe.passes.placement.tessel_shapes.cuts import line_of
 from autopipe.passes.placement.tessel_shapes.devices import shared_out
 from autopipe.passes.placement.tessel_shapes.memory import with_chains_that_fit
-from autopipe.passes.placement.tessel_shapes.model import CostedModel, costed_model
+from autopipe.passes.placement.tessel_shapes.model import CostedModel, costed_model, line_around, whole_line
+from autopipe.passes.placement.tessel_shapes.outline import Outline, Row, with_chains_cut
 from autopipe.passes.placement.tessel_shapes.parts import hoisted, line_of_parts
-from autopipe.passes.placement.tessel_shapes.stages import stage_of, stage_of_several
+from autopipe.passes.placement.tessel_shapes.stages import stage_of_several
 from autopipe.passes.placement.tessel_shapes.tables import Wide, large_tables, wide_nodes
 from autopipe.passes.spmd.visits import visited
 
@@ -74,40 +76,38 @@ class TesselShapes:
         return best_order(problem, self._fitted)
 
     def _fitted(self, problem: Problem) -> Placement:
-        model = costed_model(problem)
-        shape = self.shape.lower()
-        if shape == "auto":
-            shape = self._found(model)
-        return fitted(problem, with_chains_that_fit(model, lambda model: self._placed(model, shape)))
+        model, shape = costed_model(problem), self.shape.lower()
+        outline = self._found(problem, model) if shape == "auto" else self._outline(problem, model, shape)
+        return fitted(problem, with_chains_that_fit(problem, outline))
 
-    def _found(self, model: CostedModel) -> str:
-        """The first shape that the model has and the devices can take."""
-        if not may_share(model.problem, range(model.devices)):
-            return "v"
-        for shape in ("nn", "m", "k"):
+    def _found(self, problem: Problem, model: CostedModel) -> Outline:
+        """That of the first shape that the model has and the devices can take."""
+        for shape in ("nn", "m", "k") if may_share(problem, range(model.devices)) else ():
             try:
-                self._placed(model, shape, only_large=True)
+                outline = self._outline(problem, model, shape, only_large=True)
+                with_chains_cut(problem, outline, (math.inf,) * model.devices)
             except InfeasibleError:
                 continue
-            return shape
-        return "v"
+            return outline
+        return self._outline(problem, model, "v")
 
-    def _placed(self, model: CostedModel, shape: str, only_large: bool = False) -> Placement:
+    def _outline(self, problem: Problem, model: CostedModel, shape: str, only_large: bool = False) -> Outline:
         if shape == "k":
-            return Placement(tuple(self._branches(model, only_large)))
+            return tuple(self._branches(problem, model, only_large))
         if shape in ("m", "nn"):
-            return Placement(tuple(self._around_tables(model, shape, only_large)))
+            return tuple(self._around_tables(problem, model, shape, only_large))
         if shape == "x" and model.devices < 2:
             raise InfeasibleError("shape x runs in two directions over devices, and there is one", hint="take shape v")
-        chain = model.line()
+        chain = whole_line(model)
         devices = tuple(range(model.devices))
         down = self._chain(model, chain, chain.order, devices)
         if shape == "v":
-            return Placement(tuple(down))
-        up = self._chain(model, chain, chain.order, devices[::-1])
-        return Placement((*down, *(replace(stage, pipeline=1) for stage in up)))
+            return (down,)
+        return down, replace(self._chain(model, chain, chain.order, devices[::-1]), pipeline=1)
 
-    def _around_tables(self, model: CostedModel, shape: str, only_large: bool) -> Iterator[Stage]:
+    def _around_tables(
+        self, problem: Problem, model: CostedModel, shape: str, only_large: bool
+    ) -> Iterator[Stage | Row]:
         """M and NN: shared parts over all devices, chains between them."""
         tables = large_tables(model, at_least_one=not only_large)
         wide = wide_nodes(model, tables, model.devices)
@@ -116,7 +116,7 @@ class TesselShapes:
                 f"shape {shape} shares lookups in large tables among all devices, and the model has none",
                 hint="take shape v",
             )
-        line = model.line(each.nodes for each in wide)
+        line = line_around(model, (each.nodes for each in wide))
         parts = line_of_parts(model, line, wide)
         if shape == "m":
             parts = hoisted(model, parts, wide)
@@ -126,34 +126,30 @@ class TesselShapes:
         groups = iter(shared_out([model.weighs(part.nodes) for part in chains], model.devices))
         for part in parts:
             if part.shared:
-                yield stage_of_several(model, part.nodes, everyone, tables)
+                yield stage_of_several(problem, model, part.nodes, everyone, tables)
             else:
-                yield from self._chain(model, line, part.nodes, next(groups))
+                yield self._chain(model, line, part.nodes, next(groups))
 
-    def _branches(self, model: CostedModel, only_shared: bool) -> Iterator[Stage]:
+    def _branches(self, problem: Problem, model: CostedModel, only_shared: bool) -> Iterator[Stage | Row]:
         """K: branches on devices of their own, then the rest over all (refused at will where they cannot share it)."""
-        chain = model.line()
-        meeting = find_meeting(model, chain.order)
+        line = whole_line(model)
+        meeting = find_meeting(model, line.order)
         if meeting is None or len(meeting.branches) > model.devices:
             found = "none" if meeting is None else f"{len(meeting.branches)} for {model.devices} devices"
             raise InfeasibleError(
                 f"shape k puts branches on devices of their own, and the model has {found}", hint="take shape v"
             )
         tables = large_tables(model, at_least_one=False)
-        rest = stage_of_several(model, meeting.rest, tuple(range(model.devices)), tables)
+        rest = stage_of_several(problem, model, meeting.rest, tuple(range(model.devices)), tables)
         if only_shared and not _is_shared(model, rest):
             raise InfeasibleError(f"{model.devices} devices cannot share what follows where branches meet")
         groups = shared_out([model.weighs(branch) for branch in meeting.branches], model.devices)
         for branch, devices in zip(meeting.branches, groups, strict=True):
-            yield from self._chain(model, chain, branch, devices)
+            yield self._chain(model, line, branch, devices)
         yield rest
 
-    def _chain(
-        self, model: CostedModel, chain: Chain, nodes: Sequence[int], devices: tuple[int, ...]
-    ) -> Iterator[Stage]:
-        order = visited(devices, self.chunks, self.wave)
-        for run, device in zip(even_stages(model, chain, nodes, len(order), order), order, strict=True):
-            yield stage_of(model.problem, run, (device,))
+    def _chain(self, model: CostedModel, line: Chain, nodes: tuple[int, ...], devices: tuple[int, ...]) -> Row:
+        return Row(line_of(model, line, nodes), visited(devices, self.chunks, self.wave))
 
 
 def _is_shared(model: CostedModel, stage: Stage) -> bool:

@@ -16,7 +16,7 @@ from autopipe.passes.cost.chain import make_chain
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.cost.work import annotate
 from autopipe.passes.frontend import read_model
-from autopipe.passes.placement.tessel_shapes.cuts import even_stages
+from autopipe.passes.placement.tessel_shapes.cuts import line_of
 from autopipe.passes.placement.tessel_shapes.model import costed_model
 from autopipe.passes.placement.tessel_shapes.parts import line_of_parts
 from autopipe.passes.placement.tessel_shapes.stages import stage_of, stage_of_several
@@ -40,12 +40,12 @@ def device_seconds(folder: Path, layers: int) -> list[float]:
     wide = wide_nodes(model, tables, 2)
     line = make_chain(model.graph, model.seconds, 224, tuple(tuple(each.nodes) for each in wide))
     first, chain, last = line_of_parts(model, line, wide)
-    second, third = even_stages(model, line, chain.nodes, 2)
+    second, third = line_of(model, line, chain.nodes).even(2)
     stages = (
-        stage_of_several(model, first.nodes, (0, 1), tables),
+        stage_of_several(problem, model, first.nodes, (0, 1), tables),
         replace(stage_of(problem, second, (2,)), recompute=True),
         replace(stage_of(problem, third, (3,)), recompute=True),
-        stage_of_several(model, last.nodes, (0, 1), tables),
+        stage_of_several(problem, model, last.nodes, (0, 1), tables),
     )
     seconds = [0.0] * 4
     for stage, cost in zip(stages, stage_costs(problem, Placement(stages)), strict=True):
