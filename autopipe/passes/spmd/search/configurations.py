@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopipe.ir.layout import is_one_block, mixed_dimensions
 from autopipe.ir.placement import Split
@@ -35,14 +35,18 @@ def _are_blocks(mixed: Sequence[Dimension], extents: Mapping[str, int], splits: 
     return all(is_one_block(dimension, extents, degrees) for dimension in mixed)
 
 
-def _shared_out(axes: Sequence[Axis], group: int) -> Iterator[Splits]:
+def _shared_out(axes: Sequence[Axis], group: int) -> list[Splits]:
     """Every way to split `axes`, in order, whose degrees' product divides `group`."""
-    if not axes:
-        yield ()
-        return
-    axis, *rest = axes
-    for degree in range(1, min(group, axis.extent) + 1):
-        if group % degree == 0 and axis.extent % degree == 0:
-            own = (Split(axis.name, degree),) if degree > 1 else ()
-            for others in _shared_out(rest, group // degree):
-                yield (*own, *others)
+    divisors = [count for count in range(1, group + 1) if group % count == 0]
+    # Of the axes so far, innermost first: the ways to split them for each number of devices left.
+    known: dict[int, list[Splits]] = {left: [()] for left in divisors}
+    for axis in reversed(axes):
+        own = {degree: (Split(axis.name, degree),) if degree > 1 else () for degree in divisors}
+        degrees = [degree for degree in divisors if axis.extent % degree == 0]
+        known = {
+            left: [
+                (*own[degree], *inner) for degree in degrees if left % degree == 0 for inner in known[left // degree]
+            ]
+            for left in divisors
+        }
+    return known[group]

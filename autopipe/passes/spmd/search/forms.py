@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,6 +23,8 @@ class Form:
 
     layouts: tuple[Layout, ...]
     of: NDArray[np.int64]
+    elements: Integers
+    """Of one device's block of each layout."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +90,8 @@ class Forms:
             form = self._known[alike]
             if form.layouts[0].shape != shape:
                 layouts = (Layout(shape, each.cuts, each.sums, each.means) for each in form.layouts)
-                form = Form(tuple(layouts), form.of)
+                more = math.prod(shape), max(1, math.prod(form.layouts[0].shape))
+                form = Form(tuple(layouts), form.of, form.elements * more[0] // more[1])
             self._known[key] = form
         return self._known[key]
 
@@ -122,6 +126,9 @@ def _together(shape: tuple[int, ...], parts: Sequence[_Part], configurations: in
         known, codes = distinct(codes * len(part.layouts) + part.of)
         count = len(known)
     firsts, of = in_order(codes, count)
+    elements = np.ones(len(firsts), dtype=np.int64)
+    for part in parts:
+        elements *= np.array([each.local_elements for each in part.layouts], dtype=np.int64)[part.of[firsts]]
     columns = [[part.layouts[number] for number in part.of[firsts].tolist()] for part in parts]
     cut, shared = columns[: len(shape)], columns[len(shape) :]
     layouts = [
@@ -136,7 +143,7 @@ def _together(shape: tuple[int, ...], parts: Sequence[_Part], configurations: in
     if any(each.windows for part in parts for each in part.layouts):
         rows = zip(*cut, strict=True)
         layouts = [_windowed(layout, row) for layout, row in zip(layouts, rows, strict=True)]
-    return Form(tuple(layouts), of)
+    return Form(tuple(layouts), of, elements)
 
 
 def _windowed(layout: Layout, dimensions: Sequence[Layout]) -> Layout:

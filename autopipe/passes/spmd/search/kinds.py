@@ -167,8 +167,7 @@ def passing_bytes(kind: Kind) -> NDArray[np.int64]:
     }
     written = {name: kind.leaves(place) for place, name in enumerate(node.outputs) if name}
     for name, form in (*read.items(), *written.items()):
-        sizes = [layout.local_elements * ground.widths[name] for layout in form.layouts]
-        found += np.array(sizes, dtype=np.int64)[form.of]
+        found += (form.elements * ground.widths[name])[form.of]
     return found
 
 

@@ -68,8 +68,7 @@ def _gathers_apart(pairs: Sequence[Pair], shape: tuple[int, int], group: int) ->
     leaving = np.zeros(shape, dtype=np.int64)
     wanted_marks = np.zeros(shape[1], dtype=np.int64)
     for pair in pairs:
-        cut = np.array([[is_cut_further(have, want) for want in pair.wanted.axes] for have in pair.held.axes])
-        gathered = np.array([[is_cut_further(want, have) for want in pair.wanted.axes] for have in pair.held.axes])
+        cut, gathered = _cut_further(tuple(pair.held.axes), tuple(pair.wanted.axes))
         has, wants = (np.array([_marks(axes, divisors) for axes in each.axes]) for each in (pair.held, pair.wanted))
         left = np.where(gathered, has[:, None] & ~wants[None], 0)
         apart &= pair.spread(cut | gathered)
@@ -77,6 +76,14 @@ def _gathers_apart(pairs: Sequence[Pair], shape: tuple[int, int], group: int) ->
         wanted_marks |= wants[pair.wanted.of]
     found: _Truths = np.logical_and(apart, leaving & wanted_marks == 0)
     return found
+
+
+@lru_cache(maxsize=1024)
+def _cut_further(held: tuple[MeshAxes, ...], wanted: tuple[MeshAxes, ...]) -> tuple[_Truths, _Truths]:
+    """Which of `wanted` cut each of `held` further, and of which `held` do; nothing may be written to either."""
+    cut = np.array([[is_cut_further(have, want) for want in wanted] for have in held])
+    gathered = np.array([[is_cut_further(want, have) for want in wanted] for have in held])
+    return cut, gathered
 
 
 @lru_cache(maxsize=1 << 16)
