@@ -232,6 +232,14 @@ class Graph:
                     found.setdefault(name, []).append(index)
         return {name: tuple(indices) for name, indices in found.items()}
 
+    @remembered(GRAPHS)
+    def sources(self) -> tuple[tuple[tuple[str, int], ...], ...]:
+        """For each node the values that it reads and another one writes, with that one's index, each once."""
+        made = self._producers
+        return tuple(
+            tuple((name, made[name]) for name in dict.fromkeys(node.inputs) if name in made) for node in self.nodes
+        )
+
     def verify(self) -> None:
         """Raise ModelError unless values are written before they are read, once, and every output exists."""
         known = {value.name for value in self.inputs}

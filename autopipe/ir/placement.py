@@ -156,17 +156,15 @@ def crossing_values(graph: Graph, placement: Placement) -> Iterator[tuple[str, i
 
 def _crossing(graph: Graph, stage_of: dict[int, int], recomputed: frozenset[int]) -> Iterator[tuple[str, int, int]]:
     seen: set[tuple[str, int]] = set()
-    for index, node in enumerate(graph.nodes):
+    for index, sources in enumerate(graph.sources()):
         if index in recomputed:
             continue
-        for name in node.inputs:
-            producer = graph.producer(name) if name else None
-            if producer is None or producer in recomputed:
+        stage = stage_of[index]
+        for name, producer in sources:
+            if stage_of[producer] == stage or producer in recomputed or (name, stage) in seen:
                 continue
-            if stage_of[producer] == stage_of[index] or (name, stage_of[index]) in seen:
-                continue
-            seen.add((name, stage_of[index]))
-            yield name, stage_of[producer], stage_of[index]
+            seen.add((name, stage))
+            yield name, stage_of[producer], stage
 
 
 def stage_edges(graph: Graph, placement: Placement) -> tuple[tuple[int, int], ...]:

@@ -19,7 +19,6 @@ from autopipe.ir.schedule import Schedule, Task
 from autopipe.passes.cost.assignment import stage_work
 from autopipe.passes.cost.halves import weight_shares
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.lower.gradients import differentiable_values
 from tests.distributed.builder import Builder
 from tests.distributed.running import batch_of, drawn_parameters, write
 from tests.passes.cost.graphs import cluster, problem
@@ -53,7 +52,7 @@ def test_work_and_memory_of_both_halves(tmp_path: Path) -> None:
     given = problem(graph, cluster(1), micro_batches=1, loss=loss)
     (cost,) = stage_costs(given, placement)
     (work,) = stage_work(given, placement)
-    shares = weight_shares(graph, work, differentiable_values(graph))
+    shares = weight_shares(graph)[[each.index for each in work.nodes]]
     products = [each.index for each in work.nodes if each.use.row.kind == "matmul"]
     total = sum(given.work[index].backward_flops for index in products)
     waits = sum(given.work[each.index].backward_flops * share for each, share in zip(work.nodes, shares, strict=True))

@@ -26,6 +26,10 @@ class Sharing:
     """The part of the node that one device computes."""
     operands: tuple[Layout | None, ...]
     results: tuple[Layout | None, ...]
+    read: tuple[int | None, ...]
+    """Elements that one device reads of each operand."""
+    written: tuple[int | None, ...]
+    """Elements that it writes of each result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,4 +165,9 @@ def _sharing(graph: Graph, index: int, use: Use, splits: tuple[Split, ...], grou
     # An axis that the node lacks only shares its work: code generation refuses it, by name.
     own = tuple(split for split in splits if split.axis in names)
     form = laid(graph, index, use.space, own, group)
-    return Sharing(degrees, 1.0 / math.prod(degrees.values()), form.operands, form.results)
+    share = 1.0 / math.prod(degrees.values())
+    read, written = (
+        tuple(None if layout is None else layout.local_elements for layout in layouts)
+        for layouts in (form.operands, form.results)
+    )
+    return Sharing(degrees, share, form.operands, form.results, read, written)

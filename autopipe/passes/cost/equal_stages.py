@@ -2,73 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Set
+from dataclasses import dataclass
 
-from autopipe.passes.cost.assignment import Assigned, StageWork
-from autopipe.passes.cost.kept import Kept
+from autopipe.ir.graph import Graph
+from autopipe.ir.problem import Work
+from autopipe.ir.remembered import GRAPHS, remembered
+from autopipe.passes.cost.assignment import StageWork
+from autopipe.passes.cost.kept import kept_values
+from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.reach import reach
-from autopipe.passes.lower.halves import viewed, waiting_operands
+from autopipe.passes.cost.uses import uses_of
+from autopipe.passes.lower.gradients import differentiable_values
+from autopipe.passes.lower.halves import all_waiting_operands, viewed
 
 
-@dataclass(slots=True, eq=False)
-class Content:
-    """One stage, written down without names: nodes and values by the order in which they come."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Alike:
+    """What of a costed graph's nodes and values tells on the cost of any stage, as numbers equal for equal ones."""
 
-    work: StageWork
-    kept: Sequence[Sequence[Kept]]
-    """For each node of the graph what backward needs of it."""
-    widths: Mapping[str, int]
-    gradient: Set[str]
-    """Values that gradients flow through."""
-    crossing: Set[str]
-    """Values that some stage receives."""
-    _numbers: dict[str, int] = field(default_factory=dict)
+    nodes: tuple[int, ...]
+    """A number for each node: its work, what it keeps but for names, how many values it reads and writes."""
+    named: tuple[tuple[str, ...], ...]
+    """For each node what it reads ("" where absent), writes, and keeps."""
+    values: dict[str, tuple[int, str]]
+    """For each value a number, and what it is a view of."""
 
-    def key(self) -> Hashable:
-        """Equal for stages that compute, keep, exchange and send the same on devices that are as fast.
 
-        What a stage holds of parameters for others, and which other devices hold the same, is told apart from it.
-        """
-        work = self.work
-        given = tuple(self._value(name) for name in work.given)
-        parts = tuple(self._node(each) for each in work.nodes)
-        return id(work.problem), work.stage.recompute, reach(work.problem.cluster, work.stage.devices), given, parts
+@remembered(GRAPHS)
+def alike_in(graph: Graph, work: tuple[Work, ...], precision: str) -> Alike:
+    """The nodes and values of a graph with such work."""
+    uses, waiting = uses_of(graph), all_waiting_operands(graph)
+    kept, widths = kept_values(graph, uses, precision), element_bytes(graph, uses, precision)
+    gradient, consumers = differentiable_values(graph), graph.consumers()
+    numbers: dict[Hashable, int] = {}
 
-    def _node(self, each: Assigned) -> Hashable:
-        work, node = self.work.problem.work[each.index], each.node
-        return (
-            id(each.sharing),
-            (work.forward_flops, work.backward_flops, work.forward_bytes, work.backward_bytes, work.measured),
-            tuple([self._value(name) if name else None for name in node.inputs]),
-            tuple([self._value(name) if name else None for name in node.outputs]),
-            tuple([self._kept(kept) for kept in self.kept[each.index]]),
-            waiting_operands(self.work.problem.graph, each.index),
-        )
+    def number(content: Hashable) -> int:
+        return numbers.setdefault(content, len(numbers))
 
-    def _kept(self, kept: Kept) -> Hashable:
-        name, width = kept.key
-        return self._number(name), width, kept.bytes, kept.dimensions, kept.windows
+    nodes, named, values = [], [], {}
+    for node, own, keeps, waits in zip(graph.nodes, work, kept, waiting, strict=True):
+        figures = own.forward_flops, own.backward_flops, own.forward_bytes, own.backward_bytes, own.measured
+        held = tuple((each.key[1], each.bytes, each.dimensions, each.windows) for each in keeps)
+        nodes.append(number((figures, held, waits, len(node.inputs), len(node.outputs))))
+        named.append((*node.inputs, *node.outputs, *(each.key[0] for each in keeps)))
+    for name in dict.fromkeys(name for names in named for name in names if name):
+        parameter, root = graph.parameter(name), viewed(graph, name)
+        told = widths.get(name), name in gradient, graph.producer(name) is not None
+        content = *told, parameter is not None and parameter.trainable, name in consumers
+        values[name] = number(content), root
+    return Alike(tuple(nodes), tuple(named), values)
 
-    def _value(self, name: str) -> Hashable:
-        """A value by its number, and all that is told of it where it is new."""
-        if name in self._numbers:
-            return self._numbers[name]
-        work, graph = self.work, self.work.problem.graph
-        parameter = graph.parameter(name)
-        return (
-            self._number(name),
-            self._number(viewed(graph, name)),
-            self.widths[name],
-            name in self.gradient,
-            graph.producer(name) is not None,
-            parameter is not None and parameter.trainable,
-            work.parameters.get(name),
-            work.received.get(name),
-            work.given.get(name),
-            name in self.crossing,
-            name in graph.consumers(),
-        )
 
-    def _number(self, name: str) -> int:
-        return self._numbers.setdefault(name, len(self._numbers))
+def content_of(work: StageWork, crossing: Set[str]) -> Hashable:
+    """A stage written down without names: values by the order in which they come.
+
+    Equal for stages that compute, keep, exchange and send the same on devices that are as fast. What a stage holds of
+    parameters for others, and which other devices hold the same, is told apart from it. `crossing` are the values that
+    some stage receives.
+    """
+    problem = work.problem
+    alike = alike_in(problem.graph, problem.work, problem.precision)
+    numbers = {"": 0}
+    told = {""}
+    found: list[Hashable] = []
+
+    def add(name: str) -> None:
+        if name in told:
+            found.append(numbers[name])
+            return
+        told.add(name)
+        own, root = alike.values[name]
+        parts = work.parameters.get(name), work.received.get(name), work.given.get(name)
+        places = (numbers.setdefault(each, len(numbers)) for each in (name, root))
+        found.append((*places, own, parts, name in crossing))
+
+    for name in work.given:
+        add(name)
+    found.append(len(work.given))
+    for each in work.nodes:
+        found += id(each.sharing), alike.nodes[each.index]
+        for name in alike.named[each.index]:
+            add(name)
+    return id(problem), work.stage.recompute, reach(problem.cluster, work.stage.devices), tuple(found)

@@ -6,43 +6,47 @@ what flows, half that of the weight.
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.assignment import Assigned, StageWork
+from autopipe.ir.remembered import GRAPHS, remembered
+from autopipe.passes.cost.assignment import StageWork
 from autopipe.passes.cost.kept import Kept
 from autopipe.passes.cost.memory import State, state_of
 from autopipe.passes.cost.precision import PRODUCT_KINDS
+from autopipe.passes.cost.uses import uses_of
 from autopipe.passes.cost.work import factors
-from autopipe.passes.lower.halves import viewed, waiting_operands
+from autopipe.passes.lower.gradients import differentiable_values
+from autopipe.passes.lower.halves import all_waiting_operands, views
 
 
-def weight_shares(graph: Graph, work: StageWork, gradient: frozenset[str]) -> tuple[float, ...]:
-    """For each of the stage's nodes the part of its backward that is left to the second half.
-
-    `gradient` are the values through which gradients flow.
-    """
-    return tuple(_weight_share(graph, each, gradient) for each in work.nodes)
-
-
-def _weight_share(graph: Graph, each: Assigned, gradient: frozenset[str]) -> float:
-    waiting = waiting_operands(graph, each.index)
-    if not waiting:
-        return 0.0
-    if each.use.row.kind not in PRODUCT_KINDS:
-        return 1.0
-    return len(waiting) / sum(name in gradient for name in factors(each.node, each.use))
+@remembered(GRAPHS)
+def weight_shares(graph: Graph) -> NDArray[np.float64]:
+    """For each node the part of its backward that is left to the second half."""
+    uses, gradient = uses_of(graph), differentiable_values(graph)
+    shares = np.zeros(len(graph.nodes))
+    for index, waiting in enumerate(all_waiting_operands(graph)):
+        if waiting and uses[index].row.kind not in PRODUCT_KINDS:
+            shares[index] = 1.0
+        elif waiting:
+            shares[index] = len(waiting) / sum(name in gradient for name in factors(graph.nodes[index], uses[index]))
+    return shares
 
 
 def waiting_state(problem: Problem, work: StageWork) -> State:
     """The parameters of a stage that have their gradients from the second half alone."""
     graph = problem.graph
+    every, roots = all_waiting_operands(graph), views(graph)
     waiting: set[str] = set()
     flowing: set[str] = set()
     for each in work.nodes:
-        places = waiting_operands(graph, each.index)
+        if each.use.row.kind == "view":
+            continue
+        places = every[each.index]
         for place, name in enumerate(each.node.inputs):
-            if name and each.use.row.kind != "view":
-                (waiting if place in places else flowing).add(viewed(graph, name))
+            (waiting if place in places else flowing).add(roots.get(name, name))
     names = waiting - flowing
     return state_of(problem, ((name, count) for name, count in work.parameters.items() if name in names))
 
@@ -51,8 +55,9 @@ def weight_kept_bytes(graph: Graph, work: StageWork, kept: tuple[tuple[Kept, ...
     """Bytes on one device that wait for the second half: what those operators keep, and the gradients of results."""
     operands: dict[tuple[str, int], int] = {}
     gradients = 0
+    waiting = all_waiting_operands(graph)
     for each in work.nodes:
-        if not waiting_operands(graph, each.index):
+        if not waiting[each.index]:
             continue
         for value in kept[each.index]:
             local = value.local_bytes(each.sharing.degrees)

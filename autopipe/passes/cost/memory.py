@@ -111,8 +111,8 @@ def gradient_workspace(graph: Graph, work: StageWork, widths: dict[str, int]) ->
     most = 0
     for each in work.nodes:
         if each.use.row.kind != "view":
-            written = _local_sizes(each.node.outputs, each.sharing.results, widths)
-            read = _local_sizes(each.node.inputs, each.sharing.operands, widths)
+            written = _local_sizes(each.node.outputs, each.sharing.written, widths)
+            read = _local_sizes(each.node.inputs, each.sharing.read, widths)
             computed = sum(size for name, size in read.items() if graph.producer(name) is not None)
             most = max(most, sum(written.values()) + computed)
     return most
@@ -138,7 +138,7 @@ def live_bytes(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:
     used = most = sum(sizes.values())
     for position, each in enumerate(work.nodes):
         if each.use.row.kind != "view":
-            written = _local_sizes(each.node.outputs, each.sharing.results, widths)
+            written = _local_sizes(each.node.outputs, each.sharing.written, widths)
             sizes |= written
             used += sum(written.values())
             most = max(most, used)
@@ -146,10 +146,6 @@ def live_bytes(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:
     return most
 
 
-def _local_sizes(names: tuple[str, ...], layouts: tuple[Layout | None, ...], widths: dict[str, int]) -> dict[str, int]:
+def _local_sizes(names: tuple[str, ...], elements: tuple[int | None, ...], widths: dict[str, int]) -> dict[str, int]:
     """Bytes on one device of the tensors that a node reads or writes."""
-    return {
-        name: layout.local_elements * widths[name]
-        for name, layout in zip(names, layouts, strict=True)
-        if layout is not None
-    }
+    return {name: count * widths[name] for name, count in zip(names, elements, strict=True) if count is not None}

@@ -12,7 +12,7 @@ from autopipe.ir.placement import Placement, crossing_values
 from autopipe.ir.problem import Problem
 from autopipe.ir.remembered import remembered
 from autopipe.passes.cost.assignment import StageWork, stage_work
-from autopipe.passes.cost.equal_stages import Content
+from autopipe.passes.cost.equal_stages import content_of
 from autopipe.passes.cost.exchange import exchange_seconds
 from autopipe.passes.cost.halves import waiting_state, weight_kept_bytes, weight_shares
 from autopipe.passes.cost.kept import Kept, kept_values
@@ -36,7 +36,7 @@ from autopipe.passes.cost.roofline import (
 )
 from autopipe.passes.cost.uses import uses_of
 from autopipe.passes.lower.gradients import differentiable_values
-from autopipe.passes.lower.halves import waiting_operands
+from autopipe.passes.lower.halves import all_waiting_operands
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +100,9 @@ def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]
     costed: dict[Hashable, StageCost] = {}
     found = []
     for work, state, gradients in zip(works, states, groups, strict=True):
-        tensors = known[work.problem.micro_batch_size]
-        content = Content(work, tensors.kept, tensors.widths, tensors.differentiable, crossing)
-        key = (content.key(), state) if len(works) > 1 else state
+        key = (content_of(work, crossing), state) if len(works) > 1 else state
         if key not in costed:
-            costed[key] = _stage_cost(work, state, tensors, crossing)
+            costed[key] = _stage_cost(work, state, known[work.problem.micro_batch_size], crossing)
         found.append(replace(costed[key], gradient_s=_gradient_seconds(problem, gradients)))
     return tuple(found)
 
@@ -144,7 +142,7 @@ def _stage_cost(
     """All but the sum of gradients, which depends on where else the same parameters are."""
     problem, widths = work.problem, tensors.widths
     graph, recompute = problem.graph, work.stage.recompute and problem.train
-    forward, backward, weight_gradient = _compute_seconds(work, tensors.differentiable)
+    forward, backward, weight_gradient = _compute_seconds(work)
     exchange = exchange_seconds(graph, problem.cluster, work, tensors.differentiable)
     backward += _accumulate_seconds(work, state_of(problem, work.parameters.items()))
     weight_gradient += _accumulate_seconds(work, waiting_state(problem, work))
@@ -180,7 +178,7 @@ def _gradient_seconds(problem: Problem, gradients: Mapping[tuple[int, ...], int]
     return sum((exchange_of_gradients(problem, group).seconds(size) for group, size in gradients.items()), 0.0)
 
 
-def _compute_seconds(work: StageWork, gradient: frozenset[str]) -> tuple[float, float, float]:
+def _compute_seconds(work: StageWork) -> tuple[float, float, float]:
     """Seconds of the nodes' forward, backward, and of that the part of the second half, on the slowest device."""
     problem = work.problem
     nodes = [problem.work[each.index] for each in work.nodes]
@@ -192,13 +190,14 @@ def _compute_seconds(work: StageWork, gradient: frozenset[str]) -> tuple[float, 
         max(float(each[phase].sum()) + start[phase] for each, start in zip(seconds, starts, strict=True))
         for phase in (0, 1)
     )
-    halves = np.array(weight_shares(problem.graph, work, gradient))
+    halves = weight_shares(problem.graph)[[each.index for each in work.nodes]]
     return forward, backward, max(float((each * halves).sum()) for _, each in seconds)
 
 
 def _split_seconds(work: StageWork) -> float:
     """Seconds that a split backward takes longer, on the slowest device."""
-    count = sum(bool(waiting_operands(work.problem.graph, each.index)) for each in work.nodes)
+    waiting = all_waiting_operands(work.problem.graph)
+    count = sum(bool(waiting[each.index]) for each in work.nodes)
     return max(waiting_seconds(work.problem.cluster.devices[device], count) for device in work.stage.devices)
 
 

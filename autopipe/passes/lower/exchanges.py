@@ -50,12 +50,11 @@ def taken_layouts(graph: Graph, nodes: Sequence[Laid], whole: Set[str] = frozens
     Blocks that are read through windows are held as even ones where there are such. Constants and the values in `whole`
     are whole.
     """
-    written = {name for each in nodes for name in each.node.outputs}
+    written = frozenset(name for each in nodes for name in each.node.outputs)
     fixed = whole | {each.value.name for each in graph.constants}
     return {
         name: next(iter(needs)) if len(needs) == 1 and name not in fixed else replicated(graph.type_of(name).shape)
-        for name, needs in _wanted(nodes).items()
-        if name not in written
+        for name, needs in _wanted(nodes, written).items()
     }
 
 
@@ -95,13 +94,17 @@ def with_exchanges(
             state.forms[name] = [held]
 
 
-def _wanted(nodes: Sequence[Laid]) -> dict[str, dict[Layout, None]]:
+def _wanted(nodes: Sequence[Laid], left_out: Set[str] = frozenset()) -> dict[str, dict[Layout, None]]:
     """The layouts in which nodes read each value, in order, but for the windows they read it through."""
     wanted: dict[str, dict[Layout, None]] = {}
     for each in nodes:
         for name, need in zip(each.node.inputs, each.operands, strict=True):
-            if need is not None:
-                wanted.setdefault(name, {})[need.even()] = None
+            if need is None or name in left_out:
+                continue
+            if name in wanted:
+                wanted[name][need.even()] = None
+            else:
+                wanted[name] = {need.even(): None}
     return wanted
 
 

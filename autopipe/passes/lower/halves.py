@@ -28,11 +28,11 @@ def waiting_operands(graph: Graph, node: int) -> tuple[int, ...]:
     They are parameters, or views of such, whose gradient costs a product or a lookup of its own (`Operator.weights`).
     A vector is none: its gradient is a sum, cheaper computed than waited for.
     """
-    return _waiting(graph)[node]
+    return all_waiting_operands(graph)[node]
 
 
 @remembered(GRAPHS)
-def _waiting(graph: Graph) -> tuple[tuple[int, ...], ...]:
+def all_waiting_operands(graph: Graph) -> tuple[tuple[int, ...], ...]:
     """The same for all nodes."""
     return tuple(_waiting_at(graph, node) for node in graph.nodes)
 
@@ -54,10 +54,16 @@ def _is_weight(graph: Graph, name: str) -> bool:
 
 def viewed(graph: Graph, name: str) -> str:
     """The value that a value is, at the end, a view of."""
-    while (producer := graph.producer(name)) is not None:
-        node = graph.nodes[producer]
+    return views(graph).get(name, name)
+
+
+@remembered(GRAPHS)
+def views(graph: Graph) -> dict[str, str]:
+    """For each value that is a view the one that it is, at the end, a view of."""
+    found: dict[str, str] = {}
+    for node in graph.nodes:
         row = operator_of(node)
-        if row is None or row.kind != "view":
-            break
-        name = node.inputs[0]
-    return name
+        if row is not None and row.kind == "view":
+            source = node.inputs[0]
+            found |= dict.fromkeys(filter(None, node.outputs), found.get(source, source))
+    return found

@@ -8,6 +8,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.layout import is_block
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
+from autopipe.ir.remembered import GRAPHS, remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ def assign_nodes(graph: Graph, placement: Placement, wanted: tuple[str, ...]) ->
     that needs its values.
     """
     recomputed = recomputed_nodes(graph)
-    live = _live_nodes(graph, wanted)
+    live = live_nodes(graph, wanted)
     found: dict[int, StageNodes] = {}
     for pipeline in range(placement.pipelines):
         found |= _assign_pipeline(graph, placement, pipeline, wanted, live, recomputed)
@@ -37,7 +38,7 @@ def _assign_pipeline(
     placement: Placement,
     pipeline: int,
     wanted: tuple[str, ...],
-    live: list[int],
+    live: tuple[int, ...],
     recomputed: frozenset[int],
 ) -> dict[int, StageNodes]:
     """The same for the stages of one pipeline."""
@@ -54,15 +55,13 @@ def _assign_pipeline(
         outputs[stage][name] = None
         if producer in recomputed:
             consumed[stage].add(producer)
+    every = graph.sources()
     for index in live:
         if index in recomputed:
             continue
         stage = stage_of[index]
         consumed[stage].add(index)
-        for name in graph.nodes[index].inputs:
-            producer = graph.producer(name) if name else None
-            if producer is None:
-                continue
+        for name, producer in every[index]:
             if producer in recomputed:
                 consumed[stage].add(producer)
             elif stage_of[producer] != stage:
@@ -79,25 +78,36 @@ def _assign_pipeline(
     }
 
 
-def _live_nodes(graph: Graph, wanted: tuple[str, ...]) -> list[int]:
-    live: set[int] = set()
-    names = set(wanted)
-    for index in range(len(graph.nodes) - 1, -1, -1):
-        node = graph.nodes[index]
-        if any(name in names for name in node.outputs):
-            live.add(index)
-            names.update(name for name in node.inputs if name)
-    return sorted(live)
+def live_nodes(graph: Graph, wanted: tuple[str, ...]) -> tuple[int, ...]:
+    """The nodes that values which are wanted depend on, ascending."""
+    return _live_nodes(graph, "\0".join(wanted))
+
+
+@remembered(GRAPHS)
+def _live_nodes(graph: Graph, wanted: str) -> tuple[int, ...]:
+    """The same by one text, so that it is known again."""
+    names = set(wanted.split("\0"))
+    live = [False] * len(graph.nodes)
+    for name in names:
+        producer = graph.producer(name)
+        if producer is not None:
+            live[producer] = True
+    every = graph.sources()
+    for index in range(len(live) - 1, -1, -1):
+        if live[index]:
+            for _, producer in every[index]:
+                live[producer] = True
+    return tuple(index for index, lives in enumerate(live) if lives)
 
 
 def _with_recomputed(graph: Graph, nodes: set[int], recomputed: frozenset[int]) -> list[int]:
     """The nodes and, for the recomputed ones among them, everything those start from; ascending."""
     found = set(nodes)
     waiting = [node for node in nodes if node in recomputed]
+    every = graph.sources()
     while waiting:
-        for name in graph.nodes[waiting.pop()].inputs:
-            producer = graph.producer(name) if name else None
-            if producer is not None and producer not in found:
+        for _, producer in every[waiting.pop()]:
+            if producer not in found:
                 found.add(producer)
                 waiting.append(producer)
     return sorted(found)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Optimizer, Problem
-from autopipe.passes.cost.equal_stages import Content
 from autopipe.passes.cost.exchange import Exchanged
 from autopipe.passes.cost.stages import StageCost, stage_costs
 from autopipe.passes.cost.work import annotate
@@ -25,7 +24,7 @@ from tests.passes.cost.graphs import cluster, perceptron, problem
 
 def each_for_itself(given: Problem, placement: Placement) -> tuple[StageCost, ...]:
     numbers: Iterator[int] = itertools.count()
-    with mock.patch.object(Content, "key", lambda content: next(numbers)):
+    with mock.patch("autopipe.passes.cost.stages.content_of", lambda work, crossing: next(numbers)):
         return stage_costs(given, placement)
 
 
