@@ -14,7 +14,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.program import Program, RankCode, StageCode
 from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.passes.lower import lower
+from autopipe.passes.lower.assemble import lower
 from autopipe.passes.lower.buckets import held_together
 from autopipe.passes.pipeline import Planned
 

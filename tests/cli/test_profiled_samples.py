@@ -12,13 +12,12 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import Model
-from autopipe.passes.frontend.origins import Origins
 from tests.passes.cost.graphs import perceptron
 
 
 def model(graph: Graph) -> Model:
     """What a file would be read as."""
-    return Model(graph, Path(), "", 8, "", Mode.TRAIN, len(graph.nodes), Origins(()), (), (), ())
+    return Model(graph, Path(), "", 8, "", Mode.TRAIN, len(graph.nodes), (), (), ())
 
 
 def test_a_lap_has_nodes_as_often_and_in_the_order_of_the_model() -> None:

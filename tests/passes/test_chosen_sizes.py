@@ -20,7 +20,7 @@ from autopipe.ir.schedule import Phase
 from autopipe.ir.serial.plan_file import read_plan, write_plan
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.batching import Division
-from autopipe.passes.lower import lower
+from autopipe.passes.lower.assemble import lower
 from autopipe.passes.lower.proof import prove
 from autopipe.passes.pipeline import make_plan, reopen
 from autopipe.passes.request import Request

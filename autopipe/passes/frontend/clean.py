@@ -21,10 +21,14 @@ def renamed(graph: Graph, names: dict[str, str]) -> Graph:
     """Read `names[x]` wherever x is read."""
     if not names:
         return graph
-    nodes = tuple(
-        dataclasses.replace(node, inputs=tuple(names.get(name, name) for name in node.inputs)) for node in graph.nodes
-    )
-    return dataclasses.replace(graph, nodes=nodes)
+    return dataclasses.replace(graph, nodes=tuple(_reading(node, names) for node in graph.nodes))
+
+
+def _reading(node: Node, names: dict[str, str]) -> Node:
+    """The node, reading `names[x]` wherever it read x."""
+    if names.keys().isdisjoint(node.inputs):
+        return node
+    return dataclasses.replace(node, inputs=tuple(names.get(name, name) for name in node.inputs))
 
 
 def with_named_outputs(graph: Graph) -> Graph:
@@ -57,7 +61,7 @@ def without_repeats(graph: Graph) -> Graph:
     names: dict[str, str] = {}
     kept: list[Node] = []
     for node in graph.nodes:
-        node = dataclasses.replace(node, inputs=tuple(names.get(name, name) for name in node.inputs))
+        node = _reading(node, names)
         key: tuple[str, str, tuple[str, ...], tuple[tuple[str, Attribute], ...], tuple[bool, ...]]
         key = (node.domain, node.op, node.inputs, node.attributes, tuple(map(bool, node.outputs)))
         earlier = first.setdefault(key, node) if node.op not in UNIQUE else node
@@ -86,10 +90,11 @@ def without_unread(graph: Graph) -> Graph:
     needed = set(graph.outputs)
     kept: list[Node] = []
     for node in reversed(graph.nodes):
-        if needed.isdisjoint(name for name in node.outputs if name):
+        if needed.isdisjoint(node.outputs):
             continue
         kept.append(node)
-        needed.update(name for name in node.inputs if name)
+        needed.update(node.inputs)
+        needed.discard("")  # An operand that is absent.
     nodes = tuple(reversed(kept))
     return dataclasses.replace(
         graph,

@@ -34,13 +34,15 @@ class _Sweep:
     """The state of the sweep: what is known of every value so far."""
 
     source: Source
+    inputs: Inputs
     weights: Weights
     inference: Inference
+    stated: dict[str, list[onnx.ValueInfoProto]]
+    """What the file says of values, by name; of several, the last that is static counts."""
     types: dict[str, Value] = field(default_factory=dict)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     parameters: dict[str, Parameter] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    declared: dict[str, Value] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
 
@@ -52,7 +54,23 @@ class _Sweep:
 
     def type_of(self, name: str) -> Value | None:
         """The type of a value as computed so far, else as the file states it."""
-        return self.types.get(self.aliases.get(name, name)) or self.declared.get(name)
+        return self.types.get(self.aliases.get(name, name)) or self.declared(name)
+
+    def declared(self, name: str) -> Value | None:
+        """The type that the file states, where it is static."""
+        for info in reversed(self.stated.get(name, [])):
+            tensor = info.type.tensor_type
+            if info.type.HasField("tensor_type") and tensor.HasField("shape") and tensor.elem_type:
+                shape = tuple(map(self._extent, tensor.shape.dim))
+                if all(extent >= 0 for extent in shape):
+                    return Value(name, dtype_of(tensor.elem_type, repr(name)), shape)
+        return None
+
+    def _extent(self, dimension: onnx.TensorShapeProto.Dimension) -> int:
+        """-1 where the file does not tell it."""
+        if dimension.HasField("dim_value"):
+            return dimension.dim_value
+        return self.inputs.symbols.get(dimension.dim_param, -1)
 
     def hold(self, name: str, array: np.ndarray, dtype: DType) -> None:
         """Make `name` a constant."""
@@ -73,7 +91,10 @@ def interpret(source: Source, inputs: Inputs, weights: Weights) -> tuple[Graph, 
     Raises ModelError, naming the node, where shapes do not fit, where they depend on data, and for tensors, types and
     attributes that are not supported.
     """
-    sweep = _Sweep(source, weights, Inference(source.opsets))
+    stated: dict[str, list[onnx.ValueInfoProto]] = {}
+    for info in (*source.graph.value_info, *source.graph.output):
+        stated.setdefault(info.name, []).append(info)
+    sweep = _Sweep(source, inputs, weights, Inference(source.opsets), stated)
     for value in inputs.values:
         sweep.types[value.name] = value
     for name, held in weights.initializers().items():
@@ -81,7 +102,6 @@ def interpret(source: Source, inputs: Inputs, weights: Weights) -> tuple[Graph, 
             _parameter(sweep, held)
         else:
             sweep.hold(name, held.array, held.value.dtype)
-    sweep.declared.update(_declared(source, inputs))
     for node in source.nodes:
         _visit(sweep, node)
     return _graph(sweep, inputs), sweep.aliases
@@ -107,7 +127,7 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
     where = f"{node.op_type} {node.name!r}"
     for name in operands:
         if name and name not in sweep.types:
-            sweep.keep(sweep.weights.missing(sweep.declared.get(name) or sweep.absent.deduced(name)))
+            sweep.keep(sweep.weights.missing(sweep.declared(name) or sweep.absent.deduced(name)))
     standard = node.domain in ("", "ai.onnx")
     if standard and node.op_type == "CastLike" and len(operands) == 2:
         node = _cast(node, sweep.types[operands[1]].dtype)
@@ -192,8 +212,9 @@ def _is_folded(node: onnx.NodeProto, types: tuple[Value | None, ...]) -> bool:
 def _typed(sweep: _Sweep, name: str, inferred: Value | None, where: str) -> Value:
     if inferred is not None:
         return Value(name, inferred.dtype, inferred.shape)
-    if name in sweep.declared:
-        return sweep.declared[name]
+    declared = sweep.declared(name)
+    if declared is not None:
+        return declared
     raise ModelError(
         f"the shape of its result {name!r} cannot be told before running",
         hint="it depends on the input's values, or the operator is unknown",
@@ -263,22 +284,6 @@ def _passes_through(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ..
         return target == NUMBERS[sweep.types[operands[0]].dtype]
     training = operands[2] if len(operands) > 2 else ""
     return not training or (training in sweep.arrays and not sweep.arrays[training].any())
-
-
-def _declared(source: Source, inputs: Inputs) -> dict[str, Value]:
-    """The types that the file states, where they are static."""
-    found: dict[str, Value] = {}
-    for info in (*source.graph.value_info, *source.graph.output):
-        tensor = info.type.tensor_type
-        if not info.type.HasField("tensor_type") or not tensor.HasField("shape"):
-            continue
-        extents = [
-            dimension.dim_value if dimension.HasField("dim_value") else inputs.symbols.get(dimension.dim_param, -1)
-            for dimension in tensor.shape.dim
-        ]
-        if all(extent >= 0 for extent in extents) and tensor.elem_type:
-            found[info.name] = Value(info.name, dtype_of(tensor.elem_type, repr(info.name)), tuple(extents))
-    return found
 
 
 def _unique(sweep: _Sweep, node: onnx.NodeProto) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Mode
 from autopipe.passes.annotations.sharding import Configuration
-from autopipe.passes.frontend.origins import Origins
+from autopipe.passes.frontend.origins import Origins, origins_of
 
 if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source
@@ -42,11 +43,16 @@ class Model:
     mode: Mode
     nodes_before: int
     """Nodes in the file; `len(graph.nodes)` are left."""
-    origins: Origins
-    """What became of the file's nodes and values."""
     configurations: tuple[Configuration, ...]
     """The file's multi-device annotations."""
     unsupported: tuple[Unsupported, ...]
     warnings: tuple[str, ...]
     source: Source | None = field(default=None, repr=False, compare=False)
-    """The parsed file, from which the graph on other numbers of samples is made."""
+    """The parsed file, from which the graph on other numbers of samples is made; None for a graph of no file."""
+    aliases: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Values of the file that are other names of values, by name."""
+
+    @property
+    def origins(self) -> Origins:
+        """What became of the file's nodes and values, worked out when it is first asked for."""
+        return Origins(()) if self.source is None else origins_of(self.source, self.aliases, self.graph)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autopipe.ir.graph import Graph
+from autopipe.ir.remembered import GRAPHS, remembered
 
 if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source
@@ -53,7 +55,8 @@ class Origins:
         return tuple(owners)
 
 
-def origins_of(source: Source, aliases: dict[str, str], graph: Graph) -> Origins:
+@remembered(GRAPHS)
+def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> Origins:
     """The origins of `graph`, read from `source`. `aliases` are values of the file that are other names of values."""
     known = {value.name for value in (*graph.inputs, *graph.values)}
     known |= {each.value.name for each in graph.parameters} | {each.value.name for each in graph.constants}

@@ -18,7 +18,6 @@ from autopipe.passes.frontend.load import Source, load, located
 from autopipe.passes.frontend.losses import CrossEntropy, own_loss, require_loss, with_cross_entropy
 from autopipe.passes.frontend.mixing import mixing_nodes
 from autopipe.passes.frontend.model import Model
-from autopipe.passes.frontend.origins import origins_of
 from autopipe.passes.frontend.parameters import roles_of
 from autopipe.passes.frontend.support import refusal, require_readable, unsupported_operators
 from autopipe.passes.frontend.ties import retied
@@ -105,7 +104,6 @@ def _survey(
         loss=scalar,
         mode=mode,
         nodes_before=len(source.nodes),
-        origins=origins_of(source, aliases, graph),
         configurations=source.configurations,
         unsupported=unsupported_operators(graph),
         warnings=(
@@ -115,6 +113,7 @@ def _survey(
             *_shared_warnings(graph, mode),
         ),
         source=source,
+        aliases=aliases,
     )
 
 

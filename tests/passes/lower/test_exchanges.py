@@ -16,7 +16,7 @@ from autopipe.passes.cost.assignment import stage_work
 from autopipe.passes.cost.exchange import exchange_seconds
 from autopipe.passes.cost.relayout import reduction_cost, relayout_seconds
 from autopipe.passes.cost.work import annotate
-from autopipe.passes.lower import lower
+from autopipe.passes.lower.assemble import lower
 from autopipe.passes.lower.gradients import differentiable_values
 from tests.distributed.builder import Builder
 from tests.distributed.drawing import graphs, placements

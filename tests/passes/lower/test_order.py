@@ -12,7 +12,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.program import Instruction, Loop, Verb
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.stage_graph import StageGraph
-from autopipe.passes.lower import lower
+from autopipe.passes.lower.assemble import lower
 from autopipe.passes.lower.order import sections
 from tests.distributed.builder import Builder, mlp
 from tests.distributed.drawing import Case, cases

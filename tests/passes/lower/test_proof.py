@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.program import Instruction, Loop, Program, Verb
-from autopipe.passes.lower import lower
+from autopipe.passes.lower.assemble import lower
 from autopipe.passes.lower.order import sections
 from autopipe.passes.lower.proof import prove
 from tests.distributed.builder import mlp

@@ -10,7 +10,7 @@ from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.space import Space
-from autopipe.passes.lower import lower
+from autopipe.passes.lower.assemble import lower
 from autopipe.passes.lower.portions import check_portions
 from tests.distributed.builder import Builder, mlp
 from tests.distributed.running import one_device

@@ -14,7 +14,7 @@ from autopipe.ir.errors import CodegenError
 from autopipe.ir.prediction import Prediction, StagePrediction
 from autopipe.ir.program import Instruction, Program
 from autopipe.ir.task_graph import TaskGraph
-from autopipe.passes.lower import lower
+from autopipe.passes.lower.assemble import lower
 from autopipe.passes.lower.order import sections
 from autopipe.passes.lower.proof import prove
 from autopipe.passes.lower.task_graph import TaskSource

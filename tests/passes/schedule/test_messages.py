@@ -12,7 +12,7 @@ from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.cost.splits import sample_axes
-from autopipe.passes.lower import lower
+from autopipe.passes.lower.assemble import lower
 from autopipe.passes.pipeline import make_plan
 from autopipe.passes.placement.pipedream.strategy import PipeDream
 from autopipe.passes.request import Request

@@ -15,7 +15,7 @@ from autopipe.passes.auto.choose import weigh
 from autopipe.passes.auto.tried import Run, Tried
 from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.uses import uses_of
-from autopipe.passes.lower import lower
+from autopipe.passes.lower.assemble import lower
 from autopipe.passes.lower.traffic import communication_bytes
 from autopipe.passes.pipeline import Placed
 from autopipe.passes.request import Request
