@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from autopipe.ir.buckets import BUCKET_BYTES
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import Layout
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.remembered import remembered
