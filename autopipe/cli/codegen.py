@@ -36,7 +36,7 @@ def codegen(output: Output, plan: Path, folder: Path | None, ranks: str | None) 
     output.result(
         {"program": target, "ranks": program.world_size, "written": only or None, "stages": len(program.stages)},
         f"{some} rank programs of {len(program.stages)} stages in {target}",
-        f"next: autopipe launch {target}" + (f" --dry-run --rank {only[0]}" if only else ""),
+        f"next: autopipe launch {target}" + (f" --dry-run --device meta --rank {only[0]}" if only else ""),
     )
 
 

@@ -15,7 +15,12 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 
 @click.command()
 @click.argument("program", type=click.Path(path_type=Path))
-@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cuda", "cpu", "meta"]),
+    default="auto",
+    help="Where to run; meta, with --dry-run, is on no device: shapes and types alone, without memory for numbers.",
+)
 @click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps in all.")
 @click.option("--data", help="FILE.npz or module:function; random data without it.")
 @click.option(
@@ -94,6 +99,8 @@ def launch(
     run = Launch(manifest, device, steps, data, seed, checkpoint, checkpoint_every, resume, trace, outputs, blocking)
     if dry_run and blocking:
         raise click.UsageError("--dry-run exchanges nothing: leave out --blocking")
+    if device == "meta" and not dry_run:
+        raise click.UsageError("--device meta computes nothing: it goes with --dry-run")
     if dry_run:
         report = run.rehearse(rank or 0)
         output.result(report, rehearsal_table(report))

@@ -26,6 +26,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--outputs", "x.npz"], "for training collects no outputs"),
         (["--trace", "/nonexistent/trace.json"], "trace.json cannot be written"),
         (["--rank", "1"], "--rank goes with --dry-run"),
+        (["--device", "meta"], "--device meta computes nothing: it goes with --dry-run"),
         (["--dry-run", "--blocking"], "--dry-run exchanges nothing: leave out --blocking"),
         (["--dry-run", "--rank", "4"], "there is no rank 4"),
         (["--nnodes", "two"], "neither a number nor MIN:MAX"),

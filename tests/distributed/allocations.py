@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import gc
-import os
-import runpy
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from autopipe.backends.torch.runtime.buckets import buckets_of_rank
 from autopipe.backends.torch.runtime.manifest import read_manifest
+from tests.distributed.alone import dry_run
 
 STEPS = 2
 """In the second one there is all that the optimizer keeps."""
@@ -23,13 +18,9 @@ STEPS = 2
 
 def peak_of_rank(folder: Path, rank: int) -> int:
     """Most bytes that torch had allocated at once for a rank on the CPU, in this process."""
-    manifest = read_manifest(folder)
     gc.collect()
-    with (
-        _as_rank(folder, rank, manifest.world_size),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run,
-    ):
-        runpy.run_path(str(folder / f"rank_{rank:03d}.py"), run_name="__main__")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        dry_run(folder, rank, "--device", "cpu", "--steps", STEPS)
     assert run.profiler is not None and run.profiler.kineto_results is not None
     events = (each for each in run.profiler.kineto_results.events() if each.name() == "[memory]")
     used = most = 0
@@ -54,25 +45,3 @@ def _read_bytes(folder: Path, rank: int) -> int:
             size *= stop - start
         total += size
     return total
-
-
-@contextmanager
-def _as_rank(folder: Path, rank: int, world_size: int) -> Iterator[None]:
-    """The command line, environment and modules of the rank's process."""
-    saved = dict(os.environ), list(sys.argv), sys.excepthook
-    world = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(world_size)}
-    os.environ.update(world)
-    sys.argv = ["rank", "--dry-run", "--device", "cpu", "--steps", str(STEPS)]
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-        sys.argv, sys.excepthook = saved[1], saved[2]
-        for name in world:
-            os.environ.pop(name)
-        os.environ.update(saved[0])
-        for name in [name for name in sys.modules if name.startswith("stage_")]:
-            del sys.modules[name]
-        if dist.is_initialized():
-            dist.destroy_process_group()

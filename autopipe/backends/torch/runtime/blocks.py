@@ -10,6 +10,9 @@ from autopipe.backends.torch.runtime.wiring import Slices
 Block = tuple[torch.Tensor, Slices | None]
 """A block of a tensor, and where in it; None for all of it."""
 
+Form = tuple[torch.dtype, tuple[int, ...]]
+"""A tensor's type and shape."""
+
 
 def extents(box: Slices) -> tuple[int, ...]:
     """The shape of a block."""

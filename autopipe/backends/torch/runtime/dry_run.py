@@ -10,14 +10,32 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from autopipe.backends.torch.runtime.blocks import Form
 from autopipe.backends.torch.runtime.pending import Arrival, Departure
 from autopipe.backends.torch.runtime.pulse import DEFAULTS, Pulse, Timeouts
 from autopipe.backends.torch.runtime.report import Reporter, peak_memory
+from autopipe.backends.torch.runtime.stage import Stage, Tensors
 from autopipe.backends.torch.runtime.transport import Transport
+from autopipe.backends.torch.runtime.wiring import Receive, Send
+from autopipe.ir.errors import LaunchError
 from autopipe.ir.traffic import by_kind
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What goes along a channel. Dry runs of both its ends count the same ones."""
+
+    channel: int
+    gradient: bool
+    source: int
+    target: int
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+    """In bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +46,8 @@ class DryReport:
     world_size: int
     stages: tuple[int, ...]
     tasks: tuple[str, ...]
+    messages: tuple[dict[str, object], ...]
+    """Those sent and received, each as a `Message` and its `count`."""
     sent_bytes: dict[int, int]
     """By the rank they go to, activations and their gradients."""
     received_bytes: dict[int, int]
@@ -36,6 +56,7 @@ class DryReport:
     parameters: int
     parameter_bytes: int
     peak_memory_bytes: int
+    """Without values: of all tensors that would be alive at once."""
 
 
 class DryTransport(Transport):
@@ -44,8 +65,7 @@ class DryTransport(Transport):
     def __init__(self, device: str, timeouts: Timeouts = DEFAULTS, pulse: Pulse | None = None) -> None:
         super().__init__(device, timeouts, pulse)
         self.nccl = self.staged = False
-        self.sent: Counter[int] = Counter()
-        self.received: Counter[int] = Counter()
+        self.messages: Counter[Message] = Counter()
 
     def start(self) -> None:
         """Join a world in which every exchange returns at once."""
@@ -56,17 +76,50 @@ class DryTransport(Transport):
 
     def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> Departure:
         """Count what would go."""
-        self.sent[rank] += tensor.nbytes
+        self._count(tensor, self.rank, rank, channel, gradient)
         departure = super().send(tensor, rank, channel, gradient)
         departure.wait()  # It is gone at once.
         return departure
 
-    def receive(self, like: tuple[torch.dtype, tuple[int, ...]], rank: int, channel: int, gradient: bool) -> Arrival:
+    def receive(self, like: Form, rank: int, channel: int, gradient: bool) -> Arrival:
         """Zeros instead of what would come."""
         arrival = super().receive(like, rank, channel, gradient)
         arrival.buffer.zero_()
-        self.received[rank] += arrival.buffer.nbytes
+        self._count(arrival.buffer, rank, self.rank, channel, gradient)
         return arrival
+
+    def _count(self, tensor: torch.Tensor, source: int, target: int, channel: int, gradient: bool) -> None:
+        form = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        self.messages[Message(channel, gradient, source, target, *form, tensor.nbytes)] += 1
+
+
+class DryStage(Stage):
+    """A stage that compares all it computes with what its file says of it, as no other rank is there to mind."""
+
+    def give(self, wire: Receive | Send, micro_batch: int) -> Departure:
+        """Count what would go along a wire."""
+        block = self._leaving[micro_batch, isinstance(wire, Receive)][wire.channel]
+        self._compare(f"what goes to rank {wire.rank} on channel {wire.channel}", block, self._form(wire))
+        return super().give(wire, micro_batch)
+
+    def _results(self, arguments: Tensors, for_backward: bool) -> tuple[torch.Tensor, ...]:
+        for name, tensor in arguments.items():
+            self._compare(f"argument {name}", tensor, self._inputs[name])
+        results = super()._results(arguments, for_backward)
+        for index, (result, form) in enumerate(zip(results, self._outputs, strict=True)):
+            self._compare(f"result {index}", result, form)
+        return results
+
+    def _compare(self, what: str, tensor: torch.Tensor, form: Form) -> None:
+        """Raises LaunchError where a tensor is not as it should be."""
+        found = tensor.dtype, tuple(tensor.shape)
+        if found != form:
+            raise LaunchError(f"{what} of stage {self.number} is {_spelled(found)}, and should be {_spelled(form)}")
+
+
+def _spelled(form: Form) -> str:
+    dtype, shape = form
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 class DryReporter(Reporter):
@@ -78,18 +131,27 @@ class DryReporter(Reporter):
 
     def end_step(self, seconds: float) -> None:
         """Write the report of the step to the report file."""
-        rank, ends = self._rank, self._ends
+        rank, messages = self._rank, self._ends.messages
+        sent: Counter[int] = Counter()
+        received: Counter[int] = Counter()
+        for each, count in messages.items():
+            if each.source == rank.number:
+                sent[each.target] += count * each.size
+            else:
+                received[each.source] += count * each.size
         report = DryReport(
             rank=rank.number,
             world_size=rank.manifest.world_size,
             stages=tuple(rank.stages),
             tasks=tuple(span.task for span in rank.clock.spans()),
-            sent_bytes=dict(sorted(ends.sent.items())),
-            received_bytes=dict(sorted(ends.received.items())),
-            communication_bytes=by_kind(ends.traffic),
+            messages=tuple(asdict(each) | {"count": count} for each, count in messages.items()),
+            sent_bytes=dict(sorted(sent.items())),
+            received_bytes=dict(sorted(received.items())),
+            communication_bytes=by_kind(self._ends.traffic),
             parameters=sum(tensor.numel() for tensor in rank.parameters.values()),
             parameter_bytes=sum(tensor.nbytes for tensor in rank.parameters.values()),
-            peak_memory_bytes=peak_memory(rank.device),
+            peak_memory_bytes=peak_memory(rank.device) if rank.valueless is None else rank.valueless.peak_bytes,
         )
+        messages.clear()
         if rank.options.report is not None:
             rank.options.report.write_text(json.dumps(asdict(report)) + "\n", encoding="utf-8")

@@ -26,3 +26,12 @@ def make_optimizer(settings: dict[str, Any], parameters: list[torch.Tensor]) -> 
             weight_decay=settings["weight_decay"],
         )
     raise ConfigurationError(f"there is no optimizer {settings['name']!r}", hint="sgd or adamw")
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer make what it keeps, as its first step would: by a step of gradients that are zero."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)

@@ -23,14 +23,21 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def load_parameters(manifest: Manifest, rank: int, device: torch.device, seed: int) -> dict[int, torch.Tensor]:
-    """The rank's blocks by parameter index, on `device`, gradients enabled for the trainable ones when training."""
+def load_parameters(
+    manifest: Manifest, rank: int, device: torch.device, seed: int, valued: bool = True
+) -> dict[int, torch.Tensor]:
+    """The rank's blocks by parameter index, on `device`, gradients enabled for the trainable ones when training.
+
+    Not `valued`, they are tensors of their shapes and types that nothing is read or drawn for.
+    """
     found: dict[int, torch.Tensor] = {}
     threads = cores_of_a_rank()
     for shard in manifest.shards[rank]:
         entry = manifest.parameters[shard.parameter]
-        block = read_block(manifest.model.parent, manifest.model, entry, shard, seed, threads)
-        tensor = block.to(device)
+        if valued:
+            tensor = read_block(manifest.model.parent, manifest.model, entry, shard, seed, threads).to(device)
+        else:
+            tensor = torch.empty(shard.shape, dtype=torch_dtype(entry.dtype), device=device)
         tensor.requires_grad_(manifest.train and entry.trainable and tensor.is_floating_point())
         found[shard.parameter] = tensor
     return found

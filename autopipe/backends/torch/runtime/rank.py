@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,12 +23,12 @@ from autopipe.backends.torch.runtime.checkpointing.training_state import Trainin
 from autopipe.backends.torch.runtime.clock import Clock
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.data import START, Position, open_source, read_block
-from autopipe.backends.torch.runtime.dry_run import DryReporter, DryTransport
+from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport
 from autopipe.backends.torch.runtime.failures import end_on_error, live_with_launcher
 from autopipe.backends.torch.runtime.gradients import GradientReduction
 from autopipe.backends.torch.runtime.later import Later
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.backends.torch.runtime.optimizers import make_optimizer
+from autopipe.backends.torch.runtime.optimizers import make_optimizer, make_state
 from autopipe.backends.torch.runtime.options import parse_options
 from autopipe.backends.torch.runtime.outputs import OutputCollector
 from autopipe.backends.torch.runtime.parameters import Arguments, load_constants, load_parameters, torch_dtype
@@ -38,6 +39,9 @@ from autopipe.backends.torch.runtime.stage import Stage
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.backends.torch.runtime.wiring import Data, Wire
 from autopipe.ir.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from autopipe.backends.torch.runtime.valueless import Valueless
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -65,6 +69,7 @@ class Rank:
         self.steps_done = 0
         self._begin = START
         self.parameters: dict[int, torch.Tensor] = {}
+        self.valueless: Valueless | None = None
         self._modules: dict[int, tuple[ModuleType, Arguments]] = {}
         self._inputs = {entry.name: entry for entry in self.manifest.inputs}
 
@@ -90,7 +95,7 @@ class Rank:
         """Add a stage: its module, and what it takes and gives."""
         arguments = Arguments(device=self.device)
         self._modules[number] = (module, arguments)
-        kind = Stage if self.turns is None else BlockingStage
+        kind = DryStage if self.options.dry_run else Stage if self.turns is None else BlockingStage
         self.stages[number] = kind(self, number, module, arguments, wires)
         return self.stages[number]
 
@@ -100,6 +105,15 @@ class Rank:
 
     def main(self, step: Callable[[], None]) -> None:
         """Run as many steps as the command line asks for."""
+        if self.options.device != "meta":
+            self._run_all(step)
+            return
+        from autopipe.backends.torch.runtime.valueless import without_values
+
+        with without_values() as self.valueless:
+            self._run_all(step)
+
+    def _run_all(self, step: Callable[[], None]) -> None:
         self.set_up()
         self._restore()
         while self.steps_done < self.options.steps:
@@ -122,7 +136,7 @@ class Rank:
         transport.make_channels(manifest.channels)
         if self.options.blocking:
             self.meeting = transport.make_meeting()
-        self.parameters = load_parameters(manifest, self.number, self.device, self.seed)
+        self.parameters = load_parameters(manifest, self.number, self.device, self.seed, self.valueless is None)
         names = {name for module, _ in self._modules.values() for name in module.CONSTANTS}
         constants = load_constants(manifest.folder, names, self.device)
         named = constants | {f"w{index}": tensor for index, tensor in self.parameters.items()}
@@ -134,6 +148,8 @@ class Rank:
         buckets = buckets_of_rank(manifest, self.number) if self.train else ()
         self.reduction = GradientReduction(transport, self.parameters, buckets, manifest.optimizer["shard"])
         self.optimizer = make_optimizer(manifest.optimizer, self.reduction.updated) if self.train else None
+        if self.options.dry_run and self.optimizer is not None:
+            make_state(self.optimizer)  # The one step shall take what any other takes.
         self.checkpointer = self._checkpointer()
         self.source = open_source(manifest, self.options.data, self.seed)
         self.collector = OutputCollector(manifest, transport, self.options.outputs)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.autograd.graph import GradientEdge
 
-from autopipe.backends.torch.runtime.blocks import Block, added, extents, joined, part
+from autopipe.backends.torch.runtime.blocks import Block, Form, added, extents, joined, part
 from autopipe.backends.torch.runtime.later import Waiting, compute_all
 from autopipe.backends.torch.runtime.parameters import Arguments
 from autopipe.backends.torch.runtime.pending import Arrival, Departure
@@ -56,8 +56,8 @@ class Stage:
     ) -> None:
         self._rank = rank
         self.number = number
-        self._inputs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = module.INPUTS
-        self._outputs: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = tuple(module.OUTPUTS.values())
+        self._inputs: dict[str, Form] = module.INPUTS
+        self._outputs: tuple[Form, ...] = tuple(module.OUTPUTS.values())
         self._p = arguments
         self._data = [wire for wire in wires if isinstance(wire, Data)]
         self.receives = tuple(wire for wire in wires if isinstance(wire, Receive))
@@ -96,12 +96,15 @@ class Stage:
         """The wires that carry something of a micro-batch."""
         return [wire for wire in wires if self._turns[wire.channel].has(micro_batch)]
 
+    def _form(self, wire: Receive | Send) -> Form:
+        """Of what goes along a wire, and of its gradient."""
+        dtype, shape = self._outputs[wire.result] if isinstance(wire, Send) else self._inputs[wire.argument]
+        return dtype, shape if wire.box is None else extents(wire.box)
+
     def ask(self, wire: Receive | Send, micro_batch: int) -> Arrival:
         """Post the receive of what comes along a wire: an argument, or the gradient of a result."""
         gradient = isinstance(wire, Send)
-        dtype, shape = self._outputs[wire.result] if isinstance(wire, Send) else self._inputs[wire.argument]
-        like = (dtype, shape if wire.box is None else extents(wire.box))
-        arrival = self._rank.transport.receive(like, wire.rank, wire.channel, gradient)
+        arrival = self._rank.transport.receive(self._form(wire), wire.rank, wire.channel, gradient)
         self._arriving.setdefault((micro_batch, gradient), {})[wire.channel] = arrival
         return arrival
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from autopipe.backends.torch.runtime.blocks import Form
 from autopipe.backends.torch.runtime.departures import Departures
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
 from autopipe.backends.torch.runtime.meeting import Meeting
@@ -104,7 +105,7 @@ class Transport:
         self._departures.add(departure)
         return departure
 
-    def receive(self, like: tuple[torch.dtype, tuple[int, ...]], rank: int, channel: int, gradient: bool) -> Arrival:
+    def receive(self, like: Form, rank: int, channel: int, gradient: bool) -> Arrival:
         """Post a receive; the arrival is waited for where the tensor is used."""
         dtype, shape = like
         if self.staged:  # Torch keeps pinned memory for its next use, once copies from it are done.
@@ -192,7 +193,7 @@ def _tag(channel: int, gradient: bool) -> int:
 
 
 def _choose_device(wanted: str) -> torch.device:
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if wanted in ("cpu", "meta") or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise LaunchError("no CUDA device is at hand", hint="use --device cpu")
