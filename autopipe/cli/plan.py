@@ -60,16 +60,11 @@ def plan(
       autopipe plan gpt.onnx --gpus 4 --annotate gpt.annotated.onnx
       autopipe plan --from gpt.onnx.plan --schedule gpipe -o gpipe.plan
     """
-    from autopipe.cli.annotation import annotate_model, warn_of_untold
     from autopipe.cli.files import check_writable
     from autopipe.cli.former import Former
     from autopipe.cli.plan_folder import check_target, write_plan_folder
-    from autopipe.cli.plan_screen import plan_screen
-    from autopipe.cli.price import Price
     from autopipe.cli.progress import Watcher, names_of
     from autopipe.cli.request import request_of
-    from autopipe.ir.serial.alternatives_form import alternatives_form
-    from autopipe.ir.serial.plan_file import summary_form
     from autopipe.passes.auto.choose import choose
     from autopipe.passes.auto.store import answers
     from autopipe.passes.pipeline import make_plan
@@ -93,6 +88,13 @@ def plan(
             planned = choose(request, watcher, None if no_cache or dump_after else answers())
         else:
             planned = make_plan(request, watcher)
+    # What shows a plan is loaded once there is one.
+    from autopipe.cli.annotation import annotate_model, warn_of_untold
+    from autopipe.cli.plan_screen import plan_screen
+    from autopipe.cli.price import Price
+    from autopipe.ir.serial.alternatives_form import alternatives_form
+    from autopipe.ir.serial.plan_file import summary_form
+
     left_out = annotate_model(planned, annotate) if annotate is not None else ()
     write_plan_folder(target, planned, configuration)
     for warning in planned.model.warnings:

@@ -20,10 +20,8 @@ from autopipe.passes.batching import Batching, Division
 from autopipe.passes.cost.measured import coverage
 from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.uses import uses_of
-from autopipe.passes.explain.breakdown import breakdown
 from autopipe.passes.frontend import Model
 from autopipe.passes.lower.portions import check_portions
-from autopipe.passes.lower.traffic import communication_bytes
 from autopipe.passes.request import Request, costed, divided, posed, problems_of, read_for, work_of
 from autopipe.passes.runner import Observer, Runner, Silent
 from autopipe.passes.schedule.limits import check_memory, lower_bound, quality
@@ -150,6 +148,8 @@ def planned(
     request: Request, strategy: Strategy, scheduler: Scheduler, placed: Placed, scheduled: Scheduled, runner: Runner
 ) -> Planned:
     """The plan that a placement and its schedule are."""
+    from autopipe.passes.explain.breakdown import breakdown  # Only the plan that is chosen is explained.
+
     problem, prediction = placed.problem, placed.prediction
     plan = Plan(
         model=str(request.model),
@@ -291,6 +291,8 @@ def _summary(
 
 def _communication_bytes(problem: Problem, placement: Placement) -> tuple[tuple[str, int], ...] | None:
     """What a step's exchanges move, by kind; None where the placement cannot be executed."""
+    from autopipe.passes.lower.traffic import communication_bytes  # All of lowering, for the plan that is chosen.
+
     widths = element_bytes(problem.graph, uses_of(problem.graph), problem.precision)
     loss, count, shard = problem.loss if problem.train else None, problem.micro_batches, problem.optimizer.shard
     try:

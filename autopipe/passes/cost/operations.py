@@ -18,7 +18,6 @@ from autopipe.ir.space import AxisKind
 from autopipe.passes.cost.uses import Use, uses_of
 from autopipe.passes.lower.exchanges import laid
 from autopipe.passes.lower.gradients import differentiable_values
-from autopipe.passes.lower.inputs import input_ranges
 
 Splits = tuple[Split, ...]
 
@@ -159,6 +158,8 @@ def _local_value(value: Value | None, layout: Layout | None) -> Value | None:
 
 def _limits(signature: Signature) -> dict[str, int]:
     """What the numbers of operands must stay below that index something."""
+    from autopipe.passes.lower.inputs import input_ranges  # With programs; only what is measured asks.
+
     node = signature.node
     present = {value.name: value for value in signature.operands if value is not None}
     results = tuple(value for value in signature.results if value is not None)

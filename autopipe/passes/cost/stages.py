@@ -82,6 +82,15 @@ class StageCost:
         return self.static_bytes + self.kept_bytes * in_flight + self.transient_bytes
 
 
+def step_seconds(cost: StageCost, micro_batches: int, overlap: bool = False) -> float:
+    """What a stage takes of a step of so many micro-batches of its own, one thing after the other.
+
+    `overlap` hides gradients behind the last backward.
+    """
+    gradients = max(0.0, cost.gradient_s - cost.backward_s) if overlap else cost.gradient_s
+    return micro_batches * (cost.forward_s + cost.backward_s) + gradients + cost.update_s
+
+
 @remembered(2)
 def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]:
     """The cost of each stage of `placement`, in order, on micro-batches of its own size.

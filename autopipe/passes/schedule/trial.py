@@ -8,13 +8,12 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.ir.timeline import Timeline
-from autopipe.passes.cost.stages import StageCost
+from autopipe.passes.cost.stages import StageCost, step_seconds
 from autopipe.passes.schedule.chain import Step, chain_step, is_chain
 from autopipe.passes.schedule.limits import check_memory
 from autopipe.passes.schedule.named.kfkb import order_kfkb
 from autopipe.passes.schedule.predict import predicted, ticks_of
 from autopipe.passes.schedule.simulate import simulate
-from autopipe.passes.spmd.search.fitting import step_seconds
 
 
 def busy_s(costs: Sequence[StageCost], micro_batches: int) -> float:

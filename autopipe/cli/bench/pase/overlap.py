@@ -11,10 +11,9 @@ from autopipe.cli.bench.row import Case, Row
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Problem
 from autopipe.passes.base import Strategy
-from autopipe.passes.cost.stages import stage_costs
+from autopipe.passes.cost.stages import stage_costs, step_seconds
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pase.strategy import Pase
-from autopipe.passes.spmd.search.fitting import step_seconds
 
 _DEVICES = 32
 

@@ -11,11 +11,11 @@ from autopipe.ir.placement import Placement, SplitProof, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import device_memory, out_of_memory
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
-from autopipe.passes.cost.stages import StageCost, stage_costs
+from autopipe.passes.cost.stages import StageCost, stage_costs, step_seconds
 from autopipe.passes.placement.tepdist.equal import Contents
 from autopipe.passes.schedule.trial import step_s
 from autopipe.passes.spmd.search.configurations import Splits
-from autopipe.passes.spmd.search.fitting import Solver, step_seconds
+from autopipe.passes.spmd.search.fitting import Solver
 from autopipe.passes.spmd.search.stages import Inside, inside_of
 from autopipe.passes.spmd.search.tables import make_tables
 

@@ -13,7 +13,7 @@ from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import device_memory, out_of_memory
 from autopipe.passes.cost.splits import sample_axes
-from autopipe.passes.cost.stages import StageCost, stage_costs
+from autopipe.passes.cost.stages import StageCost, stage_costs, step_seconds
 from autopipe.passes.solvers.min_sum import Answer
 from autopipe.passes.spmd.search.configurations import Splits
 from autopipe.passes.spmd.search.tables import Tables
@@ -115,15 +115,6 @@ def _with_splits(
     used = device_memory(problem, found, costs)
     excess, worst = max((used[device] - problem.memory_of(device), device) for device in stages[index].devices)
     return Fitted(found, proof, costs[index], excess, worst)
-
-
-def step_seconds(cost: StageCost, micro_batches: int, overlap: bool = False) -> float:
-    """What a stage takes of a step of so many micro-batches of its own, one thing after the other.
-
-    `overlap` hides gradients behind the last backward.
-    """
-    gradients = max(0.0, cost.gradient_s - cost.backward_s) if overlap else cost.gradient_s
-    return micro_batches * (cost.forward_s + cost.backward_s) + gradients + cost.update_s
 
 
 def or_by_samples(problem: Problem, graph: Graph, fitted: Fitted, index: int, overlap: bool = False) -> Fitted:
