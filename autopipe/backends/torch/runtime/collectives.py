@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from autopipe.backends.torch.runtime.at_once import SMALL_BYTES, everyones, goes_at_once, start_sum, start_sum_of_rows
 from autopipe.ir.layout import Box, Layout, MeshAxes, MeshAxis, Window, degree_of, members
 from autopipe.ir.redistribution import moves_between
 
@@ -267,6 +268,9 @@ def _reduced(tensor: torch.Tensor, group: Group, how: dist.ReduceOp.RedOpType) -
 
 
 def _combined(tensor: torch.Tensor, group: Group, how: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    if tensor.nbytes <= SMALL_BYTES and goes_at_once(tensor, group.process_group):
+        with group.pulse.waiting():
+            return start_sum(tensor, group.process_group, how).wait()
     total = tensor.clone(memory_format=torch.contiguous_format)
     with group.pulse.waiting():
         dist.all_reduce(total, how, group=group.process_group)
@@ -275,6 +279,10 @@ def _combined(tensor: torch.Tensor, group: Group, how: dist.ReduceOp.RedOpType) 
 
 def _gathered(tensor: torch.Tensor, group: Group, dimension: int) -> torch.Tensor:
     group.traffic["all_gather"] += tensor.nbytes * group.size
+    if goes_at_once(tensor, group.process_group):
+        with group.pulse.waiting():
+            rows = everyones(tensor, group.process_group)
+        return torch.cat([rows[place] for place in group.order], dimension)
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size)]
     with group.pulse.waiting():
         dist.all_gather(parts, tensor.contiguous(), group=group.process_group)
@@ -287,6 +295,9 @@ def _scattered(tensor: torch.Tensor, group: Group, dimension: int) -> torch.Tens
         return group.slice(_combined(tensor, group, dist.ReduceOp.SUM), dimension).contiguous()
     parts = tensor.chunk(group.size, dimension)
     by_rank = [parts[group.order.index(place)].contiguous() for place in range(group.size)]
+    if goes_at_once(tensor, group.process_group):
+        with group.pulse.waiting():
+            return start_sum_of_rows(torch.stack(by_rank), group.process_group).wait()
     shard = torch.empty_like(by_rank[0])
     with group.pulse.waiting():
         dist.reduce_scatter(shard, by_rank, group=group.process_group)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
+from autopipe.backends.torch.runtime.pending import Arrival, Sum
 from autopipe.backends.torch.runtime.shares import Share, SharedBucket
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.ir.buckets import Bucket
@@ -33,27 +33,25 @@ class WholeBucket:
         self.bucket = bucket
         self.parameters = parameters
         self._transport = transport
-        self._sums: torch.Tensor | None = None
-        self._work: dist.Work | None = None
+        self._coming: Arrival | Sum | None = None
 
     def start(self) -> None:
         """Take the parameters' gradients and send them off."""
         gradients = [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in self.parameters
         ]
-        self._sums = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        row = torch.cat([gradient.reshape(-1) for gradient in gradients])
         for parameter in self.parameters:
             parameter.grad = None  # It is in the message now, and comes back from there.
-        self._work = self._transport.start_all_reduce(self._sums, self.bucket.ranks)
+        self._coming = self._transport.start_all_reduce(row, self.bucket.ranks)
 
     def finish(self) -> None:
         """Wait for the sums, and make them the parameters' gradients."""
-        assert self._sums is not None and self._work is not None
-        self._work.wait()
-        parts = torch.split(self._sums, [parameter.numel() for parameter in self.parameters])
+        assert self._coming is not None
+        parts = torch.split(self._coming.wait(), [parameter.numel() for parameter in self.parameters])
         for parameter, part in zip(self.parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)
-        self._sums = self._work = None
+        self._coming = None
 
 
 class GradientReduction:

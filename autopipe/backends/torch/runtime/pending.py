@@ -16,13 +16,30 @@ class Arrival:
     work: dist.Work | None
     buffer: torch.Tensor
     device: torch.device
+    sent: torch.Tensor | None = None
+    """What is sent by the same exchange, and must not go away before."""
 
     def wait(self) -> torch.Tensor:
         """The tensor, once it is there. Over NCCL it is the device's current stream that waits."""
         if self.work is not None:
             self.work.wait()
-            self.work = None  # Gloo would wait a second time for ever.
+            self.work = self.sent = None  # Gloo would wait a second time for ever.
         return self.buffer if self.buffer.device == self.device else self.buffer.to(self.device, non_blocking=True)
+
+
+@dataclass(slots=True)
+class Sum:
+    """What comes from all ranks, [ranks, ...], and is added up, or taken the largest of, when it is there."""
+
+    rows: Arrival
+    how: dist.ReduceOp.RedOpType
+
+    def wait(self) -> torch.Tensor:
+        """The sum; added up in the order of ranks, so that all have the same."""
+        rows = self.rows.wait()
+        if self.how == dist.ReduceOp.MAX:
+            return rows.amax(0)
+        return rows.sum(0, dtype=rows.dtype)
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
+from autopipe.backends.torch.runtime.pending import Arrival, Sum
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.ir.buckets import Bucket, Run
 
@@ -38,8 +38,7 @@ class SharedBucket:
         for parameter, place in zip(parameters, self._places(self._row), strict=True):
             parameter.data = place.copy_(parameter.detach())
         self.share = self._row.chunk(len(bucket.ranks))[bucket.ranks.index(transport.rank)]
-        self._sums: torch.Tensor | None = None
-        self._work: dist.Work | None = None
+        self._coming: Arrival | Sum | None = None
 
     def _places(self, row: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' parts of a row."""
@@ -55,14 +54,13 @@ class SharedBucket:
             if parameter.grad is not None:
                 place.copy_(parameter.grad)
                 parameter.grad = None  # It is in the message now.
-        self._sums, self._work = self._transport.start_reduce_scatter(gradients, self.bucket.ranks)
+        self._coming = self._transport.start_reduce_scatter(gradients, self.bucket.ranks)
 
     def finish(self) -> None:
         """Wait for the sums, and make them the share's gradient."""
-        assert self._sums is not None and self._work is not None
-        self._work.wait()
-        self.share.grad = self._sums
-        self._sums = self._work = None
+        assert self._coming is not None
+        self.share.grad = self._coming.wait()
+        self._coming = None
 
     def gather(self) -> None:
         """Get the other ranks' shares of the parameters."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from autopipe.backends.torch.runtime.at_once import SMALL_BYTES, everyones, goes_at_once, start_sum, start_sum_of_rows
 from autopipe.backends.torch.runtime.blocks import Form
 from autopipe.backends.torch.runtime.departures import Departures
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
 from autopipe.backends.torch.runtime.meeting import Meeting
-from autopipe.backends.torch.runtime.pending import Arrival, Departure
+from autopipe.backends.torch.runtime.pending import Arrival, Departure, Sum
 from autopipe.backends.torch.runtime.pulse import DEFAULTS, Pulse, Timeouts
 from autopipe.backends.torch.runtime.rings import Ring
 from autopipe.ir.errors import LaunchError
@@ -117,31 +119,44 @@ class Transport:
             raise LaunchError(f"rank {self.rank} cannot receive from rank {rank}")
         return Arrival(work, buffer, self.device)
 
-    def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> dist.Work:
-        """Start adding up a gradient over the ranks, in place."""
+    def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Arrival | Sum:
+        """Start adding up a gradient over the ranks; it may be done in place."""
         self.traffic["gradient"] += tensor.nbytes
+        group = self.group(ranks)
+        if tensor.nbytes <= SMALL_BYTES and goes_at_once(tensor, group):
+            return start_sum(tensor, group)
+        return self._start_in_place(tensor, ranks)
+
+    def _start_in_place(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Arrival:
         work: dist.Work | None = dist.all_reduce(tensor, group=self.group(ranks), async_op=True)
         if work is None:
             raise LaunchError(f"rank {self.rank} is not among ranks {ranks}")
-        return work
+        return Arrival(work, tensor, tensor.device)
 
-    def start_reduce_scatter(self, row: torch.Tensor, ranks: tuple[int, ...]) -> tuple[torch.Tensor, dist.Work]:
-        """Start adding up gradients over the ranks; this rank's share of the sums, which is not there yet."""
-        if self.staged:  # gloo scatters tensors of the host alone.
-            work = self.start_all_reduce(row, ranks)
-            return row.chunk(len(ranks))[ranks.index(self.rank)], work
+    def start_reduce_scatter(self, row: torch.Tensor, ranks: tuple[int, ...]) -> Arrival | Sum:
+        """Start adding up gradients over the ranks, of which this rank gets its share of the sums."""
         self.traffic["gradient"] += row.nbytes
+        if self.staged:  # gloo scatters tensors of the host alone.
+            sums = self._start_in_place(row, ranks)
+            return replace(sums, buffer=row.chunk(len(ranks))[ranks.index(self.rank)])
+        group = self.group(ranks)
+        if goes_at_once(row, group):
+            return start_sum_of_rows(row.view(len(ranks), -1), group)
         parts = list(row.chunk(len(ranks)))
         share = torch.empty_like(parts[0])
-        started: dist.Work | None = dist.reduce_scatter(share, parts, group=self.group(ranks), async_op=True)
+        started: dist.Work | None = dist.reduce_scatter(share, parts, group=group, async_op=True)
         if started is None:
             raise LaunchError(f"rank {self.rank} is not among ranks {ranks}")
-        return share, started
+        return Arrival(started, share, share.device, row)
 
     def gather(self, row: torch.Tensor, ranks: tuple[int, ...]) -> None:
         """Fill a row, of which each of the ranks has its share in place. Counted by who asks for it."""
         parts = list(row.chunk(len(ranks)))
-        dist.all_gather(parts, parts[ranks.index(self.rank)], group=self.group(ranks))
+        own, group = parts[ranks.index(self.rank)], self.group(ranks)
+        if goes_at_once(row, group):
+            row.view(len(ranks), -1).copy_(everyones(own, group))
+        else:
+            dist.all_gather(parts, own, group=group)
 
     def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
         """Every rank's numbers, by rank."""

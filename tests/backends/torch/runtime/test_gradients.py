@@ -14,8 +14,8 @@ class Work:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
-    def wait(self) -> None:
-        self.tensor *= 2
+    def wait(self) -> torch.Tensor:
+        return self.tensor * 2
 
 
 class Transport:
