@@ -138,9 +138,15 @@ def _read(request: Request, runner: Runner, micro_batch_size: int | None) -> Mod
 
 
 def _posed(request: Request, runner: Runner, model: Model, batching: Batching) -> Problem:
-    """The problem that the model poses, its operators costed once a run: so are requests for one cluster."""
+    """The problem that the model poses, its operators costed once a run: so are requests for one cluster.
+
+    Requests that differ in nothing of a problem pose one and the same, so that what is known of it is known of theirs.
+    """
     work = runner.once("cost", id(model), lambda: work_of(request, model))
-    return costed(request, model, batching, work)
+    held = id(model), id(request.cluster), id(request.costs)
+    settled = request.optimizer, request.precision, request.recompute, request.memory_limit, request.constraints
+    key = "problem", *held, batching, *settled, request.time_limit, request.seed
+    return runner.known(key, lambda: costed(request, model, batching, work))
 
 
 def _divisions(request: Request, division: Division, read: Model) -> Iterator[Batching]:

@@ -62,9 +62,13 @@ class Runner:
 
     def once(self, name: str, key: object, compute: Callable[[], Result]) -> Result:
         """`compute()` as a pass, the first time that it is asked for under `key`; the same result again after that."""
-        if (name, key) not in self._known:
-            self._known[name, key] = self.run(name, compute)
-        return cast(Result, self._known[name, key])
+        return self.known((name, key), lambda: self.run(name, compute))
+
+    def known(self, key: object, compute: Callable[[], Result]) -> Result:
+        """`compute()`, the first time that it is asked for under `key`; the same result again after that."""
+        if key not in self._known:
+            self._known[key] = compute()
+        return cast(Result, self._known[key])
 
     def run(
         self,

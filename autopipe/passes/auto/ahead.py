@@ -1,7 +1,8 @@
 """Work done ahead of its turn in other processes, where there are cores for them.
 
-A process is a copy of this one, which knows all that has been read and costed. It tells its answer as JSON through a
-pipe, and ends. Answers do not depend on one another, so that they are the same as if each were made in its turn.
+A process is a copy of this one, which knows all that has been read and costed. It tells its answers as lines of JSON
+through a pipe, and ends. Answers do not depend on one another, so that they are the same as if each were made in its
+turn.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 
 Answer = dict[str, object]
 """Lists, dicts and scalars."""
+Work = Callable[[], Answer]
 
 _CHUNK = 2**16
 
@@ -34,7 +36,8 @@ class Ahead:
 
     workers: int
     """Processes at work at a time; with fewer than two nothing is begun ahead."""
-    _waiting: deque[tuple[Hashable, Callable[[], Answer]]] = field(default_factory=deque)
+    _waiting: deque[tuple[tuple[Hashable, Work], ...]] = field(default_factory=deque)
+    """What a process each is to do."""
     _running: dict[int, _Process] = field(default_factory=dict)
     """By the pipe's end that answers are read from."""
     _answers: dict[Hashable, Answer | None] = field(default_factory=dict)
@@ -49,10 +52,13 @@ class Ahead:
         self._running.clear()
         self._waiting.clear()
 
-    def expect(self, key: Hashable, work: Callable[[], Answer]) -> None:
-        """Have it done as soon as a process is free; what was expected before comes first."""
-        if self.workers > 1:
-            self._waiting.append((key, work))
+    def expect(self, *works: tuple[Hashable, Work]) -> None:
+        """Have work done as soon as a process is free, one piece after the other; what was expected before comes first.
+
+        Each piece goes with the key to ask for its answer by.
+        """
+        if self.workers > 1 and works:
+            self._waiting.append(works)
             self._begin()
 
     def answer(self, key: Hashable, seconds: float | None = None) -> Answer | None:
@@ -74,54 +80,59 @@ class Ahead:
         """Whether it is expected and nobody has asked for the answer yet."""
         if key in self._answers:
             return True
-        expected = [each for each, _ in self._waiting]
-        return key in expected or any(process.key == key for process in self._running.values())
+        expected = [each for works in self._waiting for each, _ in works]
+        return key in expected or any(key in process.keys for process in self._running.values())
 
     def _begin(self) -> None:
         while self._waiting and len(self._running) < self.workers:
-            process = _Process.begin(*self._waiting.popleft())
+            process = _Process.begin(self._waiting.popleft())
             self._running[process.pipe] = process
 
     def _read(self, end: int) -> None:
         process = self._running[end]
         part = os.read(end, _CHUNK)
-        process.text += part
+        *lines, process.text = (process.text + part).split(b"\n")
+        for line in lines:
+            self._answers[process.keys.popleft()] = json.loads(line)
         if not part:
             del self._running[end]
-            self._answers[process.key] = process.finished()
+            self._answers |= dict.fromkeys(process.keys)
+            process.finish()
             self._begin()
 
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    key: Hashable
+    keys: deque[Hashable]
+    """Of the answers that are still to come, in order."""
     number: int
     pipe: int
-    text: bytearray = field(default_factory=bytearray)
+    text: bytes = b""
+    """What there is of the next answer."""
 
     @staticmethod
-    def begin(key: Hashable, work: Callable[[], Answer]) -> _Process:
+    def begin(works: tuple[tuple[Hashable, Work], ...]) -> _Process:
         pipe, writing = os.pipe()
         number = os.fork()
         if number:
             os.close(writing)
-            return _Process(key, number, pipe)
+            return _Process(deque(key for key, _ in works), number, pipe)
         # The copy: whatever happens, it must not go on with what this process does.
         try:
             os.close(pipe)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             with os.fdopen(writing, "wb") as file:
-                file.write(json.dumps(work()).encode())
+                for _, work in works:
+                    file.write(json.dumps(work()).encode() + b"\n")
+                    file.flush()
             os._exit(0)
         finally:
             os._exit(1)
 
-    def finished(self) -> Answer | None:
-        """The answer; None where the process failed."""
+    def finish(self) -> None:
+        """It has said all that it had to say."""
         os.close(self.pipe)
-        _, status = os.waitpid(self.number, 0)
-        found: Answer | None = json.loads(self.text) if status == 0 else None
-        return found
+        os.waitpid(self.number, 0)
 
     def end(self) -> None:
         """End it, whatever it has done."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
+from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.base import Scheduler, Strategy
 from autopipe.passes.placement.grid.strategy import Grid
 
@@ -58,6 +59,13 @@ def _form(strategy: Strategy) -> str:
 def is_quick(strategy: Strategy) -> bool:
     """Whether a strategy answers so soon that no other process needs to be asked."""
     return strategy.name in _QUICK
+
+
+def same_search(candidate: Candidate) -> object:
+    """Equal for candidates that begin with one and the same search, which is most of their work."""
+    if candidate.strategy.name == "graphpipe":
+        return candidate.strategy.name, candidate.micro_batches, candidate.recompute, candidate.shard
+    return candidate
 
 
 def check_scheduler(scheduler: Scheduler, problem: Problem, placement: Placement) -> None:

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 from autopipe.ir.problem import Problem
 from autopipe.ir.rebatch import rebatched
+from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.measured import costed_work
 
 
+@remembered(GRAPHS)
 def resized(problem: Problem, size: int) -> Problem:
     """The problem with the graph and work of `size` samples, of which a step has as many micro-batches as it takes.
 

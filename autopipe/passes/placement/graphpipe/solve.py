@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopipe.passes.placement.graphpipe.estimate import stage_depths, step_seconds
+from autopipe.passes.placement.graphpipe.fewest import fewest_devices
 from autopipe.passes.placement.graphpipe.line import Line
 from autopipe.passes.placement.graphpipe.prices import Prices
 from autopipe.passes.placement.graphpipe.search import Search
@@ -156,11 +157,14 @@ class Solver:
         return float(values[first])
 
     def _meets(self, prices: Prices, target: float, levels: int) -> bool:
-        return self._search(prices, target, levels).least(self.line.regions)[0] <= self.devices
-
-    def _search(self, prices: Prices, target: float, levels: int, traced: bool = False) -> Search:
+        """Whether the devices are enough; mostly it is told without levels."""
         needs = prices.needs(target, levels)
-        return Search(needs.__getitem__, prices.places, prices.runs, levels, traced)
+        if fewest_devices(self.line.regions, needs[1], prices.runs) > self.devices:
+            return False
+        if needs[1] is needs[-1] and levels == min(self.devices, prices.places - 1):
+            return True  # No line has more levels than devices or blocks, and it keeps what it will.
+        search = Search(needs.__getitem__, prices.places, prices.runs, levels)
+        return search.least(self.line.regions)[0] <= self.devices
 
     def _answer(self, prices: Prices, target: float, levels: int) -> Answer:
         """The line that meets the target with the fewest micro-batches in flight."""
@@ -171,7 +175,8 @@ class Solver:
                 levels = middle
             else:
                 low = middle + 1
-        search = self._search(prices, target, levels, traced=True)
+        needs = prices.needs(target, levels)
+        search = Search(needs.__getitem__, prices.places, prices.runs, levels, traced=True)
         drafts = []
         for piece in search.way(search.least(self.line.regions)[1]):
             way = prices.way(piece, target)

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
+from autopipe.ir.remembered import remembered
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.fit import check_operators
 from autopipe.passes.cost.roofline import mean_seconds
@@ -55,17 +56,24 @@ class GraphPipe:
 
     def _placed(self, problem: Problem) -> Placement:
         """The placement with the cluster's devices in the order in which they are."""
-        units = make_units(problem.graph)
-        forward, backward = mean_seconds(problem)
-        weights = [float((forward + backward)[list(nodes)].sum()) for nodes in units.nodes]
-        found = decompose(units.needs, weights)
-        trees = itertools.chain((found.tree,), other_orders(found.tree, units.needs, weights))
-        best = Sizes(problem, units, forward + backward).best(trees)
-        placement = replace(best, notes=region_notes(problem.graph, units, found.regions))
-        check_stages(problem.graph, placement)
+        placement = _in_stages(problem)
         if self.per_stage_micro_batch:
             placement = with_own_sizes(problem, placement)
         if self.intra == "pase":
             placement = split_further(problem, placement)
         check_wishes(problem, placement, self.name)
         return placement
+
+
+@remembered(2)
+def _in_stages(problem: Problem) -> Placement:
+    """The stages with which all forms begin."""
+    units = make_units(problem.graph)
+    forward, backward = mean_seconds(problem)
+    weights = [float((forward + backward)[list(nodes)].sum()) for nodes in units.nodes]
+    found = decompose(units.needs, weights)
+    trees = itertools.chain((found.tree,), other_orders(found.tree, units.needs, weights))
+    best = Sizes(problem, units, forward + backward).best(trees)
+    placement = replace(best, notes=region_notes(problem.graph, units, found.regions))
+    check_stages(problem.graph, placement)
+    return placement
