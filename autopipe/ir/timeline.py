@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from autopipe.ir.lanes import Lanes
@@ -92,7 +92,13 @@ class Timeline:
     @property
     def peak_memory(self) -> tuple[int, ...]:
         """Most bytes in use, a device each."""
-        return tuple(max((used for _, used in curve), default=0) for curve in self.memory)
+        # Devices that do the same share a curve.
+        peaks = {id(curve): max((used for _, used in curve), default=0) for curve in self._curves()}
+        return tuple(peaks[id(curve)] for curve in self.memory)
+
+    def _curves(self) -> Iterable[tuple[tuple[float, int], ...]]:
+        """The curves of memory, each once."""
+        return {id(curve): curve for curve in self.memory}.values()
 
     @property
     def bubble_rate(self) -> float:

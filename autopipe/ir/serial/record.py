@@ -109,8 +109,16 @@ def read_record(path: Path, form: str) -> Record:
 
 def record_text(form: dict[str, object]) -> str:
     """The document as JSON, an entry of the outer object a line: compact files, and differences that can be read."""
-    lines = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in form.items()]
+    lines = [f"{json.dumps(key)}: {_value_text(value)}" for key, value in form.items()]
     return "{" + ",\n ".join(lines) + "}\n"
+
+
+def _value_text(value: object) -> str:
+    """A value as JSON. What a list holds many times is worked out once: devices that do the same share their tasks."""
+    if not isinstance(value, list | tuple):
+        return json.dumps(value, allow_nan=False)
+    texts = {key: json.dumps(entry, allow_nan=False) for key, entry in {id(each): each for each in value}.items()}
+    return "[" + ", ".join(texts[id(each)] for each in value) + "]"
 
 
 def _refuse_constant(text: str) -> NoReturn:

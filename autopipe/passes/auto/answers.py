@@ -17,9 +17,8 @@ from autopipe.ir.serial.record import Record
 from autopipe.ir.serial.schedule_file import proof_form, proof_of, repetend_of, repetends_form
 from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.auto.decided import Decided, decided_form, decided_of
-from autopipe.passes.base import Scheduler
 from autopipe.passes.batching import Batching
-from autopipe.passes.pipeline import Placed, Planned, Scheduled, checked, place_as, planned, schedule
+from autopipe.passes.pipeline import Planned, checked, place_as, planned
 from autopipe.passes.registry import scheduler_class, strategy_class
 from autopipe.passes.request import Request
 from autopipe.passes.runner import Runner
@@ -31,8 +30,6 @@ def answer_form(found: Planned) -> dict[str, object]:
     """What was decided, as lists, dicts and scalars. `found.plan.alternatives` has the choice that was best."""
     plan = found.plan
     chosen = min(plan.alternatives, key=lambda each: math.inf if each.step_time_s is None else each.step_time_s)
-    # A named schedule is soon made again; a searched one is kept.
-    searched = plan.schedule if plan.schedule.proof is not None else None
     batching = Batching(plan.batch_size, plan.summary.micro_batches, found.problem.micro_batch_sizes)
     return {
         "format": FORMAT,
@@ -40,7 +37,7 @@ def answer_form(found: Planned) -> dict[str, object]:
         "chosen": alternatives_form((chosen,)),
         "decided": decided_form(Decided(plan.placement, batching)),
         "step_time_s": plan.summary.step_time_s,
-        "schedule": None if searched is None else _schedule_form(searched),
+        "schedule": _schedule_form(plan.schedule),
         "alternatives": alternatives_form(plan.alternatives),
     }
 
@@ -59,7 +56,7 @@ def answer_of(record: Record, request: Request, runner: Runner) -> Planned:
     if placed.problem.graph.digest() != record.at("graph_digest").text():
         raise ConfigurationError("the graph is not the one that was planned", where=record.file)
     scheduler = request.scheduler or scheduler_class(chosen.choice.schedule or "")()
-    scheduled = _scheduled(record.at("schedule"), placed, scheduler, runner)
+    scheduled = checked(placed, _schedule_of(record.at("schedule")), runner)
     if scheduled.timeline.end != record.at("step_time_s").number():
         raise ConfigurationError("the step is not the one that was planned", where=record.file)
     found = planned(settled, candidate.strategy, scheduler, placed, scheduled, runner)
@@ -83,12 +80,6 @@ def _option(text: str) -> object:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _scheduled(record: Record, placed: Placed, scheduler: Scheduler, runner: Runner) -> Scheduled:
-    if record.value is None:
-        return schedule(placed, scheduler, runner)
-    return checked(placed, _schedule_of(record), runner)
 
 
 def _schedule_form(found: Schedule) -> dict[str, object]:
