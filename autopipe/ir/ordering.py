@@ -9,6 +9,9 @@ from autopipe.ir.lanes import lane_groups, lanes_of
 from autopipe.ir.schedule import Phase, Schedule, Task, WrongScheduleError
 from autopipe.ir.stage_graph import StageGraph, sharing
 
+_Number = tuple[int, Phase, int]
+"""A task's stage, phase and micro-batch: tasks are looked up by the million, and tuples are hashed sooner."""
+
 _TRAIN_PHASES = (
     frozenset({Phase.FORWARD, Phase.BACKWARD}),
     frozenset({Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT}),
@@ -23,7 +26,7 @@ def check_order(schedule: Schedule, graph: StageGraph, train: bool) -> None:
     groups = lane_groups(graph.stage_devices, lanes)
     needs = _Needs(graph, [schedule.tasks[device] for device in firsts])
     waiting = [deque(schedule.tasks[device]) for device in firsts]
-    done: set[Task] = set()
+    done: set[_Number] = set()
     moved = True
     while moved:
         moved = False
@@ -32,7 +35,7 @@ def check_order(schedule: Schedule, graph: StageGraph, train: bool) -> None:
                 task = queue[0]
                 for lane in groups[task.stage]:
                     waiting[lane].popleft()
-                done.add(task)
+                done.add((task.stage, task.phase, task.micro_batch))
                 moved = True
     for device, queue in zip(firsts, waiting, strict=True):
         if queue:
@@ -55,21 +58,21 @@ class _Needs:
         self.split = {(task.stage, task.micro_batch) for task in halves}
         """Stages and micro-batches whose backward is split: a step may split some and leave others whole."""
 
-    def of(self, task: Task) -> list[Task]:
+    def of(self, task: Task) -> list[_Number]:
         if task.phase is Phase.FORWARD:
             return [
-                Task(stage, Phase.FORWARD, number)
+                (stage, Phase.FORWARD, number)
                 for stage in self.before.get(task.stage, ())
                 for number in self._sharing(task, stage)
             ]
         if task.phase is Phase.WEIGHT_GRADIENT:
-            return [Task(task.stage, Phase.INPUT_GRADIENT, task.micro_batch)]
+            return [(task.stage, Phase.INPUT_GRADIENT, task.micro_batch)]
         later = [
             self._backward(stage, number)
             for stage in self.after.get(task.stage, ())
             for number in self._sharing(task, stage)
         ]
-        return [Task(task.stage, Phase.FORWARD, task.micro_batch), *later]
+        return [(task.stage, Phase.FORWARD, task.micro_batch), *later]
 
     def _sharing(self, task: Task, other: int) -> Sequence[int]:
         """The micro-batches of another stage that have samples of the task's."""
@@ -77,16 +80,16 @@ class _Needs:
             return (task.micro_batch,)
         return sharing(task.micro_batch, self.turns[task.stage], self.turns[other])
 
-    def _backward(self, stage: int, micro_batch: int) -> Task:
+    def _backward(self, stage: int, micro_batch: int) -> _Number:
         """The task that gives the gradients of what a stage received."""
         split = (stage, micro_batch) in self.split
-        return Task(stage, Phase.INPUT_GRADIENT if split else Phase.BACKWARD, micro_batch)
+        return stage, Phase.INPUT_GRADIENT if split else Phase.BACKWARD, micro_batch
 
-    def met(self, task: Task, done: set[Task]) -> bool:
-        return all(need in done for need in self.of(task))
+    def met(self, task: Task, done: set[_Number]) -> bool:
+        return done.issuperset(self.of(task))
 
-    def first_missing(self, task: Task, done: set[Task]) -> Task | None:
-        return next((need for need in self.of(task) if need not in done), None)
+    def first_missing(self, task: Task, done: set[_Number]) -> Task | None:
+        return next((Task(*need) for need in self.of(task) if need not in done), None)
 
 
 def _together(task: Task, groups: Sequence[Sequence[int]], waiting: list[deque[Task]]) -> bool:
@@ -98,11 +101,13 @@ def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, devices: Se
     stage_devices = graph.stage_devices
     for device in devices:
         order = schedule.tasks[device]
-        seen: set[Task] = set()
+        seen: dict[tuple[int, int], frozenset[Phase]] = {}
+        """By stage and micro-batch the phases so far."""
         for position, task in enumerate(order):
             if task.stage >= len(stage_devices) or device not in stage_devices[task.stage]:
                 raise WrongScheduleError(schedule, device, position, f"stage {task.stage} is not on device {device}")
-            if task in seen:
+            phases = seen.get((task.stage, task.micro_batch), frozenset())
+            if task.phase in phases:
                 raise WrongScheduleError(schedule, device, position, f"{task} stands twice")
             if not 0 <= task.micro_batch < schedule.micro_batches * graph.turns_at(task.stage):
                 raise WrongScheduleError(schedule, device, position, f"there is no micro-batch {task.micro_batch}")
@@ -111,16 +116,18 @@ def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, devices: Se
                 raise WrongScheduleError(schedule, device, position, reason)
             if not train and task.phase is not Phase.FORWARD:
                 raise WrongScheduleError(schedule, device, position, f"{task} is a backward, but nothing trains")
-            seen.add(task)
+            seen[task.stage, task.micro_batch] = phases | {task.phase}
         _check_complete(schedule, device, seen, graph, train)
 
 
-def _check_complete(schedule: Schedule, device: int, seen: set[Task], graph: StageGraph, train: bool) -> None:
+def _check_complete(
+    schedule: Schedule, device: int, seen: dict[tuple[int, int], frozenset[Phase]], graph: StageGraph, train: bool
+) -> None:
     for stage, devices in enumerate(graph.stage_devices):
         if device not in devices:
             continue
         for micro_batch in graph.micro_batches_of(stage, schedule.micro_batches):
-            phases = frozenset(phase for phase in Phase if Task(stage, phase, micro_batch) in seen)
+            phases = seen.get((stage, micro_batch), frozenset())
             complete = phases in _TRAIN_PHASES if train else phases == {Phase.FORWARD}
             if not complete:
                 have = "".join(sorted(phase.value for phase in phases)) or "nothing"

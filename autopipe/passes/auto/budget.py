@@ -28,6 +28,9 @@ _MOST_SIZE = {
 _QUICK = ("data_parallel", "expert", "manual", "one_weird_trick")
 """Strategies that search nothing."""
 
+_MUCH_IN_COMMON = ("graphpipe", "tessel_shapes")
+"""Strategies whose forms read the same from a model on micro-batches of one size."""
+
 _MOST_TASKS = 2**14
 """The most stages times micro-batches for which every schedule is simulated, whatever bounds say."""
 
@@ -61,9 +64,9 @@ def is_quick(strategy: Strategy) -> bool:
     return strategy.name in _QUICK
 
 
-def same_search(candidate: Candidate) -> object:
-    """Equal for candidates that begin with one and the same search, which is most of their work."""
-    if candidate.strategy.name == "graphpipe":
+def in_common(candidate: Candidate) -> object:
+    """Equal for candidates that have most of their work in common, which a process does once."""
+    if candidate.strategy.name in _MUCH_IN_COMMON:
         return candidate.strategy.name, candidate.micro_batches, candidate.recompute, candidate.shard
     return candidate
 

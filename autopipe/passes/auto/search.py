@@ -12,7 +12,7 @@ from functools import partial
 from autopipe.ir.errors import REFUSALS, AutopipeError
 from autopipe.ir.serial.record import Record
 from autopipe.passes.auto.ahead import Ahead
-from autopipe.passes.auto.budget import LeftOutError, check_scheduler, is_large, is_quick, left_out, same_search
+from autopipe.passes.auto.budget import LeftOutError, check_scheduler, in_common, is_large, is_quick, left_out
 from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.auto.decided import Decided, decided_form, decided_of, refused_form, refused_of
 from autopipe.passes.auto.tried import Run, Tried
@@ -68,12 +68,12 @@ class Search:
     def expect(self, candidates: Iterable[Candidate]) -> None:
         """Have the placements of candidates that are going to be tried searched meanwhile.
 
-        Those that begin with the same search follow one another in one process, which remembers it.
+        Those with much in common follow one another in one process, which remembers it.
         """
         together: dict[object, list[Candidate]] = {}
         for candidate in candidates:
             if not is_quick(candidate.strategy) and self._left_out(candidate) is None:
-                together.setdefault(same_search(candidate), []).append(candidate)
+                together.setdefault(in_common(candidate), []).append(candidate)
         for some in together.values():
             self.ahead.expect(*((repr(each), partial(self._decided, each)) for each in some))
 

@@ -53,7 +53,9 @@ class _Variations:
 
     def in_other_counts(self) -> Iterator[Candidate]:
         """Other numbers of micro-batches for strategies that take what they are given."""
-        for each in self._given_counts():
+        given = self._given_counts()
+        self._expect_climbs(given)
+        for each in given:
             yield from self._climb(each)
 
     def with_recomputation(self) -> Iterator[Candidate]:
@@ -64,9 +66,10 @@ class _Variations:
         own = _once(each.candidate for each in [*self._promising(), *refused])
         yield from self._expected([replace(each, recompute="auto") for each in own if each.micro_batches is None])
         strategies = [each.candidate.strategy for each in refused]
-        for candidate in self._given_counts():
-            if candidate.strategy in strategies:
-                yield from self._climb(replace(candidate, recompute="auto"))
+        given = [replace(each, recompute="auto") for each in self._given_counts() if each.strategy in strategies]
+        self._expect_climbs(given)
+        for candidate in given:
+            yield from self._climb(candidate)
 
     def with_shared_state(self) -> Iterator[Candidate]:
         """Replicas with a share of the optimizer's state each: for the best, and for what memory refuses otherwise."""
@@ -108,6 +111,24 @@ class _Variations:
         choosing = {each.strategy.name for each in plain if division[each] is Division.OWN}
         return [each for each in plain if division[each] is Division.MANY and each.strategy.name not in choosing]
 
+    def _expect_climbs(self, candidates: list[Candidate]) -> None:
+        """Tell the search of where climbs begin, and of the first steps of those that promise to be looked at.
+
+        What nobody asks for in the end is given up.
+        """
+        search, counts = self.search, self._counts()
+        tried = {each.candidate: each for each in search.tried}
+        best = None if search.best is None else _count(search.best)
+        wanted: list[Candidate] = []
+        for each in candidates:
+            found = tried.get(each)
+            own = None if found is None else _count(found)
+            steps = {best} - {own, None}
+            if found is not None and own is not None and _bound_s(found) < _NEAR * search.step_s:
+                steps |= _around(counts, own)
+            wanted += [replace(each, micro_batches=count) for count in sorted(filter(None, steps))]
+        search.expect(each for each in dict.fromkeys(wanted) if each not in tried)
+
     def _climb(self, candidate: Candidate) -> Iterator[Candidate]:
         """On from its own count, or the best plan's if it promises more: while memory refuses, then as bounds fall."""
         counts = self._counts()
@@ -143,6 +164,12 @@ class _Variations:
         """All numbers of micro-batches that there can be, ascending."""
         sizes = self.problem.micro_batch_sizes or (self.problem.micro_batch_size,)
         return sorted(self.problem.batch_size // size for size in sizes)
+
+
+def _around(counts: list[int], count: int) -> set[int]:
+    """The next larger number and the next smaller one, where there are."""
+    place = bisect_left(counts, count)
+    return {counts[other] for other in (place + 1, place - 1) if 0 <= other < len(counts)}
 
 
 def _once(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -9,7 +9,7 @@ from autopipe.ir.buckets import BUCKET_BYTES
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.remembered import remembered
+from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.assignment import StageWork, stage_work
 from autopipe.passes.cost.kept import Kept
 from autopipe.passes.cost.replicas import holders_of
@@ -46,21 +46,30 @@ def state_of(problem: Problem, parts: Iterable[tuple[str, int]], copies: Mapping
     may be shared out among them (`Optimizer.shard`).
     """
     own = gradients = optimizer = tensors = updated = updates = in_shares = 0
+    figures, train, shard = _figures(problem.graph), problem.train, problem.optimizer.shard
+    states = problem.optimizer.states * OPTIMIZER_STATE_BYTES
     for name, count in parts:
-        parameter = problem.graph.parameter(name)
-        assert parameter is not None, f"{name} is no parameter"
-        size = parameter.value.bytes // count
+        whole, elements, is_trained = figures[name]
+        size = whole // count
         own += size
-        if problem.train and parameter.trainable and parameter.value.dtype.is_floating:
+        if train and is_trained:
             gradients += size
             tensors += 1
-            holders = copies.get(name, 1) if problem.optimizer.shard else 1
-            kept = -(-parameter.value.elements // (count * holders))
-            optimizer += kept * OPTIMIZER_STATE_BYTES * problem.optimizer.states
+            holders = copies.get(name, 1) if shard else 1
+            optimizer += -(-elements // (count * holders)) * states
             updated += -(-size // holders)
             updates += holders == 1
             in_shares += size * (holders > 1)
     return State(own, gradients, optimizer, tensors, updated, updates + -(-in_shares // BUCKET_BYTES))
+
+
+@remembered(GRAPHS)
+def _figures(graph: Graph) -> dict[str, tuple[int, int, bool]]:
+    """For each parameter its bytes, its elements, and whether it is trained."""
+    return {
+        each.value.name: (each.value.bytes, each.value.elements, each.trainable and each.value.dtype.is_floating)
+        for each in graph.parameters
+    }
 
 
 @remembered(2)

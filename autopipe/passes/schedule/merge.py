@@ -29,6 +29,8 @@ def merge_orders(
     Tasks start in one total order that agrees with every dependency, and each device's list is a part
     of it: the result can always run.
     """
+    if len({device for group in graph.stage_devices for device in group}) == sum(map(len, graph.stage_devices)):
+        return _own_orders(stage_orders, graph)
     # Devices of the same stages are free and busy together: one of them stands for all.
     lanes = lanes_of(graph.stage_devices, ((),) * graph.devices)
     state = _State(stage_orders, graph, lane_groups(graph.stage_devices, lanes), len(lanes))
@@ -42,6 +44,13 @@ def merge_orders(
         now = running[0][0]
         while running and running[0][0] == now:
             state.finish(heapq.heappop(running)[2])
+
+
+def _own_orders(stage_orders: Sequence[Sequence[Task]], graph: StageGraph) -> tuple[tuple[Task, ...], ...]:
+    """For each device the order of its only stage; () where it has none."""
+    orders = zip(map(tuple, stage_orders), graph.stage_devices, strict=True)
+    found = {device: order for order, group in orders for device in group}
+    return tuple(found.get(device, ()) for device in range(graph.devices))
 
 
 class _State:
