@@ -32,7 +32,8 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
     """
     schedule, stages = plan.schedule, plan.prediction.stages
     turns = turns_of(plan.placement, plan.summary.micro_batch_size) or (1,) * len(stages)
-    kinds = sorted({_kind(task, turns) for order in schedule.tasks for task in order}, key=_block_order)
+    distinct = {id(order): order for order in schedule.tasks}.values()  # Devices of a group mostly have one.
+    kinds = sorted({_kind(task, turns) for order in distinct for task in order}, key=_block_order)
     index = {kind: position for position, kind in enumerate(kinds)}
     trains = plan.mode == "train"
     blocks = []

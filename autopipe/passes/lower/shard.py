@@ -211,8 +211,7 @@ class _Sharding:
     def finish(self, number: int) -> ShardedStage:
         graph = self.graph
         held = {name: self.values[name, layout] for name, layout in self.taken.items()}
-        indices = {parameter.value.name: index for index, parameter in enumerate(graph.parameters)}
-        constant_indices = {constant.value.name: index for index, constant in enumerate(graph.constants)}
+        indices, constant_indices = _indices(graph)
         arguments = [name for name in held if name not in indices and name not in constant_indices]
         parameters = sorted((indices[name], held[name]) for name in held if name in indices)
         code = StageCode(
@@ -235,3 +234,12 @@ class _Sharding:
 
     def _local_constants(self, indices: dict[str, int]) -> tuple[tuple[int, Constant], ...]:
         return tuple((indices[name], self.graph.constants[indices[name]]) for name in self.taken if name in indices)
+
+
+@remembered(GRAPHS)
+def _indices(graph: Graph) -> tuple[dict[str, int], dict[str, int]]:
+    """Where each parameter and each constant stands, by name: all stages of a graph ask."""
+    return (
+        {parameter.value.name: index for index, parameter in enumerate(graph.parameters)},
+        {constant.value.name: index for index, constant in enumerate(graph.constants)},
+    )
