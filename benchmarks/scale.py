@@ -1,68 +1,136 @@
-"""How long plans and programs for 64, 512 and 4096 devices take: processor seconds of each command, as a table.
+"""How long plans, programs and dry runs for up to 4096 devices take, in processor seconds, and that they fit together.
 
-    python benchmarks/scale.py [FOLDER]
+    python benchmarks/scale.py [--case NUMBER] [FOLDER]
 
-Models are written into FOLDER (default: a temporary one) without weights. Figures are of one process on one core.
+Models are written into FOLDER (default: a temporary one) without weights. Of each plan four ranks are dry-run on device
+`meta`: the first ones of the first, second and middle stage, and the last of the last stage. Their tasks have to be
+those of the plan, in order, and what the first two send to one another has to be the same at both ends.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
-import sys
+import json
+import os
+import resource
 import tempfile
-import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from autopipe.cli.main import main
+from autopipe.cli.plan_folder import open_prediction
+from autopipe.ir.plan import Plan
+
+
+class Case(NamedTuple):
+    """A plan that is made. `batch` is in samples a step."""
+
+    model: str
+    size: str
+    cluster: str
+    devices: int
+    batch: int
+
 
 CASES = (
-    ("llama", "7b", "h100-80gb", 8, 64),
-    ("llama", "70b", "h100-superpod", 64, 256),
-    ("llama", "70b", "h100-superpod", 512, 512),
-    ("llama", "70b", "h100-superpod", 4096, 4096),
-    ("gpt", "175b", "h100-superpod", 512, 1536),
+    Case("llama", "7b", "h100-80gb", 8, 64),
+    Case("llama", "70b", "h100-superpod", 64, 256),
+    Case("llama", "70b", "h100-superpod", 512, 512),
+    Case("llama", "70b", "h100-superpod", 4096, 4096),
+    Case("gpt", "175b", "h100-superpod", 64, 256),
+    Case("gpt", "175b", "h100-superpod", 512, 1536),
+    Case("gpt", "175b", "h100-superpod", 4096, 4096),
 )
-"""Model, size, cluster, devices and samples of a step."""
 
 
-def seconds(*words: object) -> float:
-    """Processor seconds of a command. Raises RuntimeError where it fails."""
-    begin = time.process_time()
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+def processor() -> float:
+    """Seconds of the processor that this process and those that it waited for have taken."""
+    return sum(os.times()[:4])
+
+
+def run(*words: object) -> tuple[str, float]:
+    """What a command prints, and its processor seconds. Raises RuntimeError where it fails."""
+    begin, said, warned = processor(), io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(warned):
         code = main([str(word) for word in words])
     if code:
-        raise RuntimeError(f"{' '.join(map(str, words))}: {said.getvalue()}")
-    return time.process_time() - begin
+        raise RuntimeError(f"{' '.join(map(str, words))}: {warned.getvalue()}")
+    return said.getvalue(), processor() - begin
 
 
-def row(folder: Path, model: str, size: str, cluster: str, devices: int, batch: int) -> str:
-    """One line of the table."""
-    file, plan = folder / f"{model}-{size}.onnx", folder / f"{model}-{size}-{devices}"
+def measure(folder: Path, case: Case) -> None:
+    """Print the line of the plan, and those of its ranks."""
+    file, folder = folder / f"{case.model}-{case.size}.onnx", folder / f"{case.model}-{case.size}-{case.devices}"
     if not file.exists():
-        seconds(
-            "zoo", "build", model, "-o", file, "--set", f"size={size}", "--set", "weights=none", "--set", "loss=true"
-        )
-    flags = ["--cluster", cluster, "--gpus", devices, "--batch-size", batch, "--strategy", "grid", "--schedule", "1f1b"]
+        sizes = (f"size={case.size}", "weights=none", "loss=true")
+        run("zoo", "build", case.model, "-o", file, *(word for each in sizes for word in ("--set", each)))
+    flags = ["--cluster", case.cluster, "--gpus", case.devices, "--batch-size", case.batch]
     choices = ["--set", "recompute=auto", "--set", "precision=bf16", "--set", "optimizer.name=adamw"]
-    planning = seconds("plan", file, *flags, *choices, "-q", "-o", plan)
-    showing = seconds("show", plan, "-q")
-    writing = seconds("codegen", plan, "--ranks", f"0,{devices // 2},{devices - 1}", "-q")
-    return f"| {model} {size} | {cluster} | {devices} | {batch} | {planning:.1f} | {showing:.1f} | {writing:.1f} |"
+    _, planning = run("plan", file, *flags, "--strategy", "grid", "--schedule", "1f1b", *choices, "-q", "-o", folder)
+    _, showing = run("show", folder, "-q")
+    plan, _ = open_prediction(folder)
+    ranks = ranks_of(plan)
+    _, writing = run("codegen", folder, "--ranks", ",".join(map(str, ranks)), "-q")
+    name = f"{case.model} {case.size}"
+    print(f"| {name} | {case.devices} | {case.batch} | {planning:.1f} | {showing:.1f} | {writing:.1f} |", flush=True)
+    reports = [rehearse(folder, plan, rank) for rank in ranks]
+    check_messages(reports[0], reports[1])
 
 
-def run(folder: Path) -> None:
-    """Print the table."""
-    print("| model | cluster | devices | samples | plan (s) | show (s) | codegen of three ranks (s) |")
-    print("|---|---|---|---|---|---|---|")
-    for case in CASES:
-        print(row(folder, *case), flush=True)
+def ranks_of(plan: Plan) -> list[int]:
+    """The ranks that are dry-run."""
+    stages = plan.placement.stages
+    return [*(stages[number].devices[0] for number in (0, 1, len(stages) // 2)), stages[-1].devices[-1]]
+
+
+def rehearse(folder: Path, plan: Plan, rank: int) -> dict[str, Any]:
+    """Dry-run a rank, print its line, and return its report. Raises AssertionError where it does other tasks."""
+    text, seconds = run("launch", folder / "program", "--dry-run", "--device", "meta", "--rank", rank, "--json", "-q")
+    report: dict[str, Any] = json.loads(text)
+    assert report["tasks"] == [str(task) for task in plan.schedule.tasks[rank]]
+    predicted, counted = plan.summary.peak_memory_bytes[rank], report["peak_memory_bytes"]
+    print(
+        f"| {rank} of {report['world_size']} | {', '.join(map(str, report['stages']))} | {len(report['tasks'])} | "
+        f"{gib(report['parameter_bytes'])} | {gib(counted)} ({gib(predicted)}) | {seconds:.0f} |",
+        flush=True,
+    )
+    return report
+
+
+def gib(size: int) -> str:
+    """Bytes for a table."""
+    return f"{size / 2**30:.1f} GiB"
+
+
+def check_messages(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Raises AssertionError where two ranks have not the same messages for one another, or none."""
+    pair = {one["rank"], other["rank"]}
+    ends = [
+        {json.dumps(each) for each in report["messages"] if {each["source"], each["target"]} == pair}
+        for report in (one, other)
+    ]
+    assert ends[0] == ends[1] and ends[0], ends
+
+
+def measure_all(folder: Path, cases: tuple[Case, ...]) -> None:
+    """Print each plan's line (model, devices, samples; seconds of plan, show, codegen), and behind it those of ranks
+    (rank, stages, tasks, parameters, peak memory counted and predicted, seconds)."""
+    for case in cases:
+        measure(folder, case)
+    taken = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    print(f"no dry run took more than {taken:.2f} GiB of memory")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        run(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--case", type=int, choices=range(len(CASES)))
+    parser.add_argument("folder", type=Path, nargs="?")
+    asked = parser.parse_args()
+    chosen = CASES if asked.case is None else CASES[asked.case : asked.case + 1]
+    if asked.folder is not None:
+        measure_all(asked.folder, chosen)
     else:
         with tempfile.TemporaryDirectory() as scratch:
-            run(Path(scratch))
+            measure_all(Path(scratch), chosen)
