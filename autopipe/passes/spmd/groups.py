@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Split
+from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.spmd.regions import tensor_splits
-from autopipe.passes.spmd.replicas import ReplicatedNetwork
+from autopipe.passes.spmd.replicas import ReplicatedNetwork, replicated_network
 
 
 def group_splits(network: ReplicatedNetwork, degree: int, nodes: Iterable[int]) -> dict[int, tuple[Split, ...]]:
@@ -25,3 +27,9 @@ def group_splits(network: ReplicatedNetwork, degree: int, nodes: Iterable[int]) 
     )
     cut = tensor_splits(network, members, degree, tables & network.weights.keys(), lambda node: False)
     return {node: network.splits(node, split.axis, degree) for node, (split,) in cut}
+
+
+@remembered(4 * GRAPHS)
+def whole_group_splits(graph: Graph, replicas: int, degree: int) -> dict[int, tuple[Split, ...]]:
+    """The same for all nodes of a graph on so many replicas of `degree` devices."""
+    return group_splits(replicated_network(graph, replicas), degree, range(len(graph.nodes)))

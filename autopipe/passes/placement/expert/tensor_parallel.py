@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.splits import SampleAxes, sample_axes
-from autopipe.passes.spmd.groups import group_splits
-from autopipe.passes.spmd.replicas import check_samples, replicated_network, with_samples_split
+from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.spmd.groups import whole_group_splits
+from autopipe.passes.spmd.replicas import check_samples, with_samples_split
 
 
 def tensor_parallel(problem: Problem, degree: int) -> Placement:
@@ -21,11 +20,11 @@ def tensor_parallel(problem: Problem, degree: int) -> Placement:
     graph, devices = problem.graph, problem.cluster.size
     samples = sample_axes(graph)
     if degree == 0:
-        degree, found = _largest(problem, samples)
+        degree, found = _largest(problem)
     elif devices % degree:
         raise InfeasibleError(f"{devices} devices cannot be parted into groups of {degree}", where="strategy.tensor")
     else:
-        found = _shared(graph, samples, devices, degree)
+        found = whole_group_splits(graph, devices // degree, degree)
     check_samples(problem, devices // degree, "expert")
     nodes = tuple(range(len(graph.nodes)))
     splits = with_samples_split(samples, nodes, devices // degree, found)
@@ -33,19 +32,13 @@ def tensor_parallel(problem: Problem, degree: int) -> Placement:
     return Placement((Stage(nodes, tuple(range(devices)), problem.micro_batch_size, splits, recompute),))
 
 
-def _largest(problem: Problem, samples: SampleAxes) -> tuple[int, dict[int, tuple[Split, ...]]]:
+def _largest(problem: Problem) -> tuple[int, dict[int, tuple[Split, ...]]]:
     """The degree within a node that shares most nodes of the graph, the largest of equals, with their splits."""
     devices = problem.cluster.size
     within = [each for each in range(1, problem.cluster.devices_per_node + 1) if devices % each == 0]
     degrees = [each for each in within if problem.micro_batch_size % (devices // each) == 0]
     if not degrees:
         check_samples(problem, devices // within[-1], "expert")
-    found = {degree: _shared(problem.graph, samples, devices, degree) for degree in degrees}
+    found = {degree: whole_group_splits(problem.graph, devices // degree, degree) for degree in degrees}
     best = max(degrees, key=lambda degree: (len(found[degree]), degree))
     return best, found[best]
-
-
-def _shared(graph: Graph, samples: SampleAxes, devices: int, degree: int) -> dict[int, tuple[Split, ...]]:
-    """The splits of the nodes that a group's `degree` devices share."""
-    network = replicated_network(graph, devices // degree, samples)
-    return group_splits(network, degree, range(len(graph.nodes)))

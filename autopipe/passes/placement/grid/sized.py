@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Split, Stage
@@ -12,8 +12,8 @@ from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
 from autopipe.passes.placement.grid.degrees import Degrees
 from autopipe.passes.spmd.cutting import cut_into_stages
-from autopipe.passes.spmd.groups import group_splits
-from autopipe.passes.spmd.replicas import check_samples, replicated_network, with_samples_split
+from autopipe.passes.spmd.groups import whole_group_splits
+from autopipe.passes.spmd.replicas import check_samples, with_samples_split
 from autopipe.passes.spmd.settled import settled_stages
 from autopipe.passes.spmd.visits import visited
 
@@ -28,7 +28,6 @@ class Sized:
     problem: Problem
     samples: SampleAxes
     wishes: tuple[Wish, ...]
-    _shared: dict[tuple[int, int], dict[int, tuple[Split, ...]]] = field(default_factory=dict)
 
     @staticmethod
     def of(problem: Problem, size: int) -> Sized:
@@ -56,11 +55,7 @@ class Sized:
 
     def _shared_by(self, degrees: Degrees) -> dict[int, tuple[Split, ...]]:
         """The splits of the nodes that a replica's devices share."""
-        key = degrees.data, degrees.tensor
-        if key not in self._shared:
-            network = replicated_network(self.problem.graph, degrees.data, self.samples)
-            found = group_splits(network, degrees.tensor, range(len(self.problem.graph.nodes)))
-            if not found and degrees.tensor > 1:
-                raise InfeasibleError(f"{degrees.tensor} devices can share no layer", where="strategy.tensor")
-            self._shared[key] = found
-        return self._shared[key]
+        found = whole_group_splits(self.problem.graph, degrees.data, degrees.tensor)
+        if not found and degrees.tensor > 1:
+            raise InfeasibleError(f"{degrees.tensor} devices can share no layer", where="strategy.tensor")
+        return found

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.layout import even_degree_hint
+from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.ir.space import AxisKind
 from autopipe.passes.placement.tessel_shapes.model import CostedModel
 from autopipe.passes.spmd.regions import grow, seed_axis
@@ -20,6 +21,7 @@ class Wide:
     nodes: frozenset[int]
 
 
+@remembered(GRAPHS)
 def large_tables(model: CostedModel, at_least_one: bool) -> frozenset[str]:
     """Tables that lookups read and weights of heads, those with more than half a device's share of all parameters.
 
@@ -27,8 +29,8 @@ def large_tables(model: CostedModel, at_least_one: bool) -> frozenset[str]:
     """
     graph = model.graph
     total = sum(each.value.bytes for each in graph.parameters)
-    looked_up = {name for node in range(len(graph.nodes)) for name in _looked_up(model, node)}
-    classes = {name for node in range(len(graph.nodes)) for name in _heads(model, node)}
+    looked_up = {name for names in _all_looked_up(model) for name in names}
+    classes = {name for names in _all_heads(model) for name in names}
     sizes = {name: graph.type_of(name).bytes for name in sorted(looked_up | classes)}
     least = model.share * total
     if at_least_one and looked_up and not any(size >= least for size in sizes.values()):
@@ -42,9 +44,10 @@ def wide_nodes(model: CostedModel, tables: frozenset[str], degree: int) -> tuple
     Raises InfeasibleError, naming the table, where `degree` devices cannot share one equally.
     """
     everything = frozenset(range(len(model.graph.nodes)))
+    looked_up, heads = _all_looked_up(model), _all_heads(model)
     found = []
     for node in sorted(everything):
-        read = sorted({*_looked_up(model, node), *_heads(model, node)} & tables)
+        read = sorted((looked_up[node] | heads[node]) & tables)
         if not read:
             continue
         axis = seed_axis(model, node, degree, tables)
@@ -54,6 +57,16 @@ def wide_nodes(model: CostedModel, tables: frozenset[str], degree: int) -> tuple
         cut = frozenset({node}) if region.open else frozenset(region.axes)
         found.append(Wide(read[0], node, cut | model.feeders(node)))
     return tuple(found)
+
+
+@remembered(GRAPHS)
+def _all_looked_up(model: CostedModel) -> tuple[frozenset[str], ...]:
+    return tuple(_looked_up(model, node) for node in range(len(model.graph.nodes)))
+
+
+@remembered(GRAPHS)
+def _all_heads(model: CostedModel) -> tuple[frozenset[str], ...]:
+    return tuple(_heads(model, node) for node in range(len(model.graph.nodes)))
 
 
 def _looked_up(model: CostedModel, node: int) -> frozenset[str]:
