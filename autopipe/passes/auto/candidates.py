@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopipe.passes.auto.candidate import Candidate
-from autopipe.passes.registry import strategy_class, strategy_names
+from autopipe.passes.registry import STRATEGIES, strategy_class, strategy_names
 from autopipe.passes.request import Request
 
-_FORMS: tuple[tuple[str, tuple[tuple[str, object], ...]], ...] = (
+_Form = tuple[str, tuple[tuple[str, object], ...]]
+"""A strategy and its options."""
+
+_FORMS: tuple[_Form, ...] = (
     ("manual", ()),
     ("data_parallel", ()),
     ("expert", ()),
@@ -44,9 +47,20 @@ _FOLLOWERS = ("given", "manual")
 
 def candidates(request: Request) -> Iterator[Candidate]:
     """The candidates for a request, those of other packages' strategies last."""
+    for name, options in _forms(request):
+        yield Candidate(strategy_class(name)(**dict(options)))
+
+
+def strategies_of(request: Request) -> tuple[str, ...]:
+    """The names of the candidates' strategies, each once; our own need not be loaded for that."""
+    names = dict.fromkeys(name for name, _ in _forms(request))
+    return tuple(name if name in STRATEGIES else strategy_class(name).name for name in names)
+
+
+def _forms(request: Request) -> Iterator[_Form]:
     known = strategy_names()
     forms = [form for form in _FORMS if form[0] in known]
-    others = [(name, ()) for name in known if name not in {each for each, _ in forms}]
-    for name, options in (*forms, *others):
-        if name not in _FOLLOWERS or (name == "manual" and request.constraints):
-            yield Candidate(strategy_class(name)(**dict(options)))
+    others: list[_Form] = [(name, ()) for name in known if name not in {each for each, _ in forms}]
+    for form in (*forms, *others):
+        if form[0] not in _FOLLOWERS or (form[0] == "manual" and request.constraints):
+            yield form

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.serial.record import Record
 from autopipe.passes.auto.ahead import Ahead, free_cores
 from autopipe.passes.auto.answers import FORMAT, answer_form, answer_of
-from autopipe.passes.auto.candidates import candidates
+from autopipe.passes.auto.candidates import candidates, strategies_of
 from autopipe.passes.auto.first import first_candidate
 from autopipe.passes.auto.keys import answer_key
 from autopipe.passes.auto.narrowed import narrowed
@@ -19,7 +20,7 @@ from autopipe.passes.auto.store import Store
 from autopipe.passes.auto.variations import variations
 from autopipe.passes.base import Scheduler
 from autopipe.passes.pipeline import Planned, planned
-from autopipe.passes.registry import scheduler_class, scheduler_names
+from autopipe.passes.registry import SCHEDULERS, scheduler_class, scheduler_names
 from autopipe.passes.request import Request, first_model, open_problem
 from autopipe.passes.runner import Observer, Runner, Silent
 
@@ -78,7 +79,7 @@ def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.mo
     """
     end = None if request.time_limit is None else clock() + request.time_limit
     with Ahead(free_cores()) as ahead:
-        search = Search(request, runner, _schedulers(request), end, clock, ahead)
+        search = Search(request, runner, partial(_schedulers, request), end, clock, ahead)
         first = first_candidate(request, first_model(request, runner).graph)
         search.try_all(() if first is None else (first,))
         problem = open_problem(request, runner)
@@ -99,15 +100,22 @@ def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.mo
 
 def weighed_names(request: Request) -> tuple[str, ...]:
     """The passes that run while `choose` weighs candidates, about in the order in which they first do."""
-    strategies = dict.fromkeys(each.strategy.name for each in candidates(request))
-    schedulers = (each.name for each in _schedulers(request))
-    return ("read", "cost", *strategies, "predict", *schedulers, "simulate")
+    if request.scheduler is not None:
+        schedulers: tuple[str, ...] = (request.scheduler.name,)
+    else:
+        schedulers = tuple(name if name in SCHEDULERS else scheduler_class(name).name for name in _scheduler_names())
+    return ("read", "cost", *strategies_of(request), "predict", *schedulers, "simulate")
 
 
-def _schedulers(request: Request) -> tuple[Scheduler, ...]:
+def _schedulers(request: Request) -> Iterator[Scheduler]:
     """The schedules that may be taken: the one that is named, or all, those that are searched last."""
     if request.scheduler is not None:
-        return (request.scheduler,)
+        yield request.scheduler
+    else:
+        yield from (scheduler_class(name)() for name in _scheduler_names())
+
+
+def _scheduler_names() -> tuple[str, ...]:
     # csv follows a file that somebody names.
     middle = [name for name in scheduler_names() if name not in (*_FIRST, *_LAST, "csv")]
-    return tuple(scheduler_class(name)() for name in (*_FIRST, *middle, *_LAST))
+    return (*_FIRST, *middle, *_LAST)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -35,8 +35,9 @@ class Search:
 
     request: Request
     runner: Runner
-    schedulers: Sequence[Scheduler]
-    """The first that takes a placement says about what its step takes; the others are tried where they could win."""
+    schedulers: Callable[[], Iterable[Scheduler]]
+    """All of them, each loaded as it is asked for: the first that takes a placement says about what its step takes; the
+    others are tried where they could win."""
     end: float | None = None
     """When to stop, by `clock`, once there is a plan."""
     clock: Callable[[], float] = time.monotonic
@@ -97,7 +98,7 @@ class Search:
     def schedule_all(self) -> None:
         """Try all schedules on the placements that can still win, the one with the least bound first."""
         for each in sorted(self.tried, key=lambda one: (one.step_s, one.bound_s)):
-            for scheduler in self.schedulers:
+            for scheduler in self.schedulers():
                 if self.is_over() or each.placed is None or self._cannot_win(each):
                     break
                 if all(run.scheduler != scheduler for run in each.runs):
@@ -106,7 +107,7 @@ class Search:
     def schedule(self, tried: Tried) -> None:
         """Try all schedules on a candidate's placement, those that cannot win, too."""
         assert tried.placed is not None
-        for scheduler in self.schedulers:
+        for scheduler in self.schedulers():
             if all(run.scheduler != scheduler for run in tried.runs):
                 self._run(tried, tried.placed, scheduler)
 
@@ -128,7 +129,7 @@ class Search:
         self.tried.append(found)
         if is_large(placed.problem, placed.placement) and self._cannot_win(found):
             return
-        for scheduler in self.schedulers:
+        for scheduler in self.schedulers():
             if self._run(found, placed, scheduler).scheduled:
                 break
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.ops import operator_of
-from autopipe.ir.program import Compute, StageCode
 from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.ir.schedule import Phase, Schedule
+
+if TYPE_CHECKING:
+    from autopipe.ir.program import StageCode
 
 
 def split_backwards(graph: Graph, codes: tuple[StageCode, ...], schedule: Schedule) -> tuple[StageCode, ...]:
@@ -18,6 +21,8 @@ def split_backwards(graph: Graph, codes: tuple[StageCode, ...], schedule: Schedu
 
 
 def _deferred(graph: Graph, code: StageCode) -> tuple[int, ...]:
+    from autopipe.ir.program import Compute  # Costs ask for halves too, and know no programs.
+
     computed = (each.node for each in code.operations if isinstance(each, Compute))
     return tuple(node for node in computed if waiting_operands(graph, node))
 

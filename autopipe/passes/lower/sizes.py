@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from autopipe.ir.errors import CodegenError, InfeasibleError
 from autopipe.ir.graph import Constant, Graph
 from autopipe.ir.placement import Placement
-from autopipe.ir.program import StageCode
 from autopipe.ir.rebatch import rebatched
 from autopipe.ir.stage_graph import turns_of
+
+if TYPE_CHECKING:
+    from autopipe.ir.program import StageCode
 
 
 def micro_batch_size(graph: Graph, placement: Placement) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from autopipe.ir.problem import Constraint, Optimizer
 from autopipe.passes.auto.candidate import Candidate
-from autopipe.passes.auto.candidates import candidates
+from autopipe.passes.auto.candidates import candidates, strategies_of
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
 from autopipe.passes.registry import strategy_names
 from autopipe.passes.request import Request
@@ -48,3 +48,8 @@ def test_a_choice_says_what_to_name():
     choice = Candidate(TesselShapes("v", chunks=2, wave=True), 8, shard=True).choice(REQUEST, "zb_v")
     assert choice.options == (("shape", "v"), ("chunks", "2"), ("wave", "true"))
     assert (choice.schedule, choice.micro_batches, choice.recompute, choice.shard) == ("zb_v", 8, "none", True)
+
+
+def test_strategies_are_told_by_name_without_their_candidates():
+    names = tuple(dict.fromkeys(each.strategy.name for each in candidates(REQUEST)))
+    assert strategies_of(REQUEST) == names
