@@ -99,6 +99,13 @@ class Schedule:
         """Number of devices."""
         return len(self.tasks)
 
+    def has_orders_of(self, other: Schedule) -> bool:
+        """Whether each device runs the same tasks in the same order."""
+        # Devices of a group mostly have one list.
+        pairs = {(id(own), id(its)): (own, its) for own, its in zip(self.tasks, other.tasks, strict=False)}
+        same = (self.micro_batches, self.devices) == (other.micro_batches, other.devices)
+        return same and all(own == its for own, its in pairs.values())
+
     def grid(self) -> str:
         """The order as text, one line a device."""
         orders = {id(order): order for order in self.tasks}  # Devices of a group mostly have one.

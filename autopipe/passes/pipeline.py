@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.errors import CodegenError, ConfigurationError, InfeasibleError
@@ -117,8 +118,8 @@ def foreseen(model: Model, problem: Problem, placement: Placement, runner: Runne
     return Placed(model, problem, placement, StageGraph.of(problem, placement), prediction)
 
 
-def schedule(placed: Placed, scheduler: Scheduler, runner: Runner) -> Scheduled:
-    """The schedule that a scheduler makes, simulated.
+def schedule(placed: Placed, scheduler: Scheduler, runner: Runner, known: Sequence[Scheduled] = ()) -> Scheduled:
+    """The schedule that a scheduler makes, simulated; the order of one that is `known` makes the same step.
 
     Raises InfeasibleError where it cannot take the placement, or where memory does not hold what it keeps.
     """
@@ -129,7 +130,8 @@ def schedule(placed: Placed, scheduler: Scheduler, runner: Runner) -> Scheduled:
         lambda: scheduler.requires(problem, placement),
         lambda result: result.verify(placed.graph, problem.train),
     )
-    return _simulated(placed, found, runner)
+    same = next((each for each in known if each.schedule.has_orders_of(found)), None)
+    return _simulated(placed, found, runner) if same is None else Scheduled(found, same.timeline)
 
 
 def checked(placed: Placed, schedule: Schedule, runner: Runner) -> Scheduled:
@@ -190,10 +192,9 @@ def _check_decisions(problem: Problem, plan: Plan) -> None:
     """Raise ConfigurationError unless the plan's decisions fit the problem: its files may have been edited."""
     if problem.mode.value != plan.mode:
         raise ConfigurationError(f"the plan is to {plan.mode}, its configuration to {problem.mode.value}")
-    if plan.placement.devices > problem.cluster.size or plan.schedule.devices != problem.cluster.size:
-        raise ConfigurationError(
-            f"the plan is for {plan.schedule.devices} devices, its configuration for {problem.cluster.size}"
-        )
+    devices, size = plan.schedule.devices, problem.cluster.size
+    if plan.placement.devices > size or devices != size:
+        raise ConfigurationError(f"the plan is for {devices} devices, its configuration for {size}")
     if max(max(stage.nodes, default=0) for stage in plan.placement.stages) >= len(problem.graph.nodes):
         raise ConfigurationError(f"the plan places nodes that the graph of {len(problem.graph.nodes)} nodes has not")
     try:
@@ -247,9 +248,8 @@ def _with_chosen_size(
         sizes = tuple(each for each in problem.micro_batch_sizes if size % each == 0)
         batching = Batching(problem.batch_size, problem.batch_size // size, sizes)
         model, smaller = divided(request, runner, model, batching)
-        same = _nodes(smaller) == _nodes(problem)
-        problem = smaller
-        if not same:
+        known, problem = _nodes(problem), smaller
+        if _nodes(problem) != known:
             placement = _answer(strategy, runner, problem)
     return model, problem, placement
 

@@ -31,6 +31,14 @@ def schedule(*lists, micro_batches=1):
     return Schedule(micro_batches, tuple(tuple(map(Task.parse, each.split())) for each in lists))
 
 
+def test_orders_are_compared_device_by_device():
+    first = schedule("0F0 0B0", "1F0 1B0")
+    assert first.has_orders_of(schedule("0F0 0B0", "1F0 1B0"))
+    assert not first.has_orders_of(schedule("0F0 0B0", "1B0 1F0"))
+    assert not first.has_orders_of(schedule("0F0 0B0"))
+    assert not first.has_orders_of(schedule("0F0 0B0", "1F0 1B0", micro_batches=2))
+
+
 def test_orders_that_can_run_are_all_those_that_respect_the_edges():
     # All interleavings of one device with two stages and one micro-batch: only one respects F0 F1 B1 B0.
     tasks = [Task.parse(text) for text in ("0F0", "1F0", "1B0", "0B0")]

@@ -167,7 +167,8 @@ class Search:
         known_s = self.step_s
         try:
             check_scheduler(scheduler, placed.problem, placed.placement)
-            run = Run(scheduler, schedule(placed, scheduler, self.runner))
+            known = [each.scheduled for each in tried.runs if each.scheduled is not None]
+            run = Run(scheduler, schedule(placed, scheduler, self.runner, known))
         except _REFUSALS as error:
             run = Run(scheduler, refused=error)
         tried.runs.append(run)
