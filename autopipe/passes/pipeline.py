@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.errors import CodegenError, ConfigurationError, InfeasibleError
@@ -118,9 +117,8 @@ def foreseen(model: Model, problem: Problem, placement: Placement, runner: Runne
     return Placed(model, problem, placement, StageGraph.of(problem, placement), prediction)
 
 
-def schedule(placed: Placed, scheduler: Scheduler, runner: Runner, known: Sequence[Scheduled] = ()) -> Scheduled:
+def schedule(placed: Placed, scheduler: Scheduler, runner: Runner, known: tuple[Scheduled, ...] = ()) -> Scheduled:
     """The schedule that a scheduler makes, simulated; the order of one that is `known` makes the same step.
-
     Raises InfeasibleError where it cannot take the placement, or where memory does not hold what it keeps.
     """
     problem, placement = placed.problem, placed.placement

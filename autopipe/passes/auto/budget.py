@@ -28,6 +28,9 @@ _MOST_SIZE = {
 _QUICK = ("data_parallel", "expert", "manual", "one_weird_trick")
 """Strategies that search nothing."""
 
+_LONG = ("tepdist", "piper")
+"""Strategies whose search takes longest."""
+
 _MUCH_IN_COMMON = ("graphpipe", "tessel_shapes")
 """Strategies whose forms read the same from a model on micro-batches of one size."""
 
@@ -62,6 +65,11 @@ def _form(strategy: Strategy) -> str:
 def is_quick(strategy: Strategy) -> bool:
     """Whether a strategy answers so soon that no other process needs to be asked."""
     return strategy.name in _QUICK
+
+
+def takes_long(strategy: Strategy) -> bool:
+    """Whether a search should be begun early, so that it is not what the others are waited for in the end."""
+    return strategy.name in _LONG
 
 
 def in_common(candidate: Candidate) -> object:

@@ -12,7 +12,15 @@ from functools import partial
 from autopipe.ir.errors import REFUSALS, AutopipeError
 from autopipe.ir.serial.record import Record
 from autopipe.passes.auto.ahead import Ahead
-from autopipe.passes.auto.budget import LeftOutError, check_scheduler, in_common, is_large, is_quick, left_out
+from autopipe.passes.auto.budget import (
+    LeftOutError,
+    check_scheduler,
+    in_common,
+    is_large,
+    is_quick,
+    left_out,
+    takes_long,
+)
 from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.auto.decided import Decided, decided_form, decided_of, refused_form, refused_of
 from autopipe.passes.auto.tried import Run, Tried
@@ -24,6 +32,9 @@ from autopipe.passes.runner import Runner
 from autopipe.passes.schedule.limits import SAME, lower_bound
 
 _REFUSALS = (*REFUSALS, LeftOutError)
+
+_SOON = 2
+"""Works that are begun before those that take long."""
 
 _GENERAL = ("manual", "pipedream")
 """The strategies that say best why there is no plan: manual follows any constraints, pipedream takes any model."""
@@ -75,7 +86,9 @@ class Search:
         for candidate in candidates:
             if not is_quick(candidate.strategy) and self._left_out(candidate) is None:
                 together.setdefault(in_common(candidate), []).append(candidate)
-        for some in together.values():
+        # The first ones are asked for first, whatever the others take.
+        first, others = list(together.values())[:_SOON], list(together.values())[_SOON:]
+        for some in (*first, *sorted(others, key=lambda some: not takes_long(some[0].strategy))):
             self.ahead.expect(*((repr(each), partial(self._decided, each)) for each in some))
 
     def _decided(self, candidate: Candidate) -> dict[str, object]:
@@ -167,7 +180,7 @@ class Search:
         known_s = self.step_s
         try:
             check_scheduler(scheduler, placed.problem, placed.placement)
-            known = [each.scheduled for each in tried.runs if each.scheduled is not None]
+            known = tuple(each.scheduled for each in tried.runs if each.scheduled is not None)
             run = Run(scheduler, schedule(placed, scheduler, self.runner, known))
         except _REFUSALS as error:
             run = Run(scheduler, refused=error)
