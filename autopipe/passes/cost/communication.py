@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -120,27 +120,50 @@ def all_to_all(cluster: Cluster, group: Sequence[int]) -> Cost:
     return _cost(cluster, "all_to_all", group, _exchange, by_level)
 
 
+def measured_moves(cluster: Cluster, group: Sequence[int]) -> Affine | None:
+    """What was measured of exchanges in which nothing is added up, by the bytes that a device of `group` lacks.
+
+    Of all-gathers and all-to-alls a device lacks all but its own part; both take about as long.
+    """
+    found = _measured(cluster, "all_to_all", group)
+    if found is None:
+        return None
+    (way,), ranks = found.ways, len(set(group))
+    return Affine(way.fixed_s, way.per_byte_s * ranks / (ranks - 1))
+
+
 def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Cost | None:
     """What was measured of a collective of so many ranks in one node, or lies between what was of fewer and of more.
 
-    Where devices share processors that is a rank's own work, if it was measured: who waits leaves its processor to
-    others, and how long that takes is the simulator's to say.
+    Where devices share processors that is the work of a rank's own threads, if it was measured, but at least what makes
+    the collective of all its ranks take as long as it did: while one rank waits for another to get a processor, there
+    may be nobody else to use its own.
     """
     device = cluster.devices[group[0]]
     known = device.collectives
     alike = known and len({cluster.devices[device] for device in group}) == 1
-    if not alike or len({cluster.node(device) for device in group}) > 1:
-        return None
-    fits = {each.ranks: each.fit for each in known if each.kind == kind}
-    if device.processors is not None and device.processors < min(cluster.devices_per_node, cluster.size):
-        fits = {each.ranks: each.fit for each in known if each.kind == work_of(kind)} or fits
     ranks = len(set(group))
+    if not alike or ranks < 2 or len({cluster.node(device) for device in group}) > 1:
+        return None
+    line = _between({each.ranks: each.fit for each in known if each.kind == kind}, ranks)
+    if line is None:
+        return None
+    if device.processors is not None and device.processors < min(cluster.devices_per_node, cluster.size):
+        work = _between({each.ranks: each.fit for each in known if each.kind == work_of(kind)}, ranks)
+        if work is not None:
+            share = min(1.0, device.processors / ranks)
+            line = Affine(max(work.fixed_s, share * line.fixed_s), max(work.per_byte_s, share * line.per_byte_s))
+    return Cost((line,))
+
+
+def _between(fits: Mapping[int, Affine], ranks: int) -> Affine | None:
+    """The line of so many ranks, or between those of fewer and of more; None where there are not both."""
     below = max((size for size in fits if size <= ranks), default=None)
     above = min((size for size in fits if size >= ranks), default=None)
     if below is None or above is None:
         return None
     part = (ranks - below) / (above - below) if above > below else 0.0
-    return Cost((fits[below] * (1 - part) + fits[above] * part,))
+    return fits[below] * (1 - part) + fits[above] * part
 
 
 def _cost(

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from autopipe.ir.cluster import Cluster, Link
+from autopipe.ir.costs import Affine
 from autopipe.ir.layout import Layout, MeshAxes, members
 from autopipe.ir.relayout import Relayout
 from autopipe.ir.volume import lacking, of_neighbours
-from autopipe.passes.cost.communication import Cost, all_reduce, reduce_scatter
+from autopipe.passes.cost.communication import Cost, all_reduce, measured_moves, reduce_scatter
 
 
 def relayout_seconds(cluster: Cluster, devices: tuple[int, ...], step: Relayout, width: float) -> float:
@@ -38,15 +39,28 @@ def moving_seconds(cluster: Cluster, devices: Sequence[int], source: Layout, tar
     """Seconds until all of `devices` have their blocks under `target` of a tensor they hold as `source` says."""
     group = len(devices)
     total = 0.0
-    for size, link in link_levels(cluster, tuple(devices)):
+    for size, line in moving_lines(cluster, tuple(devices)):
         have, need = (of_neighbours(layout, size) for layout in (source, target)) if size > 1 else (source, target)
         most = int(lacking(have, need, group // size).max())
-        total += link.seconds(most * width) if most else 0.0
+        total += line.seconds(most * width) if most else 0.0
     return total
 
 
 @lru_cache(maxsize=4096)
-def link_levels(cluster: Cluster, devices: tuple[int, ...]) -> tuple[tuple[int, Link], ...]:
+def moving_lines(cluster: Cluster, devices: tuple[int, ...]) -> tuple[tuple[int, Affine], ...]:
+    """What it takes to bring a device, its node and so on what is lacking there, by the bytes of it.
+
+    Each with how many neighbours in `devices` share that. Where exchanges among so many devices of a node were
+    measured, that counts, and else the links.
+    """
+    measured = measured_moves(cluster, devices)
+    if measured is not None:
+        return ((1, measured),)
+    levels = _link_levels(cluster, devices)
+    return tuple((size, Affine(link.latency_s, 1 / link.bandwidth_bytes_per_s)) for size, link in levels)
+
+
+def _link_levels(cluster: Cluster, devices: tuple[int, ...]) -> tuple[tuple[int, Link], ...]:
     """The links into a device, into its node and so on, each with how many neighbours in `devices` share it.
 
     Where nodes have different shares of `devices`, or these are in several groups of the cluster, all is taken to go

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopipe.ir.cluster import Link
 from autopipe.ir.costs import Affine, ExchangeCost, TaskCosts, TensorCosts
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage
@@ -15,7 +16,7 @@ from autopipe.ir.problem import Constraint, Optimizer
 from autopipe.passes.cost.communication import all_gather, all_reduce
 from autopipe.passes.cost.fit import fitted
 from autopipe.passes.cost.kinds import alike_runs, check_kinds, check_one_kind, describe_kinds, may_share
-from autopipe.passes.cost.relayout import link_levels
+from autopipe.passes.cost.relayout import moving_lines
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.stages import stage_costs
 from tests.passes.cost.graphs import cluster, perceptron, problem
@@ -94,10 +95,14 @@ def test_groups_of_nodes_that_are_alike_exchange_as_in_one_hierarchy() -> None:
     )
 
 
+def line(link: Link) -> Affine:
+    return Affine(link.latency_s, 1 / link.bandwidth_bytes_per_s)
+
+
 def test_what_groups_exchange_goes_over_the_slowest_link() -> None:
     both = mixed_cluster([(2, FAST), (3, SLOW)])
-    assert link_levels(both, (2, 3, 4)) == ((1, both.groups[1].levels[0].link),)
-    assert link_levels(both, (0, 1, 2)) == ((1, OUTER),)
+    assert moving_lines(both, (2, 3, 4)) == ((1, line(both.groups[1].levels[0].link)),)
+    assert moving_lines(both, (0, 1, 2)) == ((1, line(OUTER)),)
     assert all_reduce(both, range(5)).seconds(1e9) == pytest.approx(2 * 4 / 5 * 1e9 / 1e9, rel=0.01)
 
 

@@ -163,6 +163,9 @@ class Transport:
         if self.world_size == 1:
             return [numbers]
         own = torch.tensor(numbers, dtype=torch.float64)
+        if goes_at_once(own, None):
+            with self.pulse.waiting():
+                return [row.tolist() for row in everyones(own, None)]
         parts = [torch.empty_like(own) for _ in range(self.world_size)]
         with self.pulse.waiting():
             dist.all_gather(parts, own)

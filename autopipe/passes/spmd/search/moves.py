@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.layout import Layout, MeshAxes
-from autopipe.passes.cost.relayout import link_levels
+from autopipe.passes.cost.relayout import moving_lines
 from autopipe.passes.lower.relayout import is_chain, is_cut_further
 from autopipe.passes.spmd.search.lack import Pair, lack_of, pairs_by_dimension
 
@@ -51,10 +51,10 @@ class Moves:
         fixed, per_byte = np.zeros(shape), np.zeros(shape)
         apart = _gathers_apart(pairs, shape, len(self.devices))
         apart &= np.array([not layout.windows for layout in targets])
-        for size, link in link_levels(self.cluster, self.devices):
+        for size, line in moving_lines(self.cluster, self.devices):
             lack = lack_of([pair.by_neighbours(size) for pair in pairs], shape, len(self.devices) // size)
-            fixed += np.where(apart, lack.dimensions, lack.share > 0) * link.latency_s
-            per_byte += lack.share / link.bandwidth_bytes_per_s
+            fixed += np.where(apart, lack.dimensions, lack.share > 0) * line.fixed_s
+            per_byte += lack.share * line.per_byte_s
         return fixed, per_byte
 
 
