@@ -1,0 +1,35 @@
+"""The fewest devices told without levels, against the search that has them."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopipe.passes.placement.graphpipe.fewest import fewest_devices
+from autopipe.passes.placement.graphpipe.line import Fork, Region, Run
+from autopipe.passes.placement.graphpipe.search import NEVER, Search
+
+LINES: tuple[tuple[Region, ...], ...] = (
+    (Run(0, 6),),
+    (Run(0, 1), Fork(((Run(1, 3),), (Run(3, 5),)), 1, 5), Run(5, 6)),
+    (Fork(((Run(0, 2),), (Run(2, 3),), (Run(3, 5),)), 0, 5), Run(5, 6)),
+    (Run(0, 1), Fork(((Run(1, 2), Fork(((Run(2, 3),), (Run(3, 4),)), 2, 4)), (Run(4, 5),)), 1, 5), Run(5, 6)),
+)
+
+
+@given(
+    st.sampled_from(LINES),
+    st.sampled_from([(4,), (6,), (2, 3)]),
+    st.lists(st.sampled_from([1, 1, 2, 3, NEVER]), min_size=72, max_size=72),
+)
+def test_levels_change_nothing_where_needs_are_the_same_at_all(
+    regions: tuple[Region, ...], runs: tuple[int, ...], figures: list[int]
+) -> None:
+    needs = tuple(
+        np.array(figures[36 * run : 36 * (run + 1)] + [NEVER] * 13, np.int16).reshape(7, 7) for run in range(len(runs))
+    )
+    for each in needs:
+        each[np.tril_indices(7)] = NEVER
+    found = Search(lambda level: needs, 7, runs, 6).least(regions)[0]
+    assert min(fewest_devices(regions, needs, runs), NEVER) == min(found, NEVER)
