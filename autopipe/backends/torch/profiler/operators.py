@@ -16,6 +16,7 @@ import torch
 
 from autopipe.backends.torch.profiler.runnable import Pool, Runnable, Tensors
 from autopipe.backends.torch.profiler.watch import Mark, Watch, averaged, repeated
+from autopipe.backends.torch.runtime.allocator import keep_freed_memory
 from autopipe.ir.costs import Operation, OperationCost, Sample
 from autopipe.ir.errors import CodegenError
 
@@ -32,6 +33,8 @@ def measure_operations(
     `lap` has them as often and in the order in which they are run. Backward is measured with `train`, where gradients
     flow. Generated files go to `folder`.
     """
+    if watch.device.type == "cpu":
+        keep_freed_memory()  # as ranks do
     known: dict[Operation, Runnable] = {}
     pool: Pool = {}
     refused: dict[Operation, str] = {}

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from autopipe.backends.torch.runtime.allocator import keep_freed_memory
 from autopipe.backends.torch.runtime.at_once import SMALL_BYTES, everyones, goes_at_once, start_sum, start_sum_of_rows
 from autopipe.backends.torch.runtime.blocks import Form
 from autopipe.backends.torch.runtime.departures import Departures
@@ -39,6 +40,8 @@ class Transport:
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.device = _choose_device(device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
         self.nccl = self.device.type == "cuda" and local_world <= torch.cuda.device_count()
         self.staged = self.device.type == "cuda" and not self.nccl
