@@ -14,20 +14,30 @@ from tests.distributed.allocations import peak_of_rank
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("memory") / "gpt.onnx"
-    settings = {"layers": "4", "hidden": "64", "heads": "4", "sequence": "64", "vocabulary": "256", "loss": "true"}
-    build(configure("gpt", settings)).save(path)
+def gpt(folder: Path, hidden: int) -> Path:
+    path = folder / "gpt.onnx"
+    settings = {"layers": "4", "heads": "4", "sequence": "64", "vocabulary": "256", "loss": "true"}
+    build(configure("gpt", settings | {"hidden": str(hidden)})).save(path)
     return path
 
 
-def planned(model: Path, schedule: str, micro_batches: int) -> Path:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gpt(tmp_path_factory.mktemp("memory"), 64)
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gpt(tmp_path_factory.mktemp("wide"), 128)
+
+
+def planned(model: Path, schedule: str, micro_batches: int, *more: str) -> Path:
     """The plan of two stages, and its program."""
-    folder = model.parent / f"{schedule}_{micro_batches}"
+    folder = model.parent / "_".join((schedule, str(micro_batches), *more))
     words = ["plan", model, "--gpus", 2, "--cluster", "cpu-local", "--schedule", schedule, "-o", folder, "-q"]
     words += ["--batch-size", 2 * micro_batches, "--micro-batches", micro_batches]
     words += ["--strategy", "pipedream", "--set", "strategy.replicate=false"]
+    words += [word for each in more for word in ("--set", each)]
     assert main([str(word) for word in words]) == 0
     assert main(["codegen", str(folder), "-q"]) == 0
     return folder
@@ -38,6 +48,23 @@ def test_the_peak_is_as_predicted(model: Path) -> None:
     _, timeline = open_prediction(folder)
     for rank, predicted in enumerate(timeline.peak_memory):
         assert 0.9 <= peak_of_rank(folder / "program", rank) / predicted <= 1.05
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_micro_batch_in_flight_keeps_what_is_predicted(model: Path, precision: str) -> None:
+    """Under autocast its own copies in 16 bits, too, of the weights and of what products read."""
+    few, many = (planned(model, "gpipe", count, f"precision={precision}") for count in (3, 6))
+    plan, _ = open_prediction(many)
+    counted = (peak_of_rank(many / "program", 0) - peak_of_rank(few / "program", 0)) / 3
+    assert 0.99 <= counted / plan.prediction.stages[0].kept_bytes <= 1.01
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_peak_under_autocast_is_as_predicted(wide_model: Path, recompute: str) -> None:
+    folder = planned(wide_model, "1f1b", 6, "precision=bf16", f"recompute={recompute}")
+    _, timeline = open_prediction(folder)
+    for rank, predicted in enumerate(timeline.peak_memory):
+        assert 0.95 <= peak_of_rank(folder / "program", rank) / predicted <= 1.05
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,9 @@ def kept_values(graph: Graph, uses: tuple[Use, ...], precision: str = "fp32") ->
     """For each node what backward needs of it, at `precision`.
 
     Parameters, constants and graph inputs are there anyway and do not count, but the 16-bit copies that autocast makes
-    of a product's operands do. A view keeps nothing; keeping a view keeps what it is a view of. Nodes through which no
-    gradient flows keep nothing.
+    of a product's operands do: one of a trained parameter for all products of a forward, one of anything else for each
+    that reads it (PyTorch documentation, "Automatic Mixed Precision package", `cache_enabled`). A view keeps nothing;
+    keeping a view keeps what it is a view of. Nodes through which no gradient flows keep nothing.
     """
     keeper = _Keeper(graph, precision, differentiable_values(graph), element_bytes(graph, uses, precision))
     return tuple(keeper.of(node, use) for node, use in zip(graph.nodes, uses, strict=True))
@@ -62,6 +63,7 @@ class _Keeper:
         self.widths = widths
         self.roots: dict[str, str] = {}
         self.free = {value.name for value in graph.inputs}
+        self.trained = {each.value.name for each in graph.parameters if each.trainable}
         self.free |= {each.value.name for each in graph.parameters} | {each.value.name for each in graph.constants}
 
     def of(self, node: Node, use: Use) -> tuple[Kept, ...]:
@@ -85,7 +87,7 @@ class _Keeper:
         if what.startswith(">"):
             position = int(what[1:])
             names, dimensions = node.outputs, use.space.results
-            return self._tensor(names[position], dimensions[position], (), False) if position < len(names) else []
+            return self._tensor(names[position], dimensions[position], (), None) if position < len(names) else []
         positions = range(len(node.inputs)) if what == "*" else [int(what)]
         return [
             kept
@@ -95,7 +97,7 @@ class _Keeper:
                 node.inputs[position],
                 use.space.operands[position],
                 use.space.windows_of(position),
-                self._casts(use),
+                f"{node.outputs[0]}\0{position}" if self._casts(use) else None,
             )
         ]
 
@@ -109,16 +111,17 @@ class _Keeper:
         return any(name in self.gradient for other, name in enumerate(node.inputs) if other != position)
 
     def _tensor(
-        self, name: str, dimensions: tuple[Dimension, ...] | None, windows: tuple[Windowed, ...], casts: bool
+        self, name: str, dimensions: tuple[Dimension, ...] | None, windows: tuple[Windowed, ...], cast: str | None
     ) -> list[Kept]:
+        """What is kept of a value; `cast` names the copy that its reader makes of it, if it makes one."""
         if not name:
             return []
         through = tuple((window, self.graph.type_of(name).shape[window.dimension]) for window in windows)
         root = self.roots.get(name, name)
         value = self.graph.type_of(root)
         width = self.widths[root]
-        if casts and value.dtype.is_floating and width > 2:
-            return [Kept((root, 2), value.elements * 2, dimensions or (), through)]
+        if cast is not None and value.dtype.is_floating and width > 2:
+            return [Kept((root if root in self.trained else cast, 2), value.elements * 2, dimensions or (), through)]
         if root in self.free:
             return []
         return [Kept((root, width), value.elements * width, dimensions or (), through)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,11 +9,11 @@ from autopipe.ir.costs import Operation, Sample, operation_of
 from autopipe.ir.graph import Graph, Value
 from autopipe.ir.layout import Layout, is_block
 from autopipe.ir.ops import signature_of
-from autopipe.ir.ops.products import is_matrix_product, takes_bias
 from autopipe.ir.ops.row import Signature
 from autopipe.ir.placement import Split
 from autopipe.ir.problem import Work
 from autopipe.ir.space import AxisKind
+from autopipe.passes.cost.biases import bias_additions
 from autopipe.passes.cost.uses import Use, uses_of
 from autopipe.passes.lower.exchanges import laid
 from autopipe.passes.lower.gradients import differentiable_values
@@ -37,7 +36,7 @@ class Operations:
     @staticmethod
     def of(graph: Graph, precision: str) -> Operations:
         """Those of `graph`."""
-        return Operations(graph, precision, uses_of(graph), differentiable_values(graph), _additions(graph))
+        return Operations(graph, precision, uses_of(graph), differentiable_values(graph), bias_additions(graph))
 
     @property
     def absorbed(self) -> frozenset[int]:
@@ -130,26 +129,6 @@ class Operations:
         operands = (result, bias) if place else (bias, result)
         results = (replace(whole.result(), shape=result.shape),)
         return replace(whole, operands=operands, results=results, constants=(None, None)), place
-
-
-def _additions(graph: Graph) -> dict[int, int]:
-    """Additions of a bias to a product that nothing else reads, by product."""
-    reads = Counter(name for node in graph.nodes for name in node.inputs)
-    reads.update(graph.outputs)
-    found: dict[int, int] = {}
-    for index, node in enumerate(graph.nodes):
-        if node.op != "Add" or node.domain:
-            continue
-        for product, bias in (node.inputs, node.inputs[::-1]):
-            producer = graph.producer(product)
-            if producer is None or reads[product] != 1 or producer in found:
-                continue
-            if is_matrix_product(signature_of(graph, graph.nodes[producer])) and takes_bias(
-                graph.type_of(product), graph.type_of(bias)
-            ):
-                found[producer] = index
-                break
-    return found
 
 
 def _local_value(value: Value | None, layout: Layout | None) -> Value | None:

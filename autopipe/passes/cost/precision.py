@@ -1,14 +1,16 @@
 """How wide the elements of each value are while a program runs at a precision.
 
 With `bf16` and `fp16` parameters stay in fp32 and torch's autocast narrows what products, convolutions and recurrent
-operators read and write; normalizations, reductions and losses compute in fp32; the rest runs in the widest type of
-its operands (PyTorch documentation, "Automatic Mixed Precision package", op-specific behavior).
+operators read and write, a bias that is added in the same call included; normalizations, reductions and losses compute
+in fp32; the rest runs in the widest type of its operands (PyTorch documentation, "Automatic Mixed Precision package",
+op-specific behavior).
 """
 
 from __future__ import annotations
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.remembered import GRAPHS, remembered
+from autopipe.passes.cost.biases import bias_additions
 from autopipe.passes.cost.uses import Use
 
 PRODUCT_KINDS = frozenset({"matmul", "convolution", "recurrent"})
@@ -31,11 +33,12 @@ def element_bytes(graph: Graph, uses: tuple[Use, ...], precision: str) -> dict[s
     if not narrows(precision):
         return widths
     floating = {name for name in widths if graph.type_of(name).dtype.is_floating}
-    for node, use in zip(graph.nodes, uses, strict=True):
+    with_product = frozenset(bias_additions(graph).values())
+    for index, (node, use) in enumerate(zip(graph.nodes, uses, strict=True)):
         if use.row.kind in _FULL_KINDS:
             continue
         width = 2
-        if use.row.kind not in PRODUCT_KINDS:
+        if use.row.kind not in PRODUCT_KINDS and index not in with_product:
             read = [name for name in node.inputs if name in floating]
             # Scalars take part without widening the result (PyTorch's type promotion).
             wide = [widths[name] for name in read if graph.type_of(name).shape] or [widths[name] for name in read]

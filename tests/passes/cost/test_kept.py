@@ -20,3 +20,26 @@ def test_of_an_image_read_through_windows_the_rows_that_they_read() -> None:
     assert kept.local_bytes({"o0": 2}) == 6 * row, "four rows and one beyond each end"
     assert kept.local_bytes({"o0": 4, "n": 2}) == 4 * row // 2
     assert kept.local_bytes({"o1": 3}) == 8 * row // 2, "three of six columns"
+
+
+def test_autocast_copies_a_value_for_each_product_that_reads_it_and_a_weight_once() -> None:
+    builder = Builder()
+    data, scale = builder.input((8, 16)), builder.parameter((16,))
+    read = builder.node("Mul", data, scale)
+    weight = builder.parameter((16, 16))
+    once, again = builder.node("MatMul", read, weight), builder.node("MatMul", read, weight)
+    graph = builder.graph(builder.mean_square(builder.node("Add", once, again)))
+    at = {precision: kept_values(graph, uses_of(graph), precision) for precision in ("fp32", "bf16")}
+    copies = {each.key: each.bytes for index in (1, 2) for each in at["bf16"][index]}
+    assert sorted(copies.values()) == sorted([2 * 16 * 16, 2 * 8 * 16, 2 * 8 * 16])
+    assert [each.key for index in (1, 2) for each in at["fp32"][index]] == [(read, 8)] * 2, "no copies"
+
+
+def test_a_bias_that_is_added_with_a_product_leaves_16_bits() -> None:
+    builder = Builder()
+    product = builder.node("MatMul", builder.input((8, 16)), builder.parameter((16, 32)))
+    together = builder.node("Relu", builder.node("Add", product, builder.parameter((32,))))
+    alone = builder.node("Relu", builder.node("Add", together, builder.parameter((32,))))
+    graph = builder.graph(builder.mean_square(alone))
+    kept = {each.key[0]: each.bytes for node in kept_values(graph, uses_of(graph), "bf16") for each in node}
+    assert (kept[together], kept[alone]) == (2 * 8 * 32, 8 * 8 * 32)
