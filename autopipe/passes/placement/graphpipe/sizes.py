@@ -67,20 +67,28 @@ class Sizes:
         self.samples = sample_axes(problem.graph)
         self.seconds = NodeSeconds(problem, self.samples)
         devices = problem.cluster.size
+        self.degrees = range(1, devices + 1)
         self.loads = {
             size: self._load(size) / devices for size in problem.micro_batch_sizes or (problem.micro_batch_size,)
         }
         """For each size the least that a micro-batch takes: all devices compute all the time."""
-        self.degrees = range(1, devices + 1)
         self.bound = min(load * (problem.batch_size // size) for size, load in self.loads.items())
         self._problems: dict[int, Problem] = {}
         several = problem.cluster.node_count > 1
         self.close = _CLOSE_AMONG_NODES if several else _CLOSE
 
     def _load(self, size: int) -> float:
-        """What a micro-batch takes on the fastest device, at least once for each parameter and each operator."""
+        """What a micro-batch takes on the fastest device, at least once for each parameter and each operator.
+
+        What was measured of a share may be less than that share of the whole: then all shares of it count.
+        """
         problem, kinds = self.problem, self.problem.cluster.kinds
-        phases = zip(*(self.seconds.of(size, 1, (device,)) for device in kinds), strict=True)
+        some = self.seconds.measured.any()
+        degrees = [degree for degree in self.degrees if size % degree == 0] if some else [1]
+        shares = (
+            [degree * each for each in self.seconds.of(size, degree, (kind,))] for kind in kinds for degree in degrees
+        )
+        phases = zip(*shares, strict=True)
         every = float(sum(np.minimum.reduce(each).sum() for each in phases))
         names = ((parameter.value.name, 1) for parameter in problem.graph.parameters)
         added = min(map(accumulate_per_byte, kinds)) * state_of(problem, names).gradient_bytes

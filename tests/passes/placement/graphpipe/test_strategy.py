@@ -12,7 +12,7 @@ from autopipe.configs.presets import cluster_preset
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, stage_edges
-from autopipe.ir.problem import Constraint, Mode, Problem
+from autopipe.ir.problem import Constraint, Measured, Mode, Problem
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.cost.fit import device_memory
@@ -80,6 +80,19 @@ def test_results_are_valid_and_never_slower_than_a_chain(shape: Shape, devices: 
     for size in sizes_of(batch):
         alone = replace(resized(given, size), micro_batch_sizes=())
         assert ours <= trial(alone, PipeDream().run(alone))[0] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("devices", "power"), [(2, 1.2), (4, 1.5), (8, 3)])
+def test_measured_shares_may_take_less_than_their_part(devices: int, power: float) -> None:
+    given = chosen(model(TWO, 16), 16, devices)
+    name = given.cluster.devices[0].name
+    points = tuple((share, 1e-3 * share**power, 2e-3 * share**power) for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0))
+    work = tuple(replace(each, measured=(Measured(name, True, points),)) for each in given.work)
+    given = replace(given, work=work)
+    placement = GraphPipe().run(given)
+    check_stages(given.graph, placement)
+    longest = max(each.forward_s + each.backward_s for each in stage_costs(given, placement))
+    assert longest < 3e-3 * len(work) * devices**-power * 1.5, "about as short as shares of all would be"
 
 
 def test_schedules_of_its_stages_meet_the_fourth_condition() -> None:
