@@ -20,9 +20,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from autopipe.backends.torch.runtime.allocator import keep_freed_memory
 from autopipe.backends.torch.runtime.at_once import everyones, start_sum, start_sum_of_rows
 
-_SIZES = tuple(2**power for power in (12, 16, 18, 20, 22))
+_SIZES = tuple(2**power for power in (12, 16, 18, 20, 22, 24))
 _TIMES, _WARM_UP = 16, 3
 
 
@@ -49,6 +50,7 @@ def main() -> None:
 def _measure(store: str) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
+    keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     for size in _SIZES:
         for name, (own, at_once) in _ways(torch.ones(ranks, size // 4 // ranks)).items():
