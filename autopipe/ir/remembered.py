@@ -17,9 +17,9 @@ GRAPHS = 32
 def remembered(most: int) -> Callable[[Callable[Asked, Answer]], Callable[Asked, Answer]]:
     """Makes a pure function keep its last `most` answers.
 
-    A graph, a problem or a placement is known by identity, since comparing it would cost more than some answers do, and
-    texts and numbers by value. What is kept keeps its arguments alive. Answers must not be changed by who gets them;
-    errors are not kept.
+    A graph, a problem or a placement is known by identity, since comparing it would cost more than some answers do;
+    numbers, texts and tuples of texts by value. What is kept keeps its arguments alive. Answers must not be changed by
+    who gets them; errors are not kept.
     """
 
     def remembering(function: Callable[Asked, Answer]) -> Callable[Asked, Answer]:
@@ -43,4 +43,6 @@ def remembered(most: int) -> Callable[[Callable[Asked, Answer]], Callable[Asked,
 
 
 def _named(value: object) -> Hashable:
+    if isinstance(value, tuple) and all(isinstance(each, str) for each in value):
+        return ("texts", *value)
     return value if isinstance(value, str | int | float) else (id(value),)

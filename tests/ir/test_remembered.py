@@ -23,6 +23,18 @@ def test_equal_texts_are_one_and_equal_lists_are_not() -> None:
     assert len(asked) == 2
 
 
+def test_equal_tuples_of_texts_are_one_however_texts_are_spelled() -> None:
+    asked: list[tuple[str, ...]] = []
+
+    @remembered(8)
+    def count(texts: tuple[str, ...]) -> int:
+        asked.append(texts)
+        return len(texts)
+
+    assert [count(("a", "b")), count(tuple("ab")), count(("a\0b",)), count(())] == [2, 2, 1, 0]
+    assert asked == [("a", "b"), ("a\0b",), ()]
+
+
 def test_the_oldest_answer_is_forgotten() -> None:
     asked: list[int] = []
 

@@ -78,17 +78,11 @@ def _assign_pipeline(
     }
 
 
+@remembered(GRAPHS)
 def live_nodes(graph: Graph, wanted: tuple[str, ...]) -> tuple[int, ...]:
     """The nodes that values which are wanted depend on, ascending."""
-    return _live_nodes(graph, "\0".join(wanted))
-
-
-@remembered(GRAPHS)
-def _live_nodes(graph: Graph, wanted: str) -> tuple[int, ...]:
-    """The same by one text, so that it is known again."""
-    names = set(wanted.split("\0"))
     live = [False] * len(graph.nodes)
-    for name in names:
+    for name in wanted:
         producer = graph.producer(name)
         if producer is not None:
             live[producer] = True
