@@ -1,0 +1,71 @@
+"""How long PaSE's search takes over splits that can be executed, tables built: from the graph to the answer.
+
+    OMP_NUM_THREADS=1 python benchmarks/pase_search.py
+
+Medians of five runs in one process, on an idle machine: the paper's four models at its sizes on 64 devices, a Llama of
+80 layers on 64, and DenseNet-121 of onnx's light networks on 16. What is asked for: 0.1 s for AlexNet and RNNLM, 1 s
+for InceptionV3, 2 s for Transformer, 10 s for Llama. `autopipe bench pase` has the same for the paper's own space.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import onnx
+
+from autopipe.configs import zoo
+from autopipe.configs.load import load_configuration, resolve_cluster
+from autopipe.ir.placement import Placement
+from autopipe.passes.placement.pase.strategy import Pase
+from autopipe.passes.request import Request, first_problem
+from autopipe.passes.runner import Runner, Silent
+
+_RUNS = 5
+_Sizes = dict[str, int | float | str | tuple[int, ...] | None]
+
+_PAPER = {"alexnet": 128, "rnnlm": 64, "inceptionv3": 128, "transformer": 64}
+_LLAMA: _Sizes = {"layers": 80, "hidden": 8192, "heads": 64, "vocabulary": 32000, "sequence": 2048}
+
+
+def main() -> None:
+    """Search each model, and print what it took and what is proven."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for model, batch in _PAPER.items():
+            _search(_built(model, {"size": "paper"}, folder), batch, 64, "1080ti-pcie")
+        _search(_built("llama", _LLAMA, folder), 64, 64, "a100-80gb")
+        light = Path(onnx.__file__).parent / "backend/test/data/light/light_densenet121.onnx"
+        _search(light, 16, 16, "1080ti-pcie")
+
+
+def _built(model: str, sizes: _Sizes, folder: Path) -> Path:
+    path = folder / f"{model}.onnx"
+    zoo.build(zoo.configure(model, {"loss": "true", "weights": "none", **sizes})).save(path)
+    return path
+
+
+def _search(model: Path, batch: int, devices: int, preset: str) -> None:
+    cluster = resolve_cluster(load_configuration(words={"--gpus": str(devices), "--cluster": preset}))
+    took = []
+    found: Placement | None = None
+    for _ in range(_RUNS):
+        _, problem = first_problem(Request(model, cluster, None, None, batch_size=batch), Pase(), Runner(Silent()))
+        began = time.perf_counter()
+        found = Pase().run(problem)
+        took.append(time.perf_counter() - began)
+    assert found is not None
+    assert found.proof is not None
+    proof = "proven" if found.proof.optimal else f"at least {found.proof.lower_bound:.6g}"
+    runs = " ".join(f"{seconds:.3f}" for seconds in took)
+    print(
+        f"{model.stem:20s} on {devices:2d} {preset:12s} {statistics.median(took):7.3f} s ({runs})  "
+        f"{found.proof.cost:.6g} {found.proof.unit}, {proof}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
