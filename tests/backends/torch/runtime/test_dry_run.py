@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -95,12 +96,14 @@ def test_both_ends_of_each_channel_count_the_same_messages(model: Path, tmp_path
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_wrong_shape_is_found(tmp_path: Path, device: str, file: str, before: str, after: str, words: str) -> None:
     program = write_chain(tmp_path / "program", groups=((0, 1), (2,)))
+    # In a folder of its own: a file of the same second and length would be taken for the one that was compiled.
+    wrong = Path(shutil.copytree(program, tmp_path / "wrong"))
     dry_run(program, 0, "--device", device)
     text = (program / file).read_text(encoding="utf-8")
     assert before in text
-    (program / file).write_text(text.replace(before, after), encoding="utf-8")
+    (wrong / file).write_text(text.replace(before, after), encoding="utf-8")
     with pytest.raises(LaunchError) as caught:
-        dry_run(program, 0, "--device", device)
+        dry_run(wrong, 0, "--device", device)
     assert words in caught.value.message
 
 
