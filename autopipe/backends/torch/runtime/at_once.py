@@ -12,13 +12,18 @@ import torch.distributed as dist
 from autopipe.backends.torch.runtime.pending import Arrival, Sum
 from autopipe.ir.errors import LaunchError
 
-SMALL_BYTES = 1 << 17
+_SMALL_BYTES = 1 << 17
 """Tensors up to here are summed by sending each rank's to all: larger ones would be sent too often."""
 
 
 def goes_at_once(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
     """Whether a collective of the tensor is one for here."""
     return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
+
+
+def is_summed_at_once(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Whether `start_sum` is the way to add it up."""
+    return tensor.nbytes <= _SMALL_BYTES and goes_at_once(tensor, group)
 
 
 def everyones(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

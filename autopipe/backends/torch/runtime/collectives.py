@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from autopipe.backends.torch.runtime.at_once import SMALL_BYTES, everyones, goes_at_once, start_sum, start_sum_of_rows
+from autopipe.backends.torch.runtime.at_once import (
+    everyones,
+    goes_at_once,
+    is_summed_at_once,
+    start_sum,
+    start_sum_of_rows,
+)
 from autopipe.ir.layout import Box, Layout, MeshAxes, MeshAxis, Window, degree_of, members
 from autopipe.ir.redistribution import moves_between
 
@@ -268,7 +274,7 @@ def _reduced(tensor: torch.Tensor, group: Group, how: dist.ReduceOp.RedOpType) -
 
 
 def _combined(tensor: torch.Tensor, group: Group, how: dist.ReduceOp.RedOpType) -> torch.Tensor:
-    if tensor.nbytes <= SMALL_BYTES and goes_at_once(tensor, group.process_group):
+    if is_summed_at_once(tensor, group.process_group):
         with group.pulse.waiting():
             return start_sum(tensor, group.process_group, how).wait()
     total = tensor.clone(memory_format=torch.contiguous_format)

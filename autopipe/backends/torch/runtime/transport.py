@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from autopipe.backends.torch.runtime.allocator import keep_freed_memory
-from autopipe.backends.torch.runtime.at_once import SMALL_BYTES, everyones, goes_at_once, start_sum, start_sum_of_rows
+from autopipe.backends.torch.runtime.at_once import (
+    everyones,
+    goes_at_once,
+    is_summed_at_once,
+    start_sum,
+    start_sum_of_rows,
+)
 from autopipe.backends.torch.runtime.blocks import Form
 from autopipe.backends.torch.runtime.departures import Departures
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
@@ -126,7 +132,7 @@ class Transport:
         """Start adding up a gradient over the ranks; it may be done in place."""
         self.traffic["gradient"] += tensor.nbytes
         group = self.group(ranks)
-        if tensor.nbytes <= SMALL_BYTES and goes_at_once(tensor, group):
+        if is_summed_at_once(tensor, group):
             return start_sum(tensor, group)
         return self._start_in_place(tensor, ranks)
 

@@ -14,7 +14,7 @@ from autopipe.ir.layout import Layout, operand_under, result_under
 from autopipe.ir.space import Dimension, Space, Windowed
 from autopipe.passes.spmd.search.configurations import Splits
 from autopipe.passes.spmd.search.lying import Axes, Lying, lying_in
-from autopipe.passes.spmd.search.numbering import Integers, distinct, in_order, numbered
+from autopipe.passes.spmd.search.numbering import Integers, combined, numbered
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,20 +121,14 @@ def _part(lying: Lying, names: Iterable[str], make: Callable[[Axes], Layout]) ->
 
 def _together(shape: tuple[int, ...], parts: Sequence[_Part], configurations: int) -> Form:
     """The layouts of a tensor whose dimensions, and then whose shares if it has any, are `parts`."""
-    codes, count = np.zeros(configurations, dtype=np.int64), 1
-    for part in parts:
-        known, codes = distinct(codes * len(part.layouts) + part.of)
-        count = len(known)
-    firsts, of = in_order(codes, count)
+    firsts, of = combined(((len(part.layouts), part.of) for part in parts), configurations)
     elements = np.ones(len(firsts), dtype=np.int64)
     for part in parts:
         elements *= np.array([each.local_elements for each in part.layouts], dtype=np.int64)[part.of[firsts]]
     columns = [[part.layouts[number] for number in part.of[firsts].tolist()] for part in parts]
     cut, shared = columns[: len(shape)], columns[len(shape) :]
-    layouts = [
-        Layout(shape, cuts)
-        for cuts in (zip(*([each.cuts[0] for each in column] for column in cut), strict=True) if cut else [()] * count)
-    ]
+    ways = zip(*([each.cuts[0] for each in column] for column in cut), strict=True) if cut else [()] * len(firsts)
+    layouts = [Layout(shape, cuts) for cuts in ways]
     for shares in shared:
         layouts = [
             Layout(shape, layout.cuts, share.sums, share.means) if share.is_partial else layout

@@ -10,7 +10,7 @@ import numpy as np
 
 from autopipe.ir.layout import MeshAxis
 from autopipe.passes.spmd.search.configurations import Splits
-from autopipe.passes.spmd.search.numbering import Integers, distinct
+from autopipe.passes.spmd.search.numbering import Integers, combined, distinct
 
 Axes = dict[str, MeshAxis]
 """Those of the mesh, outer to inner, by the axes of a space that lie along them."""
@@ -47,21 +47,15 @@ class Lying:
 
     def cases(self, names: Iterable[str]) -> tuple[list[Axes], Integers]:
         """The different ways in which axes of these names lie, and which of them each configuration has."""
-        own = [name for name in dict.fromkeys(names) if name in self._places]
-        codes = np.zeros(self.configurations, dtype=np.int64)
-        digits: list[Integers] = [np.zeros(0, dtype=np.int64)] * len(own)
-        known = np.zeros(1, dtype=np.int64)
-        for place, name in enumerate(own):
-            places = self._places[name]
-            known, codes = distinct(codes * len(places.known) + places.of)
-            digits[:place] = [each[known // len(places.known)] for each in digits[:place]]
-            digits[place] = known % len(places.known)
+        own = {name: self._places[name] for name in names if name in self._places}
+        columns = ((len(places.known), places.of) for places in own.values())
+        firsts, of = combined(columns, self.configurations)
         ways = []
-        for row in zip(*(each.tolist() for each in digits), strict=True) if own else [()]:
-            lying = ((name, self._places[name].known[digit]) for name, digit in zip(own, row, strict=True))
+        for row in firsts.tolist():
+            lying = ((name, places.known[places.of[row]]) for name, places in own.items())
             split = [(name, axis) for name, axis in lying if axis is not None]
             ways.append(dict(sorted(split, key=lambda each: -each[1].stride)))
-        return ways, codes
+        return ways, of
 
 
 def lying_in(configurations: Sequence[Splits], group: int) -> Lying:

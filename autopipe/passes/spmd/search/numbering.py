@@ -28,14 +28,18 @@ def distinct(codes: Integers) -> tuple[Integers, Integers]:
     return np.flatnonzero(present), numbers[codes]
 
 
-def in_order(of: Integers, count: int) -> tuple[Integers, Integers]:
-    """Numbers below `count` (each of which occurs) given anew by first occurrence.
+def combined(columns: Iterable[tuple[int, Integers]], rows: int) -> tuple[Integers, Integers]:
+    """The different rows of columns of numbers, each given with how many numbers it has.
 
-    The places of first occurrences, ascending, and the new numbers.
+    The places of first occurrences, ascending, and which of them each of the `rows` equals.
     """
+    codes, count = np.zeros(rows, dtype=np.int64), 1
+    for most, column in columns:
+        known, codes = distinct(codes * most + column)
+        count = len(known)
     firsts = np.empty(count, dtype=np.int64)
-    firsts[of[::-1]] = np.arange(len(of))[::-1]
+    firsts[codes[::-1]] = np.arange(rows)[::-1]
     order = np.argsort(firsts)
     renumbered = np.empty(count, dtype=np.int64)
     renumbered[order] = np.arange(count)
-    return firsts[order], renumbered[of]
+    return firsts[order], renumbered[codes]
