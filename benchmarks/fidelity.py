@@ -36,9 +36,10 @@ from autopipe.configs.zoo import MODELS
 WARM_UP = 4
 MOST_DRIFT = 0.05
 ROUNDS = 3
-_STAGES = ("--set", "strategy.replicate=false", "--schedule")
+_PIPEDREAM = ("--strategy", "pipedream")
+_STAGES = (*_PIPEDREAM, "--set", "strategy.replicate=false", "--schedule")
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
-    1: {"one rank": ()},
+    1: {"one rank": _PIPEDREAM},
     2: {"two stages": (*_STAGES, "1f1b"), "two stages, searched": (*_STAGES, "tessel")},
 }
 """By ranks: what the table calls them, and the options that make the plans so."""
