@@ -24,9 +24,9 @@ from pathlib import Path
 
 from autopipe.configs.zoo import build, configure
 
-_7B = {"layers": 32, "hidden": 4096, "heads": 32, "sequence": 2048, "vocabulary": 32000}
-_175B = {"layers": 96, "hidden": 12288, "heads": 96, "sequence": 2048, "vocabulary": 51200}
-_SMALL = {"layers": 2, "hidden": 64, "heads": 4, "sequence": 32, "vocabulary": 512}
+_7B = {"size": "7b", "sequence": "2048"}
+_175B = {"size": "175b", "sequence": "2048"}
+_SMALL = {"layers": "2", "hidden": "64", "heads": "4", "sequence": "32", "vocabulary": "512"}
 _TRAINED = ("--set", "precision=bf16", "--set", "optimizer.name=adamw")
 
 CASES = {
@@ -59,9 +59,8 @@ def _run(case: str, folder: Path) -> None:
     print(f"{case:12s} {first:8.2f} s {last:6.1f} s {cpu:6.1f} s {again:6.2f} s {again_cpu:6.2f} s  {plan}", flush=True)
 
 
-def _built(name: str, sizes: Mapping[str, int], path: Path) -> Path:
-    words = {key: str(value) for key, value in sizes.items()}
-    build(configure(name, {"loss": "true", "weights": "none", **words})).save(path)
+def _built(name: str, sizes: Mapping[str, str], path: Path) -> Path:
+    build(configure(name, {"loss": "true", "weights": "none", **sizes})).save(path)
     return path
 
 

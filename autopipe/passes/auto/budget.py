@@ -79,9 +79,14 @@ def in_common(candidate: Candidate) -> object:
     return candidate
 
 
+def is_searched(scheduler: Scheduler) -> bool:
+    """Whether an order of tasks is searched, which takes longer than all named schedules together."""
+    return scheduler.name == "tessel"
+
+
 def check_scheduler(scheduler: Scheduler, problem: Problem, placement: Placement) -> None:
     """Raise LeftOutError for a search of the order of too many tasks."""
-    if scheduler.name == "tessel" and _size(problem, placement) > _MOST_SEARCHED:
+    if is_searched(scheduler) and _size(problem, placement) > _MOST_SEARCHED:
         raise LeftOutError(
             f"left out: {scheduler.name} would search long for {len(placement.stages)} stages and "
             f"{problem.micro_batches} micro-batches; name it to have it searched"

@@ -18,6 +18,7 @@ from autopipe.passes.auto.budget import (
     in_common,
     is_large,
     is_quick,
+    is_searched,
     left_out,
     takes_long,
 )
@@ -143,6 +144,8 @@ class Search:
         if is_large(placed.problem, placed.placement) and self._cannot_win(found):
             return
         for scheduler in self.schedulers():
+            if is_searched(scheduler) and found.runs and self.best is not None:
+                break  # `schedule_all` asks for it, where it can win by then.
             if self._run(found, placed, scheduler).scheduled:
                 break
 

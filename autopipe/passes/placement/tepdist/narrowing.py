@@ -44,6 +44,11 @@ class Narrowed:
     left_out: float = np.inf
     """No choice costs less that has another configuration, but for those that cost more than `choice`."""
 
+    @property
+    def is_met(self) -> bool:
+        """Whether no choice costs less than the one that was met."""
+        return self.cost - self.bound <= SLACK * abs(self.cost)
+
 
 def narrowed(model: MinSum, most: float = 0, known: Sequence[int] = (), cutoff: float | None = None) -> Narrowed:
     """What is left of a merged model once it has at most `most` pairs of configurations, or bounds get no better.

@@ -21,9 +21,13 @@ MOST_PAIRS_WITHIN = 10_000
 def least_by_program(model: MinSum, programs: Programs, most: float = MOST_PAIRS) -> Answer:
     """The best choice of a merged model, by a program of about `most` pairs of configurations at most.
 
-    Raises InfeasibleError where every choice is forbidden.
+    There is none where the dual of the relaxation meets a choice. Raises InfeasibleError where every choice is
+    forbidden.
     """
-    left = promising(model, narrowed(model, most), most)
+    left = narrowed(model)
+    if left.is_met:
+        return Answer(left.choice, left.cost, left.cost, True, model.memory_of(left.choice))
+    left = promising(model, left, most)
     known = _places(left, left.choice)
     found = programs.least(restricted(model, left.kept), known or ())
     bound = max(left.bound, min(float(found.bound), left.left_out))

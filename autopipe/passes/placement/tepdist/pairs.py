@@ -18,7 +18,7 @@ from autopipe.passes.solvers.min_sum.model import Array
 from autopipe.passes.solvers.min_sum.part import Part
 from autopipe.passes.solvers.min_sum.restriction import conditioned, everything, restricted
 
-ROUNDS = 20
+ROUNDS = 5
 """Sweeps forth and back for bounds."""
 MOST_PAIRS = 20_000
 """Of configurations on edges: what a segment's integer program may have."""
@@ -107,8 +107,8 @@ def _bounds(model: MinSum, inner: int) -> Array:
     except InfeasibleError:
         return found
     for _ in range(ROUNDS):
-        part.sweep(True)
-        part.sweep(False)
+        part.dual.tighten(forward=True)
+        part.dual.tighten(forward=False)
     if len(ends) == 2:
         reach = part.dual.pairs()[-1]
     else:

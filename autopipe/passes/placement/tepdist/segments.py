@@ -12,7 +12,7 @@ from itertools import pairwise
 from autopipe.passes.placement.tepdist.critical import heaviest_path, parting, parts
 from autopipe.passes.solvers.min_sum import MinSum
 from autopipe.passes.solvers.min_sum.model import Array
-from autopipe.passes.solvers.min_sum.ordering import neighbours
+from autopipe.passes.solvers.min_sum.ordering import Neighbours, neighbours
 
 MOST_WIDE = 6
 """Wide variables at most."""
@@ -43,16 +43,30 @@ class Cut:
 def cut(model: MinSum, rank: Array) -> Cut:
     """The cut with small segments; of such the one with fewest wide variables.
 
-    Edges lead from lower to higher `rank`. Wide can be those whose neighbours are farthest apart.
+    Edges lead from lower to higher `rank`.
     """
     around = neighbours(model)
-    spans = [max(others) - min(others) if (others := [rank[o] for o in near]) else 0 for near in around]
-    widest = sorted(range(len(spans)), key=lambda variable: (-spans[variable], variable))[:MOST_WIDE]
-    best = min((_cut(model, rank, around, tuple(widest[:count])) for count in range(len(widest) + 1)), key=_largest)
+    widest = _widest(around, rank)
+    best = min((_cut(model, rank, around, widest[:count]) for count in range(len(widest) + 1)), key=_largest)
     for variable in best.wide:
         fewer = _cut(model, rank, around, tuple(other for other in best.wide if other != variable))
         best = min(fewer, best, key=_largest)
     return best
+
+
+def _widest(around: Neighbours, rank: Array) -> tuple[int, ...]:
+    """Those that reach farthest, all their neighbours taken together, one after the other.
+
+    What reads one of them far away reaches as far through it alone, and no more once it is wide.
+    """
+    far = [sum(abs(int(rank[other] - rank[own])) for other in near) for own, near in enumerate(around)]
+    found: dict[int, None] = {}
+    while len(found) < min(MOST_WIDE, len(around)):
+        variable = max(range(len(far)), key=lambda own: (own not in found, far[own]))
+        found[variable] = None
+        for other in around[variable]:
+            far[other] -= abs(int(rank[other] - rank[variable]))
+    return tuple(found)
 
 
 def _largest(found: Cut) -> int:
@@ -60,7 +74,7 @@ def _largest(found: Cut) -> int:
     return max(SMALL, *(len(segment.inner) for segment in found.segments), 0)
 
 
-def _cut(model: MinSum, rank: Array, around: list[set[int]], wide: tuple[int, ...]) -> Cut:
+def _cut(model: MinSum, rank: Array, around: Neighbours, wide: tuple[int, ...]) -> Cut:
     without = set(wide)
     if len(without) == len(around):
         return Cut(wide, (), ())

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from autopipe.passes.solvers.min_sum.blocks import blocks
+from autopipe.passes.solvers.min_sum.blocks import ENTRIES, blocks
 from autopipe.passes.solvers.min_sum.budget import CALLS
 from autopipe.passes.solvers.min_sum.model import Array, MinSum
 
@@ -73,9 +73,14 @@ class Dual:
                 source, target = self._ends[edge]
                 matrix = self._matrices[edge]
                 seen = seen + (matrix[chosen[source]] if forward else matrix[:, chosen[target]])
-            chosen[node] = int(np.argmin(seen))
+            chosen[node] = int(seen.argmin())
             self._visit(node, behind, ahead, forward)
         return tuple(chosen)
+
+    def tighten(self, forward: bool) -> None:
+        """Visit all nodes as `sweep` does, for the bounds alone."""
+        for node, behind, ahead in self._visits(forward):
+            self._visit(node, behind, ahead, forward)
 
     def pairs(self) -> list[Array]:
         """For every edge a matrix: no choice with these two configurations costs less. Takes a sweep backwards."""
@@ -141,7 +146,7 @@ class Dual:
             total += self._to_source[edge]
         for edge in self._into[node]:
             total += self._to_target[edge]
-        least = total.min()
+        least = np.minimum.reduce(total)
         total -= least
         self._costs[node] -= least
         self.bound += float(least)
@@ -150,6 +155,10 @@ class Dual:
 
 def least_difference(matrix: Array, vector: Array, axis: int) -> Array:
     """The least along `axis` of the matrix less the vector, which lies along it."""
+    if matrix.size <= ENTRIES:
+        difference = matrix - (vector if axis == 1 else vector[:, None])
+        small: Array = np.minimum.reduce(difference, axis=axis)
+        return small
     if axis == 1:
         least = np.empty(matrix.shape[0])
         for rows in blocks(matrix.shape[0], matrix.shape[1]):
