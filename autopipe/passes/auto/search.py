@@ -79,12 +79,14 @@ class Search:
         return self.end is not None and self.best is not None and self.clock() >= self.end
 
     def expect(self, candidates: Iterable[Candidate]) -> None:
-        """Have the placements of candidates that are going to be tried searched meanwhile.
+        """Have the placements of candidates that are going to be tried searched meanwhile, each once.
 
         Those with much in common follow one another in one process, which remembers it.
         """
         together: dict[object, list[Candidate]] = {}
         for candidate in candidates:
+            if self.ahead.is_coming(repr(candidate)):
+                continue
             if not is_quick(candidate.strategy) and self._left_out(candidate) is None:
                 together.setdefault(in_common(candidate), []).append(candidate)
         # The first ones are asked for first, whatever the others take.

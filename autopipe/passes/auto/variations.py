@@ -64,7 +64,10 @@ class _Variations:
             return
         refused = [each for each in self.search.tried if _is_refused(each)]
         own = _once(each.candidate for each in [*self._promising(), *refused])
-        yield from self._expected([replace(each, recompute="auto") for each in own if each.micro_batches is None])
+        again = [replace(each, recompute="auto") for each in own if each.micro_batches is None]
+        # Shared state is looked into meanwhile for what promises most so far: most of that is asked for later.
+        self.search.expect([*again, *self._sharing()])
+        yield from again
         strategies = [each.candidate.strategy for each in refused]
         given = [replace(each, recompute="auto") for each in self._given_counts() if each.strategy in strategies]
         self._expect_climbs(given)
@@ -73,22 +76,21 @@ class _Variations:
 
     def with_shared_state(self) -> Iterator[Candidate]:
         """Replicas with a share of the optimizer's state each: for the best, and for what memory refuses otherwise."""
+        own = self._sharing()
+        self.search.expect(own)
+        yield from own
+
+    def _sharing(self) -> list[Candidate]:
         request = self.search.request
         if not request.shard_open or request.optimizer.shard or not self.problem.train or self.problem.cluster.size < 2:
-            return
+            return []
         saves = self.short and self.problem.optimizer.states
         most = "auto" if request.recompute is None and self.short else "none"
         refused = [
             each for each in self.search.tried if saves and _is_refused(each) and each.candidate.recompute == most
         ]
         copied = [each for each in self._promising() if _has_copies(each)]
-        own = _once(each.candidate for each in [*copied, *refused])
-        yield from self._expected([replace(each, shard=True) for each in own])
-
-    def _expected(self, candidates: list[Candidate]) -> list[Candidate]:
-        """The same, which the search is told of before their turn: they do not depend on one another."""
-        self.search.expect(candidates)
-        return candidates
+        return [replace(each, shard=True) for each in _once(each.candidate for each in [*copied, *refused])]
 
     def _promising(self) -> list[Tried]:
         """The candidates with the shortest steps, then those with the least bounds: of each strategy the first."""

@@ -13,9 +13,9 @@ from autopipe.passes.cost.fit import device_memory, out_of_memory
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
 from autopipe.passes.cost.stages import StageCost, stage_costs, step_seconds
 from autopipe.passes.placement.tepdist.equal import Contents
+from autopipe.passes.placement.tepdist.level import Level
 from autopipe.passes.schedule.trial import step_s
 from autopipe.passes.spmd.search.configurations import Splits
-from autopipe.passes.spmd.search.fitting import Solver
 from autopipe.passes.spmd.search.stages import Inside, inside_of
 from autopipe.passes.spmd.search.tables import make_tables
 
@@ -43,13 +43,13 @@ class Insides:
     """The search inside stages of one problem, which remembers what it found for stages that come again."""
 
     problem: Problem
-    solver: Solver
+    solver: Level
     contents: Contents
     samples: SampleAxes
     _found: dict[Hashable, tuple[tuple[Splits, ...], SplitProof]] = field(default_factory=dict)
 
     @staticmethod
-    def of(problem: Problem, solver: Solver) -> Insides:
+    def of(problem: Problem, solver: Level) -> Insides:
         """The search on micro-batches of the problem's size."""
         return Insides(problem, solver, Contents.of(problem), sample_axes(problem.graph))
 
@@ -67,7 +67,7 @@ class Insides:
         if self.problem.train and self.problem.recompute == "auto":
             fitting += self._recomputing(plain[0], wished)
         try:
-            fitting.append(self._within(plain[0], wished))
+            fitting.append(self._within(plain[0], wished, limit_s))
         except InfeasibleError:
             if not fitting:
                 raise
@@ -135,9 +135,10 @@ class Insides:
                 return fitting
         return []
 
-    def _within(self, plain: Weighed, wished: Mapping[int, Splits]) -> Weighed:
+    def _within(self, plain: Weighed, wished: Mapping[int, Splits], limit_s: float) -> Weighed:
         """The placement with other splits in the stages that memory does not hold: in equal ones those of the fullest.
 
+        Splits under which a stage alone takes `limit_s` a step are as good as any others that do.
         Raises InfeasibleError, with the least excess, where nothing fits.
         """
         inside = inside_of(self.problem, plain.placement, wished)
@@ -154,7 +155,7 @@ class Insides:
                 need = self.problem.memory_of(device) + plain.excess[worst][0]
                 raise out_of_memory(self.problem, [worst], len(keys), device, need, least=True)
             self._check_least(inside, plain, worst)
-            fitted = inside.split(plain.placement, worst, self.solver, own=self.problem).placement
+            fitted = inside.split(plain.placement, worst, self.solver.below(limit_s), own=self.problem).placement
             nodes = [[node for node, _ in plan.nodes] for plan in inside.plans]
             splits = [fitted.stages[worst].splits_of(node) for node in nodes[worst]]
             same = [stage for stage, key in enumerate(keys) if key == keys[worst] and plain.excess[stage][0] > 0]

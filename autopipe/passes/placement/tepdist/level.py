@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import time
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from functools import partial
+from typing import Self
 
 from autopipe.passes.placement.tepdist.critical import ranks
 from autopipe.passes.placement.tepdist.pricing import Priced, search_price
@@ -31,6 +35,13 @@ class Level(ABC):
     def __init__(self, time_limit: float | None = None, solver: milp.SolverName = "auto") -> None:
         self._end = None if time_limit is None else time.monotonic() + time_limit
         self._solver = solver
+        self._enough = math.inf
+
+    def below(self, cost: float) -> Self:
+        """The same, but within memory an answer that costs as much is good enough: it is not looked for a better."""
+        other = copy.copy(self)
+        other._enough = cost
+        return other
 
     def __call__(self, tables: Tables, limit: float | None) -> Answer:
         """The best choice that is found, of those that need at most `limit` bytes where that is given.
@@ -45,9 +56,10 @@ class Level(ABC):
         fitting = counted(replace(least, proven=False), model)
         if fitting.memory > limit:
             return replace(fitting, bound=fitting.cost, proven=least.proven, fits=False)
-        found = search_price(
-            model, ranks(model), limit, free, fitting.choice, lambda rate: self.at_price(model, rate), self._end
-        )
+        if free.bound >= self._enough:
+            return replace(fitting, bound=free.bound)
+        at_price = partial(self.at_price, model)
+        found = search_price(model, ranks(model), limit, free, fitting.choice, at_price, self._end, self._enough)
         return counted(self.within(model, found), model)
 
     @abstractmethod

@@ -6,6 +6,7 @@ between them; mixtures of them come closer to the limit than any price does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -72,10 +73,12 @@ def search_price(
     least: Sequence[int],
     at_price: AtPrice,
     end: float | None,
+    enough: float = math.inf,
 ) -> Priced:
     """The best within `limit` bytes of what prices and mixtures find; `free` needs more, `least` does not.
 
-    Variables come one after the other by `rank`; no price is tried after `end` of the clock.
+    Variables come one after the other by `rank`; no price is tried after `end` of the clock, nor once it is known that
+    nothing costs less than `enough`.
     """
     found = Priced(model, rank, limit, tuple(least), float(model.cost_of(least)), bound=float(free.bound))
     over, under = free.choice, tuple(least)
@@ -83,7 +86,8 @@ def search_price(
     for _ in range(ROUNDS):
         more = model.memory_of(over) - model.memory_of(under)
         saved = model.cost_of(under) - model.cost_of(over)
-        if is_over(end) or saved <= 0 or more <= 0 or found.cost - found.bound <= CLOSE * found.cost:
+        done = found.cost - found.bound <= CLOSE * found.cost or found.bound >= enough
+        if is_over(end) or saved <= 0 or more <= 0 or done:
             break
         rate = float(saved) / float(more)
         line = float(model.cost_of(over)) + rate * float(model.memory_of(over))

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InfeasibleError, ModelError
 from autopipe.ir.placement import Placement
 from autopipe.passes.placement.tepdist.bounds import Bounds
+from autopipe.passes.placement.tepdist.level import Level
 from autopipe.passes.placement.tepdist.meshes import Mesh
 from autopipe.passes.placement.tepdist.sized import Divide, Nodes, Sized
-from autopipe.passes.spmd.search.fitting import Solver
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Outer:
     """One outer search: what it has tried, and the best of that."""
 
     bounds: Bounds
-    solver: Solver
+    solver: Level
     divisions: Sequence[Divide]
     """Ways to divide the nodes among stages, each of which is tried."""
     end: float | None = None

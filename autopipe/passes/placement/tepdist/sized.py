@@ -13,10 +13,10 @@ from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.wished import wished_splits
 from autopipe.passes.placement.tepdist.inside import Insides
+from autopipe.passes.placement.tepdist.level import Level
 from autopipe.passes.placement.tepdist.meshes import Mesh
 from autopipe.passes.schedule.trial import busy_s, fitting_step_s
 from autopipe.passes.spmd.search.configurations import Splits
-from autopipe.passes.spmd.search.fitting import Solver
 from autopipe.passes.spmd.settled import check_degrees, settled_stages
 
 Nodes = tuple[tuple[int, ...], ...]
@@ -37,7 +37,7 @@ class Sized:
     insides: Insides
 
     @staticmethod
-    def of(problem: Problem, size: int, solver: Solver) -> Sized:
+    def of(problem: Problem, size: int, solver: Level) -> Sized:
         """The problem on micro-batches of `size` samples.
 
         Raises ConfigurationError or ModelError where there can be none, and for constraints that cannot be followed.

@@ -17,7 +17,7 @@ from autopipe.passes.orders import best_order
 from autopipe.passes.placement.tepdist.asked import asked_meshes
 from autopipe.passes.placement.tepdist.bounds import Bounds
 from autopipe.passes.placement.tepdist.dividing import LeastCrossing, linear_cut
-from autopipe.passes.placement.tepdist.levels import Level, solver_of
+from autopipe.passes.placement.tepdist.levels import LevelName, solver_of
 from autopipe.passes.placement.tepdist.meshes import meshes
 from autopipe.passes.placement.tepdist.notes import search_notes
 from autopipe.passes.placement.tepdist.search import Outer, Tried
@@ -32,7 +32,7 @@ class TePDist:
     simulated, takes least with.
     """
 
-    level: Level = "O2"
+    level: LevelName = "O2"
     """How splits are searched inside a stage. `O2`: segments between critical operators, then the whole stage by
     dynamic programming. `O3`: all cones in one integer programme. `O4`: all operators in one."""
 
