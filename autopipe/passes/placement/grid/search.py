@@ -17,6 +17,10 @@ from autopipe.passes.placement.grid.degrees import Degrees
 from autopipe.passes.placement.grid.sized import Sized
 from autopipe.passes.schedule.trial import fitting_step_s
 
+_TASKS = 2**14
+"""The most stages times micro-batches that are tried first: one sample at a time may mean tens of thousands of
+micro-batches, whose step takes long to tell."""
+
 _CLOSE = 1.1
 """By how much longer than the best, as a factor, a step may be predicted to be and is looked into nevertheless."""
 
@@ -45,19 +49,26 @@ class Walk:
     degrees: Degrees
     sizes: tuple[int, ...]
     estimates: tuple[float, ...]
+    soon: int
+    """The size to be tried first: the smallest that does not make too many tasks."""
 
     def promise(self, first: Trial) -> tuple[int, float]:
-        """Of the sizes that memory should hold the place of the best, and its step: as much longer than the smallest
-        one's, which was tried first, as estimates say."""
+        """Of the sizes that memory should hold the place of the best, and its step: as much longer than that of the
+        size which was tried first as estimates say."""
+        tried = self.sizes.index(first.size)
         places = [place for place, size in enumerate(self.sizes) if first.fits(size)]
-        best = min(places, key=self.estimates.__getitem__, default=0)
-        return best, first.step_s * self.estimates[best] / self.estimates[0]
+        best = min(places, key=self.estimates.__getitem__, default=tried)
+        return best, first.step_s * self.estimates[best] / self.estimates[tried]
 
 
 def _walk_of(bounds: Bounds, degrees: Degrees, sizes: Sequence[int]) -> Walk | None:
     """None where no size can be shared by the replicas."""
     own = tuple(size for size in sizes if size % degrees.data == 0)
-    return Walk(degrees, own, tuple(bounds.estimate_s(degrees, size) for size in own)) if own else None
+    if not own:
+        return None
+    most = max(1, _TASKS // (degrees.pipeline * bounds.chunks))
+    soon = next((size for size in own if bounds.problem.batch_size <= most * size), own[-1])
+    return Walk(degrees, own, tuple(bounds.estimate_s(degrees, size) for size in own), soon)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,35 +81,37 @@ class Search:
     best: Trial | None = None
     refused: list[AutopipeError] = field(default_factory=list)
     _sized: dict[int, Sized | AutopipeError] = field(default_factory=dict)
+    _trials: dict[tuple[Degrees, int], Trial | None] = field(default_factory=dict)
 
     def run(self, every: Sequence[Degrees], sizes: Sequence[int]) -> Placement:
         """The best of all factorisations on micro-batches of any of `sizes` samples.
 
-        First each with the smallest micro-batches, but for those that memory cannot hold, and those whose estimate,
-        which leaves out what layers exchange, is no shorter than the best step; then other sizes, where they promise
-        most first; then the best with its replicas apart. Raises a reason where there is no placement.
+        First each with small micro-batches, but for those that memory cannot hold, and those whose estimate, which
+        leaves out what layers exchange, is no shorter than the best step; then other sizes, where they promise most
+        first; then the best with its replicas apart. Raises a reason where there is no placement.
         """
         bounds = Bounds.of(self.problem, self.chunks)
         walks = {degrees: _walk_of(bounds, degrees, sizes) for degrees in every}
         begun = []
         for walk in sorted(filter(None, walks.values()), key=lambda each: min(each.estimates)):
             if min(walk.estimates) < self._best_s() and self._has_room(bounds, walk.degrees):
-                first = self._try(walk.degrees, walk.sizes[0])
+                # Memory may hold the smallest where it refuses larger ones.
+                first = self._try(walk.degrees, walk.soon) or self._try(walk.degrees, walk.sizes[0])
                 if first is not None:
-                    begun.append((walk, first, *walk.promise(first)))
-        for walk, first, start, promised_s in sorted(begun, key=lambda each: each[3]):
+                    begun.append((walk, *walk.promise(first)))
+        for walk, start, promised_s in sorted(begun, key=lambda each: each[2]):
             if promised_s <= _CLOSE * self._best_s():
-                self._go(walk, first, start)
+                self._go(walk, start)
         if self.best is None:
             raise self._reason(every, sizes)
         if self.best.degrees.may_be_apart(self.problem.cluster):
             self._try(replace(self.best.degrees, apart=True), self.best.size)
         return self.best.placement
 
-    def _go(self, walk: Walk, first: Trial, start: int) -> None:
+    def _go(self, walk: Walk, start: int) -> None:
         """Try micro-batches of the size that promises most, and larger and smaller ones as long as that helps."""
-        middle = self._try(walk.degrees, walk.sizes[start]) if start else first
-        for places in (range(start + 1, len(walk.sizes)), range(start - 1, 0, -1)):
+        middle = self._try(walk.degrees, walk.sizes[start])
+        for places in (range(start + 1, len(walk.sizes)), range(start - 1, -1, -1)):
             last = middle
             for place in places:
                 last = self._shorter(walk.degrees, walk.sizes[place], last)
@@ -120,15 +133,17 @@ class Search:
         return found if found and (last is None or found.step_s < last.step_s) else None
 
     def _try(self, degrees: Degrees, size: int) -> Trial | None:
-        """The placement on micro-batches of that size; None where there is none."""
-        try:
-            found = self._trial(self._of(size), degrees)
-        except REFUSALS as error:
-            self.refused.append(error)
-            return None
-        if found.step_s < self._best_s():
-            self.best = found
-        return found
+        """The placement on micro-batches of that size, tried once; None where there is none."""
+        key = degrees, size
+        if key not in self._trials:
+            self._trials[key] = None
+            try:
+                found = self._trials[key] = self._trial(self._of(size), degrees)
+            except REFUSALS as error:
+                self.refused.append(error)
+            else:
+                self.best = found if found.step_s < self._best_s() else self.best
+        return self._trials[key]
 
     def _trial(self, sized: Sized, degrees: Degrees) -> Trial:
         problem = sized.problem
