@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Device
-from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import out_of_memory
 from autopipe.passes.cost.memory import state_of
@@ -61,12 +61,22 @@ class Bounds:
         return micro_batches * float(least.sum())
 
     def divided_s(self, mesh: Mesh, micro_batches: int, stages: Sequence[Sequence[int]]) -> float:
-        """The same where it is known which nodes a stage has: all of it in turn, as fast as its devices compute."""
-        kinds = (self._kind(group) for group in mesh.groups)
-        return micro_batches * max(
+        """The same where it is known which nodes a stage has: all of it in turn, as fast as its devices compute.
+
+        Before its first task a micro-batch comes through the stages before it, and after its last goes back.
+        """
+        problem = self.problem
+        groups = zip(stages, mesh.groups, strict=True)
+        placement = Placement(tuple(Stage(tuple(nodes), group, problem.micro_batch_size) for nodes, group in groups))
+        kinds = map(self._kind, mesh.groups)
+        own = [
             float(self._node_s(kind, micro_batches)[list(nodes)].sum())
             for kind, nodes in zip(kinds, stages, strict=True)
-        )
+        ]
+        before = [0.0] * len(own)
+        for source, target in stage_edges(problem.graph, placement):
+            before[target] = max(before[target], before[source] + own[source])
+        return max(micro_batches * each + way for each, way in zip(own, before, strict=True))
 
     def estimate_s(self, mesh: Mesh, micro_batches: int) -> float:
         """About what a step takes where stages are even: filled, drained, gradients added up and summed by samples.
