@@ -14,7 +14,9 @@ from autopipe.passes.cost.fit import fitted
 from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.cost.work import annotate
+from autopipe.passes.placement.grid import search
 from autopipe.passes.placement.grid.degrees import Degrees, factorisations
+from autopipe.passes.placement.grid.search import Search, Trial
 from autopipe.passes.placement.grid.sized import Sized
 from autopipe.passes.placement.grid.strategy import Grid
 from autopipe.passes.schedule.named.interleaved_1f1b import InterleavedOneForwardOneBackward
@@ -101,6 +103,25 @@ def test_what_is_chosen_is_near_the_best_of_all_degrees_and_sizes() -> None:
             except InfeasibleError:
                 continue
     assert best <= min(steps) * 1.02
+
+
+def test_what_is_tried_first_makes_few_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    trial = Search._trial
+
+    def noted(self: Search, sized: Sized, degrees: Degrees) -> Trial:
+        sizes.append(sized.problem.micro_batch_size)
+        return trial(self, sized, degrees)
+
+    monkeypatch.setattr(Search, "_trial", noted)
+    monkeypatch.setattr(search, "_TASKS", 16)
+    best = step_of(open_problem(), Grid(4, 1, 2).run(open_problem()))
+    assert sizes[0] == 16 // (16 // 4), "four micro-batches through four stages"
+    assert len(sizes) == len(set(sizes))
+    monkeypatch.setattr(search, "_TASKS", 2**14)
+    sizes.clear()
+    assert step_of(open_problem(), Grid(4, 1, 2).run(open_problem())) == best
+    assert sizes[0] == 1
 
 
 def test_memory_asks_for_more_parts() -> None:

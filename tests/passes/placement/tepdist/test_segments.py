@@ -77,6 +77,15 @@ def test_what_every_layer_reads_is_set_apart() -> None:
     assert found.critical == tuple(range(20))
 
 
+def test_what_reads_a_wide_variable_far_away_hides_no_other_one() -> None:
+    layers = [(each, each + 1) for each in range(19)]
+    tables = [(table, each) for table in (20, 21, 22, 23) for each in range(1, 20)]
+    model = joined(24, *layers, *tables)
+    found = cut(model, ranks(model))
+    assert found.wide == (20, 21, 22, 23)
+    assert found.critical == tuple(range(20))
+
+
 @settings(max_examples=60)
 @given(layered())
 def test_no_edge_leads_past_a_critical_node(model: MinSum) -> None:
