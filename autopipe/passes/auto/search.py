@@ -85,9 +85,9 @@ class Search:
         """
         together: dict[object, list[Candidate]] = {}
         for candidate in candidates:
-            if self.ahead.is_coming(repr(candidate)):
+            if is_quick(candidate.strategy) or self.ahead.is_coming(repr(candidate)):
                 continue
-            if not is_quick(candidate.strategy) and self._left_out(candidate) is None:
+            if self._left_out(candidate) is None:
                 together.setdefault(in_common(candidate), []).append(candidate)
         # The first ones are asked for first, whatever the others take.
         first, others = list(together.values())[:_SOON], list(together.values())[_SOON:]

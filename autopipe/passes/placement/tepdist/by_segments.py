@@ -45,7 +45,7 @@ def by_segments(model: MinSum, rank: Array, programs: Programs, end: float | Non
     parts = cut(model, rank)
     left = narrowed(model, 0 if parts.wide else np.inf)
     if left.is_met:
-        return Answer(left.choice, left.cost, left.cost, True, model.memory_of(left.choice))
+        return left.answer(model)
     given, others = _given(left, parts.wide)
     segments = EqualSegments()
     best, choice = np.inf, left.choice

@@ -38,7 +38,7 @@ class Level(ABC):
         self._enough = math.inf
 
     def below(self, cost: float) -> Self:
-        """The same, but within memory an answer that costs as much is good enough: it is not looked for a better."""
+        """The same, but within memory an answer that costs as much is good enough: no better one is looked for."""
         other = copy.copy(self)
         other._enough = cost
         return other

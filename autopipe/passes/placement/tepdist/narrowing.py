@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopipe.passes.solvers.min_sum import MinSum
+from autopipe.passes.solvers.min_sum import Answer, MinSum
 from autopipe.passes.solvers.min_sum.model import Array
 from autopipe.passes.solvers.min_sum.part import Part
 from autopipe.passes.solvers.min_sum.restriction import everything
@@ -48,6 +48,10 @@ class Narrowed:
     def is_met(self) -> bool:
         """Whether no choice costs less than the one that was met."""
         return self.cost - self.bound <= SLACK * abs(self.cost)
+
+    def answer(self, model: MinSum) -> Answer:
+        """The choice that was met, where none costs less."""
+        return Answer(self.choice, self.cost, self.cost, True, model.memory_of(self.choice))
 
 
 def narrowed(model: MinSum, most: float = 0, known: Sequence[int] = (), cutoff: float | None = None) -> Narrowed:

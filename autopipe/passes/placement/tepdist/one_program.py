@@ -26,7 +26,7 @@ def least_by_program(model: MinSum, programs: Programs, most: float = MOST_PAIRS
     """
     left = narrowed(model)
     if left.is_met:
-        return Answer(left.choice, left.cost, left.cost, True, model.memory_of(left.choice))
+        return left.answer(model)
     left = promising(model, left, most)
     known = _places(left, left.choice)
     found = programs.least(restricted(model, left.kept), known or ())
