@@ -119,23 +119,31 @@ def foreseen(model: Model, problem: Problem, placement: Placement, runner: Runne
 
 def schedule(placed: Placed, scheduler: Scheduler, runner: Runner, known: tuple[Scheduled, ...] = ()) -> Scheduled:
     """The schedule that a scheduler makes, simulated; the order of one that is `known` makes the same step.
+
     Raises InfeasibleError where it cannot take the placement, or where memory does not hold what it keeps.
     """
-    problem, placement = placed.problem, placed.placement
-    found = runner.run(
+    return _timed(placed, ordered(placed, scheduler, runner), runner, known)
+
+
+def ordered(placed: Placed, scheduler: Scheduler, runner: Runner) -> Schedule:
+    """The schedule that a scheduler makes. Raises InfeasibleError where it cannot take the placement."""
+    return runner.run(
         scheduler.name,
-        lambda: scheduler.run(problem, placement),
-        lambda: scheduler.requires(problem, placement),
-        lambda result: result.verify(placed.graph, problem.train),
+        lambda: scheduler.run(placed.problem, placed.placement),
+        lambda: scheduler.requires(placed.problem, placed.placement),
+        lambda result: result.verify(placed.graph, placed.problem.train),
     )
-    same = next((each for each in known if each.schedule.has_orders_of(found)), None)
-    return _simulated(placed, found, runner) if same is None else Scheduled(found, same.timeline)
 
 
-def checked(placed: Placed, schedule: Schedule, runner: Runner) -> Scheduled:
-    """A schedule that is known, simulated. Raises InfeasibleError where it cannot run or memory does not hold it."""
+def checked(placed: Placed, schedule: Schedule, runner: Runner, known: tuple[Scheduled, ...] = ()) -> Scheduled:
+    """A schedule that is at hand, simulated. Raises InfeasibleError where it cannot run or memory does not hold it."""
     schedule.verify(placed.graph, placed.problem.train)
-    return _simulated(placed, schedule, runner)
+    return _timed(placed, schedule, runner, known)
+
+
+def _timed(placed: Placed, schedule: Schedule, runner: Runner, known: tuple[Scheduled, ...]) -> Scheduled:
+    same = next((each for each in known if each.schedule.has_orders_of(schedule)), None)
+    return _simulated(placed, schedule, runner) if same is None else Scheduled(schedule, same.timeline)
 
 
 def _simulated(placed: Placed, schedule: Schedule, runner: Runner) -> Scheduled:

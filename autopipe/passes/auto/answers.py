@@ -11,12 +11,11 @@ import math
 
 from autopipe.ir.alternatives import Alternative
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.schedule import Schedule, Task
 from autopipe.ir.serial.alternatives_form import alternatives_form, alternatives_of
 from autopipe.ir.serial.record import Record
-from autopipe.ir.serial.schedule_file import proof_form, proof_of, repetend_of, repetends_form
 from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.auto.decided import Decided, decided_form, decided_of
+from autopipe.passes.auto.ordered import schedule_form, schedule_of
 from autopipe.passes.batching import Batching
 from autopipe.passes.pipeline import Planned, checked, place_as, planned
 from autopipe.passes.registry import scheduler_class, strategy_class
@@ -37,7 +36,7 @@ def answer_form(found: Planned) -> dict[str, object]:
         "chosen": alternatives_form((chosen,)),
         "decided": decided_form(Decided(plan.placement, batching)),
         "step_time_s": plan.summary.step_time_s,
-        "schedule": _schedule_form(plan.schedule),
+        "schedule": schedule_form(plan.schedule),
         "alternatives": alternatives_form(plan.alternatives),
     }
 
@@ -56,7 +55,7 @@ def answer_of(record: Record, request: Request, runner: Runner) -> Planned:
     if placed.problem.graph.digest() != record.at("graph_digest").text():
         raise ConfigurationError("the graph is not the one that was planned", where=record.file)
     scheduler = request.scheduler or scheduler_class(chosen.choice.schedule or "")()
-    scheduled = checked(placed, _schedule_of(record.at("schedule")), runner)
+    scheduled = checked(placed, schedule_of(record.at("schedule")), runner)
     if scheduled.timeline.end != record.at("step_time_s").number():
         raise ConfigurationError("the step is not the one that was planned", where=record.file)
     found = planned(settled, candidate.strategy, scheduler, placed, scheduled, runner)
@@ -80,31 +79,3 @@ def _option(text: str) -> object:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _schedule_form(found: Schedule) -> dict[str, object]:
-    """A schedule: the orders that differ, and which of them each device follows."""
-    orders = {order: index for index, order in enumerate(dict.fromkeys(found.tasks))}
-    return {
-        "micro_batches": found.micro_batches,
-        "orders": [" ".join(map(str, order)) for order in orders],
-        "devices": [orders[order] for order in found.tasks],
-        "repetends": repetends_form(found.repetends),
-        "period": found.period,
-        "proof": proof_form(found.proof),
-    }
-
-
-def _schedule_of(record: Record) -> Schedule:
-    orders = [tuple(map(Task.parse, each.text().split())) for each in record.at("orders").items()]
-    devices = record.at("devices").integers()
-    if max(devices, default=0) >= len(orders):
-        record.refuse("an order for each device")
-    period = record.at("period")
-    return Schedule(
-        record.at("micro_batches").integer(1),
-        tuple(orders[index] for index in devices),
-        tuple(map(repetend_of, record.at("repetends").items())) or None,
-        None if period.value is None else period.number(),
-        proof_of(record.at("proof")),
-    )

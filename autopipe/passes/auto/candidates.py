@@ -41,14 +41,21 @@ _FORMS: tuple[_Form, ...] = (
 """Strategies and options in the order in which they are tried: about that of the time they take, so that there is a
 plan soon. X, chunks and waves are what Chimera, interleaved 1F1B and the zero-bubble V schedules run on."""
 
+_WITH_AND_WITHOUT = ("tepdist",)
+"""Strategies that weigh what recomputes against what does not: one search where memory asks for it, instead of two."""
+
 _FOLLOWERS = ("given", "manual")
 """Strategies that follow what somebody writes; of them, constraints make manual a candidate."""
 
 
-def candidates(request: Request) -> Iterator[Candidate]:
-    """The candidates for a request, those of other packages' strategies last."""
+def candidates(request: Request, short: bool = False) -> Iterator[Candidate]:
+    """The candidates for a request, those of other packages' strategies last.
+
+    `short` says whether there may be less memory than a step wants, and recomputation may help.
+    """
     for name, options in _forms(request):
-        yield Candidate(strategy_class(name)(**dict(options)))
+        recompute = "auto" if short and name in _WITH_AND_WITHOUT else "none"
+        yield Candidate(strategy_class(name)(**dict(options)), recompute=recompute)
 
 
 def strategies_of(request: Request) -> tuple[str, ...]:

@@ -14,10 +14,11 @@ from autopipe.passes.auto.answers import FORMAT, answer_form, answer_of
 from autopipe.passes.auto.candidates import candidates, strategies_of
 from autopipe.passes.auto.first import first_candidate
 from autopipe.passes.auto.keys import answer_key
+from autopipe.passes.auto.memory import may_be_short
 from autopipe.passes.auto.narrowed import narrowed
 from autopipe.passes.auto.search import Search
 from autopipe.passes.auto.store import Store
-from autopipe.passes.auto.variations import variations
+from autopipe.passes.auto.variations import foreseeable, variations
 from autopipe.passes.base import Scheduler
 from autopipe.passes.pipeline import Planned, planned
 from autopipe.passes.registry import SCHEDULERS, scheduler_class, scheduler_names
@@ -85,14 +86,16 @@ def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.mo
         problem = open_problem(request, runner)
         # One batch for all, or steps tell nothing.
         search.request = request = dataclasses.replace(request, batch_size=problem.batch_size)
-        every = tuple(candidates(request))
+        short = problem.train and may_be_short(problem)
+        every = tuple(candidates(request, short and request.recompute is None))
         search.expect(every)
+        search.expect(foreseeable(every, problem, request))
         search.try_all(every)
-        search.try_all(variations(search, problem))
+        search.try_all(variations(search, problem, short))
         finer = tuple(narrowed(search))
         search.expect(finer)
         search.try_all(finer)
-    search.schedule_all()
+        search.schedule_all()
     if search.best is None:
         raise search.reason()
     return search

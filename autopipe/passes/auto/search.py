@@ -24,10 +24,11 @@ from autopipe.passes.auto.budget import (
 )
 from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.auto.decided import Decided, decided_form, decided_of, refused_form, refused_of
+from autopipe.passes.auto.ordered import schedule_form, schedule_of
 from autopipe.passes.auto.tried import Run, Tried
 from autopipe.passes.base import Scheduler
 from autopipe.passes.batching import Batching
-from autopipe.passes.pipeline import Placed, decide, place, place_as, schedule
+from autopipe.passes.pipeline import Placed, Scheduled, checked, decide, ordered, place, place_as, schedule
 from autopipe.passes.request import Request, operators_of
 from autopipe.passes.runner import Runner
 from autopipe.passes.schedule.limits import SAME, lower_bound
@@ -113,12 +114,30 @@ class Search:
 
     def schedule_all(self) -> None:
         """Try all schedules on the placements that can still win, the one with the least bound first."""
-        for each in sorted(self.tried, key=lambda one: (one.step_s, one.bound_s)):
+        ranked = sorted(self.tried, key=lambda one: (one.step_s, one.bound_s))
+        self._expect_searched(ranked)
+        for each in ranked:
             for scheduler in self.schedulers():
                 if self.is_over() or each.placed is None or self._cannot_win(each):
                     break
                 if all(run.scheduler != scheduler for run in each.runs):
                     self._run(each, each.placed, scheduler)
+
+    def _expect_searched(self, tried: Iterable[Tried]) -> None:
+        """Have the schedules that are searched, of placements that can win as yet, searched meanwhile."""
+        for each in tried:
+            if each.placed is None or self._cannot_win(each):
+                continue
+            for scheduler in filter(is_searched, self.schedulers()):
+                if _is_left(each, each.placed, scheduler):
+                    self.ahead.expect((_order_key(each, scheduler), partial(self._ordered, each.placed, scheduler)))
+
+    def _ordered(self, placed: Placed, scheduler: Scheduler) -> dict[str, object]:
+        """What a scheduler makes of a placement, or why nothing, in a form that processes exchange."""
+        try:
+            return schedule_form(ordered(placed, scheduler, self.runner.silenced()))
+        except AutopipeError as error:
+            return refused_form(error)
 
     def schedule(self, tried: Tried) -> None:
         """Try all schedules on a candidate's placement, those that cannot win, too."""
@@ -159,13 +178,14 @@ class Search:
         name, key = candidate.strategy.name, repr(candidate)
         if not self.ahead.is_coming(key):
             return place(asked, candidate.strategy, self.runner)
-        decided = self.runner.run(name, lambda: self._awaited(key))
-        if decided is None:
+        record = self.runner.run(name, lambda: self._awaited(key))
+        if record is None:
             return place(asked, candidate.strategy, self.runner)
+        decided = decided_of(record)
         return place_as(asked, decided.batching, decided.placement, self.runner)
 
-    def _awaited(self, key: str) -> Decided | None:
-        """What was decided; None where the process failed. Raises what speaks against the candidate."""
+    def _awaited(self, key: str) -> Record | None:
+        """What another process found; None where it failed. Raises what it found to speak against it."""
         limited = self.end is not None and self.best is not None
         found = self.ahead.answer(key, self._within_time(self.request).time_limit if limited else None)
         if found is None:
@@ -175,7 +195,7 @@ class Search:
         record = Record(found, key)
         if record.has("refused"):
             raise refused_of(record)
-        return decided_of(record)
+        return record
 
     def _cannot_win(self, tried: Tried) -> bool:
         return tried.bound_s >= self.step_s * (1 - SAME)
@@ -186,13 +206,22 @@ class Search:
         try:
             check_scheduler(scheduler, placed.problem, placed.placement)
             known = tuple(each.scheduled for each in tried.runs if each.scheduled is not None)
-            run = Run(scheduler, schedule(placed, scheduler, self.runner, known))
+            run = Run(scheduler, self._scheduled(tried, placed, scheduler, known))
         except _REFUSALS as error:
             run = Run(scheduler, refused=error)
         tried.runs.append(run)
         if run.step_s < known_s:
             self.runner.improved(run.step_s, self.bound_s)
         return run
+
+    def _scheduled(self, tried: Tried, placed: Placed, scheduler: Scheduler, known: tuple[Scheduled, ...]) -> Scheduled:
+        """The schedule, simulated: of another process where it was expected."""
+        key, found = _order_key(tried, scheduler), None
+        if self.ahead.is_coming(key):
+            found = self.runner.run(scheduler.name, lambda: self._awaited(key))
+        if found is None:
+            return schedule(placed, scheduler, self.runner, known)
+        return checked(placed, schedule_of(found), self.runner, known)
 
     def _within_time(self, request: Request) -> Request:
         if self.end is None:
@@ -208,6 +237,20 @@ class Search:
         refused = found.refused or next((run.refused for run in found.runs if run.refused), None)
         assert refused is not None, "there is a plan, or something speaks against each"
         return refused
+
+
+def _order_key(tried: Tried, scheduler: Scheduler) -> str:
+    """What a schedule that is searched meanwhile is asked for by."""
+    return f"{scheduler.name} of {tried.candidate!r}"
+
+
+def _is_left(tried: Tried, placed: Placed, scheduler: Scheduler) -> bool:
+    """Whether a schedule was not tried yet, and is one to be tried."""
+    try:
+        check_scheduler(scheduler, placed.problem, placed.placement)
+    except LeftOutError:
+        return False
+    return all(run.scheduler != scheduler for run in tried.runs)
 
 
 def _are_same(first: Placed, second: Placed) -> bool:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from autopipe.ir.errors import OutOfMemoryError
 from autopipe.ir.problem import Problem
 from autopipe.passes.auto.candidate import Candidate
-from autopipe.passes.auto.memory import may_be_short
 from autopipe.passes.batching import AUTO_PER_DEVICE, Division
 from autopipe.passes.cost.assignment import stage_work
 from autopipe.passes.cost.replicas import holders_of
@@ -19,6 +18,7 @@ from autopipe.passes.cost.replicas import holders_of
 if TYPE_CHECKING:
     from autopipe.passes.auto.search import Search
     from autopipe.passes.auto.tried import Tried
+    from autopipe.passes.request import Request
 
 _MOST = 3
 """Candidates that are planned again with recomputation, or with shared state: one of each strategy."""
@@ -26,20 +26,37 @@ _MOST = 3
 _BASELINES = ("breadth_first", "mcmc")
 """What pase finds at least as good: tried once, and not varied."""
 
+_OFTEN_SHARED = ("tepdist",)
+"""Strategies that search long, and promise so much as a rule that shared state is asked for, too."""
+
+_ALWAYS_OR_NEVER = ("pase",)
+"""One stage keeps all until its backward begins: where memory is short, recomputing helps nothing."""
+
 _NEAR = 1.5
 """How many times the shortest step a candidate's bound may be for more numbers of micro-batches to be looked at."""
 
 
-def variations(search: Search, problem: Problem) -> Iterator[Candidate]:
+def variations(search: Search, problem: Problem, short: bool) -> Iterator[Candidate]:
     """Candidates for what memory refused, and for the most promising ones; later ones go by what came of earlier.
 
-    `problem` is the one with the largest micro-batches that the model takes. Each candidate is to be tried before the
-    next one is asked for.
+    `problem` is the one with the largest micro-batches that the model takes; `short` says whether there may be less
+    memory than a step of training wants. Each candidate is to be tried before the next one is asked for.
     """
-    varied = _Variations(search, problem, problem.train and may_be_short(problem))
+    varied = _Variations(search, problem, short)
     yield from varied.in_other_counts()
     yield from varied.with_recomputation()
     yield from varied.with_shared_state()
+
+
+def foreseeable(every: Iterable[Candidate], problem: Problem, request: Request) -> Iterator[Candidate]:
+    """What is going to be asked for as a rule once all candidates are tried, and takes long."""
+    if _may_share(problem, request):
+        yield from (replace(each, shard=True) for each in every if each.strategy.name in _OFTEN_SHARED)
+
+
+def _may_share(problem: Problem, request: Request) -> bool:
+    """Whether replicas may have a share of the optimizer's state each, and do not anyway."""
+    return request.shard_open and not request.optimizer.shard and problem.train and problem.cluster.size > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +66,6 @@ class _Variations:
     search: Search
     problem: Problem
     short: bool
-    """Whether there may be less memory than a step of training wants."""
 
     def in_other_counts(self) -> Iterator[Candidate]:
         """Other numbers of micro-batches for strategies that take what they are given."""
@@ -64,7 +80,8 @@ class _Variations:
             return
         refused = [each for each in self.search.tried if _is_refused(each)]
         own = _once(each.candidate for each in [*self._promising(), *refused])
-        again = [replace(each, recompute="auto") for each in own if each.micro_batches is None]
+        plain = [each for each in own if each.recompute == "none" and each.strategy.name not in _ALWAYS_OR_NEVER]
+        again = [replace(each, recompute="auto") for each in plain if each.micro_batches is None]
         # Shared state is looked into meanwhile for what promises most so far: most of that is asked for later.
         self.search.expect([*again, *self._sharing()])
         yield from again
@@ -82,7 +99,7 @@ class _Variations:
 
     def _sharing(self) -> list[Candidate]:
         request = self.search.request
-        if not request.shard_open or request.optimizer.shard or not self.problem.train or self.problem.cluster.size < 2:
+        if not _may_share(self.problem, request):
             return []
         saves = self.short and self.problem.optimizer.states
         most = "auto" if request.recompute is None and self.short else "none"

@@ -77,7 +77,6 @@ class Made:
 @pytest.fixture
 def try_variations(monkeypatch):
     def tried(answer, *strategies, short=False, copies=False, train=True, **asked):
-        monkeypatch.setattr(varied, "may_be_short", lambda problem: short)
         monkeypatch.setattr(varied, "_has_copies", lambda each: copies)
         search = Made(answer, Request(Path("m.onnx"), cluster(4), None, None, **asked))
         search.try_all(Candidate(each) for each in strategies)
@@ -90,7 +89,7 @@ def try_variations(monkeypatch):
             micro_batch_size=BATCH,
             micro_batch_sizes=SIZES,
         )
-        return search.try_all(varied.variations(search, problem))
+        return search.try_all(varied.variations(search, problem, short and train))
 
     return tried
 

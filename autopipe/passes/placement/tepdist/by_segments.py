@@ -37,10 +37,13 @@ class _Given:
     strategies: tuple[int, ...]
 
 
-def by_segments(model: MinSum, rank: Array, programs: Programs, end: float | None = None) -> Answer:
+def by_segments(
+    model: MinSum, rank: Array, programs: Programs, end: float | None = None, close: float = SAME
+) -> Answer:
     """The best choice of a merged model whose edges lead to higher `rank`; at `end` of the clock, what is known.
 
-    Raises InfeasibleError where every choice is forbidden.
+    What may be less by a share of `close` at most is not looked for. Raises InfeasibleError where every choice is
+    forbidden.
     """
     parts = cut(model, rank)
     left = narrowed(model, 0 if parts.wide else np.inf)
@@ -51,13 +54,13 @@ def by_segments(model: MinSum, rank: Array, programs: Programs, end: float | Non
     best, choice = np.inf, left.choice
     bounds = [others]
     for each in given:
-        if each.bound >= best * (1 - SAME) or is_over(end):
+        if each.bound >= best * (1 - close) or is_over(end):
             bounds.append(each.bound)
             break
         fixed = _with(model, parts.wide, each.strategies)
         pairs = segments.pairs(fixed, parts)
         apart = float(sum(fixed.costs[variable][0] for variable in parts.wide))
-        path = shortest(fixed, parts, pairs, programs, best * (1 - SAME) - apart, end)
+        path = shortest(fixed, parts, pairs, programs, best * (1 - close) - apart, end)
         bounds.append(max(each.bound, apart + path.bound))
         if path.settled and apart + path.cost < best:
             best, choice = apart + path.cost, choice_of(path, parts, pairs, each.strategies)

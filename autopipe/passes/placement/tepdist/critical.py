@@ -7,7 +7,9 @@ those are critical that part the graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,20 +38,44 @@ def ranks(model: MinSum) -> Array:
     return found
 
 
-def heaviest_path(model: MinSum, around: Neighbours, rank: Array, without: Set[int]) -> tuple[int, ...]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Ways:
+    """A model's variables from low to high rank, and what each takes."""
+
+    order: tuple[int, ...]
+    behind: tuple[tuple[int, ...], ...]
+    """Of every variable: its neighbours of lower rank, ascending."""
+    weight: Array
+    """Seconds of each at least."""
+
+    @staticmethod
+    def of(model: MinSum, around: Neighbours, rank: Array) -> Ways:
+        """The ways of a model whose edges lead from lower to higher `rank`."""
+        ranked = rank.tolist()
+        behind = (
+            sorted(other for other in near if ranked[other] < own) for near, own in zip(around, ranked, strict=True)
+        )
+        weight = np.where(np.isfinite(least := least_costs(model)), least, 0.0)
+        return Ways(tuple(np.argsort(rank, kind="stable").tolist()), tuple(map(tuple, behind)), weight)
+
+
+def heaviest_path(ways: Ways, without: Set[int]) -> tuple[int, ...]:
     """The variables that take most together of any way from low to high rank, none of them in `without`."""
-    weight = np.where(np.isfinite(least := least_costs(model)), least, 0.0)
-    total = weight.copy()
-    before = np.full(len(total), -1)
-    for variable in np.argsort(rank, kind="stable").tolist():
-        behind = [other for other in around[variable] - without if rank[other] < rank[variable]]
-        if variable not in without and behind:
-            before[variable] = max(behind, key=lambda other: (total[other], -other))
-            total[variable] += total[before[variable]]
-    total[list(without)] = -np.inf
-    path = [int(total.argmax())]
+    total = ways.weight.tolist()
+    for variable in without:
+        total[variable] = -math.inf
+    before = [-1] * len(total)
+    for variable in ways.order:
+        heaviest, most = -1, -math.inf
+        for other in ways.behind[variable]:
+            if total[other] > most:
+                heaviest, most = other, total[other]
+        if heaviest >= 0 and variable not in without:
+            before[variable] = heaviest
+            total[variable] += most
+    path = [max(range(len(total)), key=total.__getitem__)]
     while before[path[-1]] >= 0:
-        path.append(int(before[path[-1]]))
+        path.append(before[path[-1]])
     return tuple(reversed(path))
 
 

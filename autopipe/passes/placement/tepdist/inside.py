@@ -64,7 +64,8 @@ class Insides:
         fitting = [each for each in plain if each.fits]
         if plain[0].fits or step_s(self.problem, plain[0].placement, plain[0].costs) >= limit_s:
             return fitting
-        if self.problem.train and self.problem.recompute == "auto":
+        # One stage needs at once all that it keeps, recomputed or not.
+        if self.problem.train and self.problem.recompute == "auto" and len(skeleton.stages) > 1:
             fitting += self._recomputing(plain[0], wished)
         try:
             fitting.append(self._within(plain[0], wished, limit_s))

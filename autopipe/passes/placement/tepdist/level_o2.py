@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopipe.passes.placement.tepdist.by_segments import by_segments
+from autopipe.passes.placement.tepdist.by_segments import SAME, by_segments
 from autopipe.passes.placement.tepdist.critical import ranks
 from autopipe.passes.placement.tepdist.filling import fill_cones
 from autopipe.passes.placement.tepdist.level import Level
-from autopipe.passes.placement.tepdist.pricing import Priced
+from autopipe.passes.placement.tepdist.pricing import CLOSE, Priced
 from autopipe.passes.solvers.min_sum import Answer, MinSum
 from autopipe.passes.solvers.min_sum.pricing import priced
 
@@ -23,7 +23,8 @@ class O2(Level):
     def at_price(self, model: MinSum, rate: float) -> Answer:
         """The same with a price for bytes."""
         cones = fill_cones(model, rate)
-        found = by_segments(priced(cones.model, rate), ranks(model)[list(cones.roots)], self.programs, self.end)
+        rank, close = ranks(model)[list(cones.roots)], CLOSE / 2 if rate else SAME
+        found = by_segments(priced(cones.model, rate), rank, self.programs, self.end, close)
         return replace(found, choice=cones.expanded(found.choice))
 
     def within(self, model: MinSum, found: Priced) -> Answer:

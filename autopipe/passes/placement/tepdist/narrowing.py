@@ -73,9 +73,10 @@ def narrowed(model: MinSum, most: float = 0, known: Sequence[int] = (), cutoff: 
                 choice, cost = met, cost_met
         top = _at_most(cost) if cutoff is None else top
         part.narrow(top)
-        if cost - part.bound <= SLACK * abs(cost) or part.bound - before < PROGRESS * (cost - before):
+        bound = part.bound
+        if cost - bound <= SLACK * abs(cost) or bound - before < PROGRESS * (cost - before):
             break
-        before = part.bound
+        before = bound
     positions = part.within(top)
     reach = tuple(each[places] - part.dual.rounding for each, places in zip(part.dual.reach, positions, strict=True))
     return Narrowed(tuple(part.at(positions)), reach, choice, cost, min(part.bound, cost))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from autopipe.passes.placement.tepdist.critical import heaviest_path, parting, parts
+from autopipe.passes.placement.tepdist.critical import Ways, heaviest_path, parting, parts
 from autopipe.passes.solvers.min_sum import MinSum
 from autopipe.passes.solvers.min_sum.model import Array
 from autopipe.passes.solvers.min_sum.ordering import Neighbours, neighbours
@@ -47,9 +47,10 @@ def cut(model: MinSum, rank: Array) -> Cut:
     """
     around = neighbours(model)
     widest = _widest(around, rank)
-    best = min((_cut(model, rank, around, widest[:count]) for count in range(len(widest) + 1)), key=_largest)
+    ways = Ways.of(model, around, rank)
+    best = min((_cut(ways, around, widest[:count]) for count in range(len(widest) + 1)), key=_largest)
     for variable in best.wide:
-        fewer = _cut(model, rank, around, tuple(other for other in best.wide if other != variable))
+        fewer = _cut(ways, around, tuple(other for other in best.wide if other != variable))
         best = min(fewer, best, key=_largest)
     return best
 
@@ -74,11 +75,11 @@ def _largest(found: Cut) -> int:
     return max(SMALL, *(len(segment.inner) for segment in found.segments), 0)
 
 
-def _cut(model: MinSum, rank: Array, around: Neighbours, wide: tuple[int, ...]) -> Cut:
+def _cut(ways: Ways, around: Neighbours, wide: tuple[int, ...]) -> Cut:
     without = set(wide)
     if len(without) == len(around):
         return Cut(wide, (), ())
-    critical = parting(heaviest_path(model, around, rank, without), around, without)
+    critical = parting(heaviest_path(ways, without), around, without)
     place = {variable: number for number, variable in enumerate(critical)}
     segments = [
         Segment((number, number + 1), ())

@@ -45,6 +45,12 @@ def test_without_a_limit_no_choice_is_better(level: type[Level], model: MinSum) 
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_where_there_is_nothing_to_choose_nothing_is_chosen(level: type[Level]) -> None:
+    answer = level()(tables_of(MinSum((), ())), 10)
+    assert (answer.choice, answer.cost, answer.bound, answer.fits) == ((), 0.0, 0.0, True)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=12)
 @given(layered(memory=True), st.integers(0, 60))
 def test_within_a_limit_answers_fit_and_bounds_hold(level: type[Level], model: MinSum, limit: int) -> None:
