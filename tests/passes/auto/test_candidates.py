@@ -31,6 +31,12 @@ def test_no_two_candidates_are_the_same():
     assert len(set(found)) == len(found)
 
 
+def test_recomputation_is_weighed_at_once_where_memory_may_be_short():
+    found = {each.strategy.name for each in candidates(REQUEST, short=True) if each.recompute == "auto"}
+    assert found == {"tepdist"}
+    assert all(each.recompute == "none" for each in candidates(REQUEST))
+
+
 def test_a_candidate_settles_what_the_request_leaves_open():
     candidate = Candidate(TesselShapes("m"), micro_batches=8, recompute="auto", shard=True)
     settled = candidate.settled(REQUEST)

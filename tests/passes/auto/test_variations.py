@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,7 +79,7 @@ def try_variations(monkeypatch):
     def tried(answer, *strategies, short=False, copies=False, train=True, **asked):
         monkeypatch.setattr(varied, "_has_copies", lambda each: copies)
         search = Made(answer, Request(Path("m.onnx"), cluster(4), None, None, **asked))
-        search.try_all(Candidate(each) for each in strategies)
+        search.try_all(each if isinstance(each, Candidate) else Candidate(each) for each in strategies)
         problem = SimpleNamespace(
             graph=None,
             train=train,
@@ -157,6 +157,19 @@ def test_recomputation_is_tried_where_memory_is_short_alone(try_variations):
     assert try_variations(refused, CHOOSING, recompute="none", short=True) == []
     assert try_variations(refused, CHOOSING, train=False, short=True) == []
     assert try_variations(refused, CHOOSING, short=True) == [Candidate(CHOOSING, recompute="auto")]
+
+
+def test_recomputation_is_not_tried_where_it_was_weighed_or_changes_nothing(try_variations):
+    for refused in (Candidate(CHOOSING, recompute="auto"), Candidate(Named("pase", Division.FEW))):
+        assert try_variations(lambda _: None, refused, short=True) == []
+
+
+def test_what_will_be_asked_for_is_known_before():
+    tepdist, other = Candidate(Named("tepdist"), recompute="auto"), Candidate(CHOOSING)
+    request = Request(Path("m.onnx"), cluster(4), None, None)
+    problem = SimpleNamespace(train=True, cluster=request.cluster)
+    assert list(varied.foreseeable([tepdist, other], problem, request)) == [replace(tepdist, shard=True)]
+    assert list(varied.foreseeable([tepdist], problem, replace(request, shard_open=False))) == []
 
 
 def test_what_is_refused_for_other_reasons_is_not_varied(try_variations, monkeypatch):
