@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from autopipe.ir.errors import CodegenError, ConfigurationError, InfeasibleError
+from autopipe.ir.errors import CodegenError, ConfigurationError, InfeasibleError, OutOfMemoryError
 from autopipe.ir.placement import Placement
 from autopipe.ir.plan import Plan, Summary
 from autopipe.ir.prediction import Prediction
@@ -216,11 +216,11 @@ def decide(request: Request, strategy: Strategy, runner: Runner) -> tuple[Model,
     They do so for a strategy that wants as few as there can be, and therefore begins with the largest. Raises as
     `make_plan` does.
     """
-    refused: InfeasibleError | None = None
+    refused: OutOfMemoryError | None = None
     for model, problem in problems_of(request, strategy, runner):
         try:
             placement = _answer(strategy, runner, problem)
-        except InfeasibleError as error:
+        except OutOfMemoryError as error:
             if strategy.division(problem.graph) is not Division.FEW:
                 raise
             refused = error

@@ -31,7 +31,7 @@ _QUICK = ("data_parallel", "expert", "manual", "one_weird_trick")
 _LONG = ("tepdist", "piper")
 """Strategies whose search takes longest."""
 
-_MUCH_IN_COMMON = ("graphpipe", "tessel_shapes")
+_MUCH_IN_COMMON = ("graphpipe", "grid", "tessel_shapes")
 """Strategies whose forms read the same from a model on micro-batches of one size."""
 
 _MOST_TASKS = 2**14
