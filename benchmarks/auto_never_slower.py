@@ -132,15 +132,14 @@ def singles_of(request: Request) -> Iterator[tuple[Strategy, str, float]]:
     names = [name for name in strategy_names() if name not in NOT_NAMED]
     strategies = [strategy_class(name)() for name in names]
     shaped = [strategy_class("tessel_shapes")(**options) for options in SHAPES]
-    placements: list[tuple[Strategy, Placed, Runner]] = []
-    least = math.inf
+    placements: list[tuple[Strategy, Placed]] = []
+    least, runner = math.inf, Runner(Silent())
     for strategy in (*strategies, *shaped):
-        runner = Runner(Silent())
         try:
             placed = place(with_names(request, strategy, "1f1b"), strategy, runner)
         except AutopipeError:
             continue
-        placements.append((strategy, placed, runner))
+        placements.append((strategy, placed))
         for order in scheduler_names():
             if order in ("csv", SEARCHED):
                 continue
@@ -148,7 +147,7 @@ def singles_of(request: Request) -> Iterator[tuple[Strategy, str, float]]:
                 step_s = schedule(placed, scheduler_class(order)(), runner).timeline.end
                 least = min(least, step_s)
                 yield strategy, order, step_s
-    for strategy, placed, runner in placements:
+    for strategy, placed in placements:
         if lower_bound(placed.problem, placed.placement, placed.prediction) < least:
             with suppress(AutopipeError):
                 step_s = schedule(placed, scheduler_class(SEARCHED)(), runner).timeline.end

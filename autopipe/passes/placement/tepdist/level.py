@@ -51,13 +51,19 @@ class Level(ABC):
         model = tables.model
         if not model.costs:  # A stage may compute nothing but what others compute, too.
             return Answer((), 0.0, 0.0, proven=True, memory=0)
-        free = counted(self.least(model), model)
-        if limit is None or free.memory <= limit:
-            return free
+        if limit is None:
+            return counted(self.least(model), model)
+        # Least memory is found sooner than least cost, and says where that need not be looked for.
         least = self.least(memory_alone(model))
         fitting = counted(replace(least, proven=False), model)
+        beyond = replace(fitting, bound=fitting.cost, proven=least.proven, fits=False)
+        if fitting.memory > limit and least.proven:
+            return beyond
+        free = counted(self.least(model), model)
+        if free.memory <= limit:
+            return free
         if fitting.memory > limit:
-            return replace(fitting, bound=fitting.cost, proven=least.proven, fits=False)
+            return beyond
         if free.bound >= self._enough:
             return replace(fitting, bound=free.bound)
         at_price = partial(self.at_price, model)
