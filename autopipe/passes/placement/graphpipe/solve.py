@@ -51,7 +51,7 @@ class Solver:
 
         No stage takes less than `least` seconds a micro-batch; a step must take less than `limit`.
         """
-        levels = min(self.devices, prices.places - 1)
+        levels = self._levels(prices)
         while levels:
             target = self.fastest(prices, least, limit / prices.micro_batches, levels)
             if target is None:
@@ -128,10 +128,17 @@ class Solver:
             if 0 < more <= spare and price.seconds[at] < np.inf and price.most[at] >= draft.in_flight:
                 yield Draft.of(price.way, draft.start, draft.stop, draft.in_flight)
 
-    def any_answer(self, prices: Prices) -> Answer | None:
-        """A line of stages that memory holds, however long they take; None where there is none."""
-        levels = min(self.devices, prices.places - 1)
-        return self._answer(prices, np.inf, levels) if self._meets(prices, np.inf, levels) else None
+    def is_held(self, prices: Prices) -> bool:
+        """Whether memory holds some line of stages, however long they take."""
+        return self._meets(prices, np.inf, self._levels(prices))
+
+    def any_answer(self, prices: Prices) -> Answer:
+        """A line of stages that memory holds, however long they take, where there is one."""
+        return self._answer(prices, np.inf, self._levels(prices))
+
+    def _levels(self, prices: Prices) -> int:
+        """The most stages that follow one another."""
+        return min(self.devices, prices.places - 1)
 
     def fastest(self, prices: Prices, low: float, high: float, levels: int) -> float | None:
         """The least number of seconds, between two, that every stage of some line of this depth takes at most."""
@@ -161,7 +168,7 @@ class Solver:
         needs = prices.needs(target, levels)
         if fewest_devices(self.line.regions, needs[1], prices.runs) > self.devices:
             return False
-        if needs[1] is needs[-1] and levels == min(self.devices, prices.places - 1):
+        if needs[1] is needs[-1] and levels == self._levels(prices):
             return True  # No line has more levels than devices or blocks, and it keeps what it will.
         search = Search(needs.__getitem__, prices.places, prices.runs, levels)
         return search.least(self.line.regions)[0] <= self.devices

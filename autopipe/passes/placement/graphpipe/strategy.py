@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
@@ -57,6 +58,8 @@ class GraphPipe:
     def _placed(self, problem: Problem) -> Placement:
         """The placement with the cluster's devices in the order in which they are."""
         placement = _in_stages(problem)
+        if isinstance(placement, InfeasibleError):
+            raise placement
         if self.per_stage_micro_batch:
             placement = with_own_sizes(problem, placement)
         if self.intra == "pase":
@@ -66,14 +69,17 @@ class GraphPipe:
 
 
 @remembered(2)
-def _in_stages(problem: Problem) -> Placement:
-    """The stages with which all forms begin."""
+def _in_stages(problem: Problem) -> Placement | InfeasibleError:
+    """The stages with which all forms begin, or why there are none, which takes as long to find."""
     units = make_units(problem.graph)
     forward, backward = mean_seconds(problem)
     weights = [float((forward + backward)[list(nodes)].sum()) for nodes in units.nodes]
     found = decompose(units.needs, weights)
     trees = itertools.chain((found.tree,), other_orders(found.tree, units.needs, weights))
-    best = Sizes(problem, units, forward + backward).best(trees)
+    try:
+        best = Sizes(problem, units, forward + backward).best(trees)
+    except InfeasibleError as error:
+        return error
     placement = replace(best, notes=region_notes(problem.graph, units, found.regions))
     check_stages(problem.graph, placement)
     return placement
