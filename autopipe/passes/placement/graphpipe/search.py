@@ -98,6 +98,8 @@ class Search:
         self.needs, self.places, self.levels, self.traced = needs, places, levels, traced
         self.ends = tuple(itertools.accumulate(reversed(runs)))
         """How many devices are taken at most with those of each run, the last run first."""
+        self.room = self.ends[-1] - _before(needs(min(1, levels)), places)
+        """How many devices may be taken for all that lies from a place on: what lies before it takes the others."""
         self.pieces: list[tuple[Piece, int]] = []
         """Stages of ways, each with the number of the next one on its way; -1 at the end."""
 
@@ -137,7 +139,7 @@ class Search:
                 continue
             sums = self._taken(level, run, stops + run.start + 1, seen[stops])
             devices = sums.min(axis=1)
-            better = (devices < best) & (devices <= self.ends[-1])
+            better = (devices < best) & (devices <= self.room[run.start : run.stop])
             if not better.any():
                 continue
             if level < most:
@@ -205,6 +207,16 @@ class Search:
         found.devices[level, columns[better]] = devices[better]
         if found.ways is not None and ends.ways is not None:
             found.ways[level, columns[better]] = ends.ways[best, columns][better]
+
+
+def _before(needs: Sequence[Devices], places: int) -> Devices:
+    """For each place the fewest devices for all that lies before it, however many micro-batches its stages keep."""
+    least = np.minimum.reduce(needs)
+    found = np.full(places, NEVER, dtype=np.int16)
+    found[0] = 0
+    for stop in range(1, places):
+        found[stop] = min(NEVER, int((found[:stop] + least[:stop, stop]).min()))
+    return found
 
 
 def _leave_out(front: Front, start: int, stop: int) -> None:
