@@ -70,7 +70,8 @@ def main() -> None:
 def written(found: Sequence[Row]) -> str:
     """The page."""
     order = [case.name for case in cases()]
-    lines = [HEAD, f"{len(found)} of {len(order)} cases are here, the others are left for a quiet machine."]
+    left = ", the others are left for a quiet machine" if len(found) < len(order) else ""
+    lines = [HEAD, f"{len(found)} of {len(order)} cases are here{left}."]
     for case in sorted(found, key=lambda each: order.index(each["case"])):
         lines += ["", f"## {case['case']}", "", *_about(case["rows"]), "", *_compared(case["rows"])]
     return "\n".join(lines) + "\n"
