@@ -21,8 +21,10 @@ def schedule_form(found: Schedule) -> dict[str, object]:
 
 
 def schedule_of(record: Record) -> Schedule:
-    """The schedule that `schedule_form` gave. Raises ConfigurationError, and Python's own errors for tasks that are
-    none."""
+    """The schedule that `schedule_form` gave.
+
+    Raises ConfigurationError, and Python's own errors for tasks that are none.
+    """
     orders = [tuple(map(Task.parse, each.text().split())) for each in record.at("orders").items()]
     devices = record.at("devices").integers()
     if max(devices, default=0) >= len(orders):

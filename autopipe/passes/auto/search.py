@@ -120,7 +120,7 @@ class Search:
             for scheduler in self.schedulers():
                 if self.is_over() or each.placed is None or self._cannot_win(each):
                     break
-                if all(run.scheduler != scheduler for run in each.runs):
+                if not each.has_run(scheduler):
                     self._run(each, each.placed, scheduler)
 
     def _expect_searched(self, tried: Iterable[Tried]) -> None:
@@ -143,7 +143,7 @@ class Search:
         """Try all schedules on a candidate's placement, those that cannot win, too."""
         assert tried.placed is not None
         for scheduler in self.schedulers():
-            if all(run.scheduler != scheduler for run in tried.runs):
+            if not tried.has_run(scheduler):
                 self._run(tried, tried.placed, scheduler)
 
     def _place(self, candidate: Candidate) -> None:
@@ -250,7 +250,7 @@ def _is_left(tried: Tried, placed: Placed, scheduler: Scheduler) -> bool:
         check_scheduler(scheduler, placed.problem, placed.placement)
     except LeftOutError:
         return False
-    return all(run.scheduler != scheduler for run in tried.runs)
+    return not tried.has_run(scheduler)
 
 
 def _are_same(first: Placed, second: Placed) -> bool:

@@ -51,6 +51,10 @@ class Tried:
         """Seconds of the shortest step; infinite where there is none."""
         return math.inf if self.best is None else self.best.step_s
 
+    def has_run(self, scheduler: Scheduler) -> bool:
+        """Whether the schedule was tried on it."""
+        return any(run.scheduler == scheduler for run in self.runs)
+
     @property
     def origin(self) -> Tried:
         """The one that has the placement, its bound and the runs."""

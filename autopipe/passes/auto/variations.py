@@ -66,6 +66,7 @@ class _Variations:
     search: Search
     problem: Problem
     short: bool
+    """Whether there may be less memory than a step of training wants."""
 
     def in_other_counts(self) -> Iterator[Candidate]:
         """Other numbers of micro-batches for strategies that take what they are given."""
