@@ -213,6 +213,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="when to begin no more cells")
     parser.add_argument("--limit", type=int, default=600, help="seconds of processor time a cell")
     parser.add_argument("--only", action="append", metavar="MODEL", choices=sorted(zoo.MODELS), help="repeatable")
+    parser.add_argument("--devices", action="append", type=int, choices=DEVICES, help="repeatable")
     arguments = parser.parse_args()
     rows = [json.loads(line) for line in arguments.log.read_text().splitlines()] if arguments.log.exists() else []
     if arguments.table:
@@ -224,7 +225,8 @@ def main() -> None:
         if time.monotonic() >= end:
             break
         key = cell.model, cell.preset, cell.devices
-        if key in done or (arguments.only and cell.model not in arguments.only):
+        asked = cell.model in (arguments.only or zoo.MODELS) and cell.devices in (arguments.devices or DEVICES)
+        if key in done or not asked:
             continue
         row = dict(zip(("model", "preset", "devices"), key, strict=True)) | bounded(cell, arguments.limit)
         with arguments.log.open("a") as log:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopipe.backends.torch.runtime.gloo_threads import patient_threads
 from autopipe.backends.torch.runtime.pulse import Pulse
 from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
 
@@ -31,7 +32,7 @@ class Meeting:
         self._pulse = pulse
         self._group = None
         if world_size > 1:
-            with pulse.waiting():
+            with pulse.waiting(), patient_threads():
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
 
     def gather(self, data: bytes) -> list[bytes]:

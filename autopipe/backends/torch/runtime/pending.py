@@ -49,6 +49,10 @@ class Departure:
     work: dist.Work | None
     tensor: torch.Tensor | None
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bytes = 0 if self.tensor is None else self.tensor.nbytes
 
     def is_gone(self) -> bool:
         """Whether it has been sent."""

@@ -22,6 +22,7 @@ from autopipe.backends.torch.runtime.at_once import (
 )
 from autopipe.backends.torch.runtime.blocks import Form
 from autopipe.backends.torch.runtime.departures import Departures
+from autopipe.backends.torch.runtime.gloo_threads import give_way, patient_threads
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
 from autopipe.backends.torch.runtime.meeting import Meeting
 from autopipe.backends.torch.runtime.pending import Arrival, Departure, Sum
@@ -69,7 +70,7 @@ class Transport:
         backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
         # Others may come late from their start, and then be late with a task: the launcher finds out sooner who hangs.
         patience = timedelta(seconds=self.timeouts.start_s + self.timeouts.step_s)
-        with self.pulse.waiting():
+        with self.pulse.waiting(), patient_threads():
             dist.init_process_group(
                 backend, rank=self.rank, world_size=self.world_size, timeout=patience, store=_attempt_store(patience)
             )
@@ -86,7 +87,7 @@ class Transport:
         """Make all groups that any rank needs, in the same order everywhere, before the first step."""
         for ranks in sorted(set(members)):
             if 1 < len(ranks) < self.world_size and ranks not in self._groups:
-                with self.pulse.waiting():
+                with self.pulse.waiting(), patient_threads():
                     self._groups[ranks] = dist.new_group(list(ranks))
 
     def make_channels(self, channels: Iterable[ChannelEntry]) -> None:
@@ -114,6 +115,8 @@ class Transport:
         work = dist.isend(tensor, rank, group=self._channels.get((channel, gradient)), tag=_tag(channel, gradient))
         departure = Departure(work, tensor)
         self._departures.add(departure)
+        if not self.nccl:
+            give_way()
         return departure
 
     def receive(self, like: Form, rank: int, channel: int, gradient: bool) -> Arrival:
@@ -126,6 +129,8 @@ class Transport:
         work = dist.irecv(buffer, rank, group=self._channels.get((channel, gradient)), tag=_tag(channel, gradient))
         if work is None:
             raise LaunchError(f"rank {self.rank} cannot receive from rank {rank}")
+        if not self.nccl:
+            give_way()
         return Arrival(work, buffer, self.device)
 
     def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Arrival | Sum:

@@ -65,7 +65,7 @@ class GlooWork:
 
 
 def test_a_message_is_let_go_as_soon_as_it_is_gone() -> None:
-    departures, sent = Departures(watched=True), [threading.Event() for _ in range(3)]
+    departures, sent = Departures(watched=True, most_bytes=0), [threading.Event() for _ in range(3)]
     tensors = [torch.ones(4) for _ in sent]
     held = [weakref.ref(each) for each in tensors]
     for tensor, event in zip(tensors, sent, strict=True):
@@ -83,14 +83,36 @@ def test_a_message_is_let_go_as_soon_as_it_is_gone() -> None:
     assert [each() is None for each in held] == [True, True, True]
 
 
-def test_a_message_that_cannot_be_sent_ends_the_step() -> None:
-    departures, sent = Departures(watched=True), threading.Event()
+def test_small_messages_are_held_up_to_so_many_bytes() -> None:
+    departures, sent = Departures(watched=True, most_bytes=2 * torch.ones(4).nbytes), [threading.Event() for _ in "123"]
+    tensors = [torch.ones(4) for _ in sent]
+    held = [weakref.ref(each) for each in tensors]
+    for event in sent:
+        event.set()
+    departures.add(Departure(cast(Any, GlooWork(sent[0])), tensors[0]))
+    departures.add(Departure(cast(Any, GlooWork(sent[1])), tensors[1]))
+    assert "departures" not in {thread.name for thread in threading.enumerate()}
+    departures.add(Departure(cast(Any, GlooWork(sent[2])), tensors[2]))
+    tensors.clear()
+    deadline = time.monotonic() + 60
+    while held[0]() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert [each() is None for each in held] == [True, False, False]
+    departures.finish()
+    departures.close()
+    assert [each() is None for each in held] == [True, True, True]
+
+
+@pytest.mark.parametrize("most_bytes", [0, 2**20])
+def test_a_message_that_cannot_be_sent_ends_the_step(most_bytes: int) -> None:
+    departures, sent = Departures(watched=True, most_bytes=most_bytes), threading.Event()
     departures.add(Departure(cast(Any, GlooWork(sent, fails=True)), torch.ones(1)))
     sent.set()
     with pytest.raises(RuntimeError, match="closed by peer"):
         departures.finish()
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        departures.add(Departure(cast(Any, GlooWork(sent)), torch.ones(1)))
+    if not most_bytes:
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            departures.add(Departure(cast(Any, GlooWork(sent)), torch.ones(1)))
     departures.close()
 
 
