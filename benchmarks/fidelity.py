@@ -2,7 +2,7 @@
 
 Each model is profiled, planned with what that gave, and run right afterwards; messages of ranks are measured once. A
 piece of work that is always the same is timed before, between and after: where the machine was faster or slower while
-the program ran than while it was profiled, both are done again. About eight minutes on two quiet cores:
+the program ran than while it was profiled, both are done again. About thirteen minutes on two quiet cores:
 
     OMP_NUM_THREADS=1 python benchmarks/fidelity.py --write docs/fidelity.md
     OMP_NUM_THREADS=1 python benchmarks/fidelity.py --only gpt --only dlrm
@@ -201,11 +201,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", metavar="MODEL", choices=sorted(MODELS), help="repeatable")
     parser.add_argument("--write", type=Path, metavar="FILE")
-    for name, default in (("size", 4), ("micro-batches", 4), ("steps", 20)):
+    for name, default in (("size", 4), ("micro-batches", 4), ("steps", 40)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of profiling, a model and a number of ranks")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of profiling, a model and a number of ranks")
     parser.add_argument(
-        "--minutes", type=float, default=7.5, help="what all models may take where some are measured again"
+        "--minutes", type=float, default=13.0, help="what all models may take where some are measured again"
     )
     arguments = parser.parse_args()
     rows: list[Row] = []

@@ -11,9 +11,8 @@ from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
 from autopipe.backends.torch.emission.manifest import Provenance
 from autopipe.cli.verification import FORWARD, REFERENCE
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.program import Program, RankCode, StageCode
-from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.passes.lower.alone import one_device_program
 from autopipe.passes.lower.assemble import lower
 from autopipe.passes.lower.buckets import held_together
 from autopipe.passes.pipeline import Planned
@@ -52,10 +51,7 @@ def _check_ranks(ranks: Sequence[int], devices: int) -> None:
 def _one_device(planned: Planned, name: str, loss: str | None) -> ProgramFiles:
     """The same steps on one device: training with `loss`, the whole forward without."""
     problem = planned.problem
-    stage = Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size)
-    phases = (Phase.FORWARD, Phase.BACKWARD) if loss is not None else (Phase.FORWARD,)
-    order = tuple(Task(0, phase, index) for index in range(problem.micro_batches) for phase in phases)
-    program = lower(problem.graph, Placement((stage,)), Schedule(problem.micro_batches, (order,)), loss)
+    program = one_device_program(problem.graph, problem.micro_batches, problem.micro_batch_size, loss)
     what = "training" if loss is not None else "the forward"
     title = f"The whole model on one device, {what}: what the ranks are verified against."
     return ProgramFiles(name, program, (title,), (title,))

@@ -48,6 +48,9 @@ class Device:
     post: Affine | None = None
     """What either end of a message takes of the device's own time, where that was measured."""
 
+    follow: Affine | None = None
+    """What it takes of each further message of the same task, where that was measured."""
+
     processors: int | None = None
     """How many processors all devices of a node share, where devices are processes; None where each has its own."""
 

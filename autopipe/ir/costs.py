@@ -22,9 +22,11 @@ def work_of(collective: str) -> str:
     return f"{collective}_work"
 
 
-EXCHANGES = ("send", "post", *(name for kind in COLLECTIVES for name in (kind, work_of(kind))))
-"""What is measured between ranks: messages on their way, what an end of one takes of its rank's own time, and
-collectives by the size of their group."""
+MESSAGES = ("send", "post", "follow")
+"""What is measured of messages between ranks: on their way, what an end of one takes of its rank's own time, and what
+one of each further message along with it does."""
+EXCHANGES = (*MESSAGES, *(name for kind in COLLECTIVES for name in (kind, work_of(kind))))
+"""What is measured between ranks: messages, and collectives by the size of their group."""
 
 
 @dataclass(frozen=True, slots=True)

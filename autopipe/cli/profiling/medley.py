@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from itertools import chain
 from pathlib import Path
 
 from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
@@ -21,8 +23,15 @@ _OPERATORS = (
 """Of a layer; the first has a parameter, so that gradients flow through all products of both stages."""
 _LAYERS = 3
 """Of a stage."""
+_FIRST_LAYERS = 2
+"""Of the first of two stages of which the second shall be the slower one."""
 _MICRO_BATCHES = 4
+_MANY_MICRO_BATCHES = 12
 _WHOLE, _SPLIT = 0, 1
+LONGER = 4
+"""How many times as many layers the longer one of two stages has, by which it is measured what any stage takes."""
+MESSAGE_BYTES = 4 * math.prod(_SHAPE)
+"""Of what one stage sends to another."""
 
 
 def write_medley(folder: Path) -> int:
@@ -30,14 +39,58 @@ def write_medley(folder: Path) -> int:
 
     The backward of the second is split. Returns how many of its operators' parameters have gradients that wait.
     """
+    phases = (
+        (_WHOLE, Phase.FORWARD), (_SPLIT, Phase.FORWARD), (_SPLIT, Phase.INPUT_GRADIENT),
+        (_SPLIT, Phase.WEIGHT_GRADIENT), (_WHOLE, Phase.BACKWARD),
+    )  # fmt: skip
+    order = tuple(Task(stage, phase, index) for index in range(_MICRO_BATCHES) for stage, phase in phases)
+    _write(folder, (_LAYERS, _LAYERS), (0, 0), Schedule(_MICRO_BATCHES, (order,)))
+    return _OPERATORS.count("MatMul") * _LAYERS
+
+
+def write_rows(folder: Path) -> tuple[Path, Path]:
+    """Write two one-device programs of one stage each, of one layer and of `LONGER` layers."""
+    programs = folder / "short", folder / "long"
+    phases = Phase.FORWARD, Phase.BACKWARD
+    order = tuple(Task(0, phase, index) for index in range(_MICRO_BATCHES) for phase in phases)
+    for layers, program in zip((1, LONGER), programs, strict=True):
+        _write(program, (layers,), (0,), Schedule(_MICRO_BATCHES, (order,)))
+    return programs
+
+
+def write_pair(folder: Path, ranks: int) -> None:
+    """Write a program of two stages, of which the second is the slower one, on one rank or on two under 1F1B."""
+    count = _MANY_MICRO_BATCHES
+    forwards, backwards = (
+        [Task(0, phase, index) for index in range(count)] for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )
+    last = [Task(1, phase, index) for index in range(count) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+    if ranks == 1:
+        pairs = zip(forwards, last[::2], last[1::2], backwards, strict=True)
+        _write(folder, (_FIRST_LAYERS, _LAYERS), (0, 0), Schedule(count, (tuple(chain.from_iterable(pairs)),)))
+        return
+    steady = chain.from_iterable(zip(forwards[1:], backwards, strict=False))
+    _write(
+        folder,
+        (_FIRST_LAYERS, _LAYERS),
+        (0, 1),
+        Schedule(count, ((forwards[0], *steady, backwards[-1]), tuple(last))),
+    )
+
+
+def _write(folder: Path, layers: tuple[int, ...], devices: tuple[int, ...], schedule: Schedule) -> None:
+    """The program of stages of so many layers each, on these devices."""
     weights = {"matrix": _SHAPE[-1:] * 2, "vector": _SHAPE[-1:]}
     operands = {"MatMul": ("matrix",), "Mul": ("vector",), "Add": ("vector",), "LayerNormalization": ("vector",)}
     nodes: list[Node] = []
-    before, length = "x", len(_OPERATORS) * _LAYERS
-    for number, op in enumerate(_OPERATORS * (2 * _LAYERS)):
-        names = (f"{name}{number // length}" for name in operands.get(op, ()))
-        nodes.append(Node(f"x{number}", op, (before, *names), (f"x{number}",)))
-        before = f"x{number}"
+    before, ends = "x", []
+    for stage, count in enumerate(layers):
+        for op in _OPERATORS * count:
+            names = (f"{name}{stage}" for name in operands.get(op, ()))
+            nodes.append(Node(f"x{len(nodes)}", op, (before, *names), (f"x{len(nodes)}",)))
+            before = nodes[-1].name
+        ends.append(len(nodes))
+    ends[-1] += 1
     nodes.append(Node("loss", "ReduceMean", (before,), ("loss",), (("keepdims", 0),)))
     graph = Graph(
         name="medley",
@@ -45,7 +98,7 @@ def write_medley(folder: Path) -> int:
         inputs=(Value("x", DType.FLOAT32, _SHAPE),),
         parameters=tuple(
             Parameter(Value(f"{name}{stage}", DType.FLOAT32, shape), Initializer("normal", 0.1))
-            for stage in (_WHOLE, _SPLIT)
+            for stage in range(len(layers))
             for name, shape in weights.items()
         ),
         constants=(),
@@ -54,14 +107,11 @@ def write_medley(folder: Path) -> int:
         values=(*(Value(node.name, DType.FLOAT32, _SHAPE) for node in nodes[:-1]), Value("loss", DType.FLOAT32, ())),
         batch_axes=(("x", 0),),
     )
-    phases = (
-        (_WHOLE, Phase.FORWARD), (_SPLIT, Phase.FORWARD), (_SPLIT, Phase.INPUT_GRADIENT),
-        (_SPLIT, Phase.WEIGHT_GRADIENT), (_WHOLE, Phase.BACKWARD),
-    )  # fmt: skip
-    order = tuple(Task(stage, phase, index) for index in range(_MICRO_BATCHES) for stage, phase in phases)
-    halves = tuple(range(length)), tuple(range(length, len(nodes)))
-    placement = Placement(tuple(Stage(half, (0,), _SHAPE[0]) for half in halves))
-    program = lower(graph, placement, Schedule(_MICRO_BATCHES, (order,)), "loss")
-    files = ProgramFiles("", program, ("A medley.",) * 2, ("A medley.",))
+    stages = (
+        Stage(tuple(range(begin, end)), (device,), _SHAPE[0])
+        for begin, end, device in zip((0, *ends), ends, devices, strict=False)
+    )
+    program = lower(graph, Placement(tuple(stages)), schedule, "loss")
+    titles = ("A medley.",) * len(layers), ("A medley.",) * schedule.devices
+    files = ProgramFiles("", program, *titles)
     write_program([files], Provenance(str(folder), "", "", Optimizer(), "fp32", 0, 0.0, 0.0), folder)
-    return _OPERATORS.count("MatMul") * _LAYERS

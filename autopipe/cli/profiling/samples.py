@@ -22,6 +22,8 @@ class Group:
     """Samples that are measured together, as often and in the order in which they are run."""
 
     note: str
+    size: int
+    """Samples in a micro-batch."""
     lap: tuple[Sample, ...]
 
 
@@ -52,15 +54,16 @@ def groups_of(models: Sequence[tuple[int, Model]], precision: str, degrees: Sequ
     seen: set[Operation] = set()
     for degree in (1, *degrees):
         for size, model in models:
-            samples = _samples(Operations.of(model.graph, precision), degree)
+            samples = samples_of(model, precision, degree)
             new = [sample for sample in samples if sample.operation not in seen]
             seen |= {sample.operation for sample in new}
             note = f"micro-batch {size}" + (f", split {degree} ways" if degree > 1 else "")
-            yield from (Group(note, lap) for lap in _laps(new))
+            yield from (Group(note, size, lap) for lap in _laps(new))
 
 
-def _samples(operations: Operations, degree: int) -> Iterator[Sample]:
+def samples_of(model: Model, precision: str, degree: int = 1) -> Iterator[Sample]:
     """What there is to measure of every node, in order; equal ones are put together once."""
+    operations = Operations.of(model.graph, precision)
     known: dict[Hashable, tuple[Sample, ...]] = {}
     work, absorbed = annotate(operations.graph, operations.precision), operations.absorbed
     for index in range(len(work)):
@@ -79,7 +82,7 @@ def _laps(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
     lap: list[Sample] = []
     held = 0
     for sample in samples:
-        size = _bytes(sample)
+        size = bytes_of(sample)
         if len(lap) >= _LAP or held + size > _LAP_BYTES:
             if sample.operation in seen:
                 continue
@@ -93,8 +96,8 @@ def _laps(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
         yield tuple(lap)
 
 
-def _bytes(sample: Sample) -> int:
-    """Of operands and results, each with its gradient."""
+def bytes_of(sample: Sample) -> int:
+    """Bytes of operands and results, each with its gradient."""
     values = [value for each in sample.signatures for value in (*each.operands, *each.results)]
     return 2 * sum(value.bytes for value in values if value is not None)
 

@@ -14,19 +14,23 @@ import torch
 
 from autopipe.backends.onnxruntime import profiler as onnxruntime_profiler
 from autopipe.backends.torch.profiler.company import company
-from autopipe.backends.torch.profiler.exchanges import measure_exchanges
 from autopipe.backends.torch.profiler.operators import measure_operations
-from autopipe.backends.torch.profiler.tasks import measure_tasks
+from autopipe.backends.torch.profiler.tasks import Starts, measure_starts, measure_tasks
 from autopipe.backends.torch.profiler.watch import Watch
 from autopipe.cli.output import Bar
-from autopipe.cli.profiling.medley import write_medley
+from autopipe.cli.profiling.exchanges import exchanges_of
+from autopipe.cli.profiling.medley import LONGER, write_medley, write_rows
 from autopipe.cli.profiling.samples import Group, groups_of, models_of
+from autopipe.cli.profiling.whole import Whole, measure_whole
 from autopipe.ir.costs import DeviceCosts, ExchangeCost, OperationCost, TaskCosts
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.problem import Mode
+from autopipe.passes.frontend import Model
 from autopipe.passes.request import Request
 
-_TASKS = 0.15
+_WHOLE = 0.15
+_TASKS = 0.1
+_STARTS = 0.15
 _EXCHANGES = 0.3
 """Parts of the time."""
 
@@ -68,20 +72,25 @@ class Profiling:
             tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch,
             company(self.company, self.threads),
         ):
-            operations, refused = self._operations(groups, device, train, Path(scratch), bar)
-            tasks = None
+            measured, refused = self._operations(groups, device, train, Path(scratch), bar)
+            tasks, starts = None, Starts()
             if train:
                 bar.reach(time.perf_counter() - started, note="tasks")
-                tasks = self._tasks(device, Path(scratch))
+                starts = measure_starts(Watch(device), *write_rows(Path(scratch)), LONGER, _STARTS * self.seconds)
+                tasks = self._tasks(device, Path(scratch), starts)
+            wholes: dict[int, Whole] = {}
+            if self.source == "torch":
+                bar.reach(time.perf_counter() - started, note="the whole model")
+                wholes = self._wholes(models, [cost for _, cost in measured], tasks, starts, device, Path(scratch))
         exchanges: tuple[ExchangeCost, ...] = ()
         if self.ranks is not None:
             bar.reach(time.perf_counter() - started, note=f"exchanges of {self.ranks} ranks")
-            exchanges = measure_exchanges(self.ranks, device.type, _EXCHANGES * self.seconds)
+            exchanges = exchanges_of(self.ranks, device.type, _EXCHANGES * self.seconds)
         sizes = tuple(size for size, _ in models)
         costs = DeviceCosts(
             device=self.name or self._product(device),
-            measured=(self._how(device, sizes, train),),
-            operations=operations,
+            measured=(self._how(device, sizes, train), *(_told(size, whole) for size, whole in wholes.items())),
+            operations=tuple(wholes.get(size, Whole()).of(cost) for size, cost in measured),
             tasks=tasks,
             exchanges=exchanges,
             processors=max(1, processor_count() // self.threads) if device.type == "cpu" else None,
@@ -100,11 +109,11 @@ class Profiling:
 
     def _operations(
         self, groups: Sequence[Group], device: torch.device, train: bool, folder: Path, bar: Bar
-    ) -> tuple[tuple[OperationCost, ...], list[str]]:
-        """All groups, one after the other, an equal part of the time each."""
-        rest = 1.0 - (_TASKS if train else 0.0) - (_EXCHANGES if self.ranks is not None else 0.0)
+    ) -> tuple[list[tuple[int, OperationCost]], list[str]]:
+        """All groups, one after the other, an equal part of the time each; by the size of micro-batches."""
+        rest = 1.0 - _WHOLE - (_TASKS + _STARTS if train else 0.0) - (_EXCHANGES if self.ranks is not None else 0.0)
         each = rest * self.seconds / max(1, len(groups))
-        found: list[OperationCost] = []
+        found: list[tuple[int, OperationCost]] = []
         refused: list[str] = []
         started = time.perf_counter()
         for group in groups:
@@ -113,14 +122,33 @@ class Profiling:
                 costs, reasons = onnxruntime_profiler.measure_operations(group.lap, folder, self.threads, each)
             else:
                 costs, reasons = measure_operations(group.lap, Watch(device), folder, train, each)
-            found += costs
+            found += ((group.size, cost) for cost in costs)
             refused += reasons
-        return tuple(found), refused
+        return found, refused
 
-    def _tasks(self, device: torch.device, scratch: Path) -> TaskCosts:
+    def _wholes(
+        self,
+        models: Sequence[tuple[int, Model]],
+        costs: Sequence[OperationCost],
+        tasks: TaskCosts | None,
+        starts: Starts,
+        device: torch.device,
+        scratch: Path,
+    ) -> dict[int, Whole]:
+        """How operators go in the model, by the size of its micro-batches, where that can be told."""
+        each = _WHOLE * self.seconds / len(models)
+        found: dict[int, Whole] = {}
+        for size, model in models:
+            folder = scratch / f"whole-{size}"
+            whole = measure_whole(model, self.request.precision, costs, tasks, starts, device.type, folder, each)
+            if whole is not None:
+                found[size] = whole
+        return found
+
+    def _tasks(self, device: torch.device, scratch: Path, starts: Starts) -> TaskCosts:
         folder = scratch / "medley"
         waiting = write_medley(folder)
-        return measure_tasks(Watch(device), folder, waiting, _TASKS * self.seconds)
+        return measure_tasks(Watch(device), folder, waiting, starts, _TASKS * self.seconds)
 
     def _product(self, device: torch.device) -> str:
         if device.type == "cuda":
@@ -146,6 +174,14 @@ class Profiling:
         if self.ranks is not None:
             parts.insert(-1, f"{self.ranks} ranks")
         return ", ".join(parts)
+
+
+def _told(size: int, whole: Whole) -> str:
+    """One line for the file."""
+    return (
+        f"micro-batches of {size}: in the model operators take {whole.forward:.2f} (forward) and {whole.backward:.2f}"
+        " (backward) of what they take one by one; that is what is given"
+    )
 
 
 def processor_count() -> int:

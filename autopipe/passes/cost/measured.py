@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopipe.ir.cluster import Cluster, Device, Level, Link
-from autopipe.ir.costs import Costs, DeviceCosts, ExchangeCost, Operation, OperationCost
+from autopipe.ir.costs import MESSAGES, Costs, DeviceCosts, ExchangeCost, Operation, OperationCost
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import CostCoverage
@@ -77,10 +77,15 @@ def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
 
 def _measured_device(device: Device, found: DeviceCosts) -> Device:
     """The device with what was measured of its tasks, and of exchanges with others like it."""
-    collectives = tuple(each for each in found.exchanges if each.kind not in ("send", "post"))
-    post = next((each.fit for each in found.exchanges if each.kind == "post"), None)
-    processors = found.processors or device.processors
-    return replace(device, tasks=found.tasks or device.tasks, collectives=collectives, post=post, processors=processors)
+    messages = {each.kind: each.fit for each in found.exchanges if each.kind in MESSAGES}
+    return replace(
+        device,
+        tasks=found.tasks or device.tasks,
+        collectives=tuple(each for each in found.exchanges if each.kind not in MESSAGES),
+        post=messages.get("post"),
+        follow=messages.get("follow"),
+        processors=found.processors or device.processors,
+    )
 
 
 def _measured_levels(levels: tuple[Level, ...], exchanges: Sequence[ExchangeCost]) -> tuple[Level, ...]:

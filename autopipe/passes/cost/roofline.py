@@ -112,6 +112,15 @@ def task_seconds(device: Device) -> tuple[float, float]:
     return (0.0, 0.0) if device.tasks is None else (device.tasks.forward_s, device.tasks.backward_s)
 
 
+def posting_seconds(device: Device, messages: int, size_bytes: float) -> float:
+    """Seconds of the device's own time that a task's messages take, of so many bytes together, where that was
+    measured."""
+    if device.post is None or not messages:
+        return 0.0
+    following = device.post if device.follow is None else device.follow
+    return device.post.seconds(size_bytes) + following.fixed_s * (messages - 1)
+
+
 def waiting_seconds(device: Device, operators: int) -> float:
     """Seconds that so many operators take because their parameters' gradients wait, where that was measured."""
     return 0.0 if device.tasks is None else device.tasks.waiting_s * operators

@@ -30,6 +30,7 @@ from autopipe.passes.cost.replicas import exchange_of_gradients, holders_of
 from autopipe.passes.cost.roofline import (
     accumulate_seconds,
     node_seconds,
+    posting_seconds,
     task_seconds,
     update_seconds,
     waiting_seconds,
@@ -213,8 +214,8 @@ def _split_seconds(work: StageWork) -> float:
 def _post_seconds(work: StageWork, crossing: frozenset[str], size: int) -> float:
     """Seconds of a device's own time that posting a micro-batch's messages takes, where that was measured."""
     messages = len(work.received) + len(work.given.keys() & crossing)
-    posts = {work.problem.cluster.devices[device].post for device in work.stage.devices} - {None}
-    return max((post.fixed_s * messages + post.per_byte_s * size for post in posts if post is not None), default=0.0)
+    devices = (work.problem.cluster.devices[device] for device in work.stage.devices)
+    return max(posting_seconds(device, messages, size) for device in devices)
 
 
 def _accumulate_seconds(work: StageWork, state: State) -> float:

@@ -17,6 +17,7 @@ from autopipe.passes.cost.communication import all_gather, all_reduce
 from autopipe.passes.cost.fit import fitted
 from autopipe.passes.cost.kinds import alike_runs, check_kinds, check_one_kind, describe_kinds, may_share
 from autopipe.passes.cost.relayout import moving_lines
+from autopipe.passes.cost.roofline import posting_seconds
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.stages import stage_costs
 from tests.passes.cost.graphs import cluster, perceptron, problem
@@ -121,3 +122,10 @@ def test_collectives_and_posts_are_those_measured_on_the_kind() -> None:
     placement = Placement((Stage((0, 1), (0,), 8), Stage((2, 3), (2,), 8)))
     costs, others = stage_costs(given_, placement), stage_costs(plain, placement)
     assert [one.forward_s - two.forward_s for one, two in zip(costs, others, strict=True)] == pytest.approx([1.0, 0.25])
+
+
+def test_messages_of_one_task_take_less_each() -> None:
+    device = replace(FAST, post=Affine(3.0, 0.5), follow=Affine(1.0, 7.0))
+    assert [posting_seconds(device, count, 8.0 * count) for count in (0, 1, 3)] == [0.0, 3.0 + 4.0, 3.0 + 12.0 + 2.0]
+    assert posting_seconds(replace(device, follow=None), 3, 24.0) == 3 * 3.0 + 12.0
+    assert posting_seconds(FAST, 3, 24.0) == 0.0

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from autopipe.backends.torch.launcher import rank_environment
 from autopipe.backends.torch.profiler.watch import Watch, repeated
+from autopipe.backends.torch.profiler.worker import numbers_of
 from autopipe.ir.costs import TaskCosts, TensorCosts
-from autopipe.ir.errors import LaunchError
 
 _TENSORS = 16
 _ELEMENTS = (2**8, 2**18)
@@ -29,33 +24,32 @@ _OPTIMIZERS: Sequence[Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = (
 """By the number of states."""
 
 
-def measure_tasks(watch: Watch, program: Path, waiting: int, seconds: float) -> TaskCosts:
+@dataclass(frozen=True, slots=True)
+class Starts:
+    """How much longer a task's first operators take, in seconds: they find neither their code nor their data in the
+    caches after those of another task."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+
+def measure_starts(watch: Watch, short: Path, long: Path, longer: int, seconds: float) -> Starts:
+    """What a task's operators take whatever their number. The programs have one stage each on one device, `long` as
+    many times the operators of `short` as `longer` says. Raises LaunchError where one does not run."""
+    few, many = (numbers_of("whole_worker", each, watch.device.type, seconds / 2) for each in (short, long))
+    return Starts(*(max(0.0, (longer * one - all_) / (longer - 1)) for one, all_ in zip(few, many, strict=True)))
+
+
+def measure_tasks(watch: Watch, program: Path, waiting: int, starts: Starts, seconds: float) -> TaskCosts:
     """What tasks, updates and adding up gradients take. `program` is a one-device program of two like stages of a few
     small operators; the backward of the second is split, and `waiting` of its operators leave gradients to the end.
 
     Raises LaunchError where it does not run.
     """
-    forward, backward, split, update = _task_seconds(program, watch.device, seconds / 2)
+    forward, backward, split, update = numbers_of("task_worker", program, watch.device.type, seconds / 2)
     sums, updates = _accumulations(watch, seconds / 8), _updates(watch, 3 * seconds / 8)
+    forward, backward = forward + starts.forward_s, backward + starts.backward_s
     return TaskCosts(forward, backward, split / waiting, update, sums, updates)
-
-
-def _task_seconds(program: Path, device: torch.device, seconds: float) -> tuple[float, float, float, float]:
-    """What forwards and backwards take besides their operators, what splitting a backward costs, and an update of next
-    to nothing, from a process of its own."""
-    with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch, rank_environment():
-        found = Path(scratch) / "tasks.json"
-        worker = "autopipe.backends.torch.profiler.task_worker"
-        done = subprocess.run(
-            [sys.executable, "-m", worker, str(program), str(found), device.type, str(seconds)],
-            env=dict(os.environ) | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or ["failed without a word"]
-            raise LaunchError(f"tasks cannot be measured: {lines[-1]}")
-        forward, backward, split, update = json.loads(found.read_text(encoding="utf-8"))
-    return forward, backward, split, update
 
 
 def _updates(watch: Watch, seconds: float) -> tuple[TensorCosts, ...]:

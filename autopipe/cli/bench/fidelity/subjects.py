@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from autopipe.backends.torch.profiler.exchanges import measure_exchanges
 from autopipe.cli.output import Output, Verbosity
+from autopipe.cli.profiling.exchanges import exchanges_of
 from autopipe.cli.profiling.session import Profiling, processor_count
 from autopipe.cli.request import request_of
 from autopipe.configs import zoo
@@ -52,7 +52,7 @@ def build(name: str, folder: Path) -> Subject:
 
 def exchange_costs(ranks: int) -> Costs:
     """What messages and collectives of up to so many ranks take here. Raises LaunchError where a rank fails."""
-    exchanges = measure_exchanges(ranks, "cpu", _EXCHANGES_S)
+    exchanges = exchanges_of(ranks, "cpu", _EXCHANGES_S)
     return Costs((DeviceCosts(_DEVICE, (f"exchanges of {ranks} ranks",), exchanges=exchanges),))
 
 

@@ -12,8 +12,13 @@ import torch
 from autopipe.backends.onnxruntime import profiler as onnxruntime_profiler
 from autopipe.backends.torch.profiler.exchanges import fitted, measure_exchanges
 from autopipe.backends.torch.profiler.operators import measure_operations
+from autopipe.backends.torch.profiler.posts import measure_post
+from autopipe.backends.torch.profiler.tasks import Starts, measure_starts, measure_tasks
 from autopipe.backends.torch.profiler.watch import Watch, averaged, repeated, timing_of
+from autopipe.backends.torch.profiler.worker import numbers_of
+from autopipe.cli.profiling.medley import LONGER, write_medley, write_pair, write_rows
 from autopipe.ir.costs import EXCHANGES, Affine, Sample, Timing
+from autopipe.ir.errors import LaunchError
 from autopipe.ir.graph import Graph
 from autopipe.passes.cost.operations import Operations
 from autopipe.passes.cost.work import annotate
@@ -123,3 +128,30 @@ def test_exchanges_of_two_ranks() -> None:
     assert [each.kind for each in found] == list(EXCHANGES)
     assert {each.ranks for each in found} == {2}
     assert all(each.fit.fixed_s + each.fit.per_byte_s > 0 for each in found)
+
+
+@pytest.mark.distributed
+def test_what_tasks_take_besides_their_operators(tmp_path: Path) -> None:
+    starts = measure_starts(WATCH, *write_rows(tmp_path), LONGER, seconds=0.1)
+    assert starts.forward_s >= 0
+    assert starts.backward_s >= 0
+    waiting = write_medley(tmp_path / "medley")
+    assert waiting == 15
+    plain, started = (
+        measure_tasks(WATCH, tmp_path / "medley", waiting, some, 0.1) for some in (Starts(), Starts(1.0, 2.0))
+    )
+    assert 0 < plain.forward_s < 0.5
+    assert 1.0 < started.forward_s < 1.5
+    assert 2.0 < started.backward_s < 2.5
+
+
+@pytest.mark.distributed
+def test_an_end_of_a_message_in_a_pipeline(tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        write_pair(tmp_path / str(ranks), ranks)
+    assert 0 <= measure_post(tmp_path / "1", tmp_path / "2", "cpu") < 0.5
+
+
+def test_a_program_that_fails_ends_with_its_last_line(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"a program cannot be measured: .*rank_000\.py"):
+        numbers_of("whole_worker", tmp_path, "cpu", 0.1)

@@ -1,0 +1,73 @@
+"""A one-device program in this process, and marks around what it calls."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from autopipe.backends.torch.profiler.watch import Mark, Watch
+from autopipe.backends.torch.runtime.data import RandomSource
+from autopipe.backends.torch.runtime.rank import Rank
+
+
+class Marks:
+    """Marks around calls, by name."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self._found: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
+
+    def around(self, owner: Any, name: str, key: Callable[[], str] | None = None) -> None:
+        """Time every call of an attribute from now on; note it under what `key` says behind it, under its name else."""
+        call: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*arguments: Any, **settings: Any) -> Any:
+            start = self.watch.mark()
+            result = call(*arguments, **settings)
+            self._found[name if key is None else key()].append((start, self.watch.mark()))
+            return result
+
+        setattr(owner, name, timed)
+
+    def means(self) -> dict[str, float]:
+        """Seconds of a call by name, and forget them."""
+        found = {name: float(np.mean([self.watch.spans(each)[0] for each in own])) for name, own in self._found.items()}
+        self._found.clear()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class TimedProgram:
+    """Ready to run; what generated functions and autograd take is timed."""
+
+    rank: Rank
+    step: Callable[[], None]
+    inside: Marks
+    """What a generated function or autograd took, under the task's stage and phase, such as `0F`."""
+
+    @staticmethod
+    def of(program: Path, data: Path, device: torch.device) -> TimedProgram:
+        """The program in folder `program`. One step's samples are drawn and written to `data`, from where it reads
+        them: drawing is no part of a step."""
+        sys.path.insert(0, str(program))
+        sys.argv = ["rank_000.py", "--device", device.type, "--data", str(data)]
+        names = runpy.run_path(str(program / "rank_000.py"))
+        rank: Rank = names["rank"]
+        manifest = rank.manifest
+        source = RandomSource(manifest, 0)
+        samples = {each.name: source.rows(each, 0, manifest.batch_size) for each in manifest.inputs}
+        np.savez(data, **samples)  # type: ignore[arg-type]
+        inside = Marks(Watch(device))
+        for stage in rank.stages.values():
+            inside.around(stage, "_forward", lambda: rank.task[:2])
+        rank.set_up()
+        inside.around(torch.autograd, "backward", lambda: rank.task[:2])
+        return TimedProgram(rank, names["step"], inside)

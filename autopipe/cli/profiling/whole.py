@@ -1,0 +1,99 @@
+"""The model as a whole, by which what its operators take one by one is set right.
+
+One by one they find operands in the caches, and gradients leave them, otherwise than in the model, where the operator
+before has just written what the next one reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
+from autopipe.backends.torch.emission.manifest import Provenance
+from autopipe.backends.torch.profiler.tasks import Starts
+from autopipe.backends.torch.profiler.worker import numbers_of
+from autopipe.cli.profiling.samples import bytes_of, samples_of
+from autopipe.ir.costs import OperationCost, TaskCosts, Timing
+from autopipe.ir.errors import AutopipeError
+from autopipe.ir.graph import Graph
+from autopipe.ir.problem import Mode, Optimizer
+from autopipe.passes.frontend import Model
+from autopipe.passes.lower.alone import one_device_program
+
+_MICRO_BATCHES = 4
+_LEAST = 0.4
+"""Part of a task that its operators take at least: starts are measured of larger tasks than the smallest there are."""
+_MOST_BYTES = 2**32
+"""Of the model with all that it holds: a larger one is not run as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """How much longer operators take in the model than one by one."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+
+    def of(self, cost: OperationCost) -> OperationCost:
+        """What the operation takes in the model."""
+        backward = None if cost.backward is None else _times(cost.backward, self.backward)
+        return replace(cost, forward=_times(cost.forward, self.forward), backward=backward)
+
+
+def measure_whole(
+    model: Model,
+    precision: str,
+    costs: Iterable[OperationCost],
+    tasks: TaskCosts | None,
+    starts: Starts,
+    device: str,
+    folder: Path,
+    seconds: float,
+) -> Whole | None:
+    """Run the model for about `seconds` and compare; `costs` are what its operations took, `starts` what the first ones
+    of a task take more. Files go to `folder`.
+
+    None where something of it was not measured, or where it is too large or does not run in one process.
+    """
+    samples = tuple(samples_of(model, precision))
+    known = {each.operation: each for each in costs}
+    own = [known[sample.operation] for sample in samples if sample.operation in known]
+    if len(own) < len(samples) or sum(map(bytes_of, samples)) > _MOST_BYTES:
+        return None
+    try:
+        _write(model, precision, folder)
+        forward, backward = numbers_of("whole_worker", folder, device, seconds)
+    except AutopipeError:
+        return None
+    if tasks is not None:
+        backward -= _adding_seconds(model.graph, tasks)
+    backwards = [each.backward for each in own if each.backward is not None]
+    return Whole(
+        _ratio(forward, starts.forward_s, [each.forward for each in own]),
+        _ratio(backward, starts.backward_s, backwards),
+    )
+
+
+def _write(model: Model, precision: str, folder: Path) -> None:
+    """Some forwards and backwards, one after the other: by itself one would find the caches as the update left them."""
+    loss = model.loss if model.mode is Mode.TRAIN else None
+    program = one_device_program(model.graph, _MICRO_BATCHES, model.batch or 1, loss)
+    file = Provenance(str(model.path.absolute()), model.digest, "", Optimizer(), precision, 0, 0.0, 0.0)
+    write_program([ProgramFiles("", program, ("The model.",), ("The model.",))], file, folder)
+
+
+def _adding_seconds(graph: Graph, tasks: TaskCosts) -> float:
+    """What of a backward it takes to add its gradients to those of the ones before, on average over a step."""
+    sizes = [each.value.bytes for each in graph.parameters if each.trainable]
+    return (1 - 1 / _MICRO_BATCHES) * tasks.accumulate.seconds(len(sizes), sum(sizes))
+
+
+def _ratio(whole: float, start: float, parts: Sequence[Timing]) -> float:
+    total = sum(each.seconds for each in parts)
+    return max(whole - start, _LEAST * whole) / total if total > 0 and whole > 0 else 1.0
+
+
+def _times(timing: Timing, factor: float) -> Timing:
+    return replace(timing, seconds=timing.seconds * factor)

@@ -1,0 +1,78 @@
+"""Operators one by one are set right by the model as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopipe.backends.torch.profiler.tasks import Starts
+from autopipe.cli.profiling import whole
+from autopipe.cli.profiling.samples import samples_of
+from autopipe.cli.profiling.whole import Whole, measure_whole
+from autopipe.configs.zoo import build, configure
+from autopipe.ir.costs import OperationCost, TaskCosts, TensorCosts, Timing
+from autopipe.passes.frontend import Model, read_model
+
+SETTINGS = {"hidden": "16", "vocabulary": "32", "sequence": "4", "loss": "true", "weights": "random"}
+NOTHING = TensorCosts(0.0, 0.0)
+TASKS = TaskCosts(0.0, 0.0, 0.0, 0.0, NOTHING, (NOTHING,) * 3)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    build(configure("rnnlm", SETTINGS)).save(tmp_path / "rnnlm.onnx")
+    return read_model(tmp_path / "rnnlm.onnx", batch=2)
+
+
+def costs(model: Model, seconds: float) -> list[OperationCost]:
+    """All operations of the model, as if each took so long forward and twice that backward."""
+    timing = Timing(seconds, 0.5, 7)
+    return [each.cost(timing, replace(timing, seconds=2 * seconds)) for each in samples_of(model, "fp32")]
+
+
+@pytest.mark.distributed
+def test_the_factor_is_that_of_the_whole_model_to_its_operators(model: Model, tmp_path: Path) -> None:
+    known, count = costs(model, 1.0), len(list(samples_of(model, "fp32")))
+    found = measure_whole(model, "fp32", known, TASKS, Starts(), "cpu", tmp_path / "program", 0.1)
+    assert found is not None
+    assert 0 < found.forward < 0.5 / count
+    assert 0 < found.backward < 0.5 / count
+    again = measure_whole(model, "fp32", known, TASKS, Starts(1.0, 1.0), "cpu", tmp_path / "again", 0.1)
+    assert again is not None
+    assert 0 < again.forward < found.forward
+    assert 0 < again.backward < found.backward
+
+
+def test_what_was_not_measured_or_is_too_large_is_not_compared(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole, "numbers_of", lambda *_: (1.0, 1.0))
+    known = costs(model, 1.0)
+    words = TASKS, Starts(), "cpu", tmp_path / "program", 0.1
+    assert measure_whole(model, "fp32", known, *words) is not None
+    some = [each for each in known if each.operation != known[0].operation]
+    assert measure_whole(model, "fp32", some, *words) is None
+    monkeypatch.setattr(whole, "_MOST_BYTES", 1000)
+    assert measure_whole(model, "fp32", known, *words) is None
+
+
+def test_adding_up_gradients_is_no_part_of_operators(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole, "numbers_of", lambda *_: (10.0, 10.0))
+    known, count = costs(model, 1.0), len(list(samples_of(model, "fp32")))
+    tensors = sum(each.trainable for each in model.graph.parameters)
+    tasks = replace(TASKS, accumulate=TensorCosts(4.0 / tensors, 0.0))
+    found = measure_whole(model, "fp32", known, tasks, Starts(), "cpu", tmp_path / "program", 0.1)
+    assert found is not None
+    assert found.forward == pytest.approx(10.0 / count)
+    assert found.backward == pytest.approx((10.0 - 3.0) / (2 * count))
+
+
+def test_times_are_multiplied_and_the_rest_stays(model: Model) -> None:
+    (first, *_) = costs(model, 1.0)
+    found = Whole(0.5, 3.0).of(first)
+    assert found == replace(first, forward=Timing(0.5, 0.5, 7), backward=Timing(6.0, 0.5, 7))
+    assert Whole(0.5, 3.0).of(replace(first, backward=None)).backward is None
