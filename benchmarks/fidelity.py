@@ -25,10 +25,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from autopipe.backends.torch.runtime.data import RandomSource
+from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.main import main as autopipe
 from autopipe.configs.zoo import MODELS
@@ -128,7 +127,8 @@ def _round(name: str, ranks: int, exchanges: Path, arguments: argparse.Namespace
         plan = folder / f"{name}.{ranks}.{number}.plan"
         summary = _run("plan", model, *cluster, *batch, *options, "-o", plan)["summary"]
         _run("codegen", plan)
-        data = _batch(plan / "program", folder / f"{name}.npz")
+        data = folder / f"{name}.npz"
+        save_samples(read_manifest(plan / "program"), data)
         steps = ("--steps", arguments.steps + WARM_UP, "--device", "cpu", "--data", data)
         reports = _run("launch", plan / "program", *steps)["steps"]
         seconds = tuple(float(each["step_time_s"]) for each in reports[WARM_UP:])
@@ -151,14 +151,6 @@ def _reference_s() -> float:
             large @ large
         times.append(time.perf_counter() - start)
     return statistics.median(times)
-
-
-def _batch(program: Path, target: Path) -> Path:
-    """One step's samples in a file, so that drawing them is no part of a step."""
-    manifest = read_manifest(program)
-    source = RandomSource(manifest, 0)
-    np.savez(target, **{each.name: source.rows(each, 0, manifest.batch_size) for each in manifest.inputs})
-    return target
 
 
 def _run(*words: object) -> dict[str, Any]:

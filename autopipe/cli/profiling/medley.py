@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import chain
 from pathlib import Path
 
 from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
@@ -14,6 +13,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.passes.lower.assemble import lower
+from autopipe.passes.schedule.named.kfkb import stage_order
 
 _SHAPE = (4, 64, 64)
 _OPERATORS = (
@@ -60,22 +60,14 @@ def write_rows(folder: Path) -> tuple[Path, Path]:
 
 def write_pair(folder: Path, ranks: int) -> None:
     """Write a program of two stages, of which the second is the slower one, on one rank or on two under 1F1B."""
-    count = _MANY_MICRO_BATCHES
-    forwards, backwards = (
-        [Task(0, phase, index) for index in range(count)] for phase in (Phase.FORWARD, Phase.BACKWARD)
-    )
-    last = [Task(1, phase, index) for index in range(count) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+    numbers = range(_MANY_MICRO_BATCHES)
     if ranks == 1:
-        pairs = zip(forwards, last[::2], last[1::2], backwards, strict=True)
-        _write(folder, (_FIRST_LAYERS, _LAYERS), (0, 0), Schedule(count, (tuple(chain.from_iterable(pairs)),)))
-        return
-    steady = chain.from_iterable(zip(forwards[1:], backwards, strict=False))
-    _write(
-        folder,
-        (_FIRST_LAYERS, _LAYERS),
-        (0, 1),
-        Schedule(count, ((forwards[0], *steady, backwards[-1]), tuple(last))),
-    )
+        phases = (0, Phase.FORWARD), (1, Phase.FORWARD), (1, Phase.BACKWARD), (0, Phase.BACKWARD)
+        orders: list[list[Task]] = [[Task(stage, phase, index) for index in numbers for stage, phase in phases]]
+    else:
+        orders = [stage_order(stage, warm_up=2 - stage, k=1, micro_batches=numbers, train=True) for stage in (0, 1)]
+    schedule = Schedule(len(numbers), tuple(map(tuple, orders)))
+    _write(folder, (_FIRST_LAYERS, _LAYERS), (0, ranks - 1), schedule)
 
 
 def _write(folder: Path, layers: tuple[int, ...], devices: tuple[int, ...], schedule: Schedule) -> None:

@@ -8,10 +8,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from autopipe.backends.torch.launcher import Gang, launch_program
-from autopipe.backends.torch.runtime.data import RandomSource
+from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
 
 _STEPS = 24
@@ -50,11 +48,9 @@ def _between(spans: Spans, index: int, until: str) -> float:
 
 def _median_of_steps(program: Path, device: str, rank: int, seconds: Callable[[Spans, int], float]) -> float:
     manifest = read_manifest(program)
-    source = RandomSource(manifest, 0)
     with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as name:
         data, spans = Path(name) / "samples.npz", Path(name) / "spans"
-        samples = {each.name: source.rows(each, 0, manifest.batch_size) for each in manifest.inputs}
-        np.savez(data, **samples)  # type: ignore[arg-type]
+        save_samples(manifest, data)
         words = ["--device", device, "--steps", str(_STEPS), "--data", str(data), "--trace", str(spans)]
         launch_program(manifest, words, Gang())
         steps = (spans / f"rank_{rank:03d}.jsonl").read_text(encoding="utf-8").splitlines()

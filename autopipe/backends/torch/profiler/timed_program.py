@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from autopipe.backends.torch.profiler.watch import Mark, Watch
-from autopipe.backends.torch.runtime.data import RandomSource
+from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.rank import Rank
 
 
@@ -61,13 +61,14 @@ class TimedProgram:
         sys.argv = ["rank_000.py", "--device", device.type, "--data", str(data)]
         names = runpy.run_path(str(program / "rank_000.py"))
         rank: Rank = names["rank"]
-        manifest = rank.manifest
-        source = RandomSource(manifest, 0)
-        samples = {each.name: source.rows(each, 0, manifest.batch_size) for each in manifest.inputs}
-        np.savez(data, **samples)  # type: ignore[arg-type]
+        save_samples(rank.manifest, data)
+
+        def task() -> str:
+            return rank.task[:2]
+
         inside = Marks(Watch(device))
         for stage in rank.stages.values():
-            inside.around(stage, "_forward", lambda: rank.task[:2])
+            inside.around(stage, "_forward", task)
         rank.set_up()
-        inside.around(torch.autograd, "backward", lambda: rank.task[:2])
+        inside.around(torch.autograd, "backward", task)
         return TimedProgram(rank, names["step"], inside)

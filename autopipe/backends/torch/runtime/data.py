@@ -67,6 +67,13 @@ def read_block(source: Source, manifest: Manifest, entry: InputEntry, sample: in
     return np.ascontiguousarray(rows[tuple(region)])
 
 
+def save_samples(manifest: Manifest, target: Path) -> None:
+    """Draw one step's samples into an `.npz` file to run on, where drawing them shall be no part of a step."""
+    source = RandomSource(manifest, 0)
+    drawn = {entry.name: source.rows(entry, 0, manifest.batch_size) for entry in manifest.inputs}
+    np.savez(target, **drawn)  # type: ignore[arg-type]
+
+
 class RandomSource:
     """Random values that respect where an input goes; sample i is the same whoever draws it."""
 

@@ -7,10 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from autopipe.backends.torch.crew.crew import Crew
-from autopipe.backends.torch.runtime.data import RandomSource
+from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.bench.fidelity.candidates import Candidate
 from autopipe.cli.bench.fidelity.outcome import Outcome
@@ -96,8 +94,5 @@ def _run(candidate: Candidate, before: Outcome, crew: Crew, program: Path, first
 def _samples(program: Path, target: Path) -> Path:
     """One step's samples in a file, the same for all candidates, so that drawing them is no part of a step."""
     if not target.exists():
-        manifest = read_manifest(program)
-        source = RandomSource(manifest, 0)
-        rows = {each.name: source.rows(each, 0, manifest.batch_size) for each in manifest.inputs}
-        np.savez(target, **rows)  # type: ignore[arg-type]
+        save_samples(read_manifest(program), target)
     return target
