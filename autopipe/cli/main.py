@@ -16,6 +16,7 @@ import click
 
 from autopipe import __version__
 from autopipe.cli.commands import COMMANDS
+from autopipe.cli.streams import whole_writes
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 
 INTERNAL_ERROR: Final = 70
@@ -83,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with --debug the traceback to stderr.
     """
     gc.set_threshold(YOUNG_OBJECTS)
+    sys.stdout = whole_writes(sys.stdout)
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = words[: words.index("--")] if "--" in words else words
     try:
