@@ -10,6 +10,8 @@ import sys
 
 from autopipe.cli.streams import whole_writes
 
+PROGRAM = "from autopipe.cli.main import main; raise SystemExit(main())"
+
 
 class Pipe(io.RawIOBase):
     """Takes ten bytes at a time, as a pipe may that is full when a signal comes."""
@@ -39,7 +41,7 @@ def test_a_buffered_stream_stays_what_it_is() -> None:
 
 def test_the_command_prints_its_result_whole_where_python_is_unbuffered() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "from autopipe.cli.main import main; raise SystemExit(main())", "config", "show", "--json"],
+        [sys.executable, "-c", PROGRAM, "config", "show", "--json"],
         env=dict(os.environ) | {"PYTHONUNBUFFERED": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and json.loads(done.stdout)
