@@ -99,6 +99,7 @@ def profile(
             threads=threads,
             company=company,
             ranks=ranks,
+            crowd=ranks or 1,
             source=source,
             seconds=seconds,
         )

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+
+import numpy as np
 
 from autopipe.ir.graph import Attribute, Value
 from autopipe.ir.ops import qualified_name
@@ -176,6 +178,22 @@ class ExchangeCost:
 
 
 @dataclass(frozen=True, slots=True)
+class Oversubscription:
+    """More ranks than there are processors: they share the caches too, and find less of their own there."""
+
+    ranks: int
+    slowdown: float
+    """How many times the processor time that their tasks take where each has a processor; at least 1."""
+
+
+def slowdown_of(oversubscriptions: Sequence[Oversubscription], ranks: int, processors: int) -> float:
+    """How many times its processor time a task takes where so many ranks share so many processors: on the line between
+    those that were measured, and beyond them as with the most."""
+    counts = [processors, *(each.ranks for each in oversubscriptions)]
+    return float(np.interp(ranks, counts, [1.0, *(each.slowdown for each in oversubscriptions)]))
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceCosts:
     """All that was measured on one kind of device."""
 
@@ -187,6 +205,8 @@ class DeviceCosts:
     exchanges: tuple[ExchangeCost, ...] = ()
     processors: int | None = None
     """How many ranks of such a kind the machine runs at full speed; None where each has a device of its own."""
+    oversubscriptions: tuple[Oversubscription, ...] = ()
+    """What more ranks than that take, in the order of their numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +242,7 @@ def _joined(first: DeviceCosts, second: DeviceCosts) -> DeviceCosts:
         tasks=second.tasks or first.tasks,
         exchanges=_latest((*first.exchanges, *second.exchanges), lambda each: (each.kind, each.ranks)),
         processors=second.processors or first.processors,
+        oversubscriptions=second.oversubscriptions or first.oversubscriptions,
     )
 
 

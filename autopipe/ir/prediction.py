@@ -78,6 +78,8 @@ class Processors:
 
     devices: tuple[int, ...]
     count: int
+    slowdown: float = 1.0
+    """How many times its processor time a task takes because so many devices share the processors' caches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def test_what_was_not_measured_or_is_too_large_is_not_compared(
     assert measure_whole(model, "fp32", known, *words) is not None
     some = [each for each in known if each.operation != known[0].operation]
     assert measure_whole(model, "fp32", some, *words) is None
-    monkeypatch.setattr(whole, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(whole, "MOST_BYTES", 1000)
     assert measure_whole(model, "fp32", known, *words) is None
 
 

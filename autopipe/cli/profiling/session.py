@@ -18,11 +18,12 @@ from autopipe.backends.torch.profiler.operators import measure_operations
 from autopipe.backends.torch.profiler.tasks import Starts, measure_starts, measure_tasks
 from autopipe.backends.torch.profiler.watch import Watch
 from autopipe.cli.output import Bar
+from autopipe.cli.profiling.crowds import measure_oversubscription
 from autopipe.cli.profiling.exchanges import exchanges_of
 from autopipe.cli.profiling.medley import LONGER, write_medley, write_rows
 from autopipe.cli.profiling.samples import Group, groups_of, models_of
 from autopipe.cli.profiling.whole import Whole, measure_whole
-from autopipe.ir.costs import DeviceCosts, ExchangeCost, OperationCost, TaskCosts
+from autopipe.ir.costs import DeviceCosts, ExchangeCost, OperationCost, Oversubscription, TaskCosts
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import Model
@@ -32,6 +33,7 @@ _WHOLE = 0.15
 _TASKS = 0.1
 _STARTS = 0.15
 _EXCHANGES = 0.3
+_CROWDS = 0.25
 """Parts of the time."""
 
 
@@ -53,6 +55,8 @@ class Profiling:
     """Processes that keep other cores busy while operators are measured."""
     ranks: int | None
     """How many exchange messages; exchanges are not measured where None."""
+    crowd: int
+    """How many ranks run at once at most: if more than there are processors, their taking turns is measured."""
     source: str
     """`torch` or `onnxruntime`."""
     seconds: float
@@ -82,6 +86,7 @@ class Profiling:
             if self.source == "torch":
                 bar.reach(time.perf_counter() - started, note="the whole model")
                 wholes = self._wholes(models, [cost for _, cost in measured], tasks, starts, device, Path(scratch))
+        crowds = self._crowds(models, device, bar, started)
         exchanges: tuple[ExchangeCost, ...] = ()
         if self.ranks is not None:
             bar.reach(time.perf_counter() - started, note=f"exchanges of {self.ranks} ranks")
@@ -93,7 +98,8 @@ class Profiling:
             operations=tuple(wholes.get(size, Whole()).of(cost) for size, cost in measured),
             tasks=tasks,
             exchanges=exchanges,
-            processors=max(1, processor_count() // self.threads) if device.type == "cpu" else None,
+            processors=self._processors if device.type == "cpu" else None,
+            oversubscriptions=crowds,
         )
         return costs, tuple(dict.fromkeys(refused))
 
@@ -112,6 +118,7 @@ class Profiling:
     ) -> tuple[list[tuple[int, OperationCost]], list[str]]:
         """All groups, one after the other, an equal part of the time each; by the size of micro-batches."""
         rest = 1.0 - _WHOLE - (_TASKS + _STARTS if train else 0.0) - (_EXCHANGES if self.ranks is not None else 0.0)
+        rest -= _CROWDS if self.crowd > self._processors else 0.0
         each = rest * self.seconds / max(1, len(groups))
         found: list[tuple[int, OperationCost]] = []
         refused: list[str] = []
@@ -144,6 +151,23 @@ class Profiling:
             if whole is not None:
                 found[size] = whole
         return found
+
+    @property
+    def _processors(self) -> int:
+        return max(1, processor_count() // self.threads)
+
+    def _crowds(
+        self, models: Sequence[tuple[int, Model]], device: torch.device, bar: Bar, started: float
+    ) -> tuple[Oversubscription, ...]:
+        """What ranks take that take turns on the processors, by micro-batches of middling size."""
+        if self.crowd <= self._processors or device.type != "cpu" or self.source != "torch":
+            return ()
+        bar.reach(time.perf_counter() - started, note=f"{self.crowd} ranks taking turns")
+        _, model = models[len(models) // 2]
+        with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch:
+            return measure_oversubscription(
+                model, self.request.precision, self._processors, self.crowd, Path(scratch), _CROWDS * self.seconds
+            )
 
     def _tasks(self, device: torch.device, scratch: Path, starts: Starts) -> TaskCosts:
         folder = scratch / "medley"

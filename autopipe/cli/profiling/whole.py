@@ -25,7 +25,7 @@ from autopipe.passes.lower.alone import one_device_program
 _MICRO_BATCHES = 4
 _LEAST = 0.4
 """Part of a task that its operators take at least: starts are measured of larger tasks than the smallest there are."""
-_MOST_BYTES = 2**32
+MOST_BYTES = 2**32
 """Of the model with all that it holds: a larger one is not run as a whole."""
 
 
@@ -60,10 +60,10 @@ def measure_whole(
     samples = tuple(samples_of(model, precision))
     known = {each.operation: each for each in costs}
     own = [known[sample.operation] for sample in samples if sample.operation in known]
-    if len(own) < len(samples) or sum(map(bytes_of, samples)) > _MOST_BYTES:
+    if len(own) < len(samples) or sum(map(bytes_of, samples)) > MOST_BYTES:
         return None
     try:
-        _write(model, precision, folder)
+        write_whole(model, precision, folder)
         forward, backward = numbers_of("whole_worker", folder, device, seconds)
     except AutopipeError:
         return None
@@ -76,7 +76,7 @@ def measure_whole(
     )
 
 
-def _write(model: Model, precision: str, folder: Path) -> None:
+def write_whole(model: Model, precision: str, folder: Path) -> None:
     """Some forwards and backwards, one after the other: by itself one would find the caches as the update left them."""
     loss = model.loss if model.mode is Mode.TRAIN else None
     program = one_device_program(model.graph, _MICRO_BATCHES, model.batch or 1, loss)

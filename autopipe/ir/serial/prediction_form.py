@@ -45,7 +45,8 @@ def prediction_of(record: Record, placement: Placement) -> Prediction:
 
 
 def _processors_of(record: Record) -> Processors:
-    return Processors(record.at("devices").integers(), record.at("count").integer(1))
+    slowdown = record.at("slowdown").number() if record.has("slowdown") else 1.0
+    return Processors(record.at("devices").integers(), record.at("count").integer(1), slowdown)
 
 
 def _stage_of(record: Record) -> StagePrediction:

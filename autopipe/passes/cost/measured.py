@@ -85,6 +85,7 @@ def _measured_device(device: Device, found: DeviceCosts) -> Device:
         post=messages.get("post"),
         follow=messages.get("follow"),
         processors=found.processors or device.processors,
+        oversubscriptions=found.oversubscriptions,
     )
 
 

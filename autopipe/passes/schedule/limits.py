@@ -72,7 +72,10 @@ def _shared_bound(stages: StageGraph, prediction: Prediction, units: int, train:
         seconds = units * stages.turns_at(stage) * tasks + predicted.gradient_s + predicted.update_s
         for device in devices:
             work[device] = work.get(device, 0.0) + seconds
-    totals = (sum(work.get(device, 0.0) for device in each.devices) / each.count for each in prediction.processors)
+    totals = (
+        each.slowdown * sum(work.get(device, 0.0) for device in each.devices) / each.count
+        for each in prediction.processors
+    )
     return max(totals, default=0.0)
 
 

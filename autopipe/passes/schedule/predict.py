@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from autopipe.ir.cluster import Cluster
+from autopipe.ir.costs import slowdown_of
 from autopipe.ir.placement import Placement
 from autopipe.ir.prediction import Prediction, Processors, StagePrediction
 from autopipe.ir.problem import Problem
@@ -33,8 +34,12 @@ def shared_processors(cluster: Cluster) -> tuple[Processors, ...]:
     nodes: defaultdict[int, list[int]] = defaultdict(list)
     for device in range(cluster.size):
         nodes[cluster.node(device)].append(device)
-    counts = ((devices, cluster.devices[devices[0]].processors) for devices in nodes.values())
-    return tuple(Processors(tuple(devices), count) for devices, count in counts if count and count < len(devices))
+    owned = ((tuple(devices), cluster.devices[devices[0]]) for devices in nodes.values())
+    return tuple(
+        Processors(devices, one.processors, slowdown_of(one.oversubscriptions, len(devices), one.processors))
+        for devices, one in owned
+        if one.processors and one.processors < len(devices)
+    )
 
 
 def task_ticks(problem: Problem, placement: Placement) -> Ticks:

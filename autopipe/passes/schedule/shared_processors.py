@@ -1,7 +1,9 @@
 """Devices that share processors: what runs at once goes on at the same speed, each at that of a processor at most.
 
 The discipline is egalitarian processor sharing, about what a fair scheduler of an operating system does: Kleinrock,
-"Time-shared systems: a theoretical treatment", Journal of the ACM 14(2), 1967.
+"Time-shared systems: a theoretical treatment", Journal of the ACM 14(2), 1967. Where it was measured that
+tasks of so many ranks take more of a processor's time, since they share its caches too, all go on slower by that: also
+the only one that runs, which finds there what others left.
 """
 
 from __future__ import annotations
@@ -9,12 +11,14 @@ from __future__ import annotations
 import heapq
 import math
 
+from autopipe.ir.prediction import Processors
+
 
 class SharedProcessors:
     """Some processors and the tasks that run on them now, from event to event; times in seconds, never going back."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, processors: Processors) -> None:
+        self._processors = processors
         self._now = 0.0
         self._worked = 0.0
         """Seconds of a processor's work that a task which has run since the start has had: all that run gain alike."""
@@ -43,7 +47,7 @@ class SharedProcessors:
 
     @property
     def _speed(self) -> float:
-        return min(1.0, self._count / len(self._running))
+        return min(1.0, self._processors.count / len(self._running)) / self._processors.slowdown
 
     def _go_on_to(self, now: float) -> None:
         if self._running:

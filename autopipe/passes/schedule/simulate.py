@@ -72,7 +72,7 @@ class _Run:
         half = PHASES.index(Phase.INPUT_GRADIENT)
         self.split = {task for order in self.orders for task in order if task // self.count % len(PHASES) == half}
         self._add_end(stage_devices, prediction)
-        self.shared = [SharedProcessors(each.count) for each in prediction.processors]
+        self.shared = [SharedProcessors(each) for each in prediction.processors]
         self.processors = {device: index for index, each in enumerate(prediction.processors) for device in each.devices}
         """For each device that shares processors, with which ones."""
         self.due = [0] * len(self.shared)

@@ -20,7 +20,7 @@ from autopipe.passes.schedule.simulate import simulate
 
 
 def test_two_tasks_on_one_processor_take_turns():
-    shared = SharedProcessors(1)
+    shared = SharedProcessors(Processors((0, 1), 1))
     shared.begin(0, 2.0, 0.0)
     shared.begin(1, 1.0, 1.0)
     # From 1 on both have half the speed, of which each has a second to go: the first to come is the first to end.
@@ -36,6 +36,8 @@ def test_replicas_beyond_their_processors_take_as_much_longer():
     schedule = Schedule(2, (tuple(map(Task.parse, ("0F0", "0B0", "0F1", "0B1"))),) * 4)
     prediction = Prediction((stage,), processors=(Processors((0, 1, 2, 3), 2),))
     assert simulate(schedule, ((0, 1, 2, 3),), prediction).end == pytest.approx(2 * (6 + 4 + 0.5))
+    crowded = Prediction((stage,), processors=(Processors((0, 1, 2, 3), 2, slowdown=1.5),))
+    assert simulate(schedule, ((0, 1, 2, 3),), crowded).end == pytest.approx(3 * (6 + 4 + 0.5))
 
 
 def test_a_task_on_several_nodes_waits_for_the_slowest():
@@ -67,12 +69,12 @@ def steps(draw):
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps(), st.integers(1, 4), st.data())
-def test_steps_are_those_of_a_computation_bit_by_bit(step, count, data):
+@given(steps(), st.integers(1, 4), st.sampled_from([1.0, 1.25]), st.data())
+def test_steps_are_those_of_a_computation_bit_by_bit(step, count, slowdown, data):
     graph, prediction, schedule = step
     cut = data.draw(st.integers(0, graph.devices))
     nodes = [tuple(range(cut)), tuple(range(cut, graph.devices))]
-    shared = tuple(Processors(devices, count) for devices in nodes if len(devices) > count)
+    shared = tuple(Processors(devices, count, slowdown) for devices in nodes if len(devices) > count)
     found = simulate(schedule, graph.stage_devices, dataclasses.replace(prediction, processors=shared))
     spans, groups, end = bit_by_bit(schedule, graph.stage_devices, prediction, shared)
     assert found.end == pytest.approx(float(end))
@@ -150,10 +152,8 @@ def speed(device, left, shared):
     """How fast a device goes on beside all that still have something to do."""
     for each in shared:
         if device in each.devices:
-            return min(
-                Fraction(1),
-                Fraction(each.count, sum(other in each.devices for (other, _), rest in left.items() if rest)),
-            )
+            at_work = sum(other in each.devices for (other, _), rest in left.items() if rest)
+            return min(Fraction(1), Fraction(each.count, at_work)) / Fraction(each.slowdown)
     return Fraction(1)
 
 

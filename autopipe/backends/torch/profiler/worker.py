@@ -15,8 +15,9 @@ from autopipe.backends.torch.launcher import rank_environment
 from autopipe.ir.errors import LaunchError
 
 
-def numbers_of(worker: str, program: Path, device: str, seconds: float) -> list[float]:
-    """The numbers that the module `worker` of this package measures of a program for about so many seconds.
+def numbers_of(worker: str, program: Path, setting: str, seconds: float) -> list[float]:
+    """The numbers that the module `worker` of this package measures of a program for about so many seconds; `setting`
+    says on what.
 
     Raises LaunchError with the last line that it wrote where it fails.
     """
@@ -24,7 +25,7 @@ def numbers_of(worker: str, program: Path, device: str, seconds: float) -> list[
         found = Path(scratch) / "numbers.json"
         module = f"autopipe.backends.torch.profiler.{worker}"
         done = subprocess.run(
-            [sys.executable, "-m", module, str(found), str(program), device, str(seconds)],
+            [sys.executable, "-m", module, str(found), str(program), setting, str(seconds)],
             env=dict(os.environ) | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
         )  # fmt: skip

@@ -43,7 +43,8 @@ def compare(
     part of what is left, by its ranks.
     """
     bar.advance(0, note="measuring exchanges")
-    given = exchange_costs(max(ranks for _, ranks in planned)) if costs is None else read_costs(costs)
+    most = max(ranks for _, ranks in planned)
+    given = exchange_costs(most) if costs is None else read_costs(costs)
     known: dict[str, tuple[Subject, list[Costs]]] = {}
     crew: Crew | None = None
     try:
@@ -56,7 +57,7 @@ def compare(
                 crew = Crew(ranks)
             try:
                 if name not in known:
-                    known[name] = _measured_subject(name, given, costs is None, folder, bar)
+                    known[name] = _measured_subject(name, given, most if costs is None else None, folder, bar)
                 yield _compared(known[name], ranks, crew, folder / f"{name}.{ranks}", until, bar)
             except AutopipeError as error:
                 output.warn(f"{name} on {ranks} ranks: {error}")
@@ -65,10 +66,13 @@ def compare(
             crew.stop()
 
 
-def _measured_subject(name: str, given: Costs, measure: bool, folder: Path, bar: Bar) -> tuple[Subject, list[Costs]]:
+def _measured_subject(
+    name: str, given: Costs, ranks: int | None, folder: Path, bar: Bar
+) -> tuple[Subject, list[Costs]]:
+    """The model, and its costs among up to so many ranks; those `given` alone where None."""
     subject = build(name, folder)
     bar.advance(0, note=f"{name}: measuring operators")
-    return subject, [given, operation_costs(subject)] if measure else [given]
+    return subject, [given] if ranks is None else [given, operation_costs(subject, ranks)]
 
 
 def _compared(

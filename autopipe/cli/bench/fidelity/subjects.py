@@ -31,7 +31,7 @@ BATCH: Final = 32
 _SIZES: Final = (1, 2, 4, 8, 16, 32)
 """Micro-batches whose operators are measured: shares of larger ones among them."""
 _DEVICE: Final = "one core"
-_OPERATIONS_S: Final = 6.0
+_OPERATIONS_S: Final = 10.0
 _EXCHANGES_S: Final = 20.0
 
 
@@ -56,8 +56,8 @@ def exchange_costs(ranks: int) -> Costs:
     return Costs((DeviceCosts(_DEVICE, (f"exchanges of {ranks} ranks",), exchanges=exchanges),))
 
 
-def operation_costs(subject: Subject) -> Costs:
-    """What the operators of a model take on a core while all other cores are busy."""
+def operation_costs(subject: Subject, ranks: int) -> Costs:
+    """What the operators of a model take on a core while all other cores are busy, and up to so many ranks in turns."""
     profiling = Profiling(
         request=request_of(load_configuration(words={"--cluster": "cpu-local"}), subject.path),
         sizes=_SIZES,
@@ -67,6 +67,7 @@ def operation_costs(subject: Subject) -> Costs:
         threads=1,
         company=processor_count() - 1,
         ranks=None,
+        crowd=ranks,
         source="torch",
         seconds=_OPERATIONS_S,
     )
