@@ -5,9 +5,10 @@
 
 A cell is a model of the zoo, a preset of a cluster and a number of devices. Single strategies are planned with one by
 one, as if each were named: with their defaults, in the shapes that named schedules ask for, and under every schedule
-that takes their placement. Nothing of the search is asked for that. Cells come in an order in which models, presets and
-numbers of devices take turns; each is a line of the log, and what the log has is not computed again. A cell that takes
-longer than `--limit` seconds of processor time is logged as such.
+that takes their placement. What the search placed in the same way is not placed again for that; the best of all by name
+is planned from the model's file again. Cells come in an order in which models, presets and numbers of devices take
+turns; each is a line of the log, and what the log has is not computed again. A cell that takes longer than `--limit`
+seconds of processor time is logged as such.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from autopipe.configs import zoo
 from autopipe.configs.cluster_file import build_cluster
 from autopipe.configs.presets import cluster_names, cluster_preset
 from autopipe.ir.errors import AutopipeError, InfeasibleError
-from autopipe.passes.auto.choose import choose
+from autopipe.passes.auto.candidate import Candidate
+from autopipe.passes.auto.choose import chosen, weigh
+from autopipe.passes.auto.search import Search
 from autopipe.passes.base import Strategy
 from autopipe.passes.explain.breakdown import breakdown
 from autopipe.passes.pipeline import Placed, make_plan, place, schedule
@@ -94,9 +97,11 @@ def answered(cell: Cell) -> dict[str, object]:
         model_file(cell.model), build_cluster(cluster_preset(cell.preset), cell.devices, None, None), None, None
     )
     begin = processor_s()
-    found = choose(request)
+    runner = Runner(Silent())
+    search = weigh(request, runner)
+    found = chosen(search, runner)
     seconds = processor_s() - begin
-    singles = sorted(singles_of(request), key=lambda each: each[2])
+    singles = sorted(singles_of(request, placed_by(search)), key=lambda each: each[2])
     named, order, step_s = singles[0]
     again = make_plan(with_names(request, named, order)).timeline.end
     plan, summary, problem = found.plan, found.plan.summary, found.problem
@@ -124,10 +129,17 @@ def processor_s() -> float:
     return sum(os.times()[:4])
 
 
-def singles_of(request: Request) -> Iterator[tuple[Strategy, str, float]]:
+def placed_by(search: Search) -> dict[Strategy, Placed]:
+    """The placements of strategies that the search asked as they are when they are named."""
+    plain = (each for each in search.tried if each.candidate == Candidate(each.candidate.strategy))
+    return {each.candidate.strategy: each.origin.placed for each in plain if each.origin.placed is not None}
+
+
+def singles_of(request: Request, known: dict[Strategy, Placed]) -> Iterator[tuple[Strategy, str, float]]:
     """Every strategy and schedule that make a plan by name, with its step in seconds.
 
-    A schedule is searched only where the bound on the placement's step is below the least so far.
+    Placements that are `known` are not searched again. A schedule is searched only where the bound on the placement's
+    step is below the least so far.
     """
     names = [name for name in strategy_names() if name not in NOT_NAMED]
     strategies = [strategy_class(name)() for name in names]
@@ -136,7 +148,7 @@ def singles_of(request: Request) -> Iterator[tuple[Strategy, str, float]]:
     least, runner = math.inf, Runner(Silent())
     for strategy in (*strategies, *shaped):
         try:
-            placed = place(with_names(request, strategy, "1f1b"), strategy, runner)
+            placed = known.get(strategy) or place(with_names(request, strategy, "1f1b"), strategy, runner)
         except AutopipeError:
             continue
         placements.append((strategy, placed))

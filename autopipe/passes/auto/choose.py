@@ -59,7 +59,11 @@ def _kept(request: Request, runner: Runner, record: Record | None) -> Planned | 
 
 
 def _searched(request: Request, runner: Runner) -> Planned:
-    search = weigh(request, runner)
+    return chosen(weigh(request, runner), runner)
+
+
+def chosen(search: Search, runner: Runner) -> Planned:
+    """The best plan of a search, with what came of the others."""
     request, best = search.request, search.best
     assert best is not None
     assert best.placed is not None

@@ -55,9 +55,9 @@ class Front:
         """What the branches of a fork that ends at `stop` see, if what joins them has `level`: in a stage that begins
         there, or in one that begins in a branch."""
         found = Front(len(self.devices) - 1, self.devices.shape[1], self.ways is not None)
-        found._take(self, level, slice(stop, stop + 1))
+        found.take(self, slice(level, level + 1), slice(stop, stop + 1))
         if level:
-            found._take(self, level - 1, slice(stop + 1, None))
+            found.take(self, slice(level - 1, level), slice(stop + 1, None))
         return found
 
     def copy(self) -> Front:
@@ -76,10 +76,16 @@ class Front:
         if self.ways is not None:
             self.ways[level, place] = self.ways[best, place]
 
-    def _take(self, other: Front, level: int, places: slice) -> None:
-        self.devices[level, places] = other.devices[level, places]
+    def is_as(self, other: Front, most: int, stop: int) -> bool:
+        """Whether all from `stop` on is the same on levels up to `most`."""
+        mine, others = self.devices[: most + 1, stop:], other.devices[: most + 1, stop:]
+        return mine.tobytes() == others.tobytes()
+
+    def take(self, other: Front, levels: slice, places: slice) -> None:
+        """Have what another has at some levels and places."""
+        self.devices[levels, places] = other.devices[levels, places]
         if self.ways is not None and other.ways is not None:
-            self.ways[level, places] = other.ways[level, places]
+            self.ways[levels, places] = other.ways[levels, places]
 
 
 class Search:
@@ -98,8 +104,10 @@ class Search:
         self.needs, self.places, self.levels, self.traced = needs, places, levels, traced
         self.ends = tuple(itertools.accumulate(reversed(runs)))
         """How many devices are taken at most with those of each run, the last run first."""
-        self.room = self.ends[-1] - _before(needs(min(1, levels)), places)
-        """How many devices may be taken for all that lies from a place on: what lies before it takes the others."""
+        room = self.ends[-1] - _before(needs(min(1, levels)), places)
+        self.limit: Devices = np.minimum(room + 1, NEVER).astype(np.int16)
+        """Fewer devices than so many may be taken for all that lies from a place on: what lies before it takes the
+        others."""
         self.pieces: list[tuple[Piece, int]] = []
         """Stages of ways, each with the number of the next one on its way; -1 at the end."""
 
@@ -128,24 +136,26 @@ class Search:
                 self._fork(region.branches, region.start, region.stop, front, most)
 
     def _run(self, run: Run, front: Front, most: int) -> None:
-        best = np.full(run.stop - run.start, NEVER, dtype=np.int16)
-        filled = [bool(row.any()) for row in front.devices[:most, run.start + 1 :] < NEVER]
+        places = slice(run.start, run.stop)
+        limit = self.limit[places]
+        behind = front.devices[:most, run.start + 1 :]
+        filled = _filled(behind)
         for level in range(1, most + 1):
             if not filled[level - 1]:
                 continue
-            seen = front.devices[level - 1, run.start + 1 :]
+            seen = behind[level - 1]
             stops = (seen < NEVER).nonzero()[0]
             if not len(stops):
                 continue
-            sums = self._taken(level, run, stops + run.start + 1, seen[stops])
-            devices = sums.min(axis=1)
-            better = (devices < best) & (devices <= self.room[run.start : run.stop])
-            if not better.any():
+            sums = self._taken(level, run, stops + (run.start + 1), seen[stops])
+            devices = np.minimum.reduce(sums, axis=1)
+            better = devices < limit
+            if not np.count_nonzero(better):
                 continue
             if level < most:
                 filled[level] = True
-            best = np.where(better, devices, best)
-            front.devices[level, run.start : run.stop] = np.where(better, devices, NEVER)
+            limit = np.where(better, devices, limit)
+            front.devices[level, places] = np.where(better, devices, NEVER)
             if front.ways is not None:
                 chosen = stops[sums.argmin(axis=1)] + run.start + 1
                 for place in np.flatnonzero(better):
@@ -160,7 +170,8 @@ class Search:
         found: list[Devices] = []
         start = 0
         for needs, end in zip(reversed(self.needs(level)), self.ends, strict=True):
-            sums = needs[run.start : run.stop, stops] + (np.maximum(seen, start) if start else seen)
+            sums = needs[run.start : run.stop].take(stops, axis=1)
+            sums += np.maximum(seen, start) if start else seen
             found.append(sums if end == self.ends[-1] else np.where(sums > end, NEVER, sums).astype(np.int16))
             start = end
         return found[0] if len(found) == 1 else np.minimum.reduce(found)
@@ -168,18 +179,19 @@ class Search:
     def _fork(self, branches: tuple[tuple[Region, ...], ...], start: int, stop: int, front: Front, most: int) -> None:
         """Whatever joins the branches has one level; a stage before them sees the highest level of their sources."""
         found = Front(self.levels, self.places, self.traced)
-        filled = [bool(row.any()) for row in front.devices[: most + 1, stop + 1 :] < NEVER]
+        filled = _filled(front.devices[: most + 1, stop + 1 :])
         for level in range(most + 1):
             if front.devices[level, stop] == NEVER and not (level and filled[level - 1]):
                 continue
             inside = front.masked(level, stop)
-            ends = self._branches(branches, start, inside.copy(), level, most)
+            passed: list[Front] = []
+            ends = self._branches(branches, inside.copy(), level, most, passed)
             self._keep(found, ends, most, start, stop)
             if not start:
                 continue  # Nothing lies before, which would see their levels.
             least = ends.devices[:, start:stop].min(axis=0)
             for highest in range(max(level, 1), most):
-                ends = self._branches(branches, start, inside.copy(), level, highest)
+                ends = self._branches_again(branches, inside.copy(), level, highest, passed)
                 self._keep(found, ends, highest, start, stop)
                 if (ends.devices[:, start:stop].min(axis=0) == least).all():
                     break
@@ -189,13 +201,28 @@ class Search:
             front.ways[:, start:stop] = found.ways[:, start:stop]
 
     def _branches(
-        self, branches: tuple[tuple[Region, ...], ...], start: int, front: Front, level: int, most: int
+        self, branches: tuple[tuple[Region, ...], ...], front: Front, level: int, most: int, passed: list[Front]
     ) -> Front:
-        """The branches from the last to the first; what joins them has `level`."""
+        """The branches from the last to the first; what joins them has `level`. `passed` gets what each came to."""
         for number, branch in reversed(list(enumerate(branches))):
             if number < len(branches) - 1:
                 front.reset(branches[number + 1][0].start, level)
             self._line(branch, front, most)
+            passed.append(front.copy())
+        return front
+
+    def _branches_again(
+        self, branches: tuple[tuple[Region, ...], ...], front: Front, level: int, most: int, passed: list[Front]
+    ) -> Front:
+        """The same with fewer levels. A branch behind which all is as before has the same on those as it had."""
+        for number, before in zip(reversed(range(len(branches))), passed, strict=True):
+            branch = branches[number]
+            if number < len(branches) - 1:
+                front.reset(branches[number + 1][0].start, level)
+            if front.is_as(before, most, branch[-1].stop):
+                front.take(before, slice(most + 1), slice(branch[0].start, branch[-1].stop))
+            else:
+                self._line(branch, front, most)
         return front
 
     def _keep(self, found: Front, ends: Front, level: int, start: int, stop: int) -> None:
@@ -207,6 +234,12 @@ class Search:
         found.devices[level, columns[better]] = devices[better]
         if found.ways is not None and ends.ways is not None:
             found.ways[level, columns[better]] = ends.ways[best, columns][better]
+
+
+def _filled(devices: Devices) -> list[bool]:
+    """For each level whether it has an entry."""
+    found: list[bool] = np.logical_or.reduce(devices < NEVER, axis=1).tolist()
+    return found
 
 
 def _before(needs: Sequence[Devices], places: int) -> Devices:

@@ -82,8 +82,24 @@ def _bits(mask: int) -> list[int]:
 Figures = NDArray[np.float64]
 """A figure for each pair."""
 
-Chosen = NDArray[np.int64] | slice
-"""Some of the pairs."""
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Some of the pairs: their numbers, and the downsets of each."""
+
+    numbers: NDArray[np.int64]
+    inner: NDArray[np.int64]
+    outer: NDArray[np.int64]
+
+    def some(self, places: NDArray[np.int64] | NDArray[np.bool_]) -> Pairs:
+        """Those at some places among these."""
+        return Pairs(self.numbers[places], self.inner[places], self.outer[places])
+
+    def difference(self, figures: NDArray[np.float64]) -> Figures:
+        """For each pair how much more a figure of downsets is of the outer one than of the inner one."""
+        found: Figures = figures.take(self.outer)
+        found -= figures.take(self.inner)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +118,10 @@ class Downsets:
     levels: tuple[int, ...]
     starts: tuple[int, ...]
 
-    def difference(self, figures: NDArray[np.float64], chosen: Chosen = slice(None)) -> Figures:
-        """For each pair how much more a figure of downsets is of the outer one than of the inner one."""
-        found: Figures = figures.take(self.outer[chosen]) - figures.take(self.inner[chosen])
-        return found
+    @property
+    def pairs(self) -> Pairs:
+        """All of them."""
+        return Pairs(np.arange(len(self.inner)), self.inner, self.outer)
 
 
 def all_downsets(needs: tuple[int, ...]) -> Downsets:

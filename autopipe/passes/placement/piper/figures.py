@@ -16,7 +16,7 @@ from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.cost.uses import uses_of
 from autopipe.passes.placement.piper.blocks import Blocks
-from autopipe.passes.placement.piper.downsets import Chosen, Downsets, Figures
+from autopipe.passes.placement.piper.downsets import Downsets, Figures, Pairs
 from autopipe.passes.placement.piper.sharing import Sharing
 
 Key = TypeVar("Key")
@@ -29,13 +29,13 @@ class Sums:
     own: NDArray[np.float64]
     common: tuple[tuple[tuple[int, ...], float], ...] = ()
 
-    def over(self, downsets: Downsets, chosen: Chosen) -> Figures:
-        """The sum over the blocks between the two downsets of each chosen pair."""
+    def over(self, downsets: Downsets, pairs: Pairs) -> Figures:
+        """The sum over the blocks between the two downsets of each of some pairs."""
         if not self.own.any() and not self.common:
-            return np.zeros(len(downsets.inner[chosen]))
-        found = downsets.difference(downsets.holds @ self.own, chosen)
+            return np.zeros(len(pairs.inner))
+        found = pairs.difference(downsets.holds @ self.own)
         for blocks, figure in self.common:
-            found += figure * (downsets.difference(downsets.holds[:, list(blocks)].sum(axis=1), chosen) > 0)
+            found += figure * (pairs.difference(downsets.holds[:, list(blocks)].sum(axis=1)) > 0)
         return found
 
 

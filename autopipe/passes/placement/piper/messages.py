@@ -11,7 +11,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.passes.cost.splits import SampleAxes
 from autopipe.passes.placement.piper.blocks import Blocks
-from autopipe.passes.placement.piper.downsets import Chosen, Downsets, Figures
+from autopipe.passes.placement.piper.downsets import Downsets, Figures, Pairs
 
 _CELLS = 2**22
 """Cells of a table made at once."""
@@ -28,9 +28,9 @@ class Messages:
     whole: Figures
     count: Figures
 
-    def local_bytes(self, share: float, chosen: Chosen) -> Figures:
+    def local_bytes(self, share: float, pairs: Pairs) -> Figures:
         """Bytes on one replica that has a share of the graph's samples, for some of the pairs."""
-        found: Figures = self.cut[chosen] * share + self.whole[chosen]
+        found: Figures = self.cut.take(pairs.numbers) * share + self.whole.take(pairs.numbers)
         return found
 
 
