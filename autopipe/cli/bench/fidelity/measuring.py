@@ -14,8 +14,9 @@ from autopipe.cli.bench.fidelity.candidates import Candidate
 from autopipe.cli.bench.fidelity.outcome import Outcome
 from autopipe.ir.errors import AutopipeError
 
-_RECORDED, _WARM_UP, _STEPS = 1, 1, 4
-"""Steps of a program: with allocations counted, in the first round alone; to warm up; those that count."""
+_RECORDED, _WARM_UP, _STEPS = 1, 3, 4
+"""Steps of a program: with allocations counted, in the first round alone; to warm up, while the heap still grows; those
+that count."""
 _SLOW, _FEW_STEPS = 4.0, 2
 """What is predicted to take so many times the least runs fewer steps that count."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 2, 6
