@@ -104,8 +104,8 @@ def test_candidates_differ_and_one_that_fails_stops_no_other(candidates, tmp_pat
     ranks = Ranks(folder / "1")
     outcomes = measuring.measured(candidates, ranks, folder, 0.0, lambda _: None)
     assert [each.failed for each in outcomes[:3]] == ["", "rank 1: it hangs", ""]
-    # Of six steps one is recorded and one warms up, of five in a second round one warms up.
-    assert outcomes[0].steps_s == (102, 103, 104, 105, 101, 102, 103, 104)
+    # Of eight steps one is recorded and three warm up, of seven in a second round three warm up.
+    assert outcomes[0].steps_s == (104, 105, 106, 107, 103, 104, 105, 106)
     assert (outcomes[0].measured_memory, outcomes[0].measured_bytes, outcomes[0].processor_s) == (100, 7, 0.5)
     assert ranks.runs[: len(candidates)] == [(folder / f"{index}", 1) for index in range(len(candidates))]
     assert (folder / "1", 0) not in ranks.runs
@@ -116,9 +116,9 @@ def test_those_near_the_fastest_are_run_while_there_is_time(candidates, tmp_path
     monkeypatch.setattr(measuring.time, "monotonic", lambda: next(clock) / 100)
     ranks = Ranks(tmp_path / "1", slow=tmp_path / "2")
     outcomes = measuring.measured(candidates, ranks, tmp_path, 50.0, lambda _: None)
-    # Five steps in later rounds, of which one warms up; what fails is left alone.
-    assert outcomes[0].steps_s == (102, 103, 104, 105, *(101, 102, 103, 104) * 5)
-    assert outcomes[2].steps_s.count(1010) == 1, "the slow one is run twice"
+    # Seven steps in later rounds, of which three warm up; what fails is left alone.
+    assert outcomes[0].steps_s == (104, 105, 106, 107, *(103, 104, 105, 106) * 5)
+    assert outcomes[2].steps_s.count(1030) == 1, "the slow one is run twice"
     assert [recorded for program, recorded in ranks.runs if program == tmp_path / "1"] == [1]
 
 
