@@ -84,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with --debug the traceback to stderr.
     """
     gc.set_threshold(YOUNG_OBJECTS)
-    sys.stdout = whole_writes(sys.stdout)
+    own = sys.__stdout__
+    if own is not None and sys.stdout is own:  # What somebody put in its place is theirs to close.
+        sys.stdout = whole_writes(own)
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = words[: words.index("--")] if "--" in words else words
     try:

@@ -8,12 +8,12 @@ A number for each count of processes, in order; the seconds are shared by all.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import statistics
 import sys
-from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Barrier
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,8 +21,14 @@ import torch
 from autopipe.backends.torch.profiler.timed_program import TimedProgram
 from autopipe.backends.torch.profiler.watch import repeated
 
-_FORK = multiprocessing.get_context("fork")
-"""What is imported once need not be imported by each process; none of them has had a thread before."""
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One of the processes: it says a byte when it is ready, waits for one, and answers with a number."""
+
+    process: int
+    answers: int
+    go: int
 
 
 def main(target: Path, program: Path, counts: list[int], seconds: float) -> None:
@@ -40,26 +46,44 @@ def main(target: Path, program: Path, counts: list[int], seconds: float) -> None
 
 
 def _of_crowd(target: Path, program: Path, count: int, seconds: float) -> list[float]:
-    """The processor time in seconds of a step's forward and backward, in each of the processes."""
-    barrier = _FORK.Barrier(count)
-    pipes, processes = [], []
+    """The processor time in seconds of a step's forward and backward, in each of the processes.
+
+    Raises ValueError where one fails.
+    """
+    members: list[Member] = []
     for number in range(count):
-        ours, theirs = _FORK.Pipe(duplex=False)
-        data = target.with_suffix(f".{count}.{number}.npz")
-        process = _FORK.Process(target=_member, args=(program, data, barrier, seconds, theirs))
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
+        members.append(_begun(program, target.with_suffix(f".{count}.{number}.npz"), seconds, members))
+    for each in members:
+        os.read(each.answers, 1)
+    for each in members:
+        os.write(each.go, b"!")
+    found = []
+    for each in members:
+        with open(each.answers, encoding="utf-8") as answers:
+            found.append(float(answers.read()))
+        os.close(each.go)
+        os.waitpid(each.process, 0)
+    return found
+
+
+def _begun(program: Path, data: Path, seconds: float, before: Sequence[Member]) -> Member:
+    """A process that measures the program; forked, so that what is imported here need not be imported again."""
+    (answers, answer), (wait, go) = os.pipe(), os.pipe()
+    process = os.fork()
+    if process:
+        os.close(answer)
+        os.close(wait)
+        return Member(process, answers, go)
+    for each in before:
+        os.close(each.go)  # Or those would wait for ever if their parent ended.
     try:
-        return [pipe.recv() for pipe in pipes]
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join()
+        os.write(answer, str(_measured(program, data, seconds, answer, wait)).encode())
+    except BaseException:  # noqa: BLE001 - a forked process must not go on with what its parent is doing
+        traceback.print_exc()
+    os._exit(0)
 
 
-def _member(program: Path, data: Path, barrier: Barrier, seconds: float, answer: Connection) -> None:
+def _measured(program: Path, data: Path, seconds: float, answer: int, wait: int) -> float:
     timed = TimedProgram.of(program, data, torch.device("cpu"))
 
     def run() -> list[float]:
@@ -67,8 +91,9 @@ def _member(program: Path, data: Path, barrier: Barrier, seconds: float, answer:
         return [sum(timed.inside.means().values())]
 
     run()
-    barrier.wait()
-    answer.send(repeated(run, seconds)[0].seconds)
+    os.write(answer, b" ")
+    os.read(wait, 1)
+    return repeated(run, seconds)[0].seconds
 
 
 if __name__ == "__main__":
