@@ -16,8 +16,9 @@ HEAD = """\
 
 Small models of the zoo (their default sizes) in training, four samples a device a step, on every cluster preset with
 4, 8, 16 and 32 devices; all steps are simulated. `best single` is the shortest step of all strategies with their
-defaults, and of the shapes that named schedules want, under every schedule that takes them, each planned by name and
-without the search; a schedule is searched where the bound on the placement's step is below the others' best. `ratio`
+defaults, and of the shapes that named schedules want, under every schedule that takes them, each as planned by name:
+what the search placed by a strategy as it is named is not placed again for that, but for the best, which is planned by
+name once more. A schedule is searched where the bound on the placement's step is below the others' best. `ratio`
 is its step over that of the chosen plan: below 1 the search has missed something. `of ideal` is linear speed-up at the
 roofline, in the same micro-batches, over the step; it is small because such small models mostly launch kernels, which
 does not get less with more devices. `mb` counts micro-batches.
