@@ -118,7 +118,7 @@ class Profiling:
     ) -> tuple[list[tuple[int, OperationCost]], list[str]]:
         """All groups, one after the other, an equal part of the time each; by the size of micro-batches."""
         rest = 1.0 - _WHOLE - (_TASKS + _STARTS if train else 0.0) - (_EXCHANGES if self.ranks is not None else 0.0)
-        rest -= _CROWDS if self.crowd > self._processors else 0.0
+        rest -= _CROWDS if self._crowded(device) else 0.0
         each = rest * self.seconds / max(1, len(groups))
         found: list[tuple[int, OperationCost]] = []
         refused: list[str] = []
@@ -156,11 +156,15 @@ class Profiling:
     def _processors(self) -> int:
         return max(1, processor_count() // self.threads)
 
+    def _crowded(self, device: torch.device) -> bool:
+        """Whether ranks that take turns on the processors are measured."""
+        return self.crowd > self._processors and device.type == "cpu" and self.source == "torch"
+
     def _crowds(
         self, models: Sequence[tuple[int, Model]], device: torch.device, bar: Bar, started: float
     ) -> tuple[Oversubscription, ...]:
         """What ranks take that take turns on the processors, by micro-batches of middling size."""
-        if self.crowd <= self._processors or device.type != "cpu" or self.source != "torch":
+        if not self._crowded(device):
             return ()
         bar.reach(time.perf_counter() - started, note=f"{self.crowd} ranks taking turns")
         _, model = models[len(models) // 2]

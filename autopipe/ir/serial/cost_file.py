@@ -81,9 +81,9 @@ def _device_of(record: Record) -> DeviceCosts:
 
 
 def _oversubscriptions_of(record: Record, processors: int) -> tuple[Oversubscription, ...]:
-    entries = record.at("oversubscriptions") if record.has("oversubscriptions") else None
-    if entries is None:
+    if not record.has("oversubscriptions"):
         return ()
+    entries = record.at("oversubscriptions")
     found = tuple(_oversubscription_of(each) for each in entries.items())
     if any(first >= second for first, second in pairwise((processors, *(each.ranks for each in found)))):
         entries.refuse(f"more and more ranks, from above the {processors} processors on")

@@ -48,7 +48,7 @@ def main(target: Path, program: Path, counts: list[int], seconds: float) -> None
 def _of_crowd(target: Path, program: Path, count: int, seconds: float) -> list[float]:
     """The processor time in seconds of a step's forward and backward, in each of the processes.
 
-    Raises ValueError where one fails.
+    Raises OSError or ValueError where one fails.
     """
     members: list[Member] = []
     for number in range(count):
