@@ -22,7 +22,7 @@ class Breakdown:
     imbalance_s: float = 0.0
     """Devices have less to do than the busiest."""
     contention_s: float = 0.0
-    """More devices than the processors that they share are at work, so that all are slower."""
+    """Several devices that share a processor are at work, so that all are slower."""
     messages_s: float = 0.0
     """What stages send one another, as far as no computation hides it."""
     collectives_s: float = 0.0

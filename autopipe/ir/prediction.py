@@ -73,11 +73,10 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Processors:
-    """Devices that share processors: where more of them are at work than there are processors, all are slower."""
+class Processor:
+    """Devices that share a processor: where several of them are at work, all are slower."""
 
     devices: tuple[int, ...]
-    count: int
     slowdown: float = 1.0
     """How many times its processor time a task takes because so many devices share the processors' caches."""
 
@@ -88,8 +87,8 @@ class Prediction:
 
     stages: tuple[StagePrediction, ...] = ()
     messages: tuple[Message, ...] = ()
-    processors: tuple[Processors, ...] = ()
-    """The devices that have no processor each; seconds of stages are those on a processor of one's own."""
+    processors: tuple[Processor, ...] = ()
+    """Those of nodes with more devices than processors; seconds of stages are those on a processor of one's own."""
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:

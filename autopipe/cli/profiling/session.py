@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from autopipe.backends.torch.profiler.company import company
 from autopipe.backends.torch.profiler.operators import measure_operations
 from autopipe.backends.torch.profiler.tasks import Starts, measure_starts, measure_tasks
 from autopipe.backends.torch.profiler.watch import Watch
+from autopipe.backends.torch.runtime.processors import processor_count
 from autopipe.cli.output import Bar
 from autopipe.cli.profiling.crowds import measure_oversubscription
 from autopipe.cli.profiling.exchanges import exchanges_of
@@ -210,11 +210,6 @@ def _told(size: int, whole: Whole) -> str:
         f"micro-batches of {size}: in the model operators take {whole.forward:.2f} (forward) and {whole.backward:.2f}"
         " (backward) of what they take one by one; that is what is given"
     )
-
-
-def processor_count() -> int:
-    """On how many processors this process, and ranks that it starts, may run."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopipe.ir.placement import Placement
-from autopipe.ir.prediction import Message, Prediction, Processors, StagePrediction
+from autopipe.ir.prediction import Message, Prediction, Processor, StagePrediction
 from autopipe.ir.serial.record import Record
 from autopipe.ir.turn import Turn
 
@@ -41,12 +41,12 @@ def prediction_of(record: Record, placement: Placement) -> Prediction:
         stages.refuse(f"one entry for each of {len(placement.stages)} stages")
     messages = tuple(_message_of(each, placement) for each in record.at("messages").items())
     shared = record.at("processors").items() if record.has("processors") else ()
-    return Prediction(found, messages, tuple(map(_processors_of, shared)))
+    return Prediction(found, messages, tuple(map(_processor_of, shared)))
 
 
-def _processors_of(record: Record) -> Processors:
+def _processor_of(record: Record) -> Processor:
     slowdown = record.at("slowdown").number() if record.has("slowdown") else 1.0
-    return Processors(record.at("devices").integers(), record.at("count").integer(1), slowdown)
+    return Processor(record.at("devices").integers(), slowdown)
 
 
 def _stage_of(record: Record) -> StagePrediction:

@@ -52,7 +52,7 @@ def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) 
     The longest way of one micro-batch, and each device's computation between the earliest start and the least that
     follows; where backwards can be split, what follows is what their first halves need, and splitting costs nothing
     here, since whole ones do without. The update comes after. Nor is a step shorter than the work of devices that share
-    processors takes on all of those.
+    a processor takes on it.
     """
     stages = StageGraph.of(problem, placement)
     units = problem.micro_batches // stages.pipeline_count
@@ -65,17 +65,14 @@ def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) 
 
 
 def _shared_bound(stages: StageGraph, prediction: Prediction, units: int, train: bool) -> float:
-    """The most that devices sharing processors have to do, over the number of those."""
+    """The most that devices sharing a processor have to do."""
     work: dict[int, float] = {}
     for stage, (devices, predicted) in enumerate(zip(stages.stage_devices, prediction.stages, strict=True)):
         tasks = predicted.forward_s + train * predicted.backward_s
         seconds = units * stages.turns_at(stage) * tasks + predicted.gradient_s + predicted.update_s
         for device in devices:
             work[device] = work.get(device, 0.0) + seconds
-    totals = (
-        each.slowdown * sum(work.get(device, 0.0) for device in each.devices) / each.count
-        for each in prediction.processors
-    )
+    totals = (each.slowdown * sum(work.get(device, 0.0) for device in each.devices) for each in prediction.processors)
     return max(totals, default=0.0)
 
 

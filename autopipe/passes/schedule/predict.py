@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.costs import slowdown_of
 from autopipe.ir.placement import Placement
-from autopipe.ir.prediction import Prediction, Processors, StagePrediction
+from autopipe.ir.prediction import Prediction, Processor, StagePrediction
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Task
 from autopipe.passes.cost.stages import StageCost, stage_costs
@@ -27,8 +27,9 @@ def predicted(problem: Problem, placement: Placement, costs: Sequence[StageCost]
     return Prediction(tuple(map(_stage, costs)), stage_messages(problem, placement), processors)
 
 
-def shared_processors(cluster: Cluster) -> tuple[Processors, ...]:
-    """The devices of each node that has fewer processors than devices."""
+def shared_processors(cluster: Cluster) -> tuple[Processor, ...]:
+    """The processors of each node that has fewer of them than devices, which take them in turn as their ranks do
+    (`backends/torch/runtime/processors.py`)."""
     if all(device.processors is None for device in cluster.kinds):
         return ()
     nodes: defaultdict[int, list[int]] = defaultdict(list)
@@ -36,9 +37,10 @@ def shared_processors(cluster: Cluster) -> tuple[Processors, ...]:
         nodes[cluster.node(device)].append(device)
     owned = ((tuple(devices), cluster.devices[devices[0]]) for devices in nodes.values())
     return tuple(
-        Processors(devices, one.processors, slowdown_of(one.oversubscriptions, len(devices), one.processors))
+        Processor(devices[first :: one.processors], slowdown_of(one.oversubscriptions, len(devices), one.processors))
         for devices, one in owned
         if one.processors and one.processors < len(devices)
+        for first in range(one.processors)
     )
 
 

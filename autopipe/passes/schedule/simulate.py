@@ -13,14 +13,14 @@ from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.timeline import Span, Timeline, Transfer
 from autopipe.passes.schedule.alike import alike
 from autopipe.passes.schedule.footprint import memory_curves, static_memory
-from autopipe.passes.schedule.shared_processors import SharedProcessors
+from autopipe.passes.schedule.shared_processor import SharedProcessor
 from autopipe.passes.schedule.wires import HALF, PHASES, WHOLE, kind_of, wires_of
 
 StageDevices = Sequence[Sequence[int]]
 """The device group of each stage."""
 
 _ARRIVES, _ENDS, _MAY_END = range(3)
-"""Events: a message for a task arrives, a task ends, or one on shared processors does unless others began since."""
+"""Events: a message for a task arrives, a task ends, or one on a shared processor does unless others began since."""
 
 
 def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Prediction) -> Timeline:
@@ -30,7 +30,7 @@ def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Predic
     soon as their task is done and overlap with computation; those of one directed link follow one another. Of a split
     backward the first half receives and sends; the second waits for the first alone. When a
     device has run its last task, gradients are summed stage by stage (a stage's devices together) and parameters
-    updated, as the generated programs do. Devices that share processors slow one another down.
+    updated, as the generated programs do. Devices that share a processor slow one another down.
     """
     costs = prediction.stages
     one = alike(schedule, stage_devices, prediction)
@@ -72,9 +72,9 @@ class _Run:
         half = PHASES.index(Phase.INPUT_GRADIENT)
         self.split = {task for order in self.orders for task in order if task // self.count % len(PHASES) == half}
         self._add_end(stage_devices, prediction)
-        self.shared = [SharedProcessors(each) for each in prediction.processors]
+        self.shared = [SharedProcessor(each) for each in prediction.processors]
         self.processors = {device: index for index, each in enumerate(prediction.processors) for device in each.devices}
-        """For each device that shares processors, with which ones."""
+        """For each device that shares a processor, which one."""
         self.due = [0] * len(self.shared)
         """For each of them which event says when its next task ends; earlier ones count no more."""
         self.position = [0] * schedule.devices
@@ -83,10 +83,10 @@ class _Run:
         self.arrived: dict[int, int] = {}
         self.began: dict[int, float] = {}
         self.running: dict[int, int] = {}
-        """For each task on shared processors, on how many devices it still runs."""
+        """For each task on a shared processor, on how many devices it still runs."""
         self.link_free: dict[tuple[int, int], float] = {}
         self.events: list[tuple[float, int, int, int]] = []
-        """(time, how many events were made before, task or processors, what happens)."""
+        """(time, how many events were made before, task or processor, what happens)."""
         self.made = 0
         """Number of events so far: those of one instant are handled in the order in which they were made."""
         self.spans: list[Span] = []
@@ -160,7 +160,7 @@ class _Run:
             self._start_on(member, task, now)
 
     def _start_on(self, device: int, task: int, now: float) -> None:
-        """One device's part of a task, where some devices share processors."""
+        """One device's part of a task, where some devices share a processor."""
         index, seconds = self.processors.get(device), self.seconds[task // self.count]
         if index is None:
             self._schedule(now + seconds, task, _ENDS)
@@ -169,13 +169,13 @@ class _Run:
             self._look_again(index)
 
     def _end_on(self, index: int, now: float) -> None:
-        """The next task on shared processors ends on one device."""
+        """The next task on a shared processor ends on one device."""
         task = self.shared[index].end(now)
         self._look_again(index)
         self._finish(task, now)
 
     def _look_again(self, index: int) -> None:
-        """The speed of shared processors has changed."""
+        """The speed of a shared processor has changed."""
         if math.isfinite(end := self.shared[index].next_end):
             self._schedule(end, index, _MAY_END)
             self.due[index] = self.made

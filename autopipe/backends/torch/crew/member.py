@@ -57,6 +57,7 @@ def serve(rank: int, size: int, store: str, line: Line) -> NoReturn:
     from torch._C._distributed_c10d import FileStore
 
     from autopipe.backends.torch.runtime.gloo_threads import patient_threads
+    from autopipe.backends.torch.runtime.processors import keep_to_processors
 
     torch.set_num_threads(1)
     world = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": 1}
@@ -64,6 +65,7 @@ def serve(rank: int, size: int, store: str, line: Line) -> NoReturn:
     sys.dont_write_bytecode = True
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # The profiler writes there from C++; what fails is told in replies.
     patience = timedelta(seconds=PATIENCE_S)
+    keep_to_processors(rank, size)
     with patient_threads():
         dist.init_process_group("gloo", store=FileStore(store, size), rank=rank, world_size=size, timeout=patience)
     gc.freeze()  # To look through torch after every program would take longer than a program.

@@ -20,6 +20,7 @@ import torch
 
 from autopipe.backends.torch.profiler.timed_program import TimedProgram
 from autopipe.backends.torch.profiler.watch import repeated
+from autopipe.backends.torch.runtime.processors import keep_to_processors
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def _of_crowd(target: Path, program: Path, count: int, seconds: float) -> list[f
     """
     members: list[Member] = []
     for number in range(count):
-        members.append(_begun(program, target.with_suffix(f".{count}.{number}.npz"), seconds, members))
+        members.append(_begun(program, target.with_suffix(f".{count}.{number}.npz"), seconds, members, count))
     for each in members:
         os.read(each.answers, 1)
     for each in members:
@@ -66,8 +67,10 @@ def _of_crowd(target: Path, program: Path, count: int, seconds: float) -> list[f
     return found
 
 
-def _begun(program: Path, data: Path, seconds: float, before: Sequence[Member]) -> Member:
-    """A process that measures the program; forked, so that what is imported here need not be imported again."""
+def _begun(program: Path, data: Path, seconds: float, before: Sequence[Member], count: int) -> Member:
+    """One of `count` processes that measure the program, on the processors that a rank would have; forked, so that what
+    is imported here need not be imported again.
+    """
     (answers, answer), (wait, go) = os.pipe(), os.pipe()
     process = os.fork()
     if process:
@@ -77,6 +80,7 @@ def _begun(program: Path, data: Path, seconds: float, before: Sequence[Member]) 
     for each in before:
         os.close(each.go)  # Or those would wait for ever if their parent ended.
     try:
+        keep_to_processors(len(before), count)
         os.write(answer, str(_measured(program, data, seconds, answer, wait)).encode())
     except BaseException:  # noqa: BLE001 - a forked process must not go on with what its parent is doing
         traceback.print_exc()

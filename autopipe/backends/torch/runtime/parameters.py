@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import torch
 
 from autopipe.backends.torch.runtime.drawing import draw_block
 from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry
+from autopipe.backends.torch.runtime.processors import processors_of_this_rank
 from autopipe.ir.errors import ConfigurationError, LaunchError
 
 _NUMPY = {"bfloat16": np.dtype("<u2")}
@@ -31,7 +31,7 @@ def load_parameters(
     Not `valued`, they are tensors of their shapes and types that nothing is read or drawn for.
     """
     found: dict[int, torch.Tensor] = {}
-    threads = cores_of_a_rank()
+    threads = processors_of_this_rank()
     for shard in manifest.shards[rank]:
         entry = manifest.parameters[shard.parameter]
         if valued:
@@ -41,12 +41,6 @@ def load_parameters(
         tensor.requires_grad_(manifest.train and entry.trainable and tensor.is_floating_point())
         found[shard.parameter] = tensor
     return found
-
-
-def cores_of_a_rank() -> int:
-    """Processor cores for each rank of this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def read_block(

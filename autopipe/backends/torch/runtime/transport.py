@@ -26,6 +26,7 @@ from autopipe.backends.torch.runtime.gloo_threads import give_way, patient_threa
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
 from autopipe.backends.torch.runtime.meeting import Meeting
 from autopipe.backends.torch.runtime.pending import Arrival, Departure, Sum
+from autopipe.backends.torch.runtime.processors import keep_to_processors
 from autopipe.backends.torch.runtime.pulse import DEFAULTS, Pulse, Timeouts
 from autopipe.backends.torch.runtime.rings import Ring
 from autopipe.ir.errors import LaunchError
@@ -49,8 +50,8 @@ class Transport:
         self.device = _choose_device(device)
         if self.device.type == "cpu":
             keep_freed_memory()
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
-        self.nccl = self.device.type == "cuda" and local_world <= torch.cuda.device_count()
+        self._local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
+        self.nccl = self.device.type == "cuda" and self._local_world <= torch.cuda.device_count()
         self.staged = self.device.type == "cuda" and not self.nccl
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._channels: dict[tuple[int, bool], dist.ProcessGroup] = {}
@@ -65,6 +66,8 @@ class Transport:
         """Join the world. A world of one needs no process group; a process that is in a world already stays in it."""
         if self.world_size == 1 or dist.is_initialized():
             return
+        if not self.nccl and "LOCAL_RANK" in os.environ:
+            keep_to_processors(int(os.environ["LOCAL_RANK"]), self._local_world)
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
         backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"

@@ -7,12 +7,13 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from autopipe.backends.torch.runtime.processors import processor_count
 from autopipe.cli.bench.fidelity.outcome import Comparison
 from autopipe.cli.bench.fidelity.rows import HEADINGS, cells, ordered
 from autopipe.cli.bench.fidelity.subjects import BATCH
 from autopipe.cli.drawing.scatter import Cloud, scatter_svg
 from autopipe.cli.files import write_texts
-from autopipe.cli.profiling.session import processor, processor_count
+from autopipe.cli.profiling.session import processor
 
 _TEXT = """# All plans that are weighed, predicted and run
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from autopipe.backends.torch.runtime.processors import processor_count
 from autopipe.cli.output import Output, Verbosity
 from autopipe.cli.profiling.exchanges import exchanges_of
-from autopipe.cli.profiling.session import Profiling, processor_count
+from autopipe.cli.profiling.session import Profiling
 from autopipe.cli.request import request_of
 from autopipe.configs import zoo
 from autopipe.configs.load import load_configuration

@@ -1,4 +1,4 @@
-"""Steps of devices that share processors, against a computation that moves all that runs on, bit by bit."""
+"""Steps of devices that share a processor, against a computation that moves all that runs on, bit by bit."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_dags import free_messages, stage_graphs
 
-from autopipe.ir.prediction import Prediction, Processors, StagePrediction
+from autopipe.ir.prediction import Prediction, Processor, StagePrediction
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.passes.schedule.named.gpipe import order_gpipe
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.predict import ticks_of
-from autopipe.passes.schedule.shared_processors import SharedProcessors
+from autopipe.passes.schedule.shared_processor import SharedProcessor
 from autopipe.passes.schedule.simulate import simulate
 
 
 def test_two_tasks_on_one_processor_take_turns():
-    shared = SharedProcessors(Processors((0, 1), 1))
+    shared = SharedProcessor(Processor((0, 1)))
     shared.begin(0, 2.0, 0.0)
     shared.begin(1, 1.0, 1.0)
     # From 1 on both have half the speed, of which each has a second to go: the first to come is the first to end.
@@ -34,15 +34,15 @@ def test_replicas_beyond_their_processors_take_as_much_longer():
     # Four replicas of 2 × 3 s on two processors, then a sum of 4 s and an update of 0.5 s, all at half the speed.
     stage = StagePrediction(1, 2, gradient_s=4, update_s=0.5)
     schedule = Schedule(2, (tuple(map(Task.parse, ("0F0", "0B0", "0F1", "0B1"))),) * 4)
-    prediction = Prediction((stage,), processors=(Processors((0, 1, 2, 3), 2),))
+    prediction = Prediction((stage,), processors=(Processor((0, 2)), Processor((1, 3))))
     assert simulate(schedule, ((0, 1, 2, 3),), prediction).end == pytest.approx(2 * (6 + 4 + 0.5))
-    crowded = Prediction((stage,), processors=(Processors((0, 1, 2, 3), 2, slowdown=1.5),))
+    crowded = Prediction((stage,), processors=(Processor((0, 2), slowdown=1.5), Processor((1, 3), slowdown=1.5)))
     assert simulate(schedule, ((0, 1, 2, 3),), crowded).end == pytest.approx(3 * (6 + 4 + 0.5))
 
 
 def test_a_task_on_several_nodes_waits_for_the_slowest():
     # Devices 0 and 1 share a processor; device 2 has one of its own.
-    prediction = Prediction((StagePrediction(3), StagePrediction(1)), processors=(Processors((0, 1), 1),))
+    prediction = Prediction((StagePrediction(3), StagePrediction(1)), processors=(Processor((0, 1)),))
     task, other = Task.parse("0F0"), Task.parse("1F0")
     timeline = simulate(Schedule(1, ((task,), (other,), (task,))), ((0, 2), (1,)), prediction)
     ends = {(span.device, str(span.task)): span.end for span in timeline.spans}
@@ -72,9 +72,8 @@ def steps(draw):
 @given(steps(), st.integers(1, 4), st.sampled_from([1.0, 1.25]), st.data())
 def test_steps_are_those_of_a_computation_bit_by_bit(step, count, slowdown, data):
     graph, prediction, schedule = step
-    cut = data.draw(st.integers(0, graph.devices))
-    nodes = [tuple(range(cut)), tuple(range(cut, graph.devices))]
-    shared = tuple(Processors(devices, count, slowdown) for devices in nodes if len(devices) > count)
+    owned = range(data.draw(st.integers(0, graph.devices)))
+    shared = tuple(Processor(tuple(owned[first::count]), slowdown) for first in range(min(count, len(owned))))
     found = simulate(schedule, graph.stage_devices, dataclasses.replace(prediction, processors=shared))
     spans, groups, end = bit_by_bit(schedule, graph.stage_devices, prediction, shared)
     assert found.end == pytest.approx(float(end))
@@ -88,9 +87,9 @@ def test_steps_are_those_of_a_computation_bit_by_bit(step, count, slowdown, data
 
 @settings(max_examples=40, deadline=None)
 @given(steps())
-def test_enough_processors_change_nothing(step):
+def test_a_processor_each_changes_nothing(step):
     graph, prediction, schedule = step
-    plenty = (Processors(tuple(range(graph.devices)), graph.devices),)
+    plenty = tuple(Processor((device,)) for device in range(graph.devices))
     alone = simulate(schedule, graph.stage_devices, prediction)
     together = simulate(schedule, graph.stage_devices, dataclasses.replace(prediction, processors=plenty))
     assert together.end == pytest.approx(alone.end)
@@ -153,7 +152,7 @@ def speed(device, left, shared):
     for each in shared:
         if device in each.devices:
             at_work = sum(other in each.devices for (other, _), rest in left.items() if rest)
-            return min(Fraction(1), Fraction(each.count, at_work)) / Fraction(each.slowdown)
+            return 1 / (at_work * Fraction(each.slowdown))
     return Fraction(1)
 
 

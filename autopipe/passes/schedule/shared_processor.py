@@ -1,4 +1,4 @@
-"""Devices that share processors: what runs at once goes on at the same speed, each at that of a processor at most.
+"""Devices that share a processor: what runs at once goes on at the same speed.
 
 The discipline is egalitarian processor sharing, about what a fair scheduler of an operating system does: Kleinrock,
 "Time-shared systems: a theoretical treatment", Journal of the ACM 14(2), 1967. Where it was measured that
@@ -11,17 +11,17 @@ from __future__ import annotations
 import heapq
 import math
 
-from autopipe.ir.prediction import Processors
+from autopipe.ir.prediction import Processor
 
 
-class SharedProcessors:
-    """Some processors and the tasks that run on them now, from event to event; times in seconds, never going back."""
+class SharedProcessor:
+    """A processor and the tasks that run on it now, from event to event; times in seconds, never going back."""
 
-    def __init__(self, processors: Processors) -> None:
-        self._processors = processors
+    def __init__(self, processor: Processor) -> None:
+        self._slowdown = processor.slowdown
         self._now = 0.0
         self._worked = 0.0
-        """Seconds of a processor's work that a task which has run since the start has had: all that run gain alike."""
+        """Seconds of its work that a task which has run since the start has had: all that run gain alike."""
         self._running: list[tuple[float, int, int]] = []
         """What `_worked` is when a task ends, in which order it began, and the task: a heap."""
         self._begun = 0
@@ -47,7 +47,7 @@ class SharedProcessors:
 
     @property
     def _speed(self) -> float:
-        return min(1.0, self._processors.count / len(self._running)) / self._processors.slowdown
+        return 1.0 / (len(self._running) * self._slowdown)
 
     def _go_on_to(self, now: float) -> None:
         if self._running:

@@ -1,0 +1,46 @@
+"""Which of a machine's processors run a rank's threads.
+
+Left to itself the system wakes a thread of gloo's that has a message for one rank on the processor of the rank that
+sent it, behind what that one computes, even where the receiver's processor idles: messages then take a tick of the
+system's, up to four milliseconds. So each rank keeps to processors of its own, its threads of gloo's with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+
+def processors_of(rank: int, ranks: int, processors: Sequence[int]) -> frozenset[int]:
+    """Those of one of a machine's ranks: neighbours in shares as equal as can be, or one that several take in turn."""
+    count = len(processors)
+    if count < ranks:
+        return frozenset((processors[rank % count],))
+    return frozenset(processors[rank * count // ranks : (rank + 1) * count // ranks])
+
+
+def keep_to_processors(rank: int, ranks: int) -> None:
+    """Keep this thread, and those that it starts from now on, to the processors of one of a machine's ranks. Linux
+    alone has that.
+
+    Nothing changes for a rank alone, nor where who started it has given it processors of its own.
+    """
+    if ranks > 1 and hasattr(os, "sched_setaffinity") and not _has_own():
+        os.sched_setaffinity(0, processors_of(rank, ranks, sorted(os.sched_getaffinity(0))))
+
+
+def processors_of_this_rank() -> int:
+    """How many processors the rank's threads can be sure of."""
+    if _has_own():
+        return processor_count()
+    return max(1, processor_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def processor_count() -> int:
+    """How many processors this thread may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _has_own() -> bool:
+    """Whether this thread may not run wherever its parent process may: job managers too bind what they start."""
+    return hasattr(os, "sched_getaffinity") and os.sched_getaffinity(0) != os.sched_getaffinity(os.getppid())

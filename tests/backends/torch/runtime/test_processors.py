@@ -1,0 +1,83 @@
+"""Which processors a machine's ranks keep to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopipe.backends.torch.runtime.processors import processors_of
+
+BOUND = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone binds threads")
+_RANK = """
+import json
+import os
+import sys
+import torch.distributed as dist
+from autopipe.backends.torch.runtime import transport as module
+from autopipe.backends.torch.runtime.processors import processors_of_this_rank
+
+module._attempt_store = lambda patience: dist.FileStore(sys.argv[1], int(os.environ["WORLD_SIZE"]))
+transport = module.Transport("cpu")
+transport.start()
+threads = [sorted(os.sched_getaffinity(int(each))) for each in os.listdir("/proc/self/task")]
+print(json.dumps({"threads": threads, "own": processors_of_this_rank()}))
+sys.stdout.flush()
+transport.stop()
+os._exit(0)
+"""
+
+
+@given(st.integers(1, 40), st.lists(st.integers(0, 200), min_size=1, max_size=40, unique=True).map(sorted))
+def test_ranks_have_neighbouring_processors_in_equal_shares_or_take_them_in_turn(ranks, processors):
+    shares = [processors_of(rank, ranks, processors) for rank in range(ranks)]
+    if len(processors) >= ranks:
+        assert [each for share in shares for each in sorted(share)] == processors
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    else:
+        assert all(len(share) == 1 for share in shares)
+        counts = Counter(each for share in shares for each in share)
+        assert set(counts) == set(processors)
+        assert max(counts.values()) - min(counts.values()) <= 1
+        assert all(first != second for first, second in pairwise(shares)) or len(processors) == 1
+
+
+@BOUND
+def test_all_threads_of_a_rank_keep_to_its_processors(tmp_path: Path) -> None:
+    processors = sorted(os.sched_getaffinity(0))
+    for rank, found in enumerate(_ranks(tmp_path, 2)):
+        own = sorted(processors_of(rank, 2, processors))
+        # Some threads are there before the rank joins the others: those of numerical libraries, which one uses not.
+        assert found["threads"].count(own) >= 4, "the rank's own and gloo's"
+        assert found["own"] == max(1, len(own))
+
+
+@BOUND
+def test_a_rank_that_was_given_processors_of_its_own_keeps_those(tmp_path: Path) -> None:
+    processors = sorted(os.sched_getaffinity(0))
+    if len(processors) < 2:
+        pytest.skip("one processor")
+    last = processors[-1]
+    for found in _ranks(tmp_path, 2, lambda: os.sched_setaffinity(0, {last})):
+        assert found["threads"].count([last]) >= 4
+        assert found["own"] == 1
+
+
+def _ranks(folder: Path, count: int, before=None) -> list[dict]:
+    """What so many ranks say, that meet in a file."""
+    started = []
+    for rank in range(count):
+        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        env = os.environ | {name: str(each) for name, each in world.items()}
+        command = [sys.executable, "-c", _RANK, str(folder / "store")]
+        rank_of = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, preexec_fn=before)  # noqa: PLW1509
+        started.append(rank_of)
+    return [json.loads(each.communicate(timeout=120)[0].splitlines()[-1]) for each in started]
