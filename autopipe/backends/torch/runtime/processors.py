@@ -42,5 +42,11 @@ def processor_count() -> int:
 
 
 def _has_own() -> bool:
-    """Whether this thread may not run wherever its parent process may: job managers too bind what they start."""
-    return hasattr(os, "sched_getaffinity") and os.sched_getaffinity(0) != os.sched_getaffinity(os.getppid())
+    """Whether this thread may not run wherever its parent process may: job managers too bind what they start. So it is
+    taken to be where the system does not tell."""
+    if not hasattr(os, "sched_getaffinity"):
+        return False
+    try:
+        return os.sched_getaffinity(0) != os.sched_getaffinity(os.getppid())
+    except OSError:
+        return True

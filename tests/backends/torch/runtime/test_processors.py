@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime.processors import processors_of
+from autopipe.backends.torch.runtime.processors import keep_to_processors, processors_of
 
 BOUND = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone binds threads")
 _RANK = """
@@ -69,6 +69,20 @@ def test_a_rank_that_was_given_processors_of_its_own_keeps_those(tmp_path: Path)
     for found in _ranks(tmp_path, 2, lambda: os.sched_setaffinity(0, {last})):
         assert found["threads"].count([last]) >= 4
         assert found["own"] == 1
+
+
+@BOUND
+def test_nothing_is_bound_where_the_system_does_not_tell_where_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = os.sched_getaffinity
+
+    def own_alone(process: int) -> set[int]:
+        if process:
+            raise PermissionError
+        return told(0)
+
+    monkeypatch.setattr(os, "sched_getaffinity", own_alone)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("bound"))
+    keep_to_processors(0, 2)
 
 
 def _ranks(folder: Path, count: int, before=None) -> list[dict]:
