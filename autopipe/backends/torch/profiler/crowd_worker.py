@@ -53,7 +53,8 @@ def _of_crowd(target: Path, program: Path, count: int, seconds: float) -> list[f
     """
     members: list[Member] = []
     for number in range(count):
-        members.append(_begun(program, target.with_suffix(f".{count}.{number}.npz"), seconds, members, count))
+        data = target.with_suffix(f".{count}.{number}.npz")
+        members.append(_begun(program, data, seconds, members, count))
     for each in members:
         os.read(each.answers, 1)
     for each in members:

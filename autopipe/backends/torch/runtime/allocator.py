@@ -9,7 +9,7 @@ _KEPT_BYTES = 1 << 30
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what tensors on the CPU free, up to so much at the heap's end.
+    """Let glibc keep what tensors on the CPU free, up to a GiB at the heap's end.
 
     Else it gives large blocks back to the system at every step, and gets them anew, cleared: a stage of convolutions
     took 1.8 times as long forward. Blocks of all sizes come from the heap, since others go back as soon as they are

@@ -63,7 +63,10 @@ class Transport:
         self._joined = False
 
     def start(self) -> None:
-        """Join the world. A world of one needs no process group; a process that is in a world already stays in it."""
+        """Join the world, with threads that keep to the rank's processors unless NCCL does the exchanges.
+
+        A world of one needs no process group; a process that is in a world already stays in it.
+        """
         if self.world_size == 1 or dist.is_initialized():
             return
         if not self.nccl and "LOCAL_RANK" in os.environ:
