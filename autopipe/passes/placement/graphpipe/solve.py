@@ -21,8 +21,8 @@ _WORTH_WIDENING = 1.2
 _FEW_STAGES = 6
 """Of more stages, cuts stay where the search puts them."""
 
-_HALVINGS = 8
-"""Probes at any value, before those at values that stages can take."""
+_ROUNDING = 1e-9
+"""Share of what stages take at least by which sums in another order may be below it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +144,16 @@ class Solver:
         """The least number of seconds, between two, that every stage of some line of this depth takes at most."""
         slowest = (np.max(price.seconds, where=price.seconds < np.inf, initial=0.0) for price in prices.each)
         high = min(high, float(max(slowest)))
-        if high < low or not self._meets(prices, high, levels):
+        # One stage less has the others take about so much more.
+        step = low / levels
+        while 0 < step < high - low and not self._meets(prices, low + step, levels):
+            low += step
+            step *= 2
+        if 0 < step < high - low:
+            high = low + step
+        elif high < low or not self._meets(prices, high, levels):
             return None
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            if self._meets(prices, middle, levels):
-                high = middle
-            else:
-                low = middle
+        low *= 1 - _ROUNDING
         found = [each.seconds[(each.seconds >= low) & (each.seconds <= high) & (each.most > 0)] for each in prices.each]
         values = np.unique(np.concatenate(found))
         first, last = 0, len(values) - 1
@@ -175,7 +177,12 @@ class Solver:
 
     def _answer(self, prices: Prices, target: float, levels: int) -> Answer:
         """The line that meets the target with the fewest micro-batches in flight."""
-        low = 1
+        # Mostly no fewer do: from the most downwards.
+        fewer = 1
+        while fewer < levels and self._meets(prices, target, levels - fewer):
+            levels -= fewer
+            fewer *= 2
+        low = max(levels - fewer, 0) + 1
         while low < levels:
             middle = (low + levels) // 2
             if self._meets(prices, target, middle):
