@@ -1,8 +1,8 @@
 """Predicted against measured step time, with costs measured on this machine: the zoo's models on one and two ranks.
 
-Each model is profiled, planned with what that gave, and run right afterwards; messages of ranks are measured once. A
-piece of work that is always the same is timed before, between and after: where the machine was faster or slower while
-the program ran than while it was profiled, both are done again. About thirteen minutes on two quiet cores:
+Each model is profiled, planned with what that gave, and run right afterwards, and that in several rounds over all
+models: the round in the middle counts, since a machine may be faster or slower while the program runs than while it was
+profiled. About nine minutes a round on two quiet cores:
 
     OMP_NUM_THREADS=1 python benchmarks/fidelity.py --write docs/fidelity.md
     OMP_NUM_THREADS=1 python benchmarks/fidelity.py --only gpt --only dlrm
@@ -14,18 +14,17 @@ import argparse
 import contextlib
 import datetime
 import io
+import itertools
 import json
 import os
 import statistics
 import sys
 import tempfile
-import time
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
@@ -33,8 +32,6 @@ from autopipe.cli.main import main as autopipe
 from autopipe.configs.zoo import MODELS
 
 WARM_UP = 4
-MOST_DRIFT = 0.05
-ROUNDS = 3
 _PIPEDREAM = ("--strategy", "pipedream")
 _STAGES = (*_PIPEDREAM, "--set", "strategy.replicate=false", "--schedule")
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
@@ -50,24 +47,23 @@ Made by `OMP_NUM_THREADS=1 python benchmarks/fidelity.py --write docs/fidelity.m
 Every model of the zoo, as `autopipe zoo build` makes it, trains on {micro_batches} micro-batches of {size} samples.
 `autopipe profile` measured its operators for {seconds:g} s, for two ranks with the other core busy; `plan --costs`
 predicted the step from that, and the generated program was run right afterwards: the median of {steps} steps. Messages
-between two ranks were measured once. Two ranks have a stage each (`pipedream`, no replicas), under 1F1B and under the
+between two ranks were measured first. Two ranks have a stage each (`pipedream`, no replicas), under 1F1B and under the
 searched schedule.
 
 {layouts}
 
-*Drift* is how much longer the same work took while the program ran than while it was profiled. Where that was more
-than {most:.0%}, both were done again, up to {rounds} times in all while there was time; the round that drifted least
-counts.
+All of that was done in {rounds} rounds over the models. Of each row, the round whose prediction is off by the median is
+here, with how far it was off in all of them.
 
-| model | layout | predicted | measured | off | drift | quartiles of the steps | nodes measured |
-|---|---|---:|---:|---:|---:|---|---|
+| model | layout | predicted | measured | off | of all rounds | quartiles of the steps | nodes measured |
+|---|---|---:|---:|---:|---|---|---|
 {rows}
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One model in one layout."""
+    """One model in one layout, in one round."""
 
     model: str
     layout: str
@@ -75,8 +71,6 @@ class Row:
     steps_s: tuple[float, ...]
     nodes: tuple[int, int]
     """Measured, and judged by the roofline."""
-    drift: float
-    """How much longer the same work took while it ran than while it was profiled, as a share."""
 
     @property
     def measured_s(self) -> float:
@@ -88,38 +82,40 @@ class Row:
         """How far the prediction is off, as a share of what was measured."""
         return self.predicted_s / self.measured_s - 1
 
-    def line(self) -> str:
-        """A row of the table."""
+    def line(self, others: str) -> str:
+        """A row of the table; `others` says how far predictions were off in all rounds."""
         low, _, high = (1e3 * each for each in statistics.quantiles(self.steps_s, n=4))
         known, judged = self.nodes
-        times = (
-            f"{self.predicted_s * 1e3:.1f} ms | {self.measured_s * 1e3:.1f} ms | {self.off:+.1%} | {self.drift:+.0%}"
-        )
+        times = f"{self.predicted_s * 1e3:.1f} ms | {self.measured_s * 1e3:.1f} ms | {self.off:+.1%} | {others}"
         steps = f"{low:.1f} to {high:.1f} ms"
         return f"| {self.model} | {self.layout} | {times} | {steps} | {known} of {known + judged} |"
 
 
-def rows_of(name: str, exchanges: Path, arguments: argparse.Namespace, folder: Path, until: float) -> list[Row]:
-    """Profile a model, and predict and run it on each number of ranks; again where the machine's speed moved."""
-    model = folder / f"{name}.onnx"
-    _run("zoo", "build", name, "-o", model, "--set", "loss=true", "--set", "weights=random")
-    found: list[Row] = []
-    for ranks in LAYOUTS:
-        rounds: list[list[Row]] = []
-        while not rounds or (abs(rounds[-1][0].drift) > MOST_DRIFT and len(rounds) < ROUNDS and time.time() < until):
-            rounds.append(_round(name, ranks, exchanges, arguments, folder))
-        steadiest: list[Row] = min(rounds, key=lambda rows: abs(rows[0].drift))
-        found += steadiest
-    return found
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """One model in one layout, in all rounds."""
+
+    rows: Sequence[Row]
+
+    @property
+    def middle(self) -> Row:
+        """The round whose prediction is off by the median; of an even number, by the lower of the two."""
+        return sorted(self.rows, key=lambda row: row.off)[(len(self.rows) - 1) // 2]
+
+    def line(self) -> str:
+        """A row of the table."""
+        offs = [row.off for row in self.rows]
+        return self.middle.line(f"{min(offs):+.0%} to {max(offs):+.0%}")
 
 
-def _round(name: str, ranks: int, exchanges: Path, arguments: argparse.Namespace, folder: Path) -> list[Row]:
-    model, measured, costs = (folder / f"{name}.{end}" for end in ("onnx", "measured", "costs"))
+def rows_of(model: Path, ranks: int, exchanges: Path, arguments: argparse.Namespace, folder: Path) -> list[Row]:
+    """Profile a model, and predict and run it on a number of ranks."""
+    name = model.stem
+    folder.mkdir(exist_ok=True)
+    measured, costs = (folder / f"{name}.{end}" for end in ("measured", "costs"))
     batch = ("--batch-size", arguments.size * arguments.micro_batches, "--micro-batches", arguments.micro_batches)
     sizes = ("--micro-batch-sizes", arguments.size, "--degrees", "", "--device", "cpu", "--seconds", arguments.seconds)
-    speeds = [_reference_s()]
     _run("profile", model, *sizes, "--company", ranks - 1, "-o", measured)
-    speeds.append(_reference_s())
     _run("profile", "--merge", exchanges, measured, "-o", costs)
     cluster = ("--gpus", ranks, "--cluster", "cpu-local", "--costs", costs)
     found: list[Row] = []
@@ -132,25 +128,8 @@ def _round(name: str, ranks: int, exchanges: Path, arguments: argparse.Namespace
         steps = ("--steps", arguments.steps + WARM_UP, "--device", "cpu", "--data", data)
         reports = _run("launch", plan / "program", *steps)["steps"]
         seconds = tuple(float(each["step_time_s"]) for each in reports[WARM_UP:])
-        found.append(Row(name, layout, summary["step_time_s"], seconds, tuple(summary["costs"].values()), 0.0))
-    speeds.append(_reference_s())
-    drift = (speeds[1] + speeds[2]) / (speeds[0] + speeds[1]) - 1
-    return [replace(each, drift=drift) for each in found]
-
-
-def _reference_s() -> float:
-    """What a piece of work takes that is always the same: small operators, and larger products."""
-    torch.set_num_threads(1)
-    small, large = torch.ones(64, 64), torch.full((384, 384), 1e-3)
-    times = []
-    for _ in range(15):
-        start = time.perf_counter()
-        for _ in range(100):
-            torch.relu(small + small)
-        for _ in range(4):
-            large @ large
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        found.append(Row(name, layout, summary["step_time_s"], seconds, tuple(summary["costs"].values())))
+    return found
 
 
 def _run(*words: object) -> dict[str, Any]:
@@ -164,7 +143,7 @@ def _run(*words: object) -> dict[str, Any]:
     return found
 
 
-def page(rows: Sequence[Row], arguments: argparse.Namespace, processor: str) -> str:
+def page(found: Sequence[Rounds], arguments: argparse.Namespace, processor: str) -> str:
     """The documentation's page."""
     return TEXT.format(
         day=datetime.datetime.now(datetime.UTC).date(),
@@ -174,15 +153,14 @@ def page(rows: Sequence[Row], arguments: argparse.Namespace, processor: str) -> 
         size=arguments.size,
         seconds=arguments.seconds,
         steps=arguments.steps,
-        layouts="\n".join(_layout_line(layout, rows) for layouts in LAYOUTS.values() for layout in layouts),
-        most=MOST_DRIFT,
-        rounds=ROUNDS,
-        rows="\n".join(row.line() for row in rows),
+        layouts="\n".join(_layout_line(layout, found) for layouts in LAYOUTS.values() for layout in layouts),
+        rounds=len(found[0].rows),
+        rows="\n".join(each.line() for each in found),
     )
 
 
-def _layout_line(layout: str, rows: Sequence[Row]) -> str:
-    offs = [row.off for row in rows if row.layout == layout]
+def _layout_line(layout: str, found: Sequence[Rounds]) -> str:
+    offs = [each.middle.off for each in found if each.middle.layout == layout]
     within = sum(abs(off) <= 0.15 for off in offs)
     spread = f"the median {statistics.median(offs):+.0%}, from {min(offs):+.0%} to {max(offs):+.0%}"
     return f"- {layout}: {within} of {len(offs)} within 15%, {spread}"
@@ -196,26 +174,24 @@ def main() -> None:
     for name, default in (("size", 4), ("micro-batches", 4), ("steps", 40)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seconds", type=float, default=3.0, help="of profiling, a model and a number of ranks")
-    parser.add_argument(
-        "--minutes", type=float, default=13.0, help="what all models may take where some are measured again"
-    )
+    parser.add_argument("--rounds", type=int, default=3, help="over all models")
     arguments = parser.parse_args()
-    rows: list[Row] = []
+    rows: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
     names = arguments.only or sorted(MODELS)
-    started = time.time()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        first = folder / "first.onnx"
-        _run("zoo", "build", "rnnlm", "-o", first, "--set", "loss=true")
-        exchanges = folder / "exchanges.costs"
-        _run("profile", first, "--ranks", 2, "--seconds", 15, "--device", "cpu", "-o", exchanges)
-        for done, name in enumerate(names, 1):
-            until = started + 60 * arguments.minutes * done / len(names)
-            for row in rows_of(name, exchanges, arguments, folder, until):
-                rows.append(row)
-                print(row.line(), file=sys.stderr, flush=True)
+        for name in names:
+            _run("zoo", "build", name, "-o", folder / f"{name}.onnx", "--set", "loss=true", "--set", "weights=random")
+        for turn in range(arguments.rounds):
+            exchanges = folder / f"{turn}.costs"
+            first = folder / f"{names[0]}.onnx"
+            _run("profile", first, "--ranks", 2, "--seconds", 15, "--device", "cpu", "-o", exchanges)
+            for name, ranks in itertools.product(names, LAYOUTS):
+                for row in rows_of(folder / f"{name}.onnx", ranks, exchanges, arguments, folder / f"{turn}"):
+                    rows[name, row.layout].append(row)
+                    print(row.line(f"round {turn + 1}"), file=sys.stderr, flush=True)
         processor = json.loads(exchanges.read_text())["devices"][0]["device"]
-    text = page(rows, arguments, processor)
+    text = page([Rounds(each) for each in rows.values()], arguments, processor)
     if arguments.write is not None:
         arguments.write.write_text(text, encoding="utf-8")
     print(text)
