@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -80,9 +81,9 @@ def candidates(tmp_path):
 
 
 class Ranks:
-    """Ranks whose n-th step takes 100 + n seconds, ten times that in one program; another one fails."""
+    """Ranks whose n-th step takes 100 + n seconds, ten times that in some programs; another one fails."""
 
-    def __init__(self, broken: Path, slow: Path | None = None) -> None:
+    def __init__(self, broken: Path, slow: Sequence[Path] = ()) -> None:
         self.broken, self.slow = broken, slow
         self.runs: list[tuple[Path, int]] = []
 
@@ -91,7 +92,7 @@ class Ranks:
         self.runs.append((program, recorded[1]))
         if program == self.broken:
             raise LaunchError("it hangs", where="rank 1")
-        scale = 10 if program == self.slow else 1
+        scale = 10 if program in self.slow else 1
         return Observed(tuple(scale * (100 + each) for each in range(steps)), 7, 100 if recorded[1] else 0, 0.5)
 
 
@@ -111,14 +112,16 @@ def test_candidates_differ_and_one_that_fails_stops_no_other(candidates, tmp_pat
     assert (folder / "1", 0) not in ranks.runs
 
 
-def test_those_near_the_fastest_are_run_while_there_is_time(candidates, tmp_path, monkeypatch):
-    clock = iter(range(10_000))
-    monkeypatch.setattr(measuring.time, "monotonic", lambda: next(clock) / 100)
-    ranks = Ranks(tmp_path / "1", slow=tmp_path / "2")
-    outcomes = measuring.measured(candidates, ranks, tmp_path, 50.0, lambda _: None)
+def test_the_chosen_one_and_those_near_the_fastest_are_run_more_often(candidates, tmp_path, monkeypatch):
+    clock = iter(range(1000))
+    # Every round takes a second, with one between: after two and four of seven there is time for all and as much again.
+    monkeypatch.setattr(measuring.time, "monotonic", lambda: next(clock))
+    ranks = Ranks(tmp_path / "1", slow=(tmp_path / "0", tmp_path / "2"))
+    outcomes = measuring.measured(candidates, ranks, tmp_path, 7.0, lambda _: None)
     # Seven steps in later rounds, of which three warm up; what fails is left alone.
-    assert outcomes[0].steps_s == (104, 105, 106, 107, *(103, 104, 105, 106) * 5)
-    assert outcomes[2].steps_s.count(1030) == 1, "the slow one is run twice"
+    assert outcomes[0].chosen and outcomes[0].steps_s.count(1030) == 3, "the chosen one is run four times, if slow"
+    assert outcomes[2].steps_s.count(1030) == 2, "another slow one is run three times"
+    assert outcomes[3].steps_s == (104, 105, 106, 107, *(103, 104, 105, 106) * 3)
     assert [recorded for program, recorded in ranks.runs if program == tmp_path / "1"] == [1]
 
 

@@ -14,7 +14,7 @@ from autopipe.cli.output import Output
 if TYPE_CHECKING:
     from autopipe.cli.bench.fidelity.outcome import Comparison
 
-_MINUTES = 11.0
+_MINUTES = 20.0
 
 
 @click.command()

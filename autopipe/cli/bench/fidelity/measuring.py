@@ -19,9 +19,11 @@ _RECORDED, _WARM_UP, _STEPS = 1, 3, 4
 that count."""
 _SLOW, _FEW_STEPS = 4.0, 2
 """What is predicted to take so many times the least runs fewer steps that count."""
-_LEAST_ROUNDS, _MOST_ROUNDS = 2, 6
+_LEAST_ROUNDS, _MOST_ROUNDS = 2, 12
 _NEAR = 1.3
-"""Candidates within so much of the fastest one are run again while there is time: they decide which one is fastest."""
+"""Candidates within so much of the fastest one are run more often than others: they decide which one is fastest."""
+_FOR_NEAR = 0.5
+"""Part of the time that is kept for them."""
 _PATIENCE_S = 120.0
 """A program of a few steps takes a second or two."""
 
@@ -29,8 +31,8 @@ _PATIENCE_S = 120.0
 def measured(
     candidates: Sequence[Candidate], crew: Crew, folder: Path, seconds: float, tell: Callable[[str], None]
 ) -> list[Outcome]:
-    """What came of each candidate: all are run once, and once more where that is over within `seconds`; those near the
-    fastest are in any case, and again while there is time.
+    """What came of each candidate: all are run once, and again while there is time, of `seconds` in all. The chosen one
+    and those near the fastest are run once more in any case, and in what time is left for no round of all.
 
     `tell` hears what is being run. A candidate that fails stops no other.
     """
@@ -48,17 +50,23 @@ def measured(
                 outcomes[index] = _run(candidates[index], outcomes[index], crew, program, turn == 0, steps)
         now = time.monotonic()
         left, each_s = started + seconds - now, (now - began) / max(1, len(chosen))
-        if turn or len(candidates) * each_s > left:
-            chosen = _near_the_fastest(outcomes)
+        chosen = range(len(candidates))
+        if len(chosen) * each_s > (1 - _FOR_NEAR) * left:
+            chosen = _deciding(outcomes)
         if turn + 1 >= _LEAST_ROUNDS and len(chosen) * each_s > left:
             break
     return outcomes
 
 
-def _near_the_fastest(outcomes: Sequence[Outcome]) -> Sequence[int]:
+def _deciding(outcomes: Sequence[Outcome]) -> Sequence[int]:
+    """The chosen one, and those near the fastest."""
     steps = [each.measured_s for each in outcomes]
-    fastest = min((step for step in steps if step is not None), default=0.0)
-    return [index for index, step in enumerate(steps) if step is not None and step <= _NEAR * fastest]
+    limit = _NEAR * min((step for step in steps if step is not None), default=0.0)
+    return [
+        index
+        for index, (outcome, step) in enumerate(zip(outcomes, steps, strict=True))
+        if step is not None and (outcome.chosen or step <= limit)
+    ]
 
 
 def _unrun(candidate: Candidate) -> Outcome:
