@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import resource
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -122,10 +124,18 @@ def _added_up(moved: list[list[float]]) -> dict[str, int]:
 
 
 def _resident_peak() -> int:
-    """Bytes of the process's resident set at its largest so far."""
+    """Bytes of the process's resident set at its largest so far.
+
+    What Linux counts as its usage (`getrusage`) begins with what the process that started it had, a launcher's too.
+    """
+    with contextlib.suppress(OSError):
+        for line in _STATUS.read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):  # "high water mark"
+                return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+_STATUS = Path("/proc/self/status")
 _INTERPRETER = _resident_peak()
 """What Python and torch take before a program loads anything."""
 
