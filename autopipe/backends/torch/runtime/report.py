@@ -123,6 +123,9 @@ def _added_up(moved: list[list[float]]) -> dict[str, int]:
     return by_kind(dict(zip(KINDS, (int(sum(each)) for each in zip(*moved, strict=True)), strict=True)))
 
 
+_STATUS = Path("/proc/self/status")
+
+
 def _resident_peak() -> int:
     """Bytes of the process's resident set at its largest so far.
 
@@ -135,7 +138,6 @@ def _resident_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-_STATUS = Path("/proc/self/status")
 _INTERPRETER = _resident_peak()
 """What Python and torch take before a program loads anything."""
 

@@ -52,8 +52,8 @@ class Headline:
 
 
 _V100 = "v100-32gb"
-_MOST = "of any plan: all devices busy with the model's operators and nothing else"
 _SUMMIT = "summit"
+_MOST = "of any plan: all devices busy with the model's operators and nothing else"
 
 HEADLINES = (
     *(

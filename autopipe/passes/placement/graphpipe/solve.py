@@ -146,13 +146,15 @@ class Solver:
         high = min(high, float(max(slowest)))
         # One stage less has the others take about so much more.
         step = low / levels
-        while 0 < step < high - low and not self._meets(prices, low + step, levels):
+        while 0 < step < high - low:
+            if self._meets(prices, low + step, levels):
+                high = low + step
+                break
             low += step
             step *= 2
-        if 0 < step < high - low:
-            high = low + step
-        elif high < low or not self._meets(prices, high, levels):
-            return None
+        else:
+            if high < low or not self._meets(prices, high, levels):
+                return None
         low *= 1 - _ROUNDING
         found = [each.seconds[(each.seconds >= low) & (each.seconds <= high) & (each.most > 0)] for each in prices.each]
         values = np.unique(np.concatenate(found))
