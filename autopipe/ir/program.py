@@ -79,6 +79,16 @@ Operation = Compute | Collective
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """Nodes of a stage that recomputes, which run again together."""
+
+    nodes: tuple[int, ...]
+    flowing: frozenset[str]
+    """What they write, by their local names, that gradients come back to. A segment that gives nothing of it does not
+    run again."""
+
+
+@dataclass(frozen=True, slots=True)
 class StageCode:
     """The forward of one stage, the same for all devices of its group.
 
@@ -100,6 +110,23 @@ class StageCode:
     """Micro-batches that it makes of each of the program's, of samples in equal number."""
     deferred: tuple[int, ...] = ()
     """Nodes whose parameters' gradients are left to the second half of a split backward."""
+    segments: tuple[Segment, ...] = ()
+    """Where it recomputes and the program trains: its nodes in the order in which they run."""
+
+    def by_segment(self) -> tuple[tuple[Operation, ...], ...]:
+        """The operations of each segment, of all where there are none; an exchange goes with what is computed next."""
+        segment_of = {node: number for number, segment in enumerate(self.segments) for node in segment.nodes}
+        groups: list[list[Operation]] = [[] for _ in self.segments or (None,)]
+        number = 0
+        waiting: list[Operation] = []
+        for operation in self.operations:
+            waiting.append(operation)
+            if isinstance(operation, Compute):
+                number = max(number, segment_of.get(operation.node, 0))
+                groups[number] += waiting
+                waiting = []
+        groups[-1] += waiting
+        return tuple(map(tuple, groups))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ _OFTEN_SHARED = ("tepdist",)
 """Strategies that search long, and promise so much as a rule that shared state is asked for, too."""
 
 _ALWAYS_OR_NEVER = ("pase",)
-"""One stage keeps all until its backward begins: where memory is short, recomputing helps nothing."""
+"""Searches in whose tables a stage keeps as much of one micro-batch, recomputed or not."""
 
 _NEAR = 1.5
 """How many times the shortest step a candidate's bound may be for more numbers of micro-batches to be looked at."""

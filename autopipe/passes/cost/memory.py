@@ -10,9 +10,11 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.remembered import GRAPHS, remembered
-from autopipe.passes.cost.assignment import StageWork, stage_work
+from autopipe.passes.cost.assignment import Assigned, StageWork, stage_work
 from autopipe.passes.cost.kept import Kept
+from autopipe.passes.cost.precision import PRODUCT_KINDS, narrows
 from autopipe.passes.cost.replicas import holders_of
+from autopipe.passes.lower.segments import cutter
 
 OPTIMIZER_STATE_BYTES = 4
 """Optimizers keep fp32 numbers."""
@@ -104,6 +106,54 @@ def kept_bytes(work: StageWork, kept: tuple[tuple[Kept, ...], ...]) -> int:
     return sum(found.values())
 
 
+def recomputed_bytes(work: StageWork, kept: tuple[tuple[Kept, ...], ...], widths: dict[str, int]) -> tuple[int, int]:
+    """Bytes on one device of a stage that recomputes: of what passes between its segments for each micro-batch, and the
+    most that there is besides while a segment's backward runs.
+
+    That is what running it again has brought back of the nodes that are still to come, gradients of the node that is
+    at work, and those of what the segment gives, which stay until it is done.
+    """
+    segments = cutter(work.problem.graph)(tuple(each.index for each in work.nodes))
+    nodes = {each.index: each for each in work.nodes}
+    most = passing = 0
+    for indices in segments.nodes:
+        own = [nodes[index] for index in indices]
+        written: dict[str, int] = {}
+        for each in own:
+            written |= _local_sizes(each.node.outputs, each.sharing.written, widths)
+        given = sum(size for name, size in written.items() if name in segments.passing or name in work.given)
+        most = max(most, given + _segment_bytes(work.problem, own, kept, widths))
+        passing += sum(size for name, size in written.items() if name in segments.passing)
+    return passing, most
+
+
+def _segment_bytes(
+    problem: Problem, nodes: Iterable[Assigned], kept: tuple[tuple[Kept, ...], ...], widths: dict[str, int]
+) -> int:
+    found: dict[tuple[str, int], int] = {}
+    brought_back = most = 0
+    for each in nodes:
+        for value in kept[each.index]:
+            before, local = found.get(value.key, 0), value.local_bytes(each.sharing.degrees)
+            if local > before:
+                found[value.key] = local
+                brought_back += local - before
+        gradients = _gradients_of(problem.graph, each, widths) + _parameter_gradients(problem, each, widths)
+        most = max(most, brought_back + gradients)
+    return most
+
+
+def _parameter_gradients(problem: Problem, each: Assigned, widths: dict[str, int]) -> int:
+    """Bytes of the gradients of a node's parameters before they are added to those of the micro-batches before."""
+    narrow = 2 if narrows(problem.precision) and each.use.row.kind in PRODUCT_KINDS else 0
+    total = 0
+    for name, count in zip(each.node.inputs, each.sharing.read, strict=True):
+        parameter = problem.graph.parameter(name)
+        if parameter is not None and parameter.trainable and count is not None:
+            total += count * (widths[name] + narrow)
+    return total
+
+
 def received_bytes(graph: Graph, work: StageWork) -> int:
     """Bytes on one device of the values that other stages send for one micro-batch."""
     return sum(graph.type_of(name).bytes // parts for name, parts in work.received.items())
@@ -116,14 +166,15 @@ def sent_bytes(graph: Graph, work: StageWork, crossing: frozenset[str]) -> int:
 
 def gradient_workspace(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:
     """Bytes of gradients alive at once in backward: at most about those of the largest node's operands and results."""
-    most = 0
-    for each in work.nodes:
-        if each.use.row.kind != "view":
-            written = _local_sizes(each.node.outputs, each.sharing.written, widths)
-            read = _local_sizes(each.node.inputs, each.sharing.read, widths)
-            computed = sum(size for name, size in read.items() if graph.producer(name) is not None)
-            most = max(most, sum(written.values()) + computed)
-    return most
+    return max((_gradients_of(graph, each, widths) for each in work.nodes), default=0)
+
+
+def _gradients_of(graph: Graph, each: Assigned, widths: dict[str, int]) -> int:
+    if each.use.row.kind == "view":
+        return 0
+    written = _local_sizes(each.node.outputs, each.sharing.written, widths)
+    read = _local_sizes(each.node.inputs, each.sharing.read, widths)
+    return sum(written.values()) + sum(size for name, size in read.items() if graph.producer(name) is not None)
 
 
 def live_bytes(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:

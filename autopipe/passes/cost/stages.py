@@ -22,6 +22,7 @@ from autopipe.passes.cost.memory import (
     kept_bytes,
     live_bytes,
     received_bytes,
+    recomputed_bytes,
     sent_bytes,
     state_of,
 )
@@ -64,11 +65,12 @@ class StageCost:
     gradient_bytes: int
     optimizer_bytes: int
     kept_bytes: int
-    """Bytes held from a micro-batch's forward to its backward; with recomputation only what the stage received."""
+    """Bytes held from a micro-batch's forward to its backward; with recomputation only what the stage received and what
+    passes between its segments."""
     weight_kept_bytes: int
     """Bytes held from the first half of a split backward to the second."""
     transient_bytes: int
-    """Bytes that come and go within one task: the set that recomputation brings back, gradients on their way;
+    """Bytes that come and go within one task: what recomputation brings back of one segment, gradients on their way;
     without training the largest live set of forward."""
     buffer_bytes: int
     """Buffers of what is received and sent for one micro-batch, and in training of its gradients."""
@@ -160,9 +162,11 @@ def _stage_cost(
     post = _post_seconds(work, crossing, received + sent)
     held = transient = 0
     if problem.train:
-        everything = kept_bytes(work, tensors.kept)
-        held = received if recompute else everything
-        transient = gradient_workspace(graph, work, widths) + (everything if recompute else 0)
+        if recompute:
+            passing, transient = recomputed_bytes(work, tensors.kept, widths)
+            held = received + passing
+        else:
+            held, transient = kept_bytes(work, tensors.kept), gradient_workspace(graph, work, widths)
     else:
         transient = live_bytes(graph, work, widths)
     return StageCost(

@@ -10,6 +10,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.program import Piece, Shard
 from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.lower.parameters import parameter_shards, torn_parameters
+from autopipe.passes.lower.recomputing import with_segments
 from autopipe.passes.lower.shard import Demands, ShardedStage, shard_stage
 from autopipe.passes.lower.sizes import stage_graphs, stage_turns, with_numbered_constants
 from autopipe.passes.lower.stages import assign_nodes
@@ -42,6 +43,9 @@ def parts_of(graph: Graph, placement: Placement, devices: int, loss: str | None)
         replace(stage, code=replace(code, turns=each)) for stage, code, each in zip(stages, codes, turns, strict=True)
     )
     differentiable = differentiable_values(graph) if loss is not None else frozenset()
+    if loss is not None:
+        cut = (with_segments(own, stage.code, differentiable) for own, stage in zip(graphs, stages, strict=True))
+        stages = tuple(replace(stage, code=code) for stage, code in zip(stages, cut, strict=True))
     pieces = transfer_pieces(graph, placement, stages, differentiable)
     return Parts(graphs, stages, pieces, parameter_shards(graph, devices, stages), differentiable)
 

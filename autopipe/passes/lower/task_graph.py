@@ -14,6 +14,7 @@ from autopipe.ir.program import Instruction, Loop, Program, RankCode, StageCode,
 from autopipe.ir.task_graph import Stretch, TaskGraph, TaskNode
 from autopipe.passes.lower.buckets import held_together
 from autopipe.passes.lower.gradients import differentiable_values
+from autopipe.passes.lower.recomputing import running_again
 from autopipe.passes.lower.sizes import stage_graphs
 from autopipe.passes.lower.task_ends import Ends, is_whole
 from autopipe.passes.lower.task_memory import Memory
@@ -164,11 +165,12 @@ class _Builder:
         """What a task's group exchanges while it runs; a forward that is run again exchanges again."""
         code, every = self.program.stages[stage], self.source.exchanges[stage]
         forward, backward = ([each for each in every if each.backward is way] for way in (False, True))
-        found = forward
+        found = forward if verb is Verb.FORWARD else []
         if verb in (Verb.BACKWARD, Verb.INPUT_GRADIENT):
-            found = [*(forward if code.recompute else ()), *reversed(backward)]
-        elif verb is Verb.WEIGHT_GRADIENT:
-            found = []
+            again = running_again(code)
+            for number in reversed(range(max(1, len(code.segments)))):
+                found += [each for each in forward if each.segment == number and number in again]
+                found += [each for each in reversed(backward) if each.segment == number]
         task = self.nodes[place].name
         for number, each in enumerate(found):
             group, size = _group(code, each, self.code.rank), each.bytes // len(code.devices)

@@ -9,14 +9,16 @@ from dataclasses import dataclass, replace
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import MeshAxes
-from autopipe.ir.ops import OPERATORS, operator_of, qualified_name, signature_of
+from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
 from autopipe.ir.ops.statistics import Statistic
 from autopipe.ir.placement import Placement
-from autopipe.ir.program import Collective, Compute, StageCode
+from autopipe.ir.program import Collective, Compute, Operation, StageCode
 from autopipe.ir.traffic import by_kind, transposed
 from autopipe.ir.volume import lacking
 from autopipe.passes.lower.buckets import end_bytes
+from autopipe.passes.lower.flowing import flowing_values
 from autopipe.passes.lower.parts import Parts, parts_of
+from autopipe.passes.lower.recomputing import running_again
 
 
 def communication_bytes(
@@ -36,11 +38,10 @@ def communication_bytes(
     parts = parts_of(graph, placement, devices, loss)
     total: Counter[str] = Counter()
     for own, stage in zip(parts.graphs, parts.stages, strict=True):
-        forward, backward = _stage_bytes(own, stage.code, parts.differentiable, widths or {})
+        moved = _stage_bytes(own, stage.code, parts.differentiable, widths or {})
         times = len(range(stage.code.pipeline, micro_batches * stage.code.turns, placement.pipelines))
-        again = stage.code.recompute and loss is not None
-        for kind in forward | backward:
-            total[kind] += times * ((1 + again) * forward[kind] + backward[kind])
+        for kind, size in moved.items():
+            total[kind] += times * size
     total["send"] = _sent_bytes(graph, parts, placement, micro_batches)
     if loss is not None:
         total += end_bytes(graph.parameters, parts.shards, shard)
@@ -60,17 +61,27 @@ class StageExchange:
     over: MeshAxes
     """The axes of the group's mesh that it goes over."""
     times: int = 1
+    segment: int = 0
+    """Of a stage that recomputes the one that it belongs to."""
 
 
 def stage_exchanges(
     graph: Graph, code: StageCode, differentiable: frozenset[str], widths: Mapping[str, int]
 ) -> Iterator[StageExchange]:
     """The exchanges inside a stage's group, in the order of its operations; cutting a copy is none."""
-    group = len(code.devices)
-    if group == 1:
+    if len(code.devices) == 1:
         return
-    flowing = _flowing(code, differentiable)
-    for operation in code.operations:
+    flowing = flowing_values(code, differentiable)
+    for segment, operations in enumerate(code.by_segment()):
+        for exchange in _exchanges(graph, code, operations, flowing, widths):
+            yield replace(exchange, segment=segment)
+
+
+def _exchanges(
+    graph: Graph, code: StageCode, operations: Iterable[Operation], flowing: Set[str], widths: Mapping[str, int]
+) -> Iterator[StageExchange]:
+    group = len(code.devices)
+    for operation in operations:
         if isinstance(operation, Collective):
             size = _elements(operation, group) * _width(operation, widths)
             exchange = StageExchange(operation.kind, size, False, operation.source.name, operation.relayout.over)
@@ -90,13 +101,13 @@ def stage_exchanges(
 
 def _stage_bytes(
     graph: Graph, code: StageCode, differentiable: frozenset[str], widths: Mapping[str, int]
-) -> tuple[Counter[str], Counter[str]]:
-    """One micro-batch's forward and backward inside a stage's group."""
-    forward: Counter[str] = Counter()
-    backward: Counter[str] = Counter()
+) -> Counter[str]:
+    """One micro-batch's forward and backward inside a stage's group, what runs again counted twice."""
+    again = running_again(code)
+    found: Counter[str] = Counter()
     for each in stage_exchanges(graph, code, differentiable, widths):
-        (backward if each.backward else forward)[each.kind] += each.bytes
-    return forward, backward
+        found[each.kind] += each.bytes * (1 + (not each.backward and each.segment in again))
+    return found
 
 
 def _is_asked(operation: Compute, told: Statistic, flowing: Set[str]) -> bool:
@@ -122,36 +133,6 @@ def _elements(operation: Collective, group: int) -> int:
         return int(lacking(step.source, step.result, group).sum())
     counted = operation.result if step.kind == "all_gather" else operation.source
     return group * math.prod(counted.shape)
-
-
-def _flowing(code: StageCode, differentiable: frozenset[str]) -> set[str]:
-    """The stage's values, by their local names, that a gradient comes back to: autograd runs no other backward.
-
-    They depend on something that wants a gradient, and something that the stage gives depends on them.
-    """
-    read = (*code.inputs, *(value for _, value in code.parameters))
-    wanting = {value.name for value in read if value.name in differentiable}
-    for operation in code.operations:
-        if _passes_gradients(operation) and not wanting.isdisjoint(operation.reads):
-            wanting.update(_floating(operation))
-    flowing = wanting & {value.name for value in code.outputs}
-    for operation in reversed(code.operations):
-        if _passes_gradients(operation) and not flowing.isdisjoint(operation.writes):
-            flowing.update(wanting.intersection(operation.reads))
-    return flowing
-
-
-def _passes_gradients(operation: Compute | Collective) -> bool:
-    if isinstance(operation, Collective):
-        return True
-    row = operator_of(operation.signature.node)
-    return row is not None and row.differentiable
-
-
-def _floating(operation: Compute | Collective) -> Iterable[str]:
-    """The results that can have a gradient."""
-    results = (operation.result,) if isinstance(operation, Collective) else operation.signature.results
-    return (value.name for value in results if value is not None and value.dtype.is_floating)
 
 
 def _sent_bytes(graph: Graph, parts: Parts, placement: Placement, micro_batches: int) -> int:

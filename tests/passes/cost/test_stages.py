@@ -143,7 +143,24 @@ def test_recomputation_keeps_what_arrives_and_runs_forward_twice() -> None:
     assert again[1].kept_bytes == 4 * 8 * 32
     assert again[0].kept_bytes == 0, "the first stage's data is there anyway"
     assert again[1].backward_s == pytest.approx(plain[1].backward_s + plain[1].forward_s)
-    assert again[1].transient_bytes == plain[1].transient_bytes + plain[1].kept_bytes
+    given_back, kept, gradients = 4 * 8 * 4, 4 * 8 * 32, 4 * 8 * (64 + 32)
+    assert again[1].transient_bytes == given_back + kept + gradients + 4 * 32 * 64, (
+        "at the first product, its weight's too"
+    )
+
+
+def test_a_long_stage_keeps_what_passes_between_its_segments() -> None:
+    graph = perceptron([16] * 33)
+    given = problem(graph, cluster(1))
+    (plain,), (again,) = (stage_costs(given, cut(graph, [0], [(0,)], recompute=each)) for each in (False, True))
+    value = 4 * 8 * 16
+    assert plain.kept_bytes == 32 * value, "relu's result is what the next product reads"
+    assert again.kept_bytes % value == 0
+    segments = 1 + again.kept_bytes // value
+    assert 2 < segments < 8
+    largest = -(-32 // segments)
+    assert again.transient_bytes <= (largest + 4) * value + 4 * 16 * 16
+    assert again.memory_bytes(1) < 0.6 * plain.memory_bytes(1) + 0.4 * plain.static_bytes
 
 
 def test_splits_of_a_weight_share_it_and_pay_for_the_sum() -> None:
@@ -171,7 +188,7 @@ def test_edges_carry_each_value_once_a_stage_that_reads_it() -> None:
 
 
 def test_memory_is_checked_and_recomputation_turned_on_where_it_helps() -> None:
-    graph = perceptron([64] * 9)
+    graph = perceptron([4] * 9)
     placement = cut(graph, [0, 8], [(0,), (1,)])
     loose = problem(graph, cluster(2))
     used = device_memory(loose, placement, stage_costs(loose, placement))

@@ -68,8 +68,6 @@ def _stage(program: Program, rank: int, wired: StageOnRank) -> str:
     if program.loss in outputs:
         share = _loss_share(program, wired.stage)
         lines.append(f"    runtime.Loss({outputs.index(program.loss)}, share={share!r}),")
-    if code.recompute:
-        lines.append("    runtime.Recompute(),")
     lines.append(")")
     return "\n".join(lines)
 

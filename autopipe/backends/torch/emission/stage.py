@@ -12,6 +12,7 @@ from autopipe.backends.torch.emission.call import Call, literal
 from autopipe.backends.torch.emission.groups import group_code
 from autopipe.backends.torch.emission.later import deferred
 from autopipe.backends.torch.emission.peephole import merge_neighbours
+from autopipe.backends.torch.emission.segments import Part, parts_of
 from autopipe.backends.torch.emission.table import EMITTERS
 from autopipe.ir.dtype import DType
 from autopipe.ir.errors import CodegenError
@@ -21,6 +22,7 @@ from autopipe.ir.ops import qualified_name
 from autopipe.ir.program import Collective, Compute, Operation, StageCode
 
 _LINE = 120
+_PARAMETER = re.compile(r"\bp\.(w\d+)\b")
 
 
 @dataclass(slots=True)
@@ -44,6 +46,8 @@ class _Forward:
     text: str
     arguments: tuple[str, ...]
     results: tuple[str, ...]
+    read: tuple[tuple[str, ...], ...]
+    """For each segment that runs again the parameters that it reads."""
 
 
 def emit_forward(stage: StageCode) -> str:
@@ -59,23 +63,72 @@ def _forward(stage: StageCode) -> _Forward:
     for index, constant in stage.constants:
         names.codes[constant.value.name] = f"p.c{index}"
     arguments = tuple(names.fresh(value) for value in stage.inputs)
-    last_use = _last_uses(stage)
-    lines = [f"def forward({', '.join(['p', *arguments])}):"]
-    for position, operation in enumerate(stage.operations):
-        lines.extend(_statement(operation, names, last_use.get(position, ()), stage))
-    results = tuple(names.codes[value.name] for value in stage.outputs)
-    lines.append(f"    return ({', '.join(results)}{',' if len(results) == 1 else ''})")
-    return _Forward("\n".join(lines) + "\n", arguments, results)
+    outputs = tuple(value.name for value in stage.outputs)
+    if stage.segments:
+        parts = parts_of(stage)
+        segments = [_segment(number, part, names, stage) for number, part in enumerate(parts)]
+        lines = _calls(parts, names, outputs)
+    else:
+        segments = []
+        lines = _body(stage.operations, names, stage, tuple(value.name for value in stage.inputs), outputs)
+    results = tuple(names.codes[name] for name in outputs)
+    head = f"def forward({', '.join(['p', *arguments])}):"
+    text = "\n".join([head, *lines, f"    return {_tuple(results)}", ""])
+    read = tuple(tuple(dict.fromkeys(_PARAMETER.findall(each))) for each in segments)
+    return _Forward("\n\n".join([*segments, text]), arguments, results, read)
 
 
-def _last_uses(stage: StageCode) -> dict[int, tuple[str, ...]]:
-    """For each operation, the values that nothing reads afterwards; forward drops them there to free memory."""
-    last: dict[str, int] = {value.name: -1 for value in stage.inputs}
-    for position, operation in enumerate(stage.operations):
+def _segment(number: int, part: Part, names: _Names, stage: StageCode) -> str:
+    """A segment as a function of its own."""
+    arguments = [names.codes[name] for name in part.arguments]
+    lines = _body(part.operations, names, stage, part.arguments, part.results)
+    flowing, others = (_tuple(tuple(names.codes[name] for name in each)) for each in (part.flowing, part.others))
+    lines.append(f"    return {flowing}, {others}")
+    return "\n".join(["@again", f"def segment_{number}({', '.join(['p', *arguments])}):", *lines, ""])
+
+
+def _calls(parts: tuple[Part, ...], names: _Names, outputs: tuple[str, ...]) -> list[str]:
+    """A line for each segment; what no later one reads is let go."""
+    last = {name: number for number, part in enumerate(parts) for name in (*part.results, *part.arguments)}
+    lines = []
+    for number, part in enumerate(parts):
+        results = _tuple(tuple(names.codes[name] for name in part.results))[1:-1]
+        dead = [names.codes[name] for name in last if last[name] == number and name not in outputs]
+        drop = f"; del {', '.join(dead)}" if dead else ""
+        called = ", ".join(["p", *(names.codes[name] for name in part.arguments)])
+        lines.append(f"    {results} = segment_{number}({called}){drop}")
+    return lines
+
+
+def _body(
+    operations: tuple[Operation, ...],
+    names: _Names,
+    stage: StageCode,
+    arguments: tuple[str, ...],
+    results: tuple[str, ...],
+) -> list[str]:
+    """Lines of operations that take and give these."""
+    last_use = _last_uses(operations, arguments, stage, results)
+    return [
+        line
+        for position, operation in enumerate(operations)
+        for line in _statement(operation, names, last_use.get(position, ()), stage)
+    ]
+
+
+def _tuple(codes: tuple[str, ...]) -> str:
+    return f"({', '.join(codes)}{',' if len(codes) == 1 else ''})"
+
+
+def _last_uses(
+    operations: tuple[Operation, ...], arguments: tuple[str, ...], stage: StageCode, results: tuple[str, ...]
+) -> dict[int, tuple[str, ...]]:
+    """For each operation, the values that nothing reads afterwards; they are dropped there to free memory."""
+    last: dict[str, int] = dict.fromkeys(arguments, -1)
+    for position, operation in enumerate(operations):
         for name in (*operation.reads, *operation.writes):
             last[name] = position
-    kept = {value.name for value in stage.outputs}
-    kept |= {value.name for _, value in stage.parameters} | {constant.value.name for _, constant in stage.constants}
+    kept = {*results, *(value.name for _, value in stage.parameters), *(each.value.name for _, each in stage.constants)}
     dead: dict[int, list[str]] = {}
     for name, position in last.items():
         if name not in kept and position >= 0:
@@ -184,13 +237,15 @@ def emit_stage(stage: StageCode, title: str) -> str:
     """
     forward = _forward(stage)
     used = dict.fromkeys(_CONSTANT.findall(forward.text))
+    segments = f"SEGMENTS = {forward.read!r}\n" if forward.read else ""
     return (
         f'"""{title}\n\n{_summary(stage, forward)}"""\n\n'
         f"{_imports(forward.text)}\n"
         f"INPUTS = {_types(forward.arguments, stage.inputs)}\n"
         f"OUTPUTS = {_types(forward.results, stage.outputs)}\n"
         f"PARAMETERS = {tuple(f'w{index}' for index, _ in stage.parameters)!r}\n"
-        f"CONSTANTS = {tuple(used)!r}\n\n\n"
+        f"CONSTANTS = {tuple(used)!r}\n"
+        f"{segments}\n\n"
         f"{forward.text}"
     )
 
@@ -200,8 +255,13 @@ def _imports(text: str) -> str:
     lines = ["import torch\n"]
     if re.search(r"\bF\.", text):
         lines.append("import torch.nn.functional as F\n")
+    own = []
     if re.search(r"\boperators\.", text):
-        lines.append("\nfrom autopipe.backends.torch.runtime import operators\n")
+        own.append("from autopipe.backends.torch.runtime import operators\n")
+    if text.startswith("@again"):
+        own.append("from autopipe.backends.torch.runtime.recomputation import again\n")
+    if own:
+        lines += ["\n", *own]
     return "".join(lines)
 
 

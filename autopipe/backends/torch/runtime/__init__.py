@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.runtime.rank import Rank
-from autopipe.backends.torch.runtime.wiring import Data, Loss, Receive, Recompute, Send
+from autopipe.backends.torch.runtime.wiring import Data, Loss, Receive, Send
 
-__all__ = ["Data", "Loss", "Rank", "Receive", "Recompute", "Send"]
+__all__ = ["Data", "Loss", "Rank", "Receive", "Send"]

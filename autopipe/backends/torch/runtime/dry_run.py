@@ -102,10 +102,10 @@ class DryStage(Stage):
         self._compare(f"what goes to rank {wire.rank} on channel {wire.channel}", block, self._form(wire))
         return super().give(wire, micro_batch)
 
-    def _results(self, arguments: Tensors, for_backward: bool) -> tuple[torch.Tensor, ...]:
+    def _results(self, arguments: Tensors) -> tuple[torch.Tensor, ...]:
         for name, tensor in arguments.items():
             self._compare(f"argument {name}", tensor, self._inputs[name])
-        results = super()._results(arguments, for_backward)
+        results = super()._results(arguments)
         for index, (result, form) in enumerate(zip(results, self._outputs, strict=True)):
             self._compare(f"result {index}", result, form)
         return results

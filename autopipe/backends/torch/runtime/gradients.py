@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -103,11 +103,14 @@ class GradientReduction:
 
         return ready
 
-    def arm(self, stage: int) -> None:
-        """Say that the stage's next backward is its last: buckets start when their gradients are there."""
+    def arm(self, stage: int, times: Mapping[int, int]) -> None:
+        """Say that the stage's next backward is its last: buckets start when their gradients are there.
+
+        A backward adds so many `times` to a parameter's gradient, by its index, once where nothing is said.
+        """
         for number, each in enumerate(self._buckets):
             if each.bucket.home == stage:
-                self._waiting[number] = len(each.parameters)
+                self._waiting[number] = sum(times.get(block.parameter, 1) for block in each.bucket.blocks)
 
     def start(self, stage: int) -> None:
         """Start the stage's buckets that wait for their gradients no longer."""

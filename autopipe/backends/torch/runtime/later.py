@@ -42,12 +42,16 @@ class Later:
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         # A bias is no such parameter: its gradient is a sum, cheaper computed than waited for.
         self._weights = {id(each) for each in parameters if each.requires_grad and each.dim() > 1}
-        self._formulas: list[Formula | None] = []
-        """Of the calls of a forward, which are always the same."""
-        self._calls = 0
+        self._known: dict[str, list[Formula | None]] = {}
+        """Of the calls of a forward, or a segment of one by its name, which are always the same."""
+        self.begin()
         self._waiting: Waiting = []
         self.used = False
         """Whether a forward has called an operator such that gradients may wait."""
+
+    def begin(self, part: str = "") -> None:
+        """From now on a forward runs, or this part of one."""
+        self._formulas, self._calls = self._known.setdefault(part, []), 0
 
     def __call__(self, function: Callable[..., torch.Tensor], *operands: Any, **settings: Any) -> torch.Tensor:
         """`function(*operands, **settings)`, one tensor. Parameters count as such also through views of them.
@@ -90,7 +94,8 @@ class Later:
 
     def take(self) -> Waiting:
         """What the forward that has just run leaves for later, once its backward has run."""
-        taken, self._waiting, self._calls = self._waiting, [], 0
+        taken, self._waiting = self._waiting, []
+        self.begin()
         return taken
 
 

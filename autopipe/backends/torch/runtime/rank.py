@@ -231,7 +231,7 @@ class Rank:
     def before_last_gradients(self, stage: Stage) -> None:
         """Called as a whole backward starts; the last one of a step sends gradients off as they come."""
         if self._is_last(stage):
-            self.reduction.arm(stage.number)
+            self.reduction.arm(stage.number, stage.readers)
 
     def after_gradients(self, stage: Stage) -> None:
         """Called when a micro-batch's gradients are there; the last one's are sent off, unless that has begun."""

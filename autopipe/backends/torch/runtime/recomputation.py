@@ -1,33 +1,90 @@
-"""Forwards that are run again for their backward, since they kept nothing but their arguments."""
+"""Segments of a stage that run their forward again for their backward, since they kept nothing but their arguments.
+
+To autograd a segment is one operator of its arguments. Its backward adds to the gradients of parameters itself, one
+after the other, as backwards do that keep all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from autopipe.backends.torch.runtime.parameters import Arguments
+from autopipe.backends.torch.runtime.roots import root_of
+
+Tensors = tuple[torch.Tensor, ...]
+Segment = Callable[..., tuple[Tensors, Tensors]]
+"""Generated: takes `p` and tensors, gives what gradients flow through and what they do not."""
+
 
 @dataclass(frozen=True, slots=True)
-class RandomState:
-    """Where torch's random generators stood before a forward."""
+class Surroundings:
+    """What else a forward depends on: where torch's random generators stood, and autocast."""
 
     device: torch.device
     cpu: torch.Tensor
     cuda: torch.Tensor | None
+    narrow: torch.dtype | None
+    """What autocast computes in."""
 
     @staticmethod
-    def now(device: torch.device) -> RandomState:
-        """Where they stand."""
+    def now(device: torch.device) -> Surroundings:
+        """As they are."""
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return RandomState(device, torch.get_rng_state(), cuda)
+        is_narrow = torch.is_autocast_enabled(device.type)
+        narrow = torch.get_autocast_dtype(device.type) if is_narrow else None
+        return Surroundings(device, torch.get_rng_state(), cuda, narrow)
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Draw the same numbers once more, then go on from where the generators are."""
-        with torch.random.fork_rng([self.device] if self.cuda is not None else []):
+        with (
+            torch.random.fork_rng([self.device] if self.cuda is not None else []),
+            torch.autocast(self.device.type, dtype=self.narrow, enabled=self.narrow is not None),
+        ):
             torch.set_rng_state(self.cpu)
             if self.cuda is not None:
                 torch.cuda.set_rng_state(self.cuda, self.device)
             yield
+
+
+def again(segment: Segment) -> Callable[..., Tensors]:
+    """Makes of a generated segment one that keeps its arguments alone where it trains."""
+
+    @functools.wraps(segment)
+    def run(p: Arguments, *arguments: torch.Tensor) -> Tensors:
+        if not torch.is_grad_enabled():
+            flowing, others = segment(p, *arguments)
+            return flowing + others
+        # An operator none of whose operands asks for a gradient has no backward, and parameters are no operands.
+        asking = torch.empty(0, device=p.device, requires_grad=True)
+        results: Tensors = _Again.apply(segment, p, asking, *arguments)  # type: ignore[no-untyped-call]
+        return results
+
+    return run
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, segment: Segment, p: Arguments, _: torch.Tensor, *arguments: torch.Tensor) -> Tensors:
+        context.segment, context.p, context.surroundings = segment, p, Surroundings.now(p.device)
+        context.save_for_backward(*arguments)
+        flowing, others = segment(p, *arguments)
+        torch.clear_autocast_cache()  # Its narrow copies of parameters: they know of no gradient, and are many.
+        context.mark_non_differentiable(*others)
+        return flowing + others
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        arguments = [each.detach().requires_grad_(each.requires_grad) for each in context.saved_tensors]
+        with torch.enable_grad(), context.surroundings.again():
+            context.p.later.begin(context.segment.__name__)
+            ends = [root_of(each).edge for each in context.segment(context.p, *arguments)[0]]
+        seeds = [(edge, gradient) for edge, gradient in zip(ends, gradients, strict=False) if edge is not None]
+        torch.autograd.backward([edge for edge, _ in seeds], [gradient for _, gradient in seeds])
+        return (None, None, None, *(each.grad for each in arguments))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
@@ -13,13 +14,11 @@ from autopipe.backends.torch.runtime.blocks import Block, Form, added, extents, 
 from autopipe.backends.torch.runtime.later import Waiting, compute_all
 from autopipe.backends.torch.runtime.parameters import Arguments
 from autopipe.backends.torch.runtime.pending import Arrival, Departure
-from autopipe.backends.torch.runtime.recomputation import RandomState
 from autopipe.backends.torch.runtime.roots import Root, root_of
 from autopipe.backends.torch.runtime.wiring import (
     Data,
     Loss,
     Receive,
-    Recompute,
     Send,
     Wire,
 )
@@ -37,11 +36,9 @@ class Kept:
     """What a forward leaves for its backward."""
 
     arguments: Tensors
-    """Those whose gradients are asked for; all where the forward has to be run again."""
+    """Those whose gradients are asked for."""
     roots: tuple[Root, ...]
     """Of the results, whose numbers are kept by nobody but those operators that need them."""
-    random: RandomState | None = None
-    """Where the forward has to be run again, for its results too: how it drew random numbers."""
     gradients: dict[int, list[Block]] = field(default_factory=dict)
     """Gradients of results as they come in from stages on this rank."""
     waiting: Waiting = field(default_factory=list)
@@ -65,8 +62,9 @@ class Stage:
         self._turns = {wire.channel: Turn(*wire.turn) for wire in wires if isinstance(wire, Receive | Send)}
         """By channel."""
         self._loss = next((wire for wire in wires if isinstance(wire, Loss)), None)
-        self._recomputes = rank.train and Recompute() in wires
         self._forward = module.forward
+        self.readers = Counter(int(name[1:]) for segment in getattr(module, "SEGMENTS", ()) for name in segment)
+        """By parameter the segments that run again and read it."""
         self._arriving: dict[tuple[int, bool], dict[int, Arrival]] = {}
         """By micro-batch, and whether they are gradients, the messages that come, by channel."""
         self._leaving: dict[tuple[int, bool], dict[int, torch.Tensor]] = {}
@@ -119,13 +117,10 @@ class Stage:
         self._rank.task = task = f"{self.number}F{micro_batch}"
         arguments = self._arguments(micro_batch)
         start = self._rank.clock.mark()
-        random = RandomState.now(self._rank.device) if self._recomputes else None
-        results = self._results(arguments, self._rank.train and not self._recomputes)
+        results = self._results(arguments)
         self._rank.clock.add(task, start)
         if self._rank.train:
-            kept = Kept(arguments, (), random)
-            if not self._recomputes:
-                kept = Kept(_asking(arguments), tuple(map(root_of, results)))
+            kept = Kept(_asking(arguments), tuple(map(root_of, results)))
             kept.waiting = self._p.later.take()
             self._kept[micro_batch] = kept
         self._leaving[micro_batch, False] = {
@@ -139,9 +134,9 @@ class Stage:
         if not self._rank.train:
             self._rank.collect(self.number, micro_batch, results)
 
-    def _results(self, arguments: Tensors, for_backward: bool) -> tuple[torch.Tensor, ...]:
+    def _results(self, arguments: Tensors) -> tuple[torch.Tensor, ...]:
         """The results in the types that those who receive them expect: autocast computes in narrower ones."""
-        with torch.set_grad_enabled(for_backward), self._rank.autocast():
+        with torch.set_grad_enabled(self._rank.train), self._rank.autocast():
             results = self._forward(self._p, *arguments.values())
             return tuple(result.to(dtype) for result, (dtype, _) in zip(results, self._outputs, strict=True))
 
@@ -217,13 +212,10 @@ class Stage:
         kept = self._kept.pop(micro_batch)
         incoming = self._incoming(kept, micro_batch)
         start = self._rank.clock.mark()
-        if kept.random is not None:
-            with kept.random.again():
-                kept.roots = tuple(map(root_of, self._results(kept.arguments, True)))
-            kept.waiting = self._p.later.take()
         seeds = self._seeds(kept, incoming)
         if seeds:
             torch.autograd.backward([edge for edge, _ in seeds], [gradient for _, gradient in seeds])
+        kept.waiting += self._p.later.take()  # What ran again leaves.
         if phase == "I":
             self._waiting[micro_batch] = kept.waiting
         else:

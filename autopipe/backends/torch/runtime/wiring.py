@@ -53,9 +53,4 @@ class Loss:
     share: float
 
 
-@dataclass(frozen=True, slots=True)
-class Recompute:
-    """The stage keeps nothing for backward but its arguments, and runs its forward again."""
-
-
-Wire = Data | Receive | Send | Loss | Recompute
+Wire = Data | Receive | Send | Loss

@@ -47,8 +47,7 @@ class Baseline:
 def of_tessel_training(asked: Asked) -> Iterator[Baseline]:
     """1F1B+ on the paper's shape, 1F1B and Chimera: each on its best placement, micro-batches of 1, 2 or 4 samples.
 
-    Figures 13 and 14. Each layer recomputes by itself there, which takes less memory than autopipe's own stages do,
-    which recompute as a whole: the chosen plan has less room than what it is compared with.
+    Figures 13 and 14. All layers recompute there.
     """
     shape, theirs = {"gpt": ("m", GPT_SPEEDUP), "mt5": ("nn", MT5_SPEEDUP)}[asked.model]
     problems = problems_in_sizes(asked.model, {**dict(asked.settings), "loss": True}, asked.devices, asked.batch)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
-from autopipe.cli.bench.tessel.layer_memory import with_layers_recomputed
+from autopipe.cli.bench.tessel.recomputed import with_layers_recomputed
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopipe.cli.bench.tessel.layer_memory import predict_by_layer
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
@@ -19,7 +18,7 @@ def step_seconds(problem: Problem, placement: Placement, scheduler: Scheduler) -
     """Seconds of a step. Raises InfeasibleError where the scheduler does not apply or memory does not suffice."""
     placement.verify(problem.graph)
     scheduler.requires(problem, placement)
-    prediction = (predict_by_layer if problem.train else predict)(problem, placement)
+    prediction = predict(problem, placement)
     if isinstance(scheduler, Tessel):  # The one that asks for memory.
         schedule = scheduler.run_with(replace(problem, memory_limit=None), placement, prediction)
     else:

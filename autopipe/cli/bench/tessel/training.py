@@ -8,8 +8,8 @@ from functools import partial
 
 from autopipe.cli.bench.row import Case, Row
 from autopipe.cli.bench.tessel.chain import device_seconds, equal_groups, tables_apart
-from autopipe.cli.bench.tessel.layer_memory import with_layers_recomputed
 from autopipe.cli.bench.tessel.published import GPT_SPEEDUP, MT5_SPEEDUP
+from autopipe.cli.bench.tessel.recomputed import with_layers_recomputed
 from autopipe.cli.bench.tessel.step import step_seconds
 from autopipe.cli.bench.tessel.v100 import problem_on_v100
 from autopipe.configs.zoo.model import Setting

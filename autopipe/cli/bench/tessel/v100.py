@@ -26,7 +26,7 @@ def problem_on_v100(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         zoo.build(zoo.configure(model, {**settings, "weights": "none"})).save(path)
-        request = Request(  # Memory is asked afterwards, by `layer_memory`.
+        request = Request(  # Memory is asked afterwards, by `step_seconds`.
             path,
             build_cluster(cluster_preset(_CLUSTER), devices, None, None),
             strategy=None,

@@ -32,7 +32,7 @@ def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = Fals
 def _check_memory(problem: Problem, count: int) -> None:
     """Raise InfeasibleError where not even equal shares of what must be kept fit: no search is needed to tell.
 
-    Several stages may drop what they keep and compute it again, one stage needs all of it at once in any case.
+    Of what one stage keeps the search for splits counts all, recomputed or not.
     """
     parameters = state_of(problem, ((each.value.name, 1) for each in problem.graph.parameters)).total
     kept = sum(each.kept_bytes for each in problem.work) if problem.train and count == 1 else 0

@@ -62,10 +62,10 @@ def test_buckets_start_with_the_last_backward_of_their_stage() -> None:
     worker, transport = reduction(held, [block(0, 2, (0, 1), 4), block(1, 3, (0, 1), 4)])
     (held[0].sum() + held[1].sum()).backward()
     assert not transport.started, "an earlier micro-batch sends nothing"
-    worker.arm(5)
+    worker.arm(5, {})
     held[0].sum().backward()
     assert not transport.started, "another stage's backward sends nothing"
-    worker.arm(4)
+    worker.arm(4, {})
     (held[0].sum() + held[1].sum()).backward()
     assert transport.started == [((0, 1), 5)]
     worker.finish()
@@ -79,7 +79,7 @@ def test_a_second_step_is_like_the_first() -> None:
     worker, transport = reduction(held, [block(0, 2, (0, 1), 0)])
     for _ in range(2):
         held[0].grad = None
-        worker.arm(0)
+        worker.arm(0, {})
         held[0].sum().backward()
         worker.finish()
         assert held[0].grad is not None

@@ -135,7 +135,7 @@ def test_recomputation_is_as_asked(option: str, expected: set[bool]) -> None:
 
 def test_recomputation_makes_room_where_it_is_left_open() -> None:
     """One sample cannot be shared, so the first of three stages keeps three times what it needs at once."""
-    builder = Builder(1, 16)
+    builder = Builder(1, 2)
     data = builder.linear("x", 4096)
     for _ in range(60):
         data = builder.relu(data)

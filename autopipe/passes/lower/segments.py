@@ -1,0 +1,149 @@
+"""Where a stage that recomputes is cut: each of its segments runs its forward again by itself.
+
+What a stage keeps then is what passes from one segment to the next, and of what its operators keep no more than one
+segment's is there at a time: for a chain of n equal operators about the square root of n times what one keeps (Chen et
+al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 4.1).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from autopipe.ir.graph import Graph
+from autopipe.ir.ops import operator_of
+from autopipe.ir.placement import recomputed_nodes
+from autopipe.ir.remembered import GRAPHS, remembered
+from autopipe.passes.lower.gradients import differentiable_values
+from autopipe.passes.lower.halves import viewed
+
+HELD = 4
+"""Micro-batches that are taken to be held at a time: what passes between segments is there for each of them, what one
+segment keeps is there once."""
+_FINER = 2**0.5
+"""Limits of a segment's bytes that are tried: each is smaller by this factor than the one before."""
+_LIMITS = 16
+_APART = 2**10
+"""How many times as much as it has bytes it costs to cut a product from its bias."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """A stage's nodes in order, cut, and the values that pass from one segment to a later one."""
+
+    nodes: tuple[tuple[int, ...], ...]
+    passing: tuple[str, ...]
+    """What a view that passes is a view of, in its place."""
+
+
+@remembered(GRAPHS)
+def cutter(graph: Graph) -> Callable[[tuple[int, ...]], Segments]:
+    """A function from the nodes of a stage, in the order in which they run, to its segments."""
+    known: dict[tuple[int, ...], Segments] = {}
+
+    def cut(nodes: tuple[int, ...]) -> Segments:
+        if nodes not in known:
+            known[nodes] = _segments(graph, nodes)
+        return known[nodes]
+
+    return cut
+
+
+def _segments(graph: Graph, nodes: tuple[int, ...]) -> Segments:
+    spans = _spans(graph, nodes)
+    cuts = best_cuts([_kept(graph, node) for node in nodes], _crossing(graph, nodes, spans))
+    ends = (0, *cuts, len(nodes))
+    passing = (name for name, (first, last) in spans.items() if any(first < cut <= last for cut in cuts))
+    return Segments(tuple(nodes[begin:end] for begin, end in pairwise(ends)), tuple(passing))
+
+
+def best_cuts(kept: Sequence[int], crossing: Sequence[int]) -> tuple[int, ...]:
+    """Where to cut a row of nodes that keep so many bytes each, ascending; `crossing` is by the node behind a cut.
+
+    The sum of what crosses, `HELD` times, and of what the largest segment keeps is the least there is for the limits of
+    a segment that are tried.
+    """
+    total = sum(kept)
+    sums = (0, *accumulate(kept))
+    best: tuple[int, ...] = ()
+    least = limit = float(total)
+    for _ in range(_LIMITS):
+        limit /= _FINER
+        cuts = _cheapest_cuts(sums, crossing, limit)
+        largest = max(sums[end] - sums[begin] for begin, end in pairwise((0, *cuts, len(kept))))
+        cost = HELD * sum(crossing[cut] for cut in cuts) + largest
+        if cost < least:
+            best, least = cuts, cost
+    return best
+
+
+def _cheapest_cuts(sums: Sequence[int], crossing: Sequence[int], limit: float) -> tuple[int, ...]:
+    """The cuts that least crosses, of those that leave no segment of several nodes with more than `limit` bytes."""
+    count = len(sums) - 1
+    cost, before = [0.0] * (count + 1), [0] * (count + 1)
+    window: deque[int] = deque()
+    """Where the last segment may begin, from left to right no cheaper."""
+    for end in range(1, count + 1):
+        while window and cost[window[-1]] > cost[end - 1]:
+            window.pop()
+        window.append(end - 1)
+        while window[0] < end - 1 and sums[end] - sums[window[0]] > limit:
+            window.popleft()
+        before[end] = window[0]
+        cost[end] = cost[window[0]] + (crossing[end] if end < count else 0)
+    cuts = []
+    place = before[count]
+    while place > 0:
+        cuts.append(place)
+        place = before[place]
+    return tuple(reversed(cuts))
+
+
+def _spans(graph: Graph, nodes: tuple[int, ...]) -> dict[str, tuple[int, int]]:
+    """Positions of the node that writes a value and of the last that reads it, or a view of it.
+
+    Views are left out, but for those of parameters: what passes has a gradient of its own, as large as a table.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for position, index in enumerate(nodes):
+        node = graph.nodes[index]
+        for root in {_root(graph, name) for name in node.inputs if name} & found.keys():
+            found[root] = found[root][0], position
+        found |= {name: (position, position) for name in node.outputs if name and _root(graph, name) == name}
+    return found
+
+
+def _root(graph: Graph, name: str) -> str:
+    root = viewed(graph, name)
+    return name if graph.parameter(root) is not None else root
+
+
+def _crossing(graph: Graph, nodes: tuple[int, ...], spans: dict[str, tuple[int, int]]) -> list[int]:
+    """Bytes that pass a cut before each node; masks and tables, which most segments read, do not say where to cut."""
+    shared, consumers = recomputed_nodes(graph), graph.consumers()
+    steps = [0] * (len(nodes) + 1)
+    for name, (first, last) in spans.items():
+        if nodes[first] not in shared:
+            size = graph.type_of(name).bytes * (
+                _APART if _is_product_with_bias(graph, name, consumers.get(name, ())) else 1
+            )
+            steps[first + 1] += size
+            steps[last + 1] -= size
+    return list(accumulate(steps[:-1]))
+
+
+def _is_product_with_bias(graph: Graph, name: str, readers: tuple[int, ...]) -> bool:
+    """Whether a value is a product that nothing but an addition reads: torch computes both in one."""
+    written, added = graph.producer(name), len(readers) == 1 and graph.nodes[readers[0]].op == "Add"
+    return added and written is not None and graph.nodes[written].op == "MatMul"
+
+
+def _kept(graph: Graph, index: int) -> int:
+    """About what backward keeps of a node: what it writes, where gradients flow through it."""
+    node, flowing = graph.nodes[index], differentiable_values(graph)
+    row = operator_of(node)
+    if row is None or row.kind == "view":
+        return 0
+    return sum(graph.type_of(name).bytes for name in node.outputs if name in flowing)

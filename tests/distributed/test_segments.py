@@ -1,0 +1,50 @@
+"""Stages that run again segment by segment: gradients of one device, whatever the segments share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopipe.ir.dtype import DType
+from autopipe.ir.graph import Graph
+from autopipe.ir.placement import Placement, Stage
+from tests.distributed.builder import Builder
+from tests.distributed.pool import Pools
+from tests.distributed.test_by_hand import batch_splits, check
+
+pytestmark = pytest.mark.distributed
+
+
+def tied() -> tuple[Graph, str]:
+    """A table that is looked up first and projects back at the end, a mask that every layer reads, and values that
+    skip layers."""
+    builder = Builder()
+    table = builder.parameter((32, 8))
+    indices = builder.input((4, 16), DType.INT64)
+    mask = builder.node("Tanh", builder.input((4, 16, 8)))
+    hidden = first = builder.node("Gather", table, indices)
+    for _ in range(4):
+        wide = builder.node("MatMul", hidden, builder.parameter((8, 32)))
+        for _ in range(3):
+            wide = builder.node("Tanh", wide)
+        narrow = builder.node("MatMul", wide, builder.parameter((32, 8)))
+        hidden = builder.node("Add", hidden, builder.node("Mul", narrow, mask))
+    hidden = builder.node("Add", hidden, first)
+    logits = builder.node("MatMul", hidden, builder.node("Transpose", table, perm=(1, 0)))
+    loss = builder.mean_square(logits)
+    return builder.graph(loss), loss
+
+
+@pytest.mark.parametrize("devices", [(0,), (0, 1)], ids=["alone", "replicas"])
+def test_what_several_segments_read(pools: Pools, tmp_path: Path, devices: tuple[int, ...]) -> None:
+    """Replicas send the table's gradient off when both its segments have added to it, not before."""
+    graph, loss = tied()
+    splits = batch_splits(graph, range(len(graph.nodes)), 2) if len(devices) > 1 else ()
+    placement = Placement((Stage(tuple(range(len(graph.nodes))), devices, 4, splits, True),))
+    check(pools, graph, loss, placement, 3, tmp_path / "program")
+    names: dict[str, object] = {}
+    text = (tmp_path / "program" / "stage_00.py").read_text(encoding="utf-8")
+    exec(text, names)
+    segments = names["SEGMENTS"]
+    assert isinstance(segments, tuple) and sum("w0" in each for each in segments) == 2 and len(segments) > 2
