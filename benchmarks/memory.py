@@ -23,7 +23,8 @@ MODELS = {
     "gpt": ("layers=4", "hidden=128", "heads=4", "sequence=128", "vocabulary=512"),
     "unet": ("width=8", "image=64"),
 }
-SCHEDULES = ("1f1b", "gpipe", "kfkb")
+RUNS = (("1f1b", "none"), ("1f1b", "full"), ("gpipe", "none"), ("kfkb", "none"))
+"""Schedules, and whether stages recompute."""
 BATCH = ("--batch-size", "16", "--micro-batches", "8")
 
 
@@ -39,9 +40,10 @@ def rows(folder: Path) -> None:
     for name, sizes in MODELS.items():
         model = folder / f"{name}.onnx"
         call("zoo", "build", name, "-o", model, *(word for size in (*sizes, "loss=true") for word in ("--set", size)))
-        for schedule in SCHEDULES:
-            plan = folder / f"{name}-{schedule}"
-            options = ("--set", "strategy.replicate=false", "--set", "optimizer.name=adamw", "--schedule", schedule)
+        for schedule, recompute in RUNS:
+            plan = folder / f"{name}-{schedule}-{recompute}"
+            settings = ("strategy.replicate=false", "optimizer.name=adamw", f"recompute={recompute}")
+            options = ("--strategy", "pipedream", "--schedule", schedule, *(w for s in settings for w in ("--set", s)))
             call("plan", model, "--gpus", 2, "--cluster", "cpu-local", *BATCH, *options, "-o", plan)
             call("codegen", plan)
             _, timeline = open_prediction(plan)
@@ -50,8 +52,8 @@ def rows(folder: Path) -> None:
                 command = [sys.executable, __file__, "--program", str(plan / "program"), "--rank", str(rank)]
                 done = subprocess.run(command, check=True, capture_output=True, text=True)
                 found = int(done.stdout.split()[-1])
-                ratio = found / predicted
-                print(f"{name} {schedule} rank {rank}: {predicted:,} predicted, {found:,} allocated, {ratio:.3f}")
+                what = f"{name} {schedule}, recompute {recompute}, rank {rank}"
+                print(f"{what}: {predicted:,} predicted, {found:,} allocated, {found / predicted:.3f}")
 
 
 if __name__ == "__main__":

@@ -90,6 +90,11 @@ class Placement:
         """Number of pipelines."""
         return 1 + max((stage.pipeline for stage in self.stages), default=0)
 
+    @property
+    def length(self) -> int:
+        """Number of stages of a pipeline: so many micro-batches, about, has its first stage under way at a time."""
+        return len(self.stages) // self.pipelines
+
     def stage_of(self, pipeline: int = 0) -> dict[int, int]:
         """Stage by node index, in one pipeline."""
         return {

@@ -106,14 +106,16 @@ def kept_bytes(work: StageWork, kept: tuple[tuple[Kept, ...], ...]) -> int:
     return sum(found.values())
 
 
-def recomputed_bytes(work: StageWork, kept: tuple[tuple[Kept, ...], ...], widths: dict[str, int]) -> tuple[int, int]:
+def recomputed_bytes(
+    work: StageWork, kept: tuple[tuple[Kept, ...], ...], widths: dict[str, int], held: int
+) -> tuple[int, int]:
     """Bytes on one device of a stage that recomputes: of what passes between its segments for each micro-batch, and the
-    most that there is besides while a segment's backward runs.
+    most that there is besides while a segment's backward runs; so many micro-batches are `held` at a time.
 
     That is what running it again has brought back of the nodes that are still to come, gradients of the node that is
     at work, and those of what the segment gives, which stay until it is done.
     """
-    segments = cutter(work.problem.graph)(tuple(each.index for each in work.nodes))
+    segments = cutter(work.problem.graph)(tuple(each.index for each in work.nodes), held)
     nodes = {each.index: each for each in work.nodes}
     most = passing = 0
     for indices in segments.nodes:
@@ -133,25 +135,30 @@ def _segment_bytes(
     found: dict[tuple[str, int], int] = {}
     brought_back = most = 0
     for each in nodes:
+        earlier = brought_back
         for value in kept[each.index]:
             before, local = found.get(value.key, 0), value.local_bytes(each.sharing.degrees)
             if local > before:
                 found[value.key] = local
                 brought_back += local - before
-        gradients = _gradients_of(problem.graph, each, widths) + _parameter_gradients(problem, each, widths)
-        most = max(most, brought_back + gradients)
+        given, taken = _gradients_of(problem.graph, each, widths)
+        wide, narrow = _parameter_gradients(problem, each, widths)
+        most = max(most, brought_back + given + taken + (narrow or wide))
+        if narrow:  # They become wide when what the node keeps is gone.
+            most = max(most, earlier + taken + narrow + wide)
     return most
 
 
-def _parameter_gradients(problem: Problem, each: Assigned, widths: dict[str, int]) -> int:
-    """Bytes of the gradients of a node's parameters before they are added to those of the micro-batches before."""
-    narrow = 2 if narrows(problem.precision) and each.use.row.kind in PRODUCT_KINDS else 0
-    total = 0
+def _parameter_gradients(problem: Problem, each: Assigned, widths: dict[str, int]) -> tuple[int, int]:
+    """Bytes of the gradients of a node's parameters before they are added to those of the micro-batches before, and of
+    those in 16 bits from which they come under autocast."""
+    elements = total = 0
     for name, count in zip(each.node.inputs, each.sharing.read, strict=True):
         parameter = problem.graph.parameter(name)
         if parameter is not None and parameter.trainable and count is not None:
-            total += count * (widths[name] + narrow)
-    return total
+            elements += count
+            total += count * widths[name]
+    return total, 2 * elements * (narrows(problem.precision) and each.use.row.kind in PRODUCT_KINDS)
 
 
 def received_bytes(graph: Graph, work: StageWork) -> int:
@@ -166,15 +173,16 @@ def sent_bytes(graph: Graph, work: StageWork, crossing: frozenset[str]) -> int:
 
 def gradient_workspace(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:
     """Bytes of gradients alive at once in backward: at most about those of the largest node's operands and results."""
-    return max((_gradients_of(graph, each, widths) for each in work.nodes), default=0)
+    return max((sum(_gradients_of(graph, each, widths)) for each in work.nodes), default=0)
 
 
-def _gradients_of(graph: Graph, each: Assigned, widths: dict[str, int]) -> int:
+def _gradients_of(graph: Graph, each: Assigned, widths: dict[str, int]) -> tuple[int, int]:
+    """Bytes of the gradients of a node's results, and of those of its operands that are no parameters."""
     if each.use.row.kind == "view":
-        return 0
+        return 0, 0
     written = _local_sizes(each.node.outputs, each.sharing.written, widths)
     read = _local_sizes(each.node.inputs, each.sharing.read, widths)
-    return sum(written.values()) + sum(size for name, size in read.items() if graph.producer(name) is not None)
+    return sum(written.values()), sum(size for name, size in read.items() if graph.producer(name) is not None)
 
 
 def live_bytes(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:

@@ -114,7 +114,7 @@ def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]
     for work, state, gradients in zip(works, states, groups, strict=True):
         key = (content_of(work, crossing), state) if len(works) > 1 else state
         if key not in costed:
-            costed[key] = _stage_cost(work, state, known[work.problem.micro_batch_size], crossing)
+            costed[key] = _stage_cost(work, state, known[work.problem.micro_batch_size], crossing, placement.length)
         found.append(replace(costed[key], gradient_s=_gradient_seconds(problem, gradients)))
     return tuple(found)
 
@@ -150,6 +150,7 @@ def _stage_cost(
     state: State,
     tensors: _Tensors,
     crossing: frozenset[str],
+    held: int,
 ) -> StageCost:
     """All but the sum of gradients, which depends on where else the same parameters are."""
     problem, widths = work.problem, tensors.widths
@@ -160,13 +161,13 @@ def _stage_cost(
     weight_gradient += _accumulate_seconds(work, waiting_state(problem, work))
     received, sent = received_bytes(graph, work), sent_bytes(graph, work, crossing)
     post = _post_seconds(work, crossing, received + sent)
-    held = transient = 0
+    keeps = transient = 0
     if problem.train:
         if recompute:
-            passing, transient = recomputed_bytes(work, tensors.kept, widths)
-            held = received + passing
+            passing, transient = recomputed_bytes(work, tensors.kept, widths, held)
+            keeps = received + passing
         else:
-            held, transient = kept_bytes(work, tensors.kept), gradient_workspace(graph, work, widths)
+            keeps, transient = kept_bytes(work, tensors.kept), gradient_workspace(graph, work, widths)
     else:
         transient = live_bytes(graph, work, widths)
     return StageCost(
@@ -181,7 +182,7 @@ def _stage_cost(
         parameter_bytes=state.parameter_bytes,
         gradient_bytes=state.gradient_bytes,
         optimizer_bytes=state.optimizer_bytes,
-        kept_bytes=held,
+        kept_bytes=keeps,
         weight_kept_bytes=weight_kept_bytes(graph, work, tensors.kept, widths) if problem.train else 0,
         transient_bytes=transient,
         buffer_bytes=(received + sent) * (2 if problem.train else 1),

@@ -44,7 +44,10 @@ def parts_of(graph: Graph, placement: Placement, devices: int, loss: str | None)
     )
     differentiable = differentiable_values(graph) if loss is not None else frozenset()
     if loss is not None:
-        cut = (with_segments(own, stage.code, differentiable) for own, stage in zip(graphs, stages, strict=True))
+        cut = (
+            with_segments(own, stage.code, differentiable, placement.length)
+            for own, stage in zip(graphs, stages, strict=True)
+        )
         stages = tuple(replace(stage, code=code) for stage, code in zip(stages, cut, strict=True))
     pieces = transfer_pieces(graph, placement, stages, differentiable)
     return Parts(graphs, stages, pieces, parameter_shards(graph, devices, stages), differentiable)

@@ -10,8 +10,8 @@ from autopipe.passes.lower.flowing import flowing_values
 from autopipe.passes.lower.segments import cutter
 
 
-def with_segments(graph: Graph, code: StageCode, differentiable: frozenset[str]) -> StageCode:
-    """A stage of a program that trains, in segments if it recomputes.
+def with_segments(graph: Graph, code: StageCode, differentiable: frozenset[str], held: int) -> StageCode:
+    """A stage of a program that trains, in segments if it recomputes; so many micro-batches are `held` at a time.
 
     `graph` is that of its own micro-batches, and gradients flow through the values that are `differentiable`.
     """
@@ -19,7 +19,7 @@ def with_segments(graph: Graph, code: StageCode, differentiable: frozenset[str])
         return code
     flowing = flowing_values(code, differentiable)
     nodes = tuple(each.node for each in code.operations if isinstance(each, Compute))
-    cut = replace(code, segments=tuple(Segment(own, frozenset()) for own in cutter(graph)(nodes).nodes))
+    cut = replace(code, segments=tuple(Segment(own, frozenset()) for own in cutter(graph)(nodes, held).nodes))
     written = (frozenset(name for each in own for name in each.writes) for own in cut.by_segment())
     segments = zip(cut.segments, written, strict=True)
     return replace(cut, segments=tuple(replace(each, flowing=names & flowing) for each, names in segments))

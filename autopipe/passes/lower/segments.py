@@ -19,9 +19,6 @@ from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.lower.halves import viewed
 
-HELD = 4
-"""Micro-batches that are taken to be held at a time: what passes between segments is there for each of them, what one
-segment keeps is there once."""
 _FINER = 2**0.5
 """Limits of a segment's bytes that are tried: each is smaller by this factor than the one before."""
 _LIMITS = 16
@@ -39,30 +36,32 @@ class Segments:
 
 
 @remembered(GRAPHS)
-def cutter(graph: Graph) -> Callable[[tuple[int, ...]], Segments]:
-    """A function from the nodes of a stage, in the order in which they run, to its segments."""
-    known: dict[tuple[int, ...], Segments] = {}
+def cutter(graph: Graph) -> Callable[[tuple[int, ...], int], Segments]:
+    """A function to the segments of a stage, from its nodes in the order in which they run, and the number of
+    micro-batches that are taken to be held at a time (`Placement.length`): what passes between segments is there for
+    each of them, what one segment keeps is there once."""
+    known: dict[tuple[tuple[int, ...], int], Segments] = {}
 
-    def cut(nodes: tuple[int, ...]) -> Segments:
-        if nodes not in known:
-            known[nodes] = _segments(graph, nodes)
-        return known[nodes]
+    def cut(nodes: tuple[int, ...], held: int) -> Segments:
+        if (nodes, held) not in known:
+            known[nodes, held] = _segments(graph, nodes, held)
+        return known[nodes, held]
 
     return cut
 
 
-def _segments(graph: Graph, nodes: tuple[int, ...]) -> Segments:
+def _segments(graph: Graph, nodes: tuple[int, ...], held: int) -> Segments:
     spans = _spans(graph, nodes)
-    cuts = best_cuts([_kept(graph, node) for node in nodes], _crossing(graph, nodes, spans))
+    cuts = best_cuts([_kept(graph, node) for node in nodes], _crossing(graph, nodes, spans), held)
     ends = (0, *cuts, len(nodes))
     passing = (name for name, (first, last) in spans.items() if any(first < cut <= last for cut in cuts))
     return Segments(tuple(nodes[begin:end] for begin, end in pairwise(ends)), tuple(passing))
 
 
-def best_cuts(kept: Sequence[int], crossing: Sequence[int]) -> tuple[int, ...]:
+def best_cuts(kept: Sequence[int], crossing: Sequence[int], held: int) -> tuple[int, ...]:
     """Where to cut a row of nodes that keep so many bytes each, ascending; `crossing` is by the node behind a cut.
 
-    The sum of what crosses, `HELD` times, and of what the largest segment keeps is the least there is for the limits of
+    The sum of what crosses, `held` times, and of what the largest segment keeps is the least there is for the limits of
     a segment that are tried.
     """
     total = sum(kept)
@@ -73,7 +72,7 @@ def best_cuts(kept: Sequence[int], crossing: Sequence[int]) -> tuple[int, ...]:
         limit /= _FINER
         cuts = _cheapest_cuts(sums, crossing, limit)
         largest = max(sums[end] - sums[begin] for begin, end in pairwise((0, *cuts, len(kept))))
-        cost = HELD * sum(crossing[cut] for cut in cuts) + largest
+        cost = held * sum(crossing[cut] for cut in cuts) + largest
         if cost < least:
             best, least = cuts, cost
     return best

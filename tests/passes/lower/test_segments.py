@@ -9,27 +9,27 @@ from hypothesis import strategies as st
 
 from autopipe.ir.dtype import DType
 from autopipe.ir.graph import Graph
-from autopipe.passes.lower.segments import HELD, best_cuts, cutter
+from autopipe.passes.lower.segments import best_cuts, cutter
 from tests.distributed.builder import Builder, mlp
 from tests.distributed.drawing import graphs
 
 ROWS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), min_size=1, max_size=9)
 
 
-def cost_of(cuts: tuple[int, ...], kept: list[int], crossing: list[int]) -> int:
+def cost_of(cuts: tuple[int, ...], kept: list[int], crossing: list[int], held: int) -> int:
     largest = max(sum(kept[begin:end]) for begin, end in pairwise((0, *cuts, len(kept))))
-    return HELD * sum(crossing[cut] for cut in cuts) + largest
+    return held * sum(crossing[cut] for cut in cuts) + largest
 
 
-@given(ROWS)
-def test_no_cuts_are_much_cheaper(row: list[tuple[int, int]]) -> None:
+@given(ROWS, st.integers(1, 8))
+def test_no_cuts_are_much_cheaper(row: list[tuple[int, int]], held: int) -> None:
     """Limits that are tried lie a factor of the square root of two apart; below an eighth of a thousandth none are."""
     kept, crossing = [each for each, _ in row], [each for _, each in row]
-    found = best_cuts(kept, crossing)
+    found = best_cuts(kept, crossing, held)
     assert list(found) == sorted(set(found)) and all(0 < cut < len(row) for cut in found)
     every = (cuts for count in range(len(row)) for cuts in combinations(range(1, len(row)), count))
-    least = min(cost_of(cuts, kept, crossing) for cuts in every)
-    assert cost_of(found, kept, crossing) <= 2**0.5 * least
+    least = min(cost_of(cuts, kept, crossing, held) for cuts in every)
+    assert cost_of(found, kept, crossing, held) <= 2**0.5 * least
 
 
 def test_a_long_chain_is_cut_into_as_many_pieces_as_its_root() -> None:
@@ -37,12 +37,14 @@ def test_a_long_chain_is_cut_into_as_many_pieces_as_its_root() -> None:
     costs = []
     for count in (64, 1024):
         kept, crossing = [400] * count, [100] * count
-        costs.append(cost_of(best_cuts(kept, crossing), kept, crossing))
+        costs.append(cost_of(best_cuts(kept, crossing, 4), kept, crossing, 4))
     assert 3.5 <= costs[1] / costs[0] <= 4.5
 
 
-def test_nothing_is_cut_where_much_crosses() -> None:
-    assert best_cuts([10, 10, 10], [0, 100, 100]) == ()
+def test_nothing_is_cut_where_much_crosses_or_much_is_held() -> None:
+    assert best_cuts([10, 10, 10], [0, 100, 100], 1) == ()
+    assert best_cuts([10, 10, 10], [0, 1, 1], 2) == (1, 2)
+    assert best_cuts([10, 10, 10], [0, 1, 1], 30) == ()
 
 
 def read_behind(graph: Graph, segments: tuple[tuple[int, ...], ...]) -> set[str]:
@@ -60,7 +62,7 @@ def read_behind(graph: Graph, segments: tuple[tuple[int, ...], ...]) -> set[str]
 def test_segments_are_the_stages_nodes_in_order(drawn: tuple[Graph, str | None]) -> None:
     graph, _ = drawn
     nodes = tuple(range(len(graph.nodes)))
-    segments = cutter(graph)(nodes)
+    segments = cutter(graph)(nodes, 1)
     assert tuple(node for segment in segments.nodes for node in segment) == nodes
     passing = read_behind(graph, segments.nodes)
     views = {name for node in graph.nodes for name in node.outputs if node.op in ("Reshape", "Transpose", "Split")}
@@ -70,7 +72,7 @@ def test_segments_are_the_stages_nodes_in_order(drawn: tuple[Graph, str | None])
 def test_cuts_lie_where_little_passes() -> None:
     """Between wide layers, and never inside one."""
     graph, _ = mlp(4)
-    segments = cutter(graph)(tuple(range(len(graph.nodes))))
+    segments = cutter(graph)(tuple(range(len(graph.nodes))), 1)
     assert read_behind(graph, segments.nodes) == set(segments.passing)
 
 
@@ -86,5 +88,5 @@ def test_a_mask_that_all_read_does_not_keep_layers_together() -> None:
         hidden = builder.node("Mul", builder.node("MatMul", wide, builder.parameter((64, 8))), mask)
     loss = builder.mean_square(hidden)
     graph = builder.graph(loss)
-    segments = cutter(graph)(tuple(range(len(graph.nodes))))
+    segments = cutter(graph)(tuple(range(len(graph.nodes))), 1)
     assert len(segments.nodes) >= 4 and mask in segments.passing

@@ -74,6 +74,17 @@ def test_buckets_start_with_the_last_backward_of_their_stage() -> None:
     assert held[0].grad.tolist() == [6, 6]
 
 
+def test_a_bucket_waits_for_all_that_is_added_to_a_gradient() -> None:
+    """Two segments that run again each add theirs."""
+    held = {0: parameter(2), 1: parameter(3)}
+    worker, transport = reduction(held, [block(0, 2, (0, 1), 0), block(1, 3, (0, 1), 0)])
+    worker.arm(0, {0: 2})
+    (held[0].sum() + held[1].sum()).backward()
+    assert not transport.started
+    held[0].sum().backward()
+    assert transport.started == [((0, 1), 5)]
+
+
 def test_a_second_step_is_like_the_first() -> None:
     held = {0: parameter(2)}
     worker, transport = reduction(held, [block(0, 2, (0, 1), 0)])
