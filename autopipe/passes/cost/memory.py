@@ -12,7 +12,6 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.assignment import Assigned, StageWork, stage_work
 from autopipe.passes.cost.kept import Kept
-from autopipe.passes.cost.precision import PRODUCT_KINDS, narrows
 from autopipe.passes.cost.replicas import holders_of
 from autopipe.passes.lower.segments import cutter
 
@@ -124,41 +123,24 @@ def recomputed_bytes(
         for each in own:
             written |= _local_sizes(each.node.outputs, each.sharing.written, widths)
         given = sum(size for name, size in written.items() if name in segments.passing or name in work.given)
-        most = max(most, given + _segment_bytes(work.problem, own, kept, widths))
+        most = max(most, given + _segment_bytes(work.problem.graph, own, kept, widths))
         passing += sum(size for name, size in written.items() if name in segments.passing)
     return passing, most
 
 
 def _segment_bytes(
-    problem: Problem, nodes: Iterable[Assigned], kept: tuple[tuple[Kept, ...], ...], widths: dict[str, int]
+    graph: Graph, nodes: Iterable[Assigned], kept: tuple[tuple[Kept, ...], ...], widths: dict[str, int]
 ) -> int:
     found: dict[tuple[str, int], int] = {}
     brought_back = most = 0
     for each in nodes:
-        earlier = brought_back
         for value in kept[each.index]:
             before, local = found.get(value.key, 0), value.local_bytes(each.sharing.degrees)
             if local > before:
                 found[value.key] = local
                 brought_back += local - before
-        given, taken = _gradients_of(problem.graph, each, widths)
-        wide, narrow = _parameter_gradients(problem, each, widths)
-        most = max(most, brought_back + given + taken + (narrow or wide))
-        if narrow:  # They become wide when what the node keeps is gone.
-            most = max(most, earlier + taken + narrow + wide)
+        most = max(most, brought_back + _gradients_of(graph, each, widths))
     return most
-
-
-def _parameter_gradients(problem: Problem, each: Assigned, widths: dict[str, int]) -> tuple[int, int]:
-    """Bytes of the gradients of a node's parameters before they are added to those of the micro-batches before, and of
-    those in 16 bits from which they come under autocast."""
-    elements = total = 0
-    for name, count in zip(each.node.inputs, each.sharing.read, strict=True):
-        parameter = problem.graph.parameter(name)
-        if parameter is not None and parameter.trainable and count is not None:
-            elements += count
-            total += count * widths[name]
-    return total, 2 * elements * (narrows(problem.precision) and each.use.row.kind in PRODUCT_KINDS)
 
 
 def received_bytes(graph: Graph, work: StageWork) -> int:
@@ -173,16 +155,16 @@ def sent_bytes(graph: Graph, work: StageWork, crossing: frozenset[str]) -> int:
 
 def gradient_workspace(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:
     """Bytes of gradients alive at once in backward: at most about those of the largest node's operands and results."""
-    return max((sum(_gradients_of(graph, each, widths)) for each in work.nodes), default=0)
+    return max((_gradients_of(graph, each, widths) for each in work.nodes), default=0)
 
 
-def _gradients_of(graph: Graph, each: Assigned, widths: dict[str, int]) -> tuple[int, int]:
-    """Bytes of the gradients of a node's results, and of those of its operands that are no parameters."""
+def _gradients_of(graph: Graph, each: Assigned, widths: dict[str, int]) -> int:
+    """Bytes of the gradients of a node's results and operands, parameters not among them."""
     if each.use.row.kind == "view":
-        return 0, 0
+        return 0
     written = _local_sizes(each.node.outputs, each.sharing.written, widths)
     read = _local_sizes(each.node.inputs, each.sharing.read, widths)
-    return sum(written.values()), sum(size for name, size in read.items() if graph.producer(name) is not None)
+    return sum(written.values()) + sum(size for name, size in read.items() if graph.producer(name) is not None)
 
 
 def live_bytes(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:
