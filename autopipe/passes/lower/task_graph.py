@@ -34,8 +34,8 @@ class TaskSource:
 
     program: Program
     costs: Sequence[StagePrediction]
-    exchanges: tuple[tuple[StageExchange, ...], ...]
-    """What the group of each stage exchanges for one micro-batch."""
+    exchanges: tuple[dict[Verb, tuple[StageExchange, ...]], ...]
+    """What the group of each stage exchanges for one micro-batch, by the verb that does, in order."""
     ends: Ends
 
     @staticmethod
@@ -44,7 +44,7 @@ class TaskSource:
         differentiable = differentiable_values(graph) if program.train else frozenset[str]()
         graphs = stage_graphs(graph, placement)
         exchanges = tuple(
-            tuple(stage_exchanges(own, code, differentiable, {}))
+            _by_verb(code, tuple(stage_exchanges(own, code, differentiable, {})))
             for own, code in zip(graphs, program.stages, strict=True)
         )
         return TaskSource(program, costs, exchanges, Ends(program))
@@ -162,17 +162,9 @@ class _Builder:
         return found
 
     def _collectives(self, verb: Verb, stage: int, micro_batch: int, place: int) -> None:
-        """What a task's group exchanges while it runs; a forward that is run again exchanges again."""
-        code, every = self.program.stages[stage], self.source.exchanges[stage]
-        forward, backward = ([each for each in every if each.backward is way] for way in (False, True))
-        found = forward if verb is Verb.FORWARD else []
-        if verb in (Verb.BACKWARD, Verb.INPUT_GRADIENT):
-            again = running_again(code)
-            for number in reversed(range(max(1, len(code.segments)))):
-                found += [each for each in forward if each.segment == number and number in again]
-                found += [each for each in reversed(backward) if each.segment == number]
-        task = self.nodes[place].name
-        for number, each in enumerate(found):
+        """What a task's group exchanges while it runs."""
+        code, task = self.program.stages[stage], self.nodes[place].name
+        for number, each in enumerate(self.source.exchanges[stage].get(verb, ())):
             group, size = _group(code, each, self.code.rank), each.bytes // len(code.devices)
             what = f"{each.kind} of {each.value.partition(chr(0))[0]}"
             name = f"{task}/{number}"
@@ -221,6 +213,17 @@ class _Builder:
             for number, ((home, group), size) in enumerate(exchanged.items() if self.program.shard else ()):
                 self._node(TaskNode("gather", f"GATHER{number}", home, bytes=size, after=(update,), group=group))
         return Stretch("end", start, len(self.nodes), last=start)
+
+
+def _by_verb(code: StageCode, every: tuple[StageExchange, ...]) -> dict[Verb, tuple[StageExchange, ...]]:
+    """A stage's exchanges; a segment that runs again exchanges again before its backward does."""
+    forward, backward = ([each for each in every if each.backward is way] for way in (False, True))
+    again = running_again(code)
+    found: list[StageExchange] = []
+    for number in reversed(range(max(1, len(code.segments)))):
+        found += [each for each in forward if each.segment == number and number in again]
+        found += [each for each in reversed(backward) if each.segment == number]
+    return {Verb.FORWARD: tuple(forward), Verb.BACKWARD: tuple(found), Verb.INPUT_GRADIENT: tuple(found)}
 
 
 def _moved(loop: Loop, turn: int) -> Iterator[Instruction]:
