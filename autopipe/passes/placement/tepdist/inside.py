@@ -57,23 +57,19 @@ class Insides:
         """Placements with the stages of `skeleton` that memory holds under 1F1B, `wished` nodes split as asked.
 
         Every stage is split as the solver finds it best, or by its samples, or the faster of both. Where memory is
-        short for the first, stages recompute if they may (a single one if no splits fit), and splits are searched
-        within memory, unless a step of it as it is would take `limit_s` already. Raises InfeasibleError where there is
-        none, with the least excess.
+        short for the first, stages recompute if they may, and splits are searched within memory, unless a step of it as
+        it is would take `limit_s` already. Raises InfeasibleError where there is none, with the least excess.
         """
         plain = self._unlimited(skeleton, wished)
         fitting = [each for each in plain if each.fits]
         if plain[0].fits or step_s(self.problem, plain[0].placement, plain[0].costs) >= limit_s:
             return fitting
-        recomputing = self.problem.train and self.problem.recompute == "auto"
-        alone = len(skeleton.stages) == 1
-        if recomputing and not alone:
+        # A single stage fits in smaller micro-batches, too: a plan that recomputes would end the search before these.
+        if self.problem.train and self.problem.recompute == "auto" and len(skeleton.stages) > 1:
             fitting += self._recomputing(plain[0], wished)
         try:
             fitting.append(self._within(plain[0], wished, limit_s))
         except InfeasibleError:
-            if recomputing and alone:
-                fitting += self._recomputing(plain[0], wished)
             if not fitting:
                 raise
         return fitting

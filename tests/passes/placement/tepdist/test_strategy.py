@@ -30,7 +30,7 @@ from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.schedule.tessel.scheduler import Tessel
 from autopipe.passes.schedule.trial import step_s
 from tests.distributed.zoo import small_graph
-from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
+from tests.passes.cost.graphs import cluster, perceptron, problem
 
 GRAPH = perceptron([12, 24, 12, 24, 12])
 """matmul0 relu1 matmul2 relu3 matmul4 relu5 matmul6 relu7, on eight samples."""
@@ -199,19 +199,3 @@ def test_tessel_takes_its_stages() -> None:
     scheduler = Tessel()
     scheduler.requires(own, placement)
     scheduler.run(own, placement).verify(StageGraph.of(own, placement), train=True)
-
-
-def test_a_single_stage_recomputes_where_no_splits_fit() -> None:
-    builder = Builder(8, 4)
-    data = builder.linear("x", 64)
-    for _ in range(40):
-        data = builder.relu(data)
-    given = problem(builder.finish(data), cluster(2), micro_batches=1)
-    plain = TePDist(stages=1).run(given)
-    need = max(cost.memory_bytes(1) for cost in stage_costs(given, plain))
-    tight = replace(given, memory_limit=need // 2)
-    with pytest.raises(InfeasibleError, match="over the limit"):
-        TePDist(stages=1).run(tight)
-    found = TePDist(stages=1).run(replace(tight, recompute="auto"))
-    assert [stage.recompute for stage in found.stages] == [True]
-    assert max(cost.memory_bytes(1) for cost in stage_costs(given, found)) <= need // 2
