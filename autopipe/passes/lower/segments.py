@@ -31,7 +31,7 @@ class Segments:
     """A stage's nodes in order, cut, and the values that pass from one segment to a later one."""
 
     nodes: tuple[tuple[int, ...], ...]
-    passing: tuple[str, ...]
+    passing: frozenset[str]
     """What a view that passes is a view of, in its place."""
 
 
@@ -55,7 +55,7 @@ def _segments(graph: Graph, nodes: tuple[int, ...], held: int) -> Segments:
     cuts = best_cuts([_kept(graph, node) for node in nodes], _crossing(graph, nodes, spans), held)
     ends = (0, *cuts, len(nodes))
     passing = (name for name, (first, last) in spans.items() if any(first < cut <= last for cut in cuts))
-    return Segments(tuple(nodes[begin:end] for begin, end in pairwise(ends)), tuple(passing))
+    return Segments(tuple(nodes[begin:end] for begin, end in pairwise(ends)), frozenset(passing))
 
 
 def best_cuts(kept: Sequence[int], crossing: Sequence[int], held: int) -> tuple[int, ...]:
@@ -125,9 +125,8 @@ def _crossing(graph: Graph, nodes: tuple[int, ...], spans: dict[str, tuple[int, 
     steps = [0] * (len(nodes) + 1)
     for name, (first, last) in spans.items():
         if nodes[first] not in shared:
-            size = graph.type_of(name).bytes * (
-                _APART if _is_product_with_bias(graph, name, consumers.get(name, ())) else 1
-            )
+            is_apart = _is_product_with_bias(graph, name, consumers.get(name, ()))
+            size = graph.type_of(name).bytes * (_APART if is_apart else 1)
             steps[first + 1] += size
             steps[last + 1] -= size
     return list(accumulate(steps[:-1]))
