@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from autopipe.backends.torch.profiler.worker import numbers_of
-from autopipe.cli.profiling.samples import bytes_of, samples_of
-from autopipe.cli.profiling.whole import MOST_BYTES, write_whole
+from autopipe.cli.profiling.whole import whole_program
 from autopipe.ir.costs import Oversubscription
 from autopipe.ir.errors import AutopipeError
 from autopipe.passes.frontend import Model
@@ -23,12 +22,11 @@ def measure_oversubscription(
     counts = [processors]
     while counts[-1] < ranks:
         counts.append(min(ranks, 2 * counts[-1]))
-    held = sum(map(bytes_of, samples_of(model, precision)))
-    if len(counts) < 2 or held * ranks > MOST_BYTES:
+    program = whole_program(model, precision, folder, ranks) if len(counts) > 1 else None
+    if program is None:
         return ()
     try:
-        write_whole(model, precision, folder)
-        alone, *crowds = numbers_of("crowd_worker", folder, ",".join(map(str, counts)), seconds)
+        alone, *crowds = numbers_of("crowd_worker", program, ",".join(map(str, counts)), seconds)
     except AutopipeError:
         return ()
     found: list[Oversubscription] = []

@@ -58,8 +58,11 @@ def write_rows(folder: Path) -> tuple[Path, Path]:
     return programs
 
 
-def write_pair(folder: Path, ranks: int) -> None:
-    """Write a program of two stages, of which the second is the slower one, on one rank or on two under 1F1B."""
+def write_pair(folder: Path, ranks: int, messages: int = 1) -> None:
+    """Write a program of two stages, of which the second is the slower one, on one rank or on two under 1F1B.
+
+    The second gets so many results of the first, of `MESSAGE_BYTES` each.
+    """
     numbers = range(_MANY_MICRO_BATCHES)
     if ranks == 1:
         phases = (0, Phase.FORWARD), (1, Phase.FORWARD), (1, Phase.BACKWARD), (0, Phase.BACKWARD)
@@ -67,16 +70,22 @@ def write_pair(folder: Path, ranks: int) -> None:
     else:
         orders = [stage_order(stage, warm_up=2 - stage, k=1, micro_batches=numbers, train=True) for stage in (0, 1)]
     schedule = Schedule(len(numbers), tuple(map(tuple, orders)))
-    _write(folder, (_FIRST_LAYERS, _LAYERS), (0, ranks - 1), schedule)
+    _write(folder, (_FIRST_LAYERS, _LAYERS), (0, ranks - 1), schedule, messages)
 
 
-def _write(folder: Path, layers: tuple[int, ...], devices: tuple[int, ...], schedule: Schedule) -> None:
-    """The program of stages of so many layers each, on these devices."""
+def _write(
+    folder: Path, layers: tuple[int, ...], devices: tuple[int, ...], schedule: Schedule, messages: int = 1
+) -> None:
+    """The program of stages of so many layers each, on these devices, that add up so many results of the one before."""
     weights = {"matrix": _SHAPE[-1:] * 2, "vector": _SHAPE[-1:]}
     operands = {"MatMul": ("matrix",), "Mul": ("vector",), "Add": ("vector",), "LayerNormalization": ("vector",)}
     nodes: list[Node] = []
     before, ends = "x", []
     for stage, count in enumerate(layers):
+        if stage and messages > 1:
+            last = tuple(node.name for node in nodes[-messages:])
+            nodes.append(Node(f"x{len(nodes)}", "Sum", last, (f"x{len(nodes)}",)))
+            before = nodes[-1].name
         for op in _OPERATORS * count:
             names = (f"{name}{stage}" for name in operands.get(op, ()))
             nodes.append(Node(f"x{len(nodes)}", op, (before, *names), (f"x{len(nodes)}",)))

@@ -22,7 +22,7 @@ from autopipe.cli.profiling.crowds import measure_oversubscription
 from autopipe.cli.profiling.exchanges import exchanges_of
 from autopipe.cli.profiling.medley import LONGER, write_medley, write_rows
 from autopipe.cli.profiling.samples import Group, groups_of, models_of
-from autopipe.cli.profiling.whole import Whole, measure_whole
+from autopipe.cli.profiling.whole import Whole, measure_whole, whole_program
 from autopipe.ir.costs import DeviceCosts, ExchangeCost, OperationCost, Oversubscription, TaskCosts
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.problem import Mode
@@ -74,7 +74,7 @@ class Profiling:
         started = time.perf_counter()
         with (
             tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch,
-            company(self.company, self.threads),
+            company(self.company, self.threads, self._common(models, Path(scratch))),
         ):
             measured, refused = self._operations(groups, device, train, Path(scratch), bar)
             tasks, starts = None, Starts()
@@ -102,6 +102,13 @@ class Profiling:
             oversubscriptions=crowds,
         )
         return costs, tuple(dict.fromkeys(refused))
+
+    def _common(self, models: Sequence[tuple[int, Model]], scratch: Path) -> Path | None:
+        """A program of what other ranks would do: the model, on micro-batches of middling size."""
+        if not self.company or self.source != "torch":
+            return None
+        _, model = models[len(models) // 2]
+        return whole_program(model, self.request.precision, scratch / "company", self.company)
 
     def _device(self) -> torch.device:
         wanted = self.device

@@ -60,11 +60,11 @@ def measure_whole(
     samples = tuple(samples_of(model, precision))
     known = {each.operation: each for each in costs}
     own = [known[sample.operation] for sample in samples if sample.operation in known]
-    if len(own) < len(samples) or sum(map(bytes_of, samples)) > MOST_BYTES:
+    program = whole_program(model, precision, folder) if len(own) == len(samples) else None
+    if program is None:
         return None
     try:
-        write_whole(model, precision, folder)
-        forward, backward = numbers_of("whole_worker", folder, device, seconds)
+        forward, backward = numbers_of("whole_worker", program, device, seconds)
     except AutopipeError:
         return None
     if tasks is not None:
@@ -76,12 +76,22 @@ def measure_whole(
     )
 
 
-def write_whole(model: Model, precision: str, folder: Path) -> None:
-    """Some forwards and backwards, one after the other: by itself one would find the caches as the update left them."""
+def whole_program(model: Model, precision: str, folder: Path, processes: int = 1) -> Path | None:
+    """Write a one-device program to `folder`; None where that cannot be, or so many processes are too large.
+
+    It runs some forwards and backwards, one after the other: by itself one would find the caches as the update left
+    them.
+    """
+    if processes * sum(map(bytes_of, samples_of(model, precision))) > MOST_BYTES:
+        return None
     loss = model.loss if model.mode is Mode.TRAIN else None
-    program = one_device_program(model.graph, _MICRO_BATCHES, model.batch or 1, loss)
     file = Provenance(str(model.path.absolute()), model.digest, "", Optimizer(), precision, 0, 0.0, 0.0)
-    write_program([ProgramFiles("", program, ("The model.",), ("The model.",))], file, folder)
+    try:
+        program = one_device_program(model.graph, _MICRO_BATCHES, model.batch or 1, loss)
+        write_program([ProgramFiles("", program, ("The model.",), ("The model.",))], file, folder)
+    except AutopipeError:
+        return None
+    return folder
 
 
 def _adding_seconds(graph: Graph, tasks: TaskCosts) -> float:

@@ -26,15 +26,11 @@ from autopipe.ir.costs import COLLECTIVES, Timing, work_of
 
 SIZES = tuple(2**power for power in (12, 15, 18, 20, 22, 24))
 """Bytes."""
-_SMALL_BYTES = 2**18
-"""What a message along with another saves shows with small ones alone."""
 _LEAST, _MOST, _WARM_UP = 7, 100, 2
 _TURNS = 8
 """How often ranks compute and exchange messages while it is measured what ends take."""
 _TASKS = 6
 """What they compute between messages, about half a millisecond."""
-_TOGETHER = 4
-"""Messages that go together where it is measured what others along with the first take."""
 _LEAST_WAY = 0.1
 """Part of the time from rank to rank that a message is on its way at least, whatever its ends take."""
 
@@ -54,7 +50,7 @@ def main(target: Path, device: str, seconds: float) -> None:
     transport.start()
     sizes = tuple(group_sizes(transport.world_size))
     transport.make_groups(tuple(range(size)) for size in sizes)
-    transport.make_channels(ChannelEntry(number, 0, 1, 2, 2) for number in range(len(SIZES) * _TOGETHER))
+    transport.make_channels(ChannelEntry(number, 0, 1, 2, 2) for number in range(len(SIZES)))
     each = seconds / (len(SIZES) * (3 + 4 * len(sizes)))
     with torch.no_grad():
         found = [row for run in _runs(transport, sizes) for row in _rows(run, _timed(transport, run, each))]
@@ -81,11 +77,8 @@ def _rows(run: Run, timings: Sequence[Timing]) -> Iterator[dict[str, object]]:
 
 def _runs(transport: Transport, sizes: tuple[int, ...]) -> Iterator[Run]:
     for number, size in enumerate(SIZES):
-        channels = tuple(range(number * _TOGETHER, (number + 1) * _TOGETHER))
-        yield Run(("send",), 2, size, partial(_way, transport, channels[0], size))
-        yield Run(("post",), 2, size, partial(_end, transport, channels[:1], size))
-        if size <= _SMALL_BYTES:
-            yield Run(("follow",), 2, size, partial(_following_end, transport, channels, size))
+        yield Run(("send",), 2, size, partial(_way, transport, number, size))
+        yield Run(("post",), 2, size, partial(_end, transport, number, size))
     for ranks in sizes:
         members = tuple(range(ranks))
         group = Group(members, transport) if transport.rank < ranks else None
@@ -133,67 +126,56 @@ def _way(transport: Transport, channel: int, size: int) -> tuple[float]:
     return (max(_LEAST_WAY * there, there - 2 * end),)
 
 
-def _end(transport: Transport, channels: tuple[int, ...], size: int) -> tuple[float]:
-    """What the ends of messages between ranks 0 and 1, one a channel and all at once, take of rank 0's own time.
+def _end(transport: Transport, channel: int, size: int) -> tuple[float]:
+    """What the end of a message between ranks 0 and 1 takes of rank 0's own time.
 
     What its turns take longer with messages than without is the time of their ends: calls, on a CPU also what threads
     of gloo's take of its processor, and the waking of the other rank.
     """
-    alone = _turn_seconds(transport, (), size)
-    return ((_turn_seconds(transport, channels, size) - alone) / 2,)
+    alone = _turn_seconds(transport, None, size)
+    return ((_turn_seconds(transport, channel, size) - alone) / 2,)
 
 
-def _following_end(transport: Transport, channels: tuple[int, ...], size: int) -> tuple[float]:
-    """What an end takes of each message along with the first."""
-    first = _turn_seconds(transport, channels[:1], size)
-    return ((_turn_seconds(transport, channels, size) - first) / (2 * (len(channels) - 1)),)
-
-
-def _turn_seconds(transport: Transport, channels: tuple[int, ...], size: int) -> float:
-    """Seconds of a turn of rank 0's: it computes all the time, and in between sends a message over each channel.
+def _turn_seconds(transport: Transport, channel: int | None, size: int) -> float:
+    """Seconds of a turn of rank 0's: it computes all the time, and in between sends a message over the channel.
 
     As in a pipeline's slowest stage what comes from rank 1 is there when rank 0 waits for it: rank 1 computes half as
     long and waits for the rest of a turn. Others compute alone.
     """
     tensor = torch.ones(size // 4, device=transport.device)
-    like = (tensor.dtype, tuple(tensor.shape))
     slow, peer = transport.rank == 0, 1 - transport.rank
-    channels = channels if peer in (0, 1) else ()
-    coming: list[Arrival] = []
+
+    def asked(wanted: bool) -> Arrival | None:
+        if not wanted or channel is None or peer not in (0, 1):
+            return None
+        return transport.receive((tensor.dtype, tuple(tensor.shape)), peer, channel, slow)
+
+    def send() -> None:
+        if channel is not None and peer in (0, 1):
+            transport.send(tensor, peer, channel, not slow)
+
+    coming: Arrival | None = None
     start = time.perf_counter()
     for turn in range(_TURNS):
         # The last turn's message of rank 1 would be waited for by nobody.
         goes_on = turn + 1 < _TURNS
         if slow:
-            _waited(coming)
+            if coming is not None:
+                coming.wait()
             _compute(transport, _TASKS)
-            coming = _asked(transport, like, peer, channels if goes_on else ())
+            coming = asked(goes_on)
             _compute(transport, _TASKS)
-            _sent(transport, tensor, peer, channels)
+            send()
         else:
-            coming = _asked(transport, like, peer, channels)
+            coming = asked(True)
             _compute(transport, _TASKS)
-            _sent(transport, tensor, peer, channels if goes_on else ())
-            _waited(coming)
+            if goes_on:
+                send()
+            if coming is not None:
+                coming.wait()
     transport.finish()
     _done(transport)
     return (time.perf_counter() - start) / _TURNS
-
-
-def _asked(
-    transport: Transport, like: tuple[torch.dtype, tuple[int, ...]], peer: int, channels: Sequence[int]
-) -> list[Arrival]:
-    return [transport.receive(like, peer, channel, transport.rank == 0) for channel in channels]
-
-
-def _sent(transport: Transport, tensor: torch.Tensor, peer: int, channels: Sequence[int]) -> None:
-    for channel in channels:
-        transport.send(tensor, peer, channel, transport.rank == 1)
-
-
-def _waited(coming: Sequence[Arrival]) -> None:
-    for arrival in coming:
-        arrival.wait()
 
 
 def _compute(transport: Transport, tasks: int) -> None:

@@ -1,4 +1,4 @@
-"""What a message's ends take of a rank's own time in a pipeline, besides what can be measured of messages alone."""
+"""What messages' ends take of a rank's own time in a pipeline, which messages alone do not show."""
 
 from __future__ import annotations
 
@@ -6,28 +6,57 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from autopipe.backends.torch.launcher import Gang, launch_program
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
 
-_STEPS = 24
+_STEPS = 16
 _WARM_UP = 4
+_ROUNDS = 2
+"""Over the programs, since a machine may be slower for a while."""
 Spans = dict[str, tuple[float, float]]
 """When tasks of a step began and ended, in seconds."""
 
 
-def measure_post(together: Path, apart: Path, device: str) -> float:
-    """Seconds an end: how much longer it takes between the tasks of the second stage where the first is on another
-    rank, with a message that the second gets and one that it sends for each micro-batch.
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Folders of programs of two same stages, the second the slower one."""
 
-    Both programs have the same two stages, the second the slower one: `together` runs them on one rank, each
-    micro-batch through both before the next, `apart` on two under 1F1B. Raises LaunchError where one fails.
+    together: Path
+    """On one rank, each micro-batch through both stages before the next."""
+    apart: Path
+    """On two ranks under 1F1B, with one message there and one back for each micro-batch."""
+    laden: Path
+    """The same with `messages` there and as many back, all at once."""
+    messages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Seconds that ends of messages take of a rank's own time."""
+
+    first: float
+    """Of a task's messages."""
+    following: float
+    """Each other."""
+
+
+def measure_ends(pairs: Pairs, device: str) -> Ends:
+    """How much longer it takes between the tasks of the second stage where the first is on another rank, by the message
+    that the second gets or sends.
+
+    Raises LaunchError where a program fails.
     """
-    alone = _median_of_steps(together, device, 0, _own)
-    among_others = _median_of_steps(apart, device, 1, _cycle)
-    return max(0.0, (among_others - alone) / 2)
+    runs = (pairs.together, 0, _own), (pairs.apart, 1, _cycle), (pairs.laden, 1, _cycle)
+    found: list[list[float]] = [[], [], []]
+    for _ in range(_ROUNDS):
+        for seconds, (program, rank, between) in zip(found, runs, strict=True):
+            seconds += _of_steps(program, device, rank, between)
+    own, with_one, with_all = map(statistics.median, found)
+    return Ends(max(0.0, (with_one - own) / 2), max(0.0, (with_all - with_one) / (2 * (pairs.messages - 1))))
 
 
 def _own(spans: Spans, micro_batches: int) -> float:
@@ -46,7 +75,7 @@ def _between(spans: Spans, index: int, until: str) -> float:
     return (spans[until][0] - backward[1]) + (backward[0] - forward[1])
 
 
-def _median_of_steps(program: Path, device: str, rank: int, seconds: Callable[[Spans, int], float]) -> float:
+def _of_steps(program: Path, device: str, rank: int, seconds: Callable[[Spans, int], float]) -> list[float]:
     manifest = read_manifest(program)
     with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as name:
         data, spans = Path(name) / "samples.npz", Path(name) / "spans"
@@ -54,7 +83,7 @@ def _median_of_steps(program: Path, device: str, rank: int, seconds: Callable[[S
         words = ["--device", device, "--steps", str(_STEPS), "--data", str(data), "--trace", str(spans)]
         launch_program(manifest, words, Gang())
         steps = (spans / f"rank_{rank:03d}.jsonl").read_text(encoding="utf-8").splitlines()
-    return statistics.median(seconds(_spans(line), manifest.micro_batches) for line in steps[_WARM_UP:])
+    return [seconds(_spans(line), manifest.micro_batches) for line in steps[_WARM_UP:]]
 
 
 def _spans(line: str) -> Spans:

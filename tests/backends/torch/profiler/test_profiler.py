@@ -12,10 +12,11 @@ import torch
 from autopipe.backends.onnxruntime import profiler as onnxruntime_profiler
 from autopipe.backends.torch.profiler.exchanges import fitted, measure_exchanges
 from autopipe.backends.torch.profiler.operators import measure_operations
-from autopipe.backends.torch.profiler.posts import measure_post
+from autopipe.backends.torch.profiler.posts import Pairs, measure_ends
 from autopipe.backends.torch.profiler.tasks import Starts, measure_starts, measure_tasks
 from autopipe.backends.torch.profiler.watch import Watch, averaged, repeated, timing_of
 from autopipe.backends.torch.profiler.worker import numbers_of
+from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.profiling.medley import LONGER, write_medley, write_pair, write_rows
 from autopipe.ir.costs import EXCHANGES, Affine, Sample, Timing
 from autopipe.ir.errors import LaunchError
@@ -125,7 +126,7 @@ def test_a_line_is_found_and_never_falls() -> None:
 @pytest.mark.distributed
 def test_exchanges_of_two_ranks() -> None:
     found = measure_exchanges(2, "cpu", 0.1)
-    assert [each.kind for each in found] == list(EXCHANGES)
+    assert [each.kind for each in found] == [kind for kind in EXCHANGES if kind != "follow"]
     assert {each.ranks for each in found} == {2}
     assert all(each.fit.fixed_s + each.fit.per_byte_s > 0 for each in found)
 
@@ -146,10 +147,15 @@ def test_what_tasks_take_besides_their_operators(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_an_end_of_a_message_in_a_pipeline(tmp_path: Path) -> None:
-    for ranks in (1, 2):
-        write_pair(tmp_path / str(ranks), ranks)
-    assert 0 <= measure_post(tmp_path / "1", tmp_path / "2", "cpu") < 0.5
+def test_ends_of_messages_in_a_pipeline(tmp_path: Path) -> None:
+    pairs = Pairs(tmp_path / "together", tmp_path / "apart", tmp_path / "laden", messages=3)
+    for folder, ranks, messages in ((pairs.together, 1, 1), (pairs.apart, 2, 1), (pairs.laden, 2, 3)):
+        write_pair(folder, ranks, messages)
+    channels = [len(read_manifest(folder).channels) for folder in (pairs.together, pairs.apart, pairs.laden)]
+    assert channels == [0, 1, 3]
+    ends = measure_ends(pairs, "cpu")
+    assert 0 <= ends.first < 0.5
+    assert 0 <= ends.following < 0.5
 
 
 def test_a_program_that_fails_ends_with_its_last_line(tmp_path: Path) -> None:
