@@ -45,6 +45,18 @@ def test_the_factor_is_that_of_the_whole_model_to_its_operators(model: Model, tm
     assert 0 < again.backward < found.backward
 
 
+def test_starts_are_no_part_of_operators_and_not_most_of_a_small_model(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole, "numbers_of", lambda *_: (10.0, 10.0))
+    known, count = costs(model, 1.0), len(list(samples_of(model, "fp32")))
+    words = "cpu", tmp_path / "program", 0.1
+    found = measure_whole(model, "fp32", known, TASKS, Starts(1.0, 2.0), *words)
+    assert found == Whole(pytest.approx(9.0 / count), pytest.approx(8.0 / (2 * count)), Starts(1.0, 2.0))
+    small = measure_whole(model, "fp32", known, TASKS, Starts(9.0, 7.0), *words)
+    assert small == Whole(pytest.approx(4.0 / count), pytest.approx(4.0 / (2 * count)), Starts(6.0, 6.0))
+
+
 def test_what_was_not_measured_or_is_too_large_is_not_compared(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

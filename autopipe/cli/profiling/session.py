@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,11 +81,12 @@ class Profiling:
             if train:
                 bar.reach(time.perf_counter() - started, note="tasks")
                 starts = measure_starts(Watch(device), *write_rows(Path(scratch)), LONGER, _STARTS * self.seconds)
-                tasks = self._tasks(device, Path(scratch), starts)
+                tasks = self._tasks(device, Path(scratch))
             wholes: dict[int, Whole] = {}
             if self.source == "torch":
                 bar.reach(time.perf_counter() - started, note="the whole model")
                 wholes = self._wholes(models, [cost for _, cost in measured], tasks, starts, device, Path(scratch))
+                starts = _of_largest(wholes, starts)
         crowds = self._crowds(models, device, bar, started)
         exchanges: tuple[ExchangeCost, ...] = ()
         if self.ranks is not None:
@@ -96,7 +97,7 @@ class Profiling:
             device=self.name or self._product(device),
             measured=(self._how(device, sizes, train), *(_told(size, whole) for size, whole in wholes.items())),
             operations=tuple(wholes.get(size, Whole()).of(cost) for size, cost in measured),
-            tasks=tasks,
+            tasks=None if tasks is None else starts.added_to(tasks),
             exchanges=exchanges,
             processors=self._processors if device.type == "cpu" else None,
             oversubscriptions=crowds,
@@ -180,10 +181,10 @@ class Profiling:
                 model, self.request.precision, self._processors, self.crowd, Path(scratch), _CROWDS * self.seconds
             )
 
-    def _tasks(self, device: torch.device, scratch: Path, starts: Starts) -> TaskCosts:
+    def _tasks(self, device: torch.device, scratch: Path) -> TaskCosts:
         folder = scratch / "medley"
         waiting = write_medley(folder)
-        return measure_tasks(Watch(device), folder, waiting, starts, _TASKS * self.seconds)
+        return measure_tasks(Watch(device), folder, waiting, _TASKS * self.seconds)
 
     def _product(self, device: torch.device) -> str:
         if device.type == "cuda":
@@ -209,6 +210,11 @@ class Profiling:
         if self.ranks is not None:
             parts.insert(-1, f"{self.ranks} ranks")
         return ", ".join(parts)
+
+
+def _of_largest(wholes: Mapping[int, Whole], starts: Starts) -> Starts:
+    """What starts take of the model's tasks, on its largest micro-batches; all where it was not run as a whole."""
+    return wholes[max(wholes)].starts if wholes else starts
 
 
 def _told(size: int, whole: Whole) -> str:

@@ -7,7 +7,7 @@ before has just written what the next one reads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
@@ -23,8 +23,8 @@ from autopipe.passes.frontend import Model
 from autopipe.passes.lower.alone import one_device_program
 
 _MICRO_BATCHES = 4
-_LEAST = 0.4
-"""Part of a task that its operators take at least: starts are measured of larger tasks than the smallest there are."""
+_MOST = 0.6
+"""Part of a task that its start takes at most: starts are measured of larger tasks than the smallest there are."""
 MOST_BYTES = 2**32
 """Of the model with all that it holds: a larger one is not run as a whole."""
 
@@ -35,6 +35,8 @@ class Whole:
 
     forward: float = 1.0
     backward: float = 1.0
+    starts: Starts = field(default_factory=Starts)
+    """Of the model's tasks: of a small one's they cannot be more than the whole takes."""
 
     def of(self, cost: OperationCost) -> OperationCost:
         """What the operation takes in the model."""
@@ -69,10 +71,12 @@ def measure_whole(
         return None
     if tasks is not None:
         backward -= _adding_seconds(model.graph, tasks)
+    starts = Starts(min(starts.forward_s, _MOST * forward), min(starts.backward_s, _MOST * max(0.0, backward)))
     backwards = [each.backward for each in own if each.backward is not None]
     return Whole(
-        _ratio(forward, starts.forward_s, [each.forward for each in own]),
-        _ratio(backward, starts.backward_s, backwards),
+        _ratio(forward - starts.forward_s, [each.forward for each in own]),
+        _ratio(backward - starts.backward_s, backwards),
+        starts,
     )
 
 
@@ -100,9 +104,9 @@ def _adding_seconds(graph: Graph, tasks: TaskCosts) -> float:
     return (1 - 1 / _MICRO_BATCHES) * tasks.accumulate.seconds(len(sizes), sum(sizes))
 
 
-def _ratio(whole: float, start: float, parts: Sequence[Timing]) -> float:
+def _ratio(whole: float, parts: Sequence[Timing]) -> float:
     total = sum(each.seconds for each in parts)
-    return max(whole - start, _LEAST * whole) / total if total > 0 and whole > 0 else 1.0
+    return whole / total if total > 0 and whole > 0 else 1.0
 
 
 def _times(timing: Timing, factor: float) -> Timing:

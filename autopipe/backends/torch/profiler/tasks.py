@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +32,11 @@ class Starts:
     forward_s: float = 0.0
     backward_s: float = 0.0
 
+    def added_to(self, tasks: TaskCosts) -> TaskCosts:
+        """What tasks take besides their operators, these among it."""
+        forward, backward = tasks.forward_s + self.forward_s, tasks.backward_s + self.backward_s
+        return replace(tasks, forward_s=forward, backward_s=backward)
+
 
 def measure_starts(watch: Watch, short: Path, long: Path, longer: int, seconds: float) -> Starts:
     """What a task's operators take whatever their number. The programs have one stage each on one device, `long` as
@@ -40,15 +45,15 @@ def measure_starts(watch: Watch, short: Path, long: Path, longer: int, seconds: 
     return Starts(*(max(0.0, (longer * one - all_) / (longer - 1)) for one, all_ in zip(few, many, strict=True)))
 
 
-def measure_tasks(watch: Watch, program: Path, waiting: int, starts: Starts, seconds: float) -> TaskCosts:
-    """What tasks, updates and adding up gradients take. `program` is a one-device program of two like stages of a few
-    small operators; the backward of the second is split, and `waiting` of its operators leave gradients to the end.
+def measure_tasks(watch: Watch, program: Path, waiting: int, seconds: float) -> TaskCosts:
+    """What tasks, without their starts, updates and adding up gradients take. `program` is a one-device program of two
+    like stages of a few small operators; the backward of the second is split, and `waiting` of its operators leave
+    gradients to the end.
 
     Raises LaunchError where it does not run.
     """
     forward, backward, split, update = numbers_of("task_worker", program, watch.device.type, seconds / 2)
     sums, updates = _accumulations(watch, seconds / 8), _updates(watch, 3 * seconds / 8)
-    forward, backward = forward + starts.forward_s, backward + starts.backward_s
     return TaskCosts(forward, backward, split / waiting, update, sums, updates)
 
 
