@@ -43,7 +43,7 @@ def written(rows: Sequence[Row], cells: int) -> str:
 
 
 def _summary(good: Sequence[Row], bad: Sequence[Row], cells: int) -> Iterable[str]:
-    text = f"{len(good)} of {cells} cells are computed, {len(bad)} have no answer; the others are still to be computed."
+    text = f"{len(good)} of {cells} cells are computed, {len(bad)} have no answer."
     if good:
         ratios = [_ratio(row) for row in good]
         slower, shorter = sum(each < 1 - SAME for each in ratios), sum(each > 1 + SAME for each in ratios)

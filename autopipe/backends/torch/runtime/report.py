@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import resource
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,13 +45,19 @@ class StepReport:
 
 
 _FINE = -1.0
+_EVERY_S = 0.25
+"""Seconds between reports: to print and write one takes as long as some tasks of a small model, the other ranks wait
+for it, and whoever reads it wants a processor that a rank needs."""
 
 
 class Reporter:
-    """Gathers the ranks' figures after each step; rank 0 prints them. Stops all ranks at a loss that is no number."""
+    """Gathers the ranks' figures after each step; rank 0 prints them, those of short steps several at a time. Stops all
+    ranks at a loss that is no number."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
+        self._held: list[StepReport] = []
+        self._shown = -math.inf
 
     def end_step(self, seconds: float) -> None:
         """Report the step that has just ended. Raises LaunchError for a loss of NaN or infinity."""
@@ -72,7 +79,20 @@ class Reporter:
         if rank.options.trace is not None:
             self._trace([asdict(span) for span in spans])
         if rank.number == 0:
-            self._print(gathered)
+            self._held.append(self._report(gathered))
+            if time.perf_counter() - self._shown >= _EVERY_S:
+                self.show()
+
+    def show(self) -> None:
+        """Print the reports that are held, and add them to the report file."""
+        held, self._held = self._held, []
+        file = self._rank.options.report
+        if held:
+            print("\n".join(each.line() for each in held), flush=True)
+        if held and file is not None:
+            with file.open("a", encoding="utf-8") as lines:
+                lines.writelines(json.dumps(asdict(each)) + "\n" for each in held)
+        self._shown = time.perf_counter()
 
     def say(self, text: str) -> None:
         """Print a line, once for all ranks."""
@@ -90,10 +110,10 @@ class Reporter:
                 total += value * stage.loss_share
         return total, _FINE, _FINE
 
-    def _print(self, gathered: list[list[float]]) -> None:
+    def _report(self, gathered: list[list[float]]) -> StepReport:
         rank = self._rank
         seconds = max(numbers[3] for numbers in gathered)
-        report = StepReport(
+        return StepReport(
             step=rank.steps_done,
             loss=sum(numbers[0] for numbers in gathered) if rank.train else None,
             step_time_s=seconds,
@@ -103,10 +123,6 @@ class Reporter:
             peak_memory_bytes=tuple(int(numbers[5]) for numbers in gathered),
             communication_bytes=_added_up([numbers[6:] for numbers in gathered]),
         )
-        print(report.line(), flush=True)
-        if rank.options.report is not None:
-            with rank.options.report.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(report)) + "\n")
 
     def _trace(self, spans: list[dict[str, object]]) -> None:
         """Add the step's spans to this rank's file, one JSON object a line."""
