@@ -51,7 +51,7 @@ def main(target: Path, device: str, seconds: float) -> None:
     sizes = tuple(group_sizes(transport.world_size))
     transport.make_groups(tuple(range(size)) for size in sizes)
     transport.make_channels(ChannelEntry(number, 0, 1, 2, 2) for number in range(len(SIZES)))
-    each = seconds / (len(SIZES) * (3 + 4 * len(sizes)))
+    each = seconds / (len(SIZES) * (2 + 4 * len(sizes)))
     with torch.no_grad():
         found = [row for run in _runs(transport, sizes) for row in _rows(run, _timed(transport, run, each))]
     if transport.rank == 0:
@@ -144,14 +144,15 @@ def _turn_seconds(transport: Transport, channel: int | None, size: int) -> float
     """
     tensor = torch.ones(size // 4, device=transport.device)
     slow, peer = transport.rank == 0, 1 - transport.rank
+    channel = channel if peer in (0, 1) else None
 
-    def asked(wanted: bool) -> Arrival | None:
-        if not wanted or channel is None or peer not in (0, 1):
+    def asked() -> Arrival | None:
+        if channel is None:
             return None
         return transport.receive((tensor.dtype, tuple(tensor.shape)), peer, channel, slow)
 
     def send() -> None:
-        if channel is not None and peer in (0, 1):
+        if channel is not None:
             transport.send(tensor, peer, channel, not slow)
 
     coming: Arrival | None = None
@@ -163,11 +164,11 @@ def _turn_seconds(transport: Transport, channel: int | None, size: int) -> float
             if coming is not None:
                 coming.wait()
             _compute(transport, _TASKS)
-            coming = asked(goes_on)
+            coming = asked() if goes_on else None
             _compute(transport, _TASKS)
             send()
         else:
-            coming = asked(True)
+            coming = asked()
             _compute(transport, _TASKS)
             if goes_on:
                 send()
