@@ -101,7 +101,7 @@ def _run(number: int, task: Task) -> Reply:
     for _ in range(others):
         rank.run(found["step"])
     processor_s = (time.process_time() - began) / max(1, others)
-    rank.reporter.show()
+    rank.reporter.report()
     held = parameter_bytes(rank)
     rank.transport.stop()
     return Reply(peak_memory_bytes=allocations.peak_bytes + held if counts else 0, processor_s=processor_s)

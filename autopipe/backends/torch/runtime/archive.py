@@ -57,7 +57,8 @@ class Archive:
             if 0 in shape:
                 return np.empty(shape, dtype)
             order = "F" if fortran else "C"
-            return np.memmap(self.path, dtype=dtype, mode="r", offset=file.tell(), shape=shape, order=order)  # type: ignore[call-overload,no-any-return]
+            mapped = np.memmap(self.path, dtype=dtype, mode="r", offset=file.tell(), shape=shape, order=order)  # type: ignore[call-overload]
+            return np.asarray(mapped)  # A memmap's own slices take many times as long to make.
 
 
 def _array_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:

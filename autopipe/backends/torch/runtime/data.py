@@ -54,17 +54,17 @@ def open_source(manifest: Manifest, data: str | None, seed: int, begin: Position
 
 
 def read_block(source: Source, manifest: Manifest, entry: InputEntry, sample: int, box: Slices) -> np.ndarray:
-    """The block `box` of the micro-batch that starts at sample number `sample`."""
+    """The block `box` of the micro-batch that starts at sample number `sample`; a copy, row-major."""
     axis = entry.batch_axis
     if axis is None:
-        return np.ascontiguousarray(source.rows(entry, sample, sample)[tuple(slice(*each) for each in box)])
+        return source.rows(entry, sample, sample)[tuple(slice(*each) for each in box)].copy()
     start, stop = box[axis]
     per_sample = entry.shape[axis] // manifest.micro_batch_size
     rows = source.rows(entry, sample + start // per_sample, sample + -(-stop // per_sample))
     base = start // per_sample * per_sample
     region = [slice(*each) for each in box]
     region[axis] = slice(start - base, stop - base)
-    return np.ascontiguousarray(rows[tuple(region)])
+    return rows[tuple(region)].copy()
 
 
 def save_samples(manifest: Manifest, target: Path) -> None:
@@ -115,12 +115,16 @@ class FileSource:
     def rows(self, entry: InputEntry, start: int, stop: int) -> np.ndarray:
         if entry.name not in self._arrays:
             self._arrays[entry.name] = _fitting(self._archive.array(entry.name), entry, self._where)
-        array = self._arrays[entry.name]
-        if entry.batch_axis is None:
-            return _converted(np.array(array), entry, self._where)
-        extent = entry.shape[entry.batch_axis] // self._manifest.micro_batch_size
-        indices = np.arange(start * extent, stop * extent) % array.shape[entry.batch_axis]
-        return _converted(np.take(array, indices, axis=entry.batch_axis), entry, self._where)
+        array, axis = self._arrays[entry.name], entry.batch_axis
+        if axis is None:
+            return _converted(array, entry, self._where)
+        extent, length = entry.shape[axis] // self._manifest.micro_batch_size, array.shape[axis]
+        first, count = start * extent % length, (stop - start) * extent
+        if first + count <= length:
+            rows = array[(slice(None),) * axis + (slice(first, first + count),)]
+        else:
+            rows = np.take(array, np.arange(first, first + count) % length, axis=axis)
+        return _converted(rows, entry, self._where)
 
 
 class FunctionSource:

@@ -116,12 +116,10 @@ class Rank:
     def _run_all(self, step: Callable[[], None]) -> None:
         self.set_up()
         self._restore()
-        try:
-            while self.steps_done < self.options.steps:
-                self.run(step)
-                self._save()
-        finally:
-            self.reporter.show()
+        while self.steps_done < self.options.steps:
+            self.run(step)
+            self._save()
+        self.reporter.report()
         if self.checkpointer is not None:
             self.task = "checkpoint"
             self.checkpointer.close()
@@ -191,7 +189,7 @@ class Rank:
         every, done = self.options.checkpoint_every, self.steps_done
         self.task = "checkpoint"
         if done == self.options.steps or (every and done % every == 0):
-            self.reporter.show()  # No later start reports these steps again.
+            self.reporter.report()  # No later start reports these steps again.
             self.checkpointer.save(Position(done, self.samples_done), self.seed)
         else:
             self.checkpointer.look()

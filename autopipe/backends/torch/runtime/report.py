@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import resource
-import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ class StepReport:
     bubble_rate: float
     predicted_bubble_rate: float
     peak_memory_bytes: tuple[int, ...]
+    """So far, by rank."""
     communication_bytes: dict[str, int]
     """What all ranks' exchanges moved, by kind (`ir/traffic.py`)."""
 
@@ -46,53 +47,95 @@ class StepReport:
 
 _FINE = -1.0
 _EVERY_S = 0.25
-"""Seconds between reports: to print and write one takes as long as some tasks of a small model, the other ranks wait
-for it, and whoever reads it wants a processor that a rank needs."""
+"""Seconds between reports of short steps: to exchange figures, and print and write what they say, takes as long as some
+tasks of a small model, and whoever reads it wants a processor that a rank needs."""
+_MOST_STEPS = 16
+"""In one report, since steps may turn out longer than those before."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """What a rank knows of one step."""
+
+    loss: float
+    """The rank's share."""
+    bad_stage: float
+    """The first stage, and its micro-batch, whose loss is no number; `_FINE` where all are."""
+    bad_micro_batch: float
+    seconds: float
+    busy_s: float
+    moved: tuple[float, ...]
+    """Bytes of its exchanges, by kind (`ir/traffic.py`)."""
+
+    def numbers(self) -> list[float]:
+        """To be exchanged."""
+        return [self.loss, self.bad_stage, self.bad_micro_batch, self.seconds, self.busy_s, *self.moved]
+
+    @staticmethod
+    def of(numbers: Sequence[float]) -> _Figures:
+        """What `numbers` say."""
+        loss, stage, micro_batch, seconds, busy, *moved = numbers
+        return _Figures(loss, stage, micro_batch, seconds, busy, tuple(moved))
 
 
 class Reporter:
-    """Gathers the ranks' figures after each step; rank 0 prints them, those of short steps several at a time. Stops all
-    ranks at a loss that is no number."""
+    """Keeps each step's figures. All ranks exchange them, those of short steps several at a time, and rank 0 prints
+    them. Stops all ranks at a loss that is no number."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._held: list[StepReport] = []
-        self._shown = -math.inf
+        self._kept: dict[int, _Figures] = {}
+        """By step."""
+        self._together = 1
+        """Steps in a report: as many on every rank."""
 
     def end_step(self, seconds: float) -> None:
-        """Report the step that has just ended. Raises LaunchError for a loss of NaN or infinity."""
+        """Report the step that has just ended, or keep it for the next report. Raises LaunchError as `report` does."""
         rank = self._rank
         with rank.pulse.waiting():  # on a GPU, for what it has not done yet
             spans = rank.clock.spans()
         busy = sum(span.end - span.start for span in spans)
-        loss, bad_stage, bad_micro_batch = self._loss()
-        numbers = [loss, float(bad_stage), float(bad_micro_batch), seconds, busy, float(peak_memory(rank.device))]
-        moved = [float(rank.transport.traffic[kind]) for kind in KINDS]
-        gathered = rank.transport.gather_numbers(numbers + moved)
-        for number, (_, stage, micro_batch, *_) in enumerate(gathered):
-            if stage != _FINE:
-                raise LaunchError(
-                    f"the loss is not a finite number at step {rank.steps_done}",
-                    hint="lower the learning rate or look at the data",
-                    where=f"rank {number}, stage {int(stage)}, micro-batch {int(micro_batch)}",
-                )
+        moved = tuple(float(rank.transport.traffic[kind]) for kind in KINDS)
+        self._kept[rank.steps_done] = _Figures(*self._loss(), seconds, busy, moved)
         if rank.options.trace is not None:
             self._trace([asdict(span) for span in spans])
-        if rank.number == 0:
-            self._held.append(self._report(gathered))
-            if time.perf_counter() - self._shown >= _EVERY_S:
-                self.show()
+        if len(self._kept) >= self._together:
+            self.report()
 
-    def show(self) -> None:
-        """Print the reports that are held, and add them to the report file."""
-        held, self._held = self._held, []
+    def report(self) -> None:
+        """Exchange what is kept; print it, and add it to the report file. All ranks together, after the same step.
+
+        Raises LaunchError for a loss of NaN or infinity.
+        """
+        kept, self._kept = self._kept, {}
+        if not kept:
+            return
+        numbers = [number for figures in kept.values() for number in figures.numbers()]
+        gathered = self._rank.transport.gather_numbers([float(peak_memory(self._rank.device)), *numbers])
+        peaks = tuple(int(peak) for peak, *_ in gathered)
+        width = len(numbers) // len(kept)
+        steps = {
+            step: [_Figures.of(own[1 + index * width :][:width]) for own in gathered] for index, step in enumerate(kept)
+        }
+        reports: list[StepReport] = []
+        try:
+            for step, by_rank in steps.items():
+                _check(step, by_rank)
+                reports.append(self._report(step, by_rank, peaks))
+        finally:
+            self._show(reports)
+        slowest = max(each.step_time_s for each in reports)
+        self._together = min(_MOST_STEPS, max(1, int(_EVERY_S / slowest)))
+
+    def _show(self, reports: Sequence[StepReport]) -> None:
+        """Once for all ranks."""
         file = self._rank.options.report
-        if held:
-            print("\n".join(each.line() for each in held), flush=True)
-        if held and file is not None:
+        if not reports or self._rank.number:
+            return
+        print("\n".join(each.line() for each in reports), flush=True)
+        if file is not None:
             with file.open("a", encoding="utf-8") as lines:
-                lines.writelines(json.dumps(asdict(each)) + "\n" for each in held)
-        self._shown = time.perf_counter()
+                lines.writelines(json.dumps(asdict(each)) + "\n" for each in reports)
 
     def say(self, text: str) -> None:
         """Print a line, once for all ranks."""
@@ -110,18 +153,18 @@ class Reporter:
                 total += value * stage.loss_share
         return total, _FINE, _FINE
 
-    def _report(self, gathered: list[list[float]]) -> StepReport:
-        rank = self._rank
-        seconds = max(numbers[3] for numbers in gathered)
+    def _report(self, step: int, by_rank: Sequence[_Figures], peaks: tuple[int, ...]) -> StepReport:
+        manifest = self._rank.manifest
+        seconds = max(each.seconds for each in by_rank)
         return StepReport(
-            step=rank.steps_done,
-            loss=sum(numbers[0] for numbers in gathered) if rank.train else None,
+            step=step,
+            loss=sum(each.loss for each in by_rank) if self._rank.train else None,
             step_time_s=seconds,
-            samples_per_s=rank.manifest.batch_size / seconds,
-            bubble_rate=1.0 - sum(numbers[4] for numbers in gathered) / (len(gathered) * seconds),
-            predicted_bubble_rate=rank.manifest.predicted_bubble,
-            peak_memory_bytes=tuple(int(numbers[5]) for numbers in gathered),
-            communication_bytes=_added_up([numbers[6:] for numbers in gathered]),
+            samples_per_s=manifest.batch_size / seconds,
+            bubble_rate=1.0 - sum(each.busy_s for each in by_rank) / (len(by_rank) * seconds),
+            predicted_bubble_rate=manifest.predicted_bubble,
+            peak_memory_bytes=peaks,
+            communication_bytes=_added_up([each.moved for each in by_rank]),
         )
 
     def _trace(self, spans: list[dict[str, object]]) -> None:
@@ -134,7 +177,18 @@ class Reporter:
             file.write(json.dumps(form) + "\n")
 
 
-def _added_up(moved: list[list[float]]) -> dict[str, int]:
+def _check(step: int, by_rank: Sequence[_Figures]) -> None:
+    """Raises LaunchError for a loss of NaN or infinity."""
+    for rank, each in enumerate(by_rank):
+        if each.bad_stage != _FINE:
+            raise LaunchError(
+                f"the loss is not a finite number at step {step}",
+                hint="lower the learning rate or look at the data",
+                where=f"rank {rank}, stage {int(each.bad_stage)}, micro-batch {int(each.bad_micro_batch)}",
+            )
+
+
+def _added_up(moved: Sequence[Sequence[float]]) -> dict[str, int]:
     """The sums over ranks, by kind."""
     return by_kind(dict(zip(KINDS, (int(sum(each)) for each in zip(*moved, strict=True)), strict=True)))
 
