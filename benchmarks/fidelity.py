@@ -45,10 +45,10 @@ Made by `OMP_NUM_THREADS=1 python benchmarks/fidelity.py --write docs/fidelity.m
 ({processor}), one thread a rank, ranks not more than cores.
 
 Every model of the zoo, as `autopipe zoo build` makes it, trains on {micro_batches} micro-batches of {size} samples.
-`autopipe profile` measured its operators for {seconds:g} s, for two ranks with the other core busy; `plan --costs`
-predicted the step from that, and the generated program was run right afterwards: the median of {steps} steps. Messages
-between two ranks were measured first. Two ranks have a stage each (`pipedream`, no replicas), under 1F1B and under the
-searched schedule.
+`autopipe profile` measured its operators and tasks for {seconds:g} s, for two ranks with the other core busy and
+(`--ranks 2`) with messages: what their ends take comes from a run of the model in two stages of 8 micro-batches.
+`plan --costs` predicted the step from that, and the generated program was run right afterwards: the median of {steps}
+steps. Two ranks have a stage each (`pipedream`, no replicas), under 1F1B and under the searched schedule.
 
 {layouts}
 
@@ -108,15 +108,15 @@ class Rounds:
         return self.middle.line(f"{min(offs):+.0%} to {max(offs):+.0%}")
 
 
-def rows_of(model: Path, ranks: int, exchanges: Path, arguments: argparse.Namespace, folder: Path) -> list[Row]:
+def rows_of(model: Path, ranks: int, arguments: argparse.Namespace, folder: Path) -> list[Row]:
     """Profile a model, and predict and run it on a number of ranks."""
     name = model.stem
     folder.mkdir(exist_ok=True)
-    measured, costs = (folder / f"{name}.{end}" for end in ("measured", "costs"))
+    costs = folder / f"{name}.costs"
     batch = ("--batch-size", arguments.size * arguments.micro_batches, "--micro-batches", arguments.micro_batches)
     sizes = ("--micro-batch-sizes", arguments.size, "--degrees", "", "--device", "cpu", "--seconds", arguments.seconds)
-    _run("profile", model, *sizes, "--company", ranks - 1, "-o", measured)
-    _run("profile", "--merge", exchanges, measured, "-o", costs)
+    others = ("--company", ranks - 1, "--ranks", ranks) if ranks > 1 else ()
+    _run("profile", model, *sizes, *others, "-o", costs)
     cluster = ("--gpus", ranks, "--cluster", "cpu-local", "--costs", costs)
     found: list[Row] = []
     for number, (layout, options) in enumerate(LAYOUTS[ranks].items()):
@@ -183,14 +183,11 @@ def main() -> None:
         for name in names:
             _run("zoo", "build", name, "-o", folder / f"{name}.onnx", "--set", "loss=true", "--set", "weights=random")
         for turn in range(arguments.rounds):
-            exchanges = folder / f"{turn}.costs"
-            first = folder / f"{names[0]}.onnx"
-            _run("profile", first, "--ranks", 2, "--seconds", 15, "--device", "cpu", "-o", exchanges)
             for name, ranks in itertools.product(names, LAYOUTS):
-                for row in rows_of(folder / f"{name}.onnx", ranks, exchanges, arguments, folder / f"{turn}"):
+                for row in rows_of(folder / f"{name}.onnx", ranks, arguments, folder / f"{turn}"):
                     rows[name, row.layout].append(row)
                     print(row.line(f"round {turn + 1}"), file=sys.stderr, flush=True)
-        processor = json.loads(exchanges.read_text())["devices"][0]["device"]
+        processor = json.loads((folder / "0" / f"{names[0]}.costs").read_text())["devices"][0]["device"]
     text = page([Rounds(each) for each in rows.values()], arguments, processor)
     if arguments.write is not None:
         arguments.write.write_text(text, encoding="utf-8")

@@ -39,6 +39,8 @@ def test_the_factor_is_that_of_the_whole_model_to_its_operators(model: Model, tm
     assert found is not None
     assert 0 < found.forward < 0.5 / count
     assert 0 < found.backward < 0.5 / count
+    assert 0 < found.forward_s < 0.5
+    assert 0 < found.backward_s < 0.5
     again = measure_whole(model, "fp32", known, TASKS, Starts(1.0, 1.0), "cpu", tmp_path / "again", 0.1)
     assert again is not None
     assert 0 < again.forward < found.forward
@@ -48,19 +50,20 @@ def test_the_factor_is_that_of_the_whole_model_to_its_operators(model: Model, tm
 def test_starts_are_no_part_of_operators_and_not_most_of_a_small_model(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole, "numbers_of", lambda *_: (10.0, 10.0))
+    monkeypatch.setattr(whole, "numbers_of", lambda *_: (10.0, 10.0, 0.25, 0.5))
     known, count = costs(model, 1.0), len(list(samples_of(model, "fp32")))
     words = "cpu", tmp_path / "program", 0.1
     found = measure_whole(model, "fp32", known, TASKS, Starts(1.0, 2.0), *words)
-    assert found == Whole(pytest.approx(9.0 / count), pytest.approx(8.0 / (2 * count)), Starts(1.0, 2.0))
+    assert found == Whole(pytest.approx(9.0 / count), pytest.approx(8.0 / (2 * count)), 1.25, 2.5)
     small = measure_whole(model, "fp32", known, TASKS, Starts(9.0, 7.0), *words)
-    assert small == Whole(pytest.approx(4.0 / count), pytest.approx(4.0 / (2 * count)), Starts(6.0, 6.0))
+    assert small == Whole(pytest.approx(4.0 / count), pytest.approx(4.0 / (2 * count)), 6.25, 6.5)
+    assert found.tasks(TASKS) == replace(TASKS, forward_s=1.25, backward_s=2.5)
 
 
 def test_what_was_not_measured_or_is_too_large_is_not_compared(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole, "numbers_of", lambda *_: (1.0, 1.0))
+    monkeypatch.setattr(whole, "numbers_of", lambda *_: (1.0, 1.0, 0.0, 0.0))
     known = costs(model, 1.0)
     words = TASKS, Starts(), "cpu", tmp_path / "program", 0.1
     assert measure_whole(model, "fp32", known, *words) is not None
@@ -73,7 +76,7 @@ def test_what_was_not_measured_or_is_too_large_is_not_compared(
 def test_adding_up_gradients_is_no_part_of_operators(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole, "numbers_of", lambda *_: (10.0, 10.0))
+    monkeypatch.setattr(whole, "numbers_of", lambda *_: (10.0, 10.0, 0.25, 0.5))
     known, count = costs(model, 1.0), len(list(samples_of(model, "fp32")))
     tensors = sum(each.trainable for each in model.graph.parameters)
     tasks = replace(TASKS, accumulate=TensorCosts(4.0 / tensors, 0.0))

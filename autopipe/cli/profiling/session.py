@@ -6,7 +6,7 @@ import datetime
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from autopipe.cli.output import Bar
 from autopipe.cli.profiling.crowds import measure_oversubscription
 from autopipe.cli.profiling.exchanges import exchanges_of
 from autopipe.cli.profiling.medley import LONGER, write_medley, write_rows
+from autopipe.cli.profiling.pipeline import write_pipeline
 from autopipe.cli.profiling.samples import Group, groups_of, models_of
 from autopipe.cli.profiling.whole import Whole, measure_whole, whole_program
 from autopipe.ir.costs import DeviceCosts, ExchangeCost, OperationCost, Oversubscription, TaskCosts
@@ -86,22 +87,20 @@ class Profiling:
             if self.source == "torch":
                 bar.reach(time.perf_counter() - started, note="the whole model")
                 wholes = self._wholes(models, [cost for _, cost in measured], tasks, starts, device, Path(scratch))
-                starts = _of_largest(wholes, starts)
         crowds = self._crowds(models, device, bar, started)
-        exchanges: tuple[ExchangeCost, ...] = ()
-        if self.ranks is not None:
-            bar.reach(time.perf_counter() - started, note=f"exchanges of {self.ranks} ranks")
-            exchanges = exchanges_of(self.ranks, device.type, _EXCHANGES * self.seconds)
         sizes = tuple(size for size, _ in models)
         costs = DeviceCosts(
             device=self.name or self._product(device),
             measured=(self._how(device, sizes, train), *(_told(size, whole) for size, whole in wholes.items())),
             operations=tuple(wholes.get(size, Whole()).of(cost) for size, cost in measured),
-            tasks=None if tasks is None else starts.added_to(tasks),
-            exchanges=exchanges,
+            tasks=None if tasks is None else _of_model(tasks, starts, wholes),
+            exchanges=(),
             processors=self._processors if device.type == "cpu" else None,
             oversubscriptions=crowds,
         )
+        if self.ranks is not None:
+            bar.reach(time.perf_counter() - started, note=f"exchanges of {self.ranks} ranks")
+            costs = replace(costs, exchanges=self._exchanges(self.ranks, models, device, costs))
         return costs, tuple(dict.fromkeys(refused))
 
     def _common(self, models: Sequence[tuple[int, Model]], scratch: Path) -> Path | None:
@@ -181,6 +180,17 @@ class Profiling:
                 model, self.request.precision, self._processors, self.crowd, Path(scratch), _CROWDS * self.seconds
             )
 
+    def _exchanges(
+        self, ranks: int, models: Sequence[tuple[int, Model]], device: torch.device, costs: DeviceCosts
+    ) -> tuple[ExchangeCost, ...]:
+        """Messages and collectives; messages' ends by micro-batches of middling size, where those can be trained."""
+        _, model = models[len(models) // 2]
+        with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch:
+            pipeline = None
+            if self.source == "torch":
+                pipeline = write_pipeline(model, self.request.precision, costs, Path(scratch) / "pipeline")
+            return exchanges_of(ranks, device.type, _EXCHANGES * self.seconds, pipeline)
+
     def _tasks(self, device: torch.device, scratch: Path) -> TaskCosts:
         folder = scratch / "medley"
         waiting = write_medley(folder)
@@ -212,9 +222,9 @@ class Profiling:
         return ", ".join(parts)
 
 
-def _of_largest(wholes: Mapping[int, Whole], starts: Starts) -> Starts:
-    """What starts take of the model's tasks, on its largest micro-batches; all where it was not run as a whole."""
-    return wholes[max(wholes)].starts if wholes else starts
+def _of_model(tasks: TaskCosts, starts: Starts, wholes: Mapping[int, Whole]) -> TaskCosts:
+    """What the model's own tasks take, on its largest micro-batches; any other's where it was not run as a whole."""
+    return wholes[max(wholes)].tasks(tasks) if wholes else starts.added_to(tasks)
 
 
 def _told(size: int, whole: Whole) -> str:

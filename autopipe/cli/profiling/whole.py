@@ -7,7 +7,7 @@ before has just written what the next one reads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
@@ -25,6 +25,8 @@ from autopipe.passes.lower.alone import one_device_program
 _MICRO_BATCHES = 4
 _MOST = 0.6
 """Part of a task that its start takes at most: starts are measured of larger tasks than the smallest there are."""
+STANDSTILL = Optimizer(lr=0.0)
+"""Of a model that is run to be timed: some diverge where they train on random samples for long."""
 MOST_BYTES = 2**32
 """Of the model with all that it holds: a larger one is not run as a whole."""
 
@@ -35,8 +37,14 @@ class Whole:
 
     forward: float = 1.0
     backward: float = 1.0
-    starts: Starts = field(default_factory=Starts)
-    """Of the model's tasks: of a small one's they cannot be more than the whole takes."""
+    forward_s: float = 0.0
+    """What its forward takes besides operators, with what the first ones take more."""
+    backward_s: float = 0.0
+    """What its backward takes besides them."""
+
+    def tasks(self, costs: TaskCosts) -> TaskCosts:
+        """Those of the model's size."""
+        return replace(costs, forward_s=self.forward_s, backward_s=self.backward_s)
 
     def of(self, cost: OperationCost) -> OperationCost:
         """What the operation takes in the model."""
@@ -66,17 +74,18 @@ def measure_whole(
     if program is None:
         return None
     try:
-        forward, backward = numbers_of("whole_worker", program, device, seconds)
+        forward, backward, around_forward, around_backward = numbers_of("whole_worker", program, device, seconds)
     except AutopipeError:
         return None
     if tasks is not None:
         backward -= _adding_seconds(model.graph, tasks)
-    starts = Starts(min(starts.forward_s, _MOST * forward), min(starts.backward_s, _MOST * max(0.0, backward)))
+    first, last = min(starts.forward_s, _MOST * forward), min(starts.backward_s, _MOST * max(0.0, backward))
     backwards = [each.backward for each in own if each.backward is not None]
     return Whole(
-        _ratio(forward - starts.forward_s, [each.forward for each in own]),
-        _ratio(backward - starts.backward_s, backwards),
-        starts,
+        _ratio(forward - first, [each.forward for each in own]),
+        _ratio(backward - last, backwards),
+        around_forward + first,
+        around_backward + last,
     )
 
 
@@ -89,7 +98,7 @@ def whole_program(model: Model, precision: str, folder: Path, processes: int = 1
     if processes * sum(map(bytes_of, samples_of(model, precision))) > MOST_BYTES:
         return None
     loss = model.loss if model.mode is Mode.TRAIN else None
-    file = Provenance(str(model.path.absolute()), model.digest, "", Optimizer(), precision, 0, 0.0, 0.0)
+    file = Provenance(str(model.path.absolute()), model.digest, "", STANDSTILL, precision, 0, 0.0, 0.0)
     try:
         program = one_device_program(model.graph, _MICRO_BATCHES, model.batch or 1, loss)
         write_program([ProgramFiles("", program, ("The model.",), ("The model.",))], file, folder)

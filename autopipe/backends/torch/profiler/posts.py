@@ -13,10 +13,8 @@ from autopipe.backends.torch.launcher import Gang, launch_program
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
 
-_STEPS = 16
+_STEPS = 32
 _WARM_UP = 4
-_ROUNDS = 2
-"""Over the programs, since a machine may be slower for a while."""
 Spans = dict[str, tuple[float, float]]
 """When tasks of a step began and ended, in seconds."""
 
@@ -45,37 +43,42 @@ class Ends:
 
 
 def measure_ends(pairs: Pairs, device: str) -> Ends:
-    """How much longer it takes between the tasks of the second stage where the first is on another rank, by the message
-    that the second gets or sends.
+    """How much longer a micro-batch takes in the second stage where the first is on another rank, by the message that
+    the second gets or sends: between its tasks, and during them, where what moves messages interrupts them.
 
     Raises LaunchError where a program fails.
     """
-    runs = (pairs.together, 0, _own), (pairs.apart, 1, _cycle), (pairs.laden, 1, _cycle)
-    found: list[list[float]] = [[], [], []]
-    for _ in range(_ROUNDS):
-        for seconds, (program, rank, between) in zip(found, runs, strict=True):
-            seconds += _of_steps(program, device, rank, between)
-    own, with_one, with_all = map(statistics.median, found)
+    own = _of_steps(pairs.together, device, 0, _own)
+    with_one, with_all = (measure_period(each, device) for each in (pairs.apart, pairs.laden))
     return Ends(max(0.0, (with_one - own) / 2), max(0.0, (with_all - with_one) / (2 * (pairs.messages - 1))))
 
 
+def measure_period(program: Path, device: str) -> float:
+    """Seconds from one micro-batch to the next in the second of two stages on two ranks under 1F1B, at least four
+    micro-batches a step: that of the slower stage, whichever it is.
+
+    Raises LaunchError where the program fails.
+    """
+    return _of_steps(program, device, 1, _cycle)
+
+
 def _own(spans: Spans, micro_batches: int) -> float:
-    """Seconds around a forward and a backward of the second stage, until one of the first begins."""
-    return statistics.median(_between(spans, index, f"0B{index}") for index in range(1, micro_batches))
+    """Seconds from a forward of the second stage until its backward is done and one of the first begins."""
+    return _between(spans, [(f"1F{index}", f"0B{index}") for index in range(1, micro_batches)])
 
 
 def _cycle(spans: Spans, micro_batches: int) -> float:
     """The same until the second stage's next forward."""
-    return statistics.median(_between(spans, index, f"1F{index + 1}") for index in range(1, micro_batches - 1))
+    return _between(spans, [(f"1F{index}", f"1F{index + 1}") for index in range(1, micro_batches - 1)])
 
 
-def _between(spans: Spans, index: int, until: str) -> float:
-    """Seconds from a micro-batch's forward in the second stage until a task, without those of its own two tasks."""
-    forward, backward = spans[f"1F{index}"], spans[f"1B{index}"]
-    return (spans[until][0] - backward[1]) + (backward[0] - forward[1])
+def _between(spans: Spans, tasks: Sequence[tuple[str, str]]) -> float:
+    """Seconds from one task's beginning to another's; the median of several."""
+    return statistics.median(spans[later][0] - spans[earlier][0] for earlier, later in tasks)
 
 
-def _of_steps(program: Path, device: str, rank: int, seconds: Callable[[Spans, int], float]) -> list[float]:
+def _of_steps(program: Path, device: str, rank: int, seconds: Callable[[Spans, int], float]) -> float:
+    """The median over steps of what `seconds` says of one."""
     manifest = read_manifest(program)
     with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as name:
         data, spans = Path(name) / "samples.npz", Path(name) / "spans"
@@ -83,7 +86,7 @@ def _of_steps(program: Path, device: str, rank: int, seconds: Callable[[Spans, i
         words = ["--device", device, "--steps", str(_STEPS), "--data", str(data), "--trace", str(spans)]
         launch_program(manifest, words, Gang())
         steps = (spans / f"rank_{rank:03d}.jsonl").read_text(encoding="utf-8").splitlines()
-    return [seconds(_spans(line), manifest.micro_batches) for line in steps[_WARM_UP:]]
+    return statistics.median(seconds(_spans(line), manifest.micro_batches) for line in steps[_WARM_UP:])
 
 
 def _spans(line: str) -> Spans:

@@ -22,15 +22,14 @@ def main(target: Path, program: Path, device: str, seconds: float) -> None:
     They are what a forward and a backward of its first stage take besides their operators, how much longer a
     micro-batch of the second takes, whose backward is split, and what an update takes.
 
-    A forward's operators are what its generated function takes, a backward's what autograd does. Reading samples does
-    not count.
+    A forward's operators are what its generated function takes, a backward's what autograd does. Reading samples
+    counts.
     """
     timed = TimedProgram.of(program, target.with_suffix(".npz"), torch.device(device))
     rank, first = timed.rank, timed.rank.stages[0]
     whole = Marks(timed.inside.watch)
     whole.around(first, "forward")
     whole.around(first, "backward")
-    whole.around(rank, "read")
     whole.around(rank.optimizer, "step")
     whole.around(rank.optimizer, "zero_grad")
 
@@ -38,7 +37,7 @@ def main(target: Path, program: Path, device: str, seconds: float) -> None:
         """Those seconds of one step, of tasks on average."""
         rank.run(timed.step)
         own, found = timed.inside.means(), whole.means()
-        tasks = [found["forward"] - found["read"] - own["0F"], found["backward"] - own["0B"]]
+        tasks = [found["forward"] - own["0F"], found["backward"] - own["0B"]]
         lengths = [0.0, 0.0]
         for span in rank.clock.spans():
             lengths[int(span.task[0])] += span.end - span.start

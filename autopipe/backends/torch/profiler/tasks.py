@@ -41,7 +41,7 @@ class Starts:
 def measure_starts(watch: Watch, short: Path, long: Path, longer: int, seconds: float) -> Starts:
     """What a task's operators take whatever their number. The programs have one stage each on one device, `long` as
     many times the operators of `short` as `longer` says. Raises LaunchError where one does not run."""
-    few, many = (numbers_of("whole_worker", each, watch.device.type, seconds / 2) for each in (short, long))
+    few, many = (numbers_of("whole_worker", each, watch.device.type, seconds / 2)[:2] for each in (short, long))
     return Starts(*(max(0.0, (longer * one - all_) / (longer - 1)) for one, all_ in zip(few, many, strict=True)))
 
 

@@ -12,21 +12,27 @@ from pathlib import Path
 
 import torch
 
-from autopipe.backends.torch.profiler.timed_program import TimedProgram
+from autopipe.backends.torch.profiler.timed_program import Marks, TimedProgram
 from autopipe.backends.torch.profiler.watch import repeated
 
 
 def main(target: Path, program: Path, device: str, seconds: float) -> None:
-    """Measure `program` and write two numbers of seconds to `target`, 0 for a backward where there is none.
+    """Measure `program` and write four numbers of seconds to `target`, 0 for those of a backward where there is none.
 
-    A forward is what its generated function takes, a backward what autograd does.
+    They are what a forward's and a backward's operators take, and what both tasks take besides them: a forward's are
+    its generated function, a backward's what autograd does.
     """
     timed = TimedProgram.of(program, target.with_suffix(".npz"), torch.device(device))
+    tasks = Marks(timed.inside.watch)
+    for task in ("forward", "backward"):
+        tasks.around(timed.rank.stages[0], task)
 
     def run() -> list[float]:
         timed.rank.run(timed.step)
-        own = timed.inside.means()
-        return [own["0F"], own.get("0B", 0.0)]
+        inside, whole = timed.inside.means(), tasks.means()
+        own = inside["0F"], inside.get("0B", 0.0)
+        around = whole["forward"] - own[0], whole.get("backward", 0.0) - own[1]
+        return [*own, *(max(0.0, each) for each in around)]
 
     target.write_text(json.dumps([each.seconds for each in repeated(run, seconds)]), encoding="utf-8")
 

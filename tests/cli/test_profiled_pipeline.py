@@ -1,0 +1,106 @@
+"""What messages take of a rank's time comes from the model's own pipeline: how that is cut, and what is read off it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopipe.backends.torch.profiler.posts import Ends, measure_period
+from autopipe.backends.torch.runtime.manifest import read_manifest
+from autopipe.cli.profiling import exchanges, pipeline
+from autopipe.cli.profiling.exchanges import exchanges_of
+from autopipe.cli.profiling.pipeline import Pipeline, write_pipeline
+from autopipe.cli.profiling.samples import samples_of
+from autopipe.configs.zoo import build, configure
+from autopipe.ir.costs import Affine, DeviceCosts, ExchangeCost, TaskCosts, TensorCosts, Timing
+from autopipe.ir.errors import LaunchError
+from autopipe.ir.problem import Mode
+from autopipe.passes.frontend import Model, read_model
+
+SETTINGS = {"layers": "4", "hidden": "32", "vocabulary": "64", "sequence": "8", "loss": "true", "weights": "random"}
+NOTHING = TensorCosts(0.0, 0.0)
+POST = ExchangeCost("post", 2, Affine(1.0, 1e-3), ())
+SEND = ExchangeCost("send", 2, Affine(2.0, 1e-6), ())
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    build(configure("rnnlm", SETTINGS)).save(tmp_path / "rnnlm.onnx")
+    return read_model(tmp_path / "rnnlm.onnx", batch=2)
+
+
+def known(model: Model) -> DeviceCosts:
+    """Each operation takes 1 s forward and 2 s backward, and each task as much besides."""
+    one, two = Timing(1.0, 0.0, 5), Timing(2.0, 0.0, 5)
+    operations = {each.operation: each.cost(one, two) for each in samples_of(model, "fp32")}
+    tasks = TaskCosts(1.0, 2.0, 0.0, 0.0, NOTHING, (NOTHING,) * 3)
+    return DeviceCosts("this", ("by hand",), operations=tuple(operations.values()), tasks=tasks)
+
+
+def test_the_model_is_cut_where_both_halves_take_equally_long(model: Model, tmp_path: Path) -> None:
+    count = len(list(samples_of(model, "fp32")))
+    found = write_pipeline(model, "fp32", known(model), tmp_path / "program")
+    assert found is not None
+    manifest = read_manifest(found.folder)
+    assert (manifest.world_size, manifest.micro_batches, len(manifest.stages)) == (2, 8, 2)
+    assert manifest.optimizer["lr"] == 0.0, "what is timed for long shall not diverge"
+    assert found.messages == len(manifest.channels)
+    assert found.own_s == pytest.approx(3.0 * (-(-count // 2) + 1))
+    assert found.size_bytes > 0
+
+
+def test_what_is_not_trained_or_too_large_or_in_one_piece_makes_no_pipeline(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs, folder = known(model), tmp_path / "program"
+    assert write_pipeline(replace(model, mode=Mode.INFER), "fp32", costs, folder) is None
+    monkeypatch.setattr(pipeline, "_RANKS", 1000)
+    assert write_pipeline(model, "fp32", costs, folder) is None
+    monkeypatch.setattr(pipeline, "MOST_BYTES", 1000)
+    assert write_pipeline(model, "fp32", costs, folder) is None
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("period", "fit"),
+    [
+        (100.0, Affine((100.0 - 80.0) / 2 - 2 * 3.0 - 1.0, 1e-3)),
+        (93.0, Affine(0.0, 0.5 / 1000)),
+        (50.0, Affine(0.0, 0.0)),
+    ],
+)
+def test_half_of_what_a_micro_batch_takes_longer_is_an_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, period: float, fit: Affine
+) -> None:
+    ends = Ends(first=70.0, following=3.0)
+    monkeypatch.setattr(exchanges, "measure_exchanges", lambda *_: (SEND, POST))
+    monkeypatch.setattr(exchanges, "measure_ends", lambda *_: ends)
+    monkeypatch.setattr(exchanges, "measure_period", lambda *_: period)
+    send, post, follow = exchanges_of(2, "cpu", 1.0, Pipeline(tmp_path, own_s=80.0, messages=3, size_bytes=1000))
+    assert send == SEND
+    assert (post.kind, post.fit) == ("post", fit)
+    assert follow.kind == "follow"
+    assert follow.fit.seconds(exchanges.MESSAGE_BYTES) == pytest.approx(3.0)
+
+
+def test_where_the_model_makes_no_madethat_runs_small_ones_tell(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> float:
+        raise LaunchError("the loss is not a finite number at step 0")
+
+    monkeypatch.setattr(exchanges, "measure_exchanges", lambda *_: (POST,))
+    monkeypatch.setattr(exchanges, "measure_ends", lambda *_: Ends(first=700.0, following=3.0))
+    monkeypatch.setattr(exchanges, "measure_period", fail)
+    for made in (None, Pipeline(tmp_path, own_s=80.0, messages=3, size_bytes=1000)):
+        post, _ = exchanges_of(2, "cpu", 1.0, made)
+        assert post.fit.seconds(exchanges.MESSAGE_BYTES) == pytest.approx(700.0)
+
+
+@pytest.mark.distributed
+def test_the_period_of_a_pipeline(model: Model, tmp_path: Path) -> None:
+    found = write_pipeline(model, "fp32", known(model), tmp_path / "program")
+    assert found is not None
+    assert 0 < measure_period(found.folder, "cpu") < 1.0
