@@ -2,7 +2,7 @@
 
 Each model is profiled, planned with what that gave, and run right afterwards, and that in several rounds over all
 models: the round in the middle counts, since a machine may be faster or slower while the program runs than while it was
-profiled. About nine minutes a round on two quiet cores:
+profiled. About 17 minutes a round on two quiet cores:
 
     OMP_NUM_THREADS=1 python benchmarks/fidelity.py --write docs/fidelity.md
     OMP_NUM_THREADS=1 python benchmarks/fidelity.py --only gpt --only dlrm

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.cli.profiling import crowds, whole
+from autopipe.cli.profiling import crowds, timed
 from autopipe.cli.profiling.crowds import measure_oversubscription
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.costs import Oversubscription
@@ -54,8 +54,8 @@ def test_nothing_is_measured_where_it_need_not_or_cannot_be(
     words = tmp_path / "program", 1.0
     assert measure_oversubscription(model, "fp32", 2, 2, *words) == ()
     assert measure_oversubscription(model, "fp32", 2, 4, *words) == (Oversubscription(4, 2.0),)
-    monkeypatch.setattr(whole, "MOST_BYTES", 1000)
+    monkeypatch.setattr(timed, "_MOST_BYTES", 1000)
     assert measure_oversubscription(model, "fp32", 2, 4, *words) == ()
-    monkeypatch.setattr(whole, "MOST_BYTES", 2**32)
+    monkeypatch.setattr(timed, "_MOST_BYTES", 2**32)
     monkeypatch.setattr(crowds, "numbers_of", fails)
     assert measure_oversubscription(model, "fp32", 2, 4, *words) == ()

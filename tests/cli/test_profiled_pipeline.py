@@ -9,19 +9,19 @@ import pytest
 
 from autopipe.backends.torch.profiler.posts import Ends, measure_period
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.cli.profiling import exchanges, pipeline
-from autopipe.cli.profiling.exchanges import exchanges_of
+from autopipe.cli.profiling import exchanges, pipeline, timed
+from autopipe.cli.profiling.exchanges import exchanges_of, in_pipeline
 from autopipe.cli.profiling.pipeline import Pipeline, write_pipeline
 from autopipe.cli.profiling.samples import samples_of
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.costs import Affine, DeviceCosts, ExchangeCost, TaskCosts, TensorCosts, Timing
-from autopipe.ir.errors import LaunchError
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import Model, read_model
 
 SETTINGS = {"layers": "4", "hidden": "32", "vocabulary": "64", "sequence": "8", "loss": "true", "weights": "random"}
 NOTHING = TensorCosts(0.0, 0.0)
 POST = ExchangeCost("post", 2, Affine(1.0, 1e-3), ())
+FOLLOW = ExchangeCost("follow", 2, Affine(3.0 - exchanges.MESSAGE_BYTES * 1e-6, 1e-6), ())
 SEND = ExchangeCost("send", 2, Affine(2.0, 1e-6), ())
 
 
@@ -47,8 +47,17 @@ def test_the_model_is_cut_where_both_halves_take_equally_long(model: Model, tmp_
     assert (manifest.world_size, manifest.micro_batches, len(manifest.stages)) == (2, 8, 2)
     assert manifest.optimizer["lr"] == 0.0, "what is timed for long shall not diverge"
     assert found.messages == len(manifest.channels)
-    assert found.own_s == pytest.approx(3.0 * (-(-count // 2) + 1))
+    assert found.period_s == pytest.approx(3.0 * (-(-count // 2) + 1))
     assert found.size_bytes > 0
+
+
+def test_the_predicted_period_has_messages_on_their_way_but_not_their_ends(model: Model, tmp_path: Path) -> None:
+    count = len(list(samples_of(model, "fp32")))
+    slow = replace(SEND, fit=Affine(30.0, 1e-12)), replace(POST, fit=Affine(1000.0, 0.0))
+    found = write_pipeline(model, "fp32", replace(known(model), exchanges=slow), tmp_path / "program")
+    assert found is not None
+    # Two micro-batches are under way between the stages: a message there and one back for each.
+    assert found.period_s == pytest.approx(3.0 * (count / 2 + 1) + 30.0)
 
 
 def test_what_is_not_trained_or_too_large_or_in_one_piece_makes_no_pipeline(
@@ -58,7 +67,7 @@ def test_what_is_not_trained_or_too_large_or_in_one_piece_makes_no_pipeline(
     assert write_pipeline(replace(model, mode=Mode.INFER), "fp32", costs, folder) is None
     monkeypatch.setattr(pipeline, "_RANKS", 1000)
     assert write_pipeline(model, "fp32", costs, folder) is None
-    monkeypatch.setattr(pipeline, "MOST_BYTES", 1000)
+    monkeypatch.setattr(timed, "_MOST_BYTES", 1000)
     assert write_pipeline(model, "fp32", costs, folder) is None
     assert not folder.exists()
 
@@ -74,29 +83,18 @@ def test_what_is_not_trained_or_too_large_or_in_one_piece_makes_no_pipeline(
 def test_half_of_what_a_micro_batch_takes_longer_is_an_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, period: float, fit: Affine
 ) -> None:
-    ends = Ends(first=70.0, following=3.0)
-    monkeypatch.setattr(exchanges, "measure_exchanges", lambda *_: (SEND, POST))
-    monkeypatch.setattr(exchanges, "measure_ends", lambda *_: ends)
     monkeypatch.setattr(exchanges, "measure_period", lambda *_: period)
-    send, post, follow = exchanges_of(2, "cpu", 1.0, Pipeline(tmp_path, own_s=80.0, messages=3, size_bytes=1000))
-    assert send == SEND
-    assert (post.kind, post.fit) == ("post", fit)
-    assert follow.kind == "follow"
-    assert follow.fit.seconds(exchanges.MESSAGE_BYTES) == pytest.approx(3.0)
+    made = Pipeline(tmp_path, period_s=80.0, messages=3, size_bytes=1000)
+    assert in_pipeline((SEND, POST, FOLLOW), made, "cpu") == (SEND, replace(POST, fit=fit), FOLLOW)
 
 
-def test_where_the_model_makes_no_madethat_runs_small_ones_tell(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def fail(*_: object) -> float:
-        raise LaunchError("the loss is not a finite number at step 0")
-
-    monkeypatch.setattr(exchanges, "measure_exchanges", lambda *_: (POST,))
+def test_small_pipelines_tell_what_the_ends_of_any_messages_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchanges, "measure_exchanges", lambda *_: (SEND, POST))
     monkeypatch.setattr(exchanges, "measure_ends", lambda *_: Ends(first=700.0, following=3.0))
-    monkeypatch.setattr(exchanges, "measure_period", fail)
-    for made in (None, Pipeline(tmp_path, own_s=80.0, messages=3, size_bytes=1000)):
-        post, _ = exchanges_of(2, "cpu", 1.0, made)
-        assert post.fit.seconds(exchanges.MESSAGE_BYTES) == pytest.approx(700.0)
+    send, post, follow = exchanges_of(2, "cpu", 1.0)
+    assert (send, post.kind, follow.kind) == (SEND, "post", "follow")
+    assert post.fit.seconds(exchanges.MESSAGE_BYTES) == pytest.approx(700.0)
+    assert follow.fit.seconds(exchanges.MESSAGE_BYTES) == pytest.approx(3.0)
 
 
 @pytest.mark.distributed

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autopipe.backends.torch.profiler.tasks import Starts
-from autopipe.cli.profiling import whole
+from autopipe.cli.profiling import timed, whole
 from autopipe.cli.profiling.samples import samples_of
 from autopipe.cli.profiling.whole import Whole, measure_whole
 from autopipe.configs.zoo import build, configure
@@ -69,7 +69,7 @@ def test_what_was_not_measured_or_is_too_large_is_not_compared(
     assert measure_whole(model, "fp32", known, *words) is not None
     some = [each for each in known if each.operation != known[0].operation]
     assert measure_whole(model, "fp32", some, *words) is None
-    monkeypatch.setattr(whole, "MOST_BYTES", 1000)
+    monkeypatch.setattr(timed, "_MOST_BYTES", 1000)
     assert measure_whole(model, "fp32", known, *words) is None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -12,41 +11,43 @@ from autopipe.backends.torch.profiler.posts import Ends, Pairs, measure_ends, me
 from autopipe.cli.profiling.medley import MESSAGE_BYTES, write_pair
 from autopipe.cli.profiling.pipeline import Pipeline
 from autopipe.ir.costs import Affine, ExchangeCost
-from autopipe.ir.errors import LaunchError
 
 _MESSAGES = 6
 """Of a task, where it is measured what the others take beside the first."""
+_RUNS = 2
+"""Of the model's pipeline: a machine may be slower for all of one."""
 
 
-def exchanges_of(ranks: int, device: str, seconds: float, pipeline: Pipeline | None = None) -> tuple[ExchangeCost, ...]:
-    """Messages and collectives of up to so many ranks, for about `seconds`; of messages' ends what they take in a
-    pipeline: in the model's, where there is one that runs. Raises LaunchError where a rank fails."""
+def exchanges_of(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost, ...]:
+    """Messages and collectives of up to so many ranks, for about `seconds`; of messages' ends what they take in small
+    pipelines. Raises LaunchError where a rank fails."""
     found = measure_exchanges(ranks, device, seconds)
     with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch:
         together, apart, laden = (Path(scratch) / name for name in ("together", "apart", "laden"))
         for folder, count, messages in ((together, 1, 1), (apart, 2, 1), (laden, 2, _MESSAGES)):
             write_pair(folder, count, messages)
-        ends, size = measure_ends(Pairs(together, apart, laden, _MESSAGES), device), MESSAGE_BYTES
-    if pipeline is not None:
-        with contextlib.suppress(LaunchError):
-            ends, size = _ends_in(pipeline, device, ends), pipeline.size_bytes
-    return tuple(part for each in found for part in (_posts(each, ends, size) if each.kind == "post" else (each,)))
+        ends = measure_ends(Pairs(together, apart, laden, _MESSAGES), device)
+    return tuple(part for each in found for part in (_posts(each, ends) if each.kind == "post" else (each,)))
 
 
-def _ends_in(pipeline: Pipeline, device: str, ends: Ends) -> Ends:
-    """What the ends of messages take in the model's pipeline, each but the first as long as in `ends`.
+def _posts(post: ExchangeCost, ends: Ends) -> tuple[ExchangeCost, ExchangeCost]:
+    """What a first message's end and each other's take: in a pipeline, and by bytes as was measured of messages."""
+    first, following = (_through(post.fit, seconds, MESSAGE_BYTES) for seconds in (ends.first, ends.following))
+    return replace(post, fit=first), ExchangeCost("follow", post.ranks, following, ())
+
+
+def in_pipeline(exchanges: tuple[ExchangeCost, ...], pipeline: Pipeline, device: str) -> tuple[ExchangeCost, ...]:
+    """The exchanges with what the ends of messages take in the model's pipeline, each but the first as in a small one.
 
     Raises LaunchError where it does not run.
     """
-    both = measure_period(pipeline.folder, device) - pipeline.own_s
-    return replace(ends, first=max(0.0, both / 2 - (pipeline.messages - 1) * ends.following))
-
-
-def _posts(post: ExchangeCost, ends: Ends, size: int) -> tuple[ExchangeCost, ExchangeCost]:
-    """What a first message's end and each other's take: in a pipeline whose messages are `size` bytes, and by bytes as
-    was measured of messages."""
-    following = ExchangeCost("follow", post.ranks, _through(post.fit, ends.following, MESSAGE_BYTES), ())
-    return replace(post, fit=_through(post.fit, ends.first, size)), following
+    follow = next(each.fit.seconds(MESSAGE_BYTES) for each in exchanges if each.kind == "follow")
+    both = min(measure_period(pipeline.folder, device) for _ in range(_RUNS)) - pipeline.period_s
+    first = max(0.0, both / 2 - (pipeline.messages - 1) * follow)
+    return tuple(
+        replace(each, fit=_through(each.fit, first, pipeline.size_bytes)) if each.kind == "post" else each
+        for each in exchanges
+    )
 
 
 def _through(line: Affine, seconds: float, size: int) -> Affine:

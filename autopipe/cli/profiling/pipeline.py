@@ -6,25 +6,26 @@ the slower one's time, and with several micro-batches under way each finds less 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+import statistics
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
-from autopipe.backends.torch.emission.manifest import Provenance
-from autopipe.cli.profiling.samples import bytes_of, samples_of
-from autopipe.cli.profiling.whole import MOST_BYTES, STANDSTILL
+from autopipe.cli.profiling.timed import is_small, write_timed
 from autopipe.configs.cluster_file import build_cluster
 from autopipe.configs.presets import cluster_preset
 from autopipe.ir.costs import Costs, DeviceCosts
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.placement import Placement, crossing_values
 from autopipe.ir.problem import Mode, Problem
+from autopipe.ir.schedule import Phase, Schedule
 from autopipe.passes.cost.measured import costed_work, measured_cluster
-from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.frontend import Model
 from autopipe.passes.lower.assemble import lower
 from autopipe.passes.placement.pipedream.strategy import PipeDream
 from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
+from autopipe.passes.schedule.predict import predict
+from autopipe.passes.schedule.simulate import simulate
 
 _MICRO_BATCHES = 8
 _RANKS = 2
@@ -35,8 +36,8 @@ class Pipeline:
     """A program of two stages under 1F1B."""
 
     folder: Path
-    own_s: float
-    """What a micro-batch takes in the slower stage without messages, by what was measured of the rest."""
+    period_s: float
+    """From one micro-batch to the next as predicted, if the ends of messages took nothing."""
     messages: int
     """Values that go from one stage to the other."""
     size_bytes: int
@@ -44,28 +45,36 @@ class Pipeline:
 
 
 def write_pipeline(model: Model, precision: str, costs: DeviceCosts, folder: Path) -> Pipeline | None:
-    """Write the model in two stages, cut where `costs` say that they take equally long; they are those of its operators
-    and tasks.
+    """Write the model in two stages, cut where `costs` say that they take equally long without the ends of messages.
 
     None where it is not trained, cannot be cut, or is too large.
     """
-    if model.mode is not Mode.TRAIN or sum(map(bytes_of, samples_of(model, precision))) > MOST_BYTES:
+    if model.mode is not Mode.TRAIN or not is_small(model, precision):
         return None
     try:
         problem = _problem(model, precision, costs)
         placement = PipeDream(replicate=False).run(problem)
         if len(placement.stages) < _RANKS:
             return None
-        _write(problem, placement, model, folder)
+        schedule = KForwardsKBackwards().run(problem, placement)
+        write_timed(model, precision, lower(model.graph, placement, schedule, model.loss), folder)
     except AutopipeError:
         return None
     sizes = [model.graph.type_of(name).bytes for name, _, _ in crossing_values(model.graph, placement)]
-    own = max(each.forward_s + each.backward_s for each in stage_costs(problem, placement))
-    return Pipeline(folder, own, len(sizes), sum(sizes))
+    return Pipeline(folder, _period(problem, placement, schedule), len(sizes), sum(sizes))
+
+
+def _period(problem: Problem, placement: Placement, schedule: Schedule) -> float:
+    """Predicted seconds from a forward of the second stage to its next, between the first micro-batch and the last."""
+    devices = tuple(stage.devices for stage in placement.stages)
+    timeline = simulate(schedule, devices, predict(problem, placement))
+    starts = [span.start for span in timeline.spans if span.task.stage == 1 and span.task.phase is Phase.FORWARD]
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(starts[1:]))
 
 
 def _problem(model: Model, precision: str, costs: DeviceCosts) -> Problem:
-    found = Costs((costs,))
+    exchanges = tuple(each for each in costs.exchanges if each.kind not in ("post", "follow"))
+    found = Costs((replace(costs, exchanges=exchanges),))
     cluster = measured_cluster(build_cluster(cluster_preset("cpu-local"), _RANKS), found)
     return Problem(
         graph=model.graph,
@@ -78,11 +87,3 @@ def _problem(model: Model, precision: str, costs: DeviceCosts) -> Problem:
         precision=precision,
         costs=found,
     )
-
-
-def _write(problem: Problem, placement: Placement, model: Model, folder: Path) -> None:
-    schedule = KForwardsKBackwards().run(problem, placement)
-    program = lower(model.graph, placement, schedule, model.loss)
-    titles = ("Half of the model.",) * _RANKS, ("Half of the model.",) * _RANKS
-    file = Provenance(str(model.path.absolute()), model.digest, "", STANDSTILL, problem.precision, 0, 0.0, 0.0)
-    write_program([ProgramFiles("", program, *titles)], file, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import tempfile
 import time
@@ -19,13 +20,13 @@ from autopipe.backends.torch.profiler.watch import Watch
 from autopipe.backends.torch.runtime.processors import processor_count
 from autopipe.cli.output import Bar
 from autopipe.cli.profiling.crowds import measure_oversubscription
-from autopipe.cli.profiling.exchanges import exchanges_of
+from autopipe.cli.profiling.exchanges import exchanges_of, in_pipeline
 from autopipe.cli.profiling.medley import LONGER, write_medley, write_rows
 from autopipe.cli.profiling.pipeline import write_pipeline
 from autopipe.cli.profiling.samples import Group, groups_of, models_of
 from autopipe.cli.profiling.whole import Whole, measure_whole, whole_program
 from autopipe.ir.costs import DeviceCosts, ExchangeCost, OperationCost, Oversubscription, TaskCosts
-from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import Model
 from autopipe.passes.request import Request
@@ -183,13 +184,18 @@ class Profiling:
     def _exchanges(
         self, ranks: int, models: Sequence[tuple[int, Model]], device: torch.device, costs: DeviceCosts
     ) -> tuple[ExchangeCost, ...]:
-        """Messages and collectives; messages' ends by micro-batches of middling size, where those can be trained."""
+        """Messages and collectives; messages' ends by micro-batches of middling size, where two ranks can run them."""
+        exchanges = exchanges_of(ranks, device.type, _EXCHANGES * self.seconds)
+        if self.source != "torch" or (device.type == "cpu" and self._processors < 2):
+            return exchanges
         _, model = models[len(models) // 2]
         with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch:
-            pipeline = None
-            if self.source == "torch":
-                pipeline = write_pipeline(model, self.request.precision, costs, Path(scratch) / "pipeline")
-            return exchanges_of(ranks, device.type, _EXCHANGES * self.seconds, pipeline)
+            known = replace(costs, exchanges=exchanges)
+            pipeline = write_pipeline(model, self.request.precision, known, Path(scratch) / "pipeline")
+            if pipeline is not None:
+                with contextlib.suppress(LaunchError):
+                    exchanges = in_pipeline(exchanges, pipeline, device.type)
+        return exchanges
 
     def _tasks(self, device: torch.device, scratch: Path) -> TaskCosts:
         folder = scratch / "medley"

@@ -10,25 +10,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
-from autopipe.backends.torch.emission.manifest import Provenance
 from autopipe.backends.torch.profiler.tasks import Starts
 from autopipe.backends.torch.profiler.worker import numbers_of
-from autopipe.cli.profiling.samples import bytes_of, samples_of
+from autopipe.cli.profiling.samples import samples_of
+from autopipe.cli.profiling.timed import is_small, write_timed
 from autopipe.ir.costs import OperationCost, TaskCosts, Timing
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.graph import Graph
-from autopipe.ir.problem import Mode, Optimizer
+from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import Model
 from autopipe.passes.lower.alone import one_device_program
 
 _MICRO_BATCHES = 4
 _MOST = 0.6
 """Part of a task that its start takes at most: starts are measured of larger tasks than the smallest there are."""
-STANDSTILL = Optimizer(lr=0.0)
-"""Of a model that is run to be timed: some diverge where they train on random samples for long."""
-MOST_BYTES = 2**32
-"""Of the model with all that it holds: a larger one is not run as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +90,12 @@ def whole_program(model: Model, precision: str, folder: Path, processes: int = 1
     It runs some forwards and backwards, one after the other: by itself one would find the caches as the update left
     them.
     """
-    if processes * sum(map(bytes_of, samples_of(model, precision))) > MOST_BYTES:
+    if not is_small(model, precision, processes):
         return None
     loss = model.loss if model.mode is Mode.TRAIN else None
-    file = Provenance(str(model.path.absolute()), model.digest, "", STANDSTILL, precision, 0, 0.0, 0.0)
     try:
         program = one_device_program(model.graph, _MICRO_BATCHES, model.batch or 1, loss)
-        write_program([ProgramFiles("", program, ("The model.",), ("The model.",))], file, folder)
+        write_timed(model, precision, program, folder)
     except AutopipeError:
         return None
     return folder
