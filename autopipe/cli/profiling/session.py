@@ -184,9 +184,10 @@ class Profiling:
     def _exchanges(
         self, ranks: int, models: Sequence[tuple[int, Model]], device: torch.device, costs: DeviceCosts
     ) -> tuple[ExchangeCost, ...]:
-        """Messages and collectives; messages' ends by micro-batches of middling size, where two ranks can run them."""
+        """Messages and collectives; messages' ends by the model's pipeline, on micro-batches of middling size, where no
+        ranks share a processor: it shows what messages interrupt, and sharing ranks' wait until nothing computes."""
         exchanges = exchanges_of(ranks, device.type, _EXCHANGES * self.seconds)
-        if self.source != "torch" or (device.type == "cpu" and self._processors < 2):
+        if self.source != "torch" or (device.type == "cpu" and ranks > self._processors):
             return exchanges
         _, model = models[len(models) // 2]
         with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import tempfile
@@ -43,13 +44,13 @@ class Ends:
 
 
 def measure_ends(pairs: Pairs, device: str) -> Ends:
-    """How much longer a micro-batch takes in the second stage where the first is on another rank, by the message that
-    the second gets or sends: between its tasks, and during them, where what moves messages interrupts them.
+    """How much longer it takes between the tasks of the second stage where the first is on another rank, by the message
+    that the second gets or sends.
 
     Raises LaunchError where a program fails.
     """
     own = _of_steps(pairs.together, device, 0, _own)
-    with_one, with_all = (measure_period(each, device) for each in (pairs.apart, pairs.laden))
+    with_one, with_all = (_of_steps(each, device, 1, _cycle) for each in (pairs.apart, pairs.laden))
     return Ends(max(0.0, (with_one - own) / 2), max(0.0, (with_all - with_one) / (2 * (pairs.messages - 1))))
 
 
@@ -59,22 +60,29 @@ def measure_period(program: Path, device: str) -> float:
 
     Raises LaunchError where the program fails.
     """
-    return _of_steps(program, device, 1, _cycle)
+    return _of_steps(program, device, 1, _period)
 
 
 def _own(spans: Spans, micro_batches: int) -> float:
-    """Seconds from a forward of the second stage until its backward is done and one of the first begins."""
-    return _between(spans, [(f"1F{index}", f"0B{index}") for index in range(1, micro_batches)])
+    """Seconds around a forward and a backward of the second stage, until one of the first begins."""
+    return statistics.median(_between(spans, index, f"0B{index}") for index in range(1, micro_batches))
 
 
 def _cycle(spans: Spans, micro_batches: int) -> float:
     """The same until the second stage's next forward."""
-    return _between(spans, [(f"1F{index}", f"1F{index + 1}") for index in range(1, micro_batches - 1)])
+    return statistics.median(_between(spans, index, f"1F{index + 1}") for index in range(1, micro_batches - 1))
 
 
-def _between(spans: Spans, tasks: Sequence[tuple[str, str]]) -> float:
-    """Seconds from one task's beginning to another's; the median of several."""
-    return statistics.median(spans[later][0] - spans[earlier][0] for earlier, later in tasks)
+def _between(spans: Spans, index: int, until: str) -> float:
+    """Seconds from a micro-batch's forward in the second stage until a task, without those of its own two tasks."""
+    forward, backward = spans[f"1F{index}"], spans[f"1B{index}"]
+    return (spans[until][0] - backward[1]) + (backward[0] - forward[1])
+
+
+def _period(spans: Spans, micro_batches: int) -> float:
+    """Seconds from a forward of the second stage to the next, those two included."""
+    starts = [spans[f"1F{index}"][0] for index in range(1, micro_batches)]
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(starts))
 
 
 def _of_steps(program: Path, device: str, rank: int, seconds: Callable[[Spans, int], float]) -> float:
