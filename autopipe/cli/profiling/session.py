@@ -108,7 +108,7 @@ class Profiling:
         """A program of what other ranks would do: the model, on micro-batches of middling size."""
         if not self.company or self.source != "torch":
             return None
-        _, model = models[len(models) // 2]
+        model = _middling(models)
         return whole_program(model, self.request.precision, scratch / "company", self.company)
 
     def _device(self) -> torch.device:
@@ -175,7 +175,7 @@ class Profiling:
         if not self._crowded(device):
             return ()
         bar.reach(time.perf_counter() - started, note=f"{self.crowd} ranks taking turns")
-        _, model = models[len(models) // 2]
+        model = _middling(models)
         with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch:
             return measure_oversubscription(
                 model, self.request.precision, self._processors, self.crowd, Path(scratch), _CROWDS * self.seconds
@@ -189,7 +189,7 @@ class Profiling:
         exchanges = exchanges_of(ranks, device.type, _EXCHANGES * self.seconds)
         if self.source != "torch" or (device.type == "cpu" and ranks > self._processors):
             return exchanges
-        _, model = models[len(models) // 2]
+        model = _middling(models)
         with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch:
             known = replace(costs, exchanges=exchanges)
             pipeline = write_pipeline(model, self.request.precision, known, Path(scratch) / "pipeline")
@@ -227,6 +227,12 @@ class Profiling:
         if self.ranks is not None:
             parts.insert(-1, f"{self.ranks} ranks")
         return ", ".join(parts)
+
+
+def _middling(models: Sequence[tuple[int, Model]]) -> Model:
+    """The model on micro-batches of middling size."""
+    _, model = models[len(models) // 2]
+    return model
 
 
 def _of_model(tasks: TaskCosts, starts: Starts, wholes: Mapping[int, Whole]) -> TaskCosts:
