@@ -6,11 +6,10 @@ the slower one's time, and with several micro-batches under way each finds less 
 
 from __future__ import annotations
 
-import itertools
-import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from autopipe.backends.torch.profiler.posts import period_of
 from autopipe.cli.profiling.timed import is_small, write_timed
 from autopipe.configs.cluster_file import build_cluster
 from autopipe.configs.presets import cluster_preset
@@ -65,11 +64,11 @@ def write_pipeline(model: Model, precision: str, costs: DeviceCosts, folder: Pat
 
 
 def _period(problem: Problem, placement: Placement, schedule: Schedule) -> float:
-    """Predicted seconds from a forward of the second stage to its next, between the first micro-batch and the last."""
+    """Predicted seconds from a forward of the second stage to its next."""
     devices = tuple(stage.devices for stage in placement.stages)
     timeline = simulate(schedule, devices, predict(problem, placement))
     starts = [span.start for span in timeline.spans if span.task.stage == 1 and span.task.phase is Phase.FORWARD]
-    return statistics.median(later - earlier for earlier, later in itertools.pairwise(starts[1:]))
+    return period_of(starts)
 
 
 def _problem(model: Model, precision: str, costs: DeviceCosts) -> Problem:

@@ -80,9 +80,12 @@ def _between(spans: Spans, index: int, until: str) -> float:
 
 
 def _period(spans: Spans, micro_batches: int) -> float:
-    """Seconds from a forward of the second stage to the next, those two included."""
-    starts = [spans[f"1F{index}"][0] for index in range(1, micro_batches)]
-    return statistics.median(later - earlier for earlier, later in itertools.pairwise(starts))
+    return period_of([spans[f"1F{index}"][0] for index in range(micro_batches)])
+
+
+def period_of(starts: Sequence[float]) -> float:
+    """The median from one to the next of when a stage's forwards begin, after the first: a pipeline fills meanwhile."""
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(starts[1:]))
 
 
 def _of_steps(program: Path, device: str, rank: int, seconds: Callable[[Spans, int], float]) -> float:
