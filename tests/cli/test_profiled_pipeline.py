@@ -14,8 +14,10 @@ from autopipe.cli.profiling.exchanges import exchanges_of, in_pipeline
 from autopipe.cli.profiling.pipeline import Pipeline, write_pipeline
 from autopipe.cli.profiling.samples import samples_of
 from autopipe.configs.zoo import build, configure
+from autopipe.ir.cluster import Device
 from autopipe.ir.costs import Affine, DeviceCosts, ExchangeCost, TaskCosts, TensorCosts, Timing
 from autopipe.ir.problem import Mode
+from autopipe.passes.cost.roofline import posting_seconds
 from autopipe.passes.frontend import Model, read_model
 
 SETTINGS = {"layers": "4", "hidden": "32", "vocabulary": "64", "sequence": "8", "loss": "true", "weights": "random"}
@@ -72,20 +74,18 @@ def test_what_is_not_trained_or_too_large_or_in_one_piece_makes_no_pipeline(
     assert not folder.exists()
 
 
-@pytest.mark.parametrize(
-    ("period", "fit"),
-    [
-        (100.0, Affine((100.0 - 80.0) / 2 - 2 * 3.0 - 1.0, 1e-3)),
-        (93.0, Affine(0.0, 0.5 / 1000)),
-        (50.0, Affine(0.0, 0.0)),
-    ],
-)
+@pytest.mark.parametrize(("period", "posting"), [(100.0, 10.0), (93.0, 6.5), (50.0, 2 * FOLLOW.fit.fixed_s)])
 def test_half_of_what_a_micro_batch_takes_longer_is_an_ends(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, period: float, fit: Affine
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, period: float, posting: float
 ) -> None:
     monkeypatch.setattr(exchanges, "measure_period", lambda *_: period)
     made = Pipeline(tmp_path, period_s=80.0, messages=3, size_bytes=1000)
-    assert in_pipeline((SEND, POST, FOLLOW), made, "cpu") == (SEND, replace(POST, fit=fit), FOLLOW)
+    send, post, follow = in_pipeline((SEND, POST, FOLLOW), made, "cpu")
+    assert (send, follow) == (SEND, FOLLOW)
+    assert post.fit.fixed_s >= 0 and 0 <= post.fit.per_byte_s <= POST.fit.per_byte_s
+    # As a plan of the same pipeline counts them.
+    device = Device("cpu", 1, (("fp32", 1.0),), 1.0, 0.0, (), post=post.fit, follow=follow.fit)
+    assert posting_seconds(device, made.messages, made.size_bytes) == pytest.approx(posting)
 
 
 def test_small_pipelines_tell_what_the_ends_of_any_messages_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def in_pipeline(exchanges: tuple[ExchangeCost, ...], pipeline: Pipeline, device:
 
     Raises LaunchError where it does not run.
     """
-    follow = next(each.fit.seconds(MESSAGE_BYTES) for each in exchanges if each.kind == "follow")
+    follow = next(each.fit.fixed_s for each in exchanges if each.kind == "follow")  # All bytes count as the first one's.
     both = min(measure_period(pipeline.folder, device) for _ in range(_RUNS)) - pipeline.period_s
     first = max(0.0, both / 2 - (pipeline.messages - 1) * follow)
     return tuple(

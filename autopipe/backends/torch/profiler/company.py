@@ -61,7 +61,6 @@ def _model(program: Path) -> Callable[[], None] | None:
 
         def step() -> None:
             timed.rank.run(timed.step)
-            timed.inside.means()  # Or marks would gather.
 
         step()
     except Exception:  # noqa: BLE001 - whatever a model may end with: it is measured without its like beside it

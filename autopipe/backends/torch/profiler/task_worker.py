@@ -27,16 +27,15 @@ def main(target: Path, program: Path, device: str, seconds: float) -> None:
     """
     timed = TimedProgram.of(program, target.with_suffix(".npz"), torch.device(device))
     rank, first = timed.rank, timed.rank.stages[0]
-    whole = Marks(timed.inside.watch)
+    whole = Marks(timed.watch)
     whole.around(first, "forward")
     whole.around(first, "backward")
     whole.around(rank.optimizer, "step")
     whole.around(rank.optimizer, "zero_grad")
 
     def run() -> list[float]:
-        """Those seconds of one step, of tasks on average."""
-        rank.run(timed.step)
-        own, found = timed.inside.means(), whole.means()
+        """Those seconds, of tasks on average, from two steps."""
+        own, found = timed.seconds_of(timed.inside), timed.seconds_of(whole)
         tasks = [found["forward"] - own["0F"], found["backward"] - own["0B"]]
         lengths = [0.0, 0.0]
         for span in rank.clock.spans():

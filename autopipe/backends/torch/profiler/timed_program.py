@@ -19,44 +19,56 @@ from autopipe.backends.torch.runtime.rank import Rank
 
 
 class Marks:
-    """Marks around calls, by name."""
+    """Marks around calls, by name, as a context in which they are made."""
 
     def __init__(self, watch: Watch) -> None:
-        self.watch = watch
+        self._watch = watch
+        self._calls: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
+        """Attributes with what they are without marks and with them."""
         self._found: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
 
     def around(self, owner: Any, name: str, key: Callable[[], str] | None = None) -> None:
-        """Time every call of an attribute from now on; note it under what `key` says behind it, under its name else."""
+        """Time every call of an attribute; note it under what `key` says behind it, under its name else."""
         call: Callable[..., Any] = getattr(owner, name)
 
         def timed(*arguments: Any, **settings: Any) -> Any:
-            start = self.watch.mark()
+            start = self._watch.mark()
             result = call(*arguments, **settings)
-            self._found[name if key is None else key()].append((start, self.watch.mark()))
+            self._found[name if key is None else key()].append((start, self._watch.mark()))
             return result
 
-        setattr(owner, name, timed)
+        self._calls.append((owner, name, call, timed))
+
+    def __enter__(self) -> None:
+        for owner, name, _, timed in self._calls:
+            setattr(owner, name, timed)
+
+    def __exit__(self, *error: object) -> None:
+        for owner, name, call, _ in reversed(self._calls):
+            setattr(owner, name, call)
 
     def means(self) -> dict[str, float]:
         """Seconds of a call by name, and forget them."""
-        found = {name: float(np.mean([self.watch.spans(each)[0] for each in own])) for name, own in self._found.items()}
+        spans = self._watch.spans
+        found = {name: float(np.mean([spans(each)[0] for each in own])) for name, own in self._found.items()}
         self._found.clear()
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class TimedProgram:
-    """Ready to run; what generated functions and autograd take is timed."""
+    """Ready to run."""
 
     rank: Rank
     step: Callable[[], None]
+    watch: Watch
     inside: Marks
     """What a generated function or autograd took, under the task's stage and phase, such as `0F`."""
 
     @staticmethod
     def of(program: Path, data: Path, device: torch.device) -> TimedProgram:
-        """The program in folder `program`. One step's samples are drawn and written to `data`, from where it reads
-        them: drawing is no part of a step."""
+        """The program in folder `program`, set up. One step's samples are drawn and written to `data`, from where it
+        reads them: drawing is no part of a step."""
         sys.path.insert(0, str(program))
         sys.argv = ["rank_000.py", "--device", device.type, "--data", str(data)]
         names = runpy.run_path(str(program / "rank_000.py"))
@@ -66,9 +78,17 @@ class TimedProgram:
         def task() -> str:
             return rank.task[:2]
 
-        inside = Marks(Watch(device))
+        rank.set_up()
+        watch = Watch(device)
+        inside = Marks(watch)
         for stage in rank.stages.values():
             inside.around(stage, "_forward", task)
-        rank.set_up()
         inside.around(torch.autograd, "backward", task)
-        return TimedProgram(rank, names["step"], inside)
+        return TimedProgram(rank, names["step"], watch, inside)
+
+    def seconds_of(self, marks: Marks) -> dict[str, float]:
+        """Run a step with these marks alone, for others would count in what they are made around; seconds of a call by
+        name."""
+        with marks:
+            self.rank.run(self.step)
+        return marks.means()

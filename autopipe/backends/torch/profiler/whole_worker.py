@@ -23,13 +23,12 @@ def main(target: Path, program: Path, device: str, seconds: float) -> None:
     its generated function, a backward's what autograd does.
     """
     timed = TimedProgram.of(program, target.with_suffix(".npz"), torch.device(device))
-    tasks = Marks(timed.inside.watch)
+    tasks = Marks(timed.watch)
     for task in ("forward", "backward"):
         tasks.around(timed.rank.stages[0], task)
 
     def run() -> list[float]:
-        timed.rank.run(timed.step)
-        inside, whole = timed.inside.means(), tasks.means()
+        inside, whole = timed.seconds_of(timed.inside), timed.seconds_of(tasks)
         own = inside["0F"], inside.get("0B", 0.0)
         around = whole["forward"] - own[0], whole.get("backward", 0.0) - own[1]
         return [*own, *(max(0.0, each) for each in around)]
