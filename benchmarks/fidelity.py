@@ -2,7 +2,7 @@
 
 Each model is profiled, planned with what that gave, and run right afterwards, and that in several rounds over all
 models: the round in the middle counts, since a machine may be faster or slower while the program runs than while it was
-profiled. About 17 minutes a round on two quiet cores:
+profiled. About 20 minutes a round on two quiet cores:
 
     OMP_NUM_THREADS=1 python benchmarks/fidelity.py --write docs/fidelity.md
     OMP_NUM_THREADS=1 python benchmarks/fidelity.py --only gpt --only dlrm
@@ -47,15 +47,16 @@ Made by `OMP_NUM_THREADS=1 python benchmarks/fidelity.py --write docs/fidelity.m
 Every model of the zoo, as `autopipe zoo build` makes it, trains on {micro_batches} micro-batches of {size} samples.
 `autopipe profile` measured its operators and tasks for {seconds:g} s, for two ranks with the other core busy and
 (`--ranks 2`) with messages: what their ends take comes from a run of the model in two stages of 8 micro-batches.
-`plan --costs` predicted the step from that, and the generated program was run right afterwards: the median of {steps}
-steps. Two ranks have a stage each (`pipedream`, no replicas), under 1F1B and under the searched schedule.
+`plan --costs` predicted the step from that, and the generated program was launched {launches} times right afterwards:
+the median of {steps} steps each, and of the launches the middle one. Two ranks have a stage each (`pipedream`, no
+replicas), under 1F1B and under the searched schedule.
 
 {layouts}
 
 All of that was done in {rounds} rounds over the models. Of each row, the round whose prediction is off by the median is
 here, with how far it was off in all of them.
 
-| model | layout | predicted | measured | off | of all rounds | quartiles of the steps | nodes measured |
+| model | layout | predicted | measured | off | of all rounds | launches | nodes measured |
 |---|---|---:|---:|---:|---|---|---|
 {rows}
 """
@@ -68,14 +69,15 @@ class Row:
     model: str
     layout: str
     predicted_s: float
-    steps_s: tuple[float, ...]
+    launches_s: tuple[float, ...]
+    """Medians of steps."""
     nodes: tuple[int, int]
     """Measured, and judged by the roofline."""
 
     @property
     def measured_s(self) -> float:
-        """The median."""
-        return statistics.median(self.steps_s)
+        """Of the launch in the middle: the same program is faster in one process than in another."""
+        return statistics.median(self.launches_s)
 
     @property
     def off(self) -> float:
@@ -84,11 +86,10 @@ class Row:
 
     def line(self, others: str) -> str:
         """A row of the table; `others` says how far predictions were off in all rounds."""
-        low, _, high = (1e3 * each for each in statistics.quantiles(self.steps_s, n=4))
         known, judged = self.nodes
         times = f"{self.predicted_s * 1e3:.1f} ms | {self.measured_s * 1e3:.1f} ms | {self.off:+.1%} | {others}"
-        steps = f"{low:.1f} to {high:.1f} ms"
-        return f"| {self.model} | {self.layout} | {times} | {steps} | {known} of {known + judged} |"
+        launches = f"{1e3 * min(self.launches_s):.1f} to {1e3 * max(self.launches_s):.1f} ms"
+        return f"| {self.model} | {self.layout} | {times} | {launches} | {known} of {known + judged} |"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +119,30 @@ def rows_of(model: Path, ranks: int, arguments: argparse.Namespace, folder: Path
     others = ("--company", ranks - 1, "--ranks", ranks) if ranks > 1 else ()
     _run("profile", model, *sizes, *others, "-o", costs)
     cluster = ("--gpus", ranks, "--cluster", "cpu-local", "--costs", costs)
-    found: list[Row] = []
-    for number, (layout, options) in enumerate(LAYOUTS[ranks].items()):
-        plan = folder / f"{name}.{ranks}.{number}.plan"
-        summary = _run("plan", model, *cluster, *batch, *options, "-o", plan)["summary"]
+    plans = {layout: folder / f"{name}.{ranks}.{number}.plan" for number, layout in enumerate(LAYOUTS[ranks])}
+    summaries: dict[str, dict[str, Any]] = {}
+    for layout, plan in plans.items():
+        options = LAYOUTS[ranks][layout]
+        summaries[layout] = _run("plan", model, *cluster, *batch, *options, "-o", plan)["summary"]
         _run("codegen", plan)
-        data = folder / f"{name}.npz"
-        save_samples(read_manifest(plan / "program"), data)
-        steps = ("--steps", arguments.steps + WARM_UP, "--device", "cpu", "--data", data)
-        reports = _run("launch", plan / "program", *steps)["steps"]
-        seconds = tuple(float(each["step_time_s"]) for each in reports[WARM_UP:])
-        found.append(Row(name, layout, summary["step_time_s"], seconds, tuple(summary["costs"].values())))
-    return found
+    launches: defaultdict[str, list[float]] = defaultdict(list)
+    for _ in range(arguments.launches):
+        for layout, plan in plans.items():
+            launches[layout].append(_step_seconds(plan / "program", arguments.steps))
+    return [
+        Row(name, layout, summary["step_time_s"], tuple(launches[layout]), tuple(summary["costs"].values()))
+        for layout, summary in summaries.items()
+    ]
+
+
+def _step_seconds(program: Path, steps: int) -> float:
+    """The median step of a launch. One step's samples are drawn before: that is no part of a step."""
+    data = program / "samples.npz"
+    if not data.exists():
+        save_samples(read_manifest(program), data)
+    words = ("--steps", steps + WARM_UP, "--device", "cpu", "--data", data)
+    reports = _run("launch", program, *words)["steps"]
+    return statistics.median(float(each["step_time_s"]) for each in reports[WARM_UP:])
 
 
 def _run(*words: object) -> dict[str, Any]:
@@ -152,6 +165,7 @@ def page(found: Sequence[Rounds], arguments: argparse.Namespace, processor: str)
         micro_batches=arguments.micro_batches,
         size=arguments.size,
         seconds=arguments.seconds,
+        launches=arguments.launches,
         steps=arguments.steps,
         layouts="\n".join(_layout_line(layout, found) for layouts in LAYOUTS.values() for layout in layouts),
         rounds=len(found[0].rows),
@@ -171,7 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", metavar="MODEL", choices=sorted(MODELS), help="repeatable")
     parser.add_argument("--write", type=Path, metavar="FILE")
-    for name, default in (("size", 4), ("micro-batches", 4), ("steps", 40)):
+    for name, default in (("size", 4), ("micro-batches", 4), ("steps", 16), ("launches", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seconds", type=float, default=3.0, help="of profiling, a model and a number of ranks")
     parser.add_argument("--rounds", type=int, default=3, help="over all models")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,8 @@ from autopipe.ir.costs import Affine, ExchangeCost
 
 _MESSAGES = 6
 """Of a task, where it is measured what the others take beside the first."""
-_RUNS = 2
-"""Of the model's pipeline: a machine may be slower for all of one."""
+_RUNS = 3
+"""Of the model's pipeline, of which the middle one counts: a program is faster in one process than in another."""
 
 
 def exchanges_of(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost, ...]:
@@ -41,8 +42,9 @@ def in_pipeline(exchanges: tuple[ExchangeCost, ...], pipeline: Pipeline, device:
 
     Raises LaunchError where it does not run.
     """
-    follow = next(each.fit.fixed_s for each in exchanges if each.kind == "follow")  # All bytes count as the first one's.
-    both = min(measure_period(pipeline.folder, device) for _ in range(_RUNS)) - pipeline.period_s
+    follow = next(each.fit.fixed_s for each in exchanges if each.kind == "follow")  # Bytes count as the first's.
+    period = statistics.median(measure_period(pipeline.folder, device) for _ in range(_RUNS))
+    both = period - pipeline.period_s
     first = max(0.0, both / 2 - (pipeline.messages - 1) * follow)
     return tuple(
         replace(each, fit=_through(each.fit, first, pipeline.size_bytes)) if each.kind == "post" else each
