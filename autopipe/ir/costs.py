@@ -157,6 +157,9 @@ class TaskCosts:
     """Of an optimizer's update, besides what it does to tensors."""
     accumulate: TensorCosts
     """Adding a micro-batch's gradients to those before, by bytes of gradients."""
+    bucket: TensorCosts
+    """Putting gradients into a bucket whose sums other ranks take part in, and having those back, besides the
+    exchange."""
     updates: tuple[TensorCosts, ...]
     """An optimizer's update, by bytes of parameters: without states, with one (momentum), with two (AdamW)."""
 

@@ -37,7 +37,7 @@ def known(model: Model) -> DeviceCosts:
     """Each operation takes 1 s forward and 2 s backward, and each task as much besides."""
     one, two = Timing(1.0, 0.0, 5), Timing(2.0, 0.0, 5)
     operations = {each.operation: each.cost(one, two) for each in samples_of(model, "fp32")}
-    tasks = TaskCosts(1.0, 2.0, 0.0, 0.0, NOTHING, (NOTHING,) * 3)
+    tasks = TaskCosts(1.0, 2.0, 0.0, 0.0, NOTHING, NOTHING, (NOTHING,) * 3)
     return DeviceCosts("this", ("by hand",), operations=tuple(operations.values()), tasks=tasks)
 
 

@@ -17,7 +17,7 @@ from autopipe.passes.frontend import Model, read_model
 
 SETTINGS = {"hidden": "16", "vocabulary": "32", "sequence": "4", "loss": "true", "weights": "random"}
 NOTHING = TensorCosts(0.0, 0.0)
-TASKS = TaskCosts(0.0, 0.0, 0.0, 0.0, NOTHING, (NOTHING,) * 3)
+TASKS = TaskCosts(0.0, 0.0, 0.0, 0.0, NOTHING, NOTHING, (NOTHING,) * 3)
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ EXCHANGE_COSTS = st.builds(
     LINES,
     st.lists(st.tuples(st.integers(0, 2**40), TIMINGS), max_size=2).map(tuple),
 )
-TASKS = st.builds(TaskCosts, SECONDS, SECONDS, SECONDS, SECONDS, TENSORS, st.tuples(TENSORS, TENSORS, TENSORS))
+TASKS = st.builds(TaskCosts, SECONDS, SECONDS, SECONDS, SECONDS, TENSORS, TENSORS, st.tuples(TENSORS, TENSORS, TENSORS))
 DEVICES = st.builds(
     DeviceCosts,
     TEXTS,
@@ -92,7 +92,7 @@ def a_device(*operations: OperationCost, **more: Any) -> DeviceCosts:
 
 def test_merged_costs_hold_all_and_the_later_one_counts() -> None:
     tensors = TensorCosts(0.0, 0.0)
-    tasks = TaskCosts(1.0, 1.0, 1.0, 1.0, tensors, (tensors,) * 3)
+    tasks = TaskCosts(1.0, 1.0, 1.0, 1.0, tensors, tensors, (tensors,) * 3)
     sends = ExchangeCost("send", 2, Affine(1.0, 0.0), ())
     first = Costs((a_device(an_operation("float32[1]", 1.0), an_operation("float32[2]", 2.0), tasks=tasks),))
     second = Costs((a_device(an_operation("float32[2]", 3.0), exchanges=(sends,)), replace(a_device(), device="other")))

@@ -181,6 +181,7 @@ def _tasks_form(tasks: TaskCosts) -> dict[str, object]:
         "waiting_s": tasks.waiting_s,
         "update_s": tasks.update_s,
         "accumulate": asdict(tasks.accumulate),
+        "bucket": asdict(tasks.bucket),
         "updates": [asdict(each) for each in tasks.updates],
     }
 
@@ -195,6 +196,7 @@ def _tasks_of(record: Record) -> TaskCosts:
         waiting_s=_at_least_zero(record.at("waiting_s")),
         update_s=_at_least_zero(record.at("update_s")),
         accumulate=_tensors_of(record.at("accumulate")),
+        bucket=_tensors_of(record.at("bucket")),
         updates=updates,
     )
 

@@ -8,19 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from autopipe.ir.costs import Affine
 from autopipe.ir.layout import Layout
 from autopipe.ir.problem import Problem
 from autopipe.ir.remembered import remembered
 from autopipe.passes.cost.assignment import StageWork
-from autopipe.passes.cost.communication import Cost, all_gather, all_reduce, reduce_scatter
+from autopipe.passes.cost.communication import FREE, Cost, all_gather, all_reduce, reduce_scatter
+from autopipe.passes.cost.roofline import bucket_line
 
 
 def exchange_of_gradients(problem: Problem, group: Sequence[int]) -> Cost:
-    """Seconds, once a step, for gradients of so many bytes a device of `group`: what is gathered has as many bytes."""
+    """Seconds, once a step, for gradients of so many bytes a device of `group`: what is gathered has as many bytes.
+
+    That they go into a bucket and come back counts by the byte: how many tensors they are is not asked here.
+    """
+    if len(group) < 2:
+        return FREE
+    own = Affine(0.0, max(bucket_line(device).per_byte_s for device in problem.cluster.kinds_among(group)))
     if not problem.optimizer.shard:
-        return all_reduce(problem.cluster, group)
+        return Cost(tuple(way + own for way in all_reduce(problem.cluster, group).ways))
     halves = reduce_scatter(problem.cluster, group), all_gather(problem.cluster, group)
-    return Cost(tuple(scatter + gather for scatter in halves[0].ways for gather in halves[1].ways))
+    return Cost(tuple(scatter + gather + own for scatter in halves[0].ways for gather in halves[1].ways))
 
 
 def updated_part(problem: Problem, copies: float) -> float:

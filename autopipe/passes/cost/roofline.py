@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopipe.ir.cluster import Device
-from autopipe.ir.costs import Affine
+from autopipe.ir.costs import Affine, TensorCosts
 from autopipe.ir.problem import Problem, Work
 from autopipe.passes.cost.precision import PRODUCT_KINDS
 
@@ -89,6 +89,12 @@ def accumulate_per_byte(device: Device) -> float:
     if device.tasks is not None:
         return device.tasks.accumulate.per_byte_s
     return 3 / (device.bandwidth_bytes_per_s * device.fraction("elementwise"))
+
+
+def bucket_line(device: Device) -> TensorCosts:
+    """Putting gradients into a bucket that goes to other devices and having their sums back, where that was measured.
+    Of others the exchange alone counts."""
+    return TensorCosts(0.0, 0.0) if device.tasks is None else device.tasks.bucket
 
 
 def update_seconds(device: Device, parameter_bytes: float, states: int, tensors: int = 1) -> float:

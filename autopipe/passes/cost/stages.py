@@ -30,6 +30,7 @@ from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.replicas import exchange_of_gradients, holders_of
 from autopipe.passes.cost.roofline import (
     accumulate_seconds,
+    bucket_line,
     node_seconds,
     posting_seconds,
     task_seconds,
@@ -189,8 +190,13 @@ def _stage_cost(
     )
 
 
-def _gradient_seconds(problem: Problem, gradients: Mapping[tuple[int, ...], int]) -> float:
-    return sum((exchange_of_gradients(problem, group).seconds(size) for group, size in gradients.items()), 0.0)
+def _gradient_seconds(problem: Problem, gradients: Mapping[tuple[int, ...], State]) -> float:
+    found = 0.0
+    for group, state in gradients.items():
+        kinds = problem.cluster.kinds_among(group)
+        found += max(bucket_line(device).per_tensor_s for device in kinds) * state.tensors
+        found += exchange_of_gradients(problem, group).seconds(state.gradient_bytes)
+    return found
 
 
 def _compute_seconds(work: StageWork) -> tuple[float, float, float]:
@@ -252,8 +258,8 @@ def _owned(works: Iterable[StageWork]) -> list[dict[str, int]]:
 
 def _gradient_groups(
     problem: Problem, owned: list[dict[str, int]], holders: Mapping[str, tuple[int, ...]]
-) -> list[dict[tuple[int, ...], int]]:
-    """For each stage the bytes of gradients by the group of devices that sums them.
+) -> list[dict[tuple[int, ...], State]]:
+    """For each stage what there is of gradients by the group of devices that sums them.
 
     The group of a parameter is all devices that hold it, over all stages; of one held in parts, those with one part.
     """
@@ -263,6 +269,6 @@ def _gradient_groups(
         for name, count in held.items():
             if len(holders[name]) > 1:
                 groups.setdefault(holders[name], []).append((name, count))
-        sizes = {group: state_of(problem, names).gradient_bytes for group, names in groups.items()}
-        found.append({group: size for group, size in sizes.items() if size})
+        states = {group: state_of(problem, names) for group, names in groups.items()}
+        found.append({group: state for group, state in states.items() if state.gradient_bytes})
     return found

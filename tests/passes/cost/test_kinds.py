@@ -111,7 +111,7 @@ def test_collectives_and_posts_are_those_measured_on_the_kind() -> None:
     def measured(seconds: float) -> ExchangeCost:
         return ExchangeCost("all_reduce", 2, Affine(seconds, 0.0), ())
 
-    tasks = TaskCosts(0.25, 0.5, 0.0, 0.0, TensorCosts(0.0, 0.0), (TensorCosts(0.0, 0.0),) * 3)
+    tasks = TaskCosts(0.25, 0.5, 0.0, 0.0, TensorCosts(0.0, 0.0), TensorCosts(0.0, 0.0), (TensorCosts(0.0, 0.0),) * 3)
     fast = replace(FAST, collectives=(measured(3.0),), post=Affine(1.0, 0.0))
     slow = replace(SLOW, collectives=(measured(7.0),), tasks=tasks)
     both = mixed_cluster([(2, fast), (2, slow)])

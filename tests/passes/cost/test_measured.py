@@ -134,7 +134,7 @@ def test_a_bias_is_a_part_of_its_product() -> None:
 
 
 TENSORS = TensorCosts(1.0, 0.5)
-TASKS = TaskCosts(10.0, 20.0, 3.0, 30.0, TENSORS, (TENSORS, TENSORS, TENSORS))
+TASKS = TaskCosts(10.0, 20.0, 3.0, 30.0, TENSORS, TENSORS, (TENSORS, TENSORS, TENSORS))
 
 
 def test_tasks_and_updates_take_what_was_measured() -> None:
@@ -146,6 +146,19 @@ def test_tasks_and_updates_take_what_was_measured() -> None:
     assert cost.backward_s == pytest.approx(20 + 8 + 0.75 * (2 * 1.0 + 0.5 * size))
     assert cost.update_s == pytest.approx(30 + 2 * 1.0 + 0.5 * size)
     assert cost.split_s == pytest.approx(3 * 2), "two products"
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_gradients_go_into_buckets_where_several_devices_add_them_up(shard: bool) -> None:
+    kinds = ("reduce_scatter", "all_gather") if shard else ("all_reduce",)
+    exchanges = tuple(ExchangeCost(kind, 2, Affine(100.0, 0.25), ()) for kind in kinds)
+    tasks = replace(TASKS, bucket=TensorCosts(7.0, 2.0))
+    given = measured_problem(GRAPH, costs_of(GRAPH, 1.0, 1.0, 1.0, 1.0, tasks=tasks, exchanges=exchanges))
+    given = replace(given, optimizer=replace(given.optimizer, shard=shard))
+    alone, both = (stage_costs(given, Placement((Stage((0, 1, 2, 3), devices, 8),))) for devices in ((0,), (0, 1)))
+    size = 4 * (64 * 48 + 48 * 20)
+    assert alone[0].gradient_s == 0.0
+    assert both[0].gradient_s == pytest.approx(7.0 * 2 + 2.0 * size + len(kinds) * (100.0 + 0.25 * size))
 
 
 def test_exchanges_take_what_was_measured() -> None:

@@ -1,4 +1,6 @@
-"""What a rank's step takes besides its operators: starting tasks, adding up gradients, updating parameters."""
+"""What a rank's step takes besides its operators: starting tasks, adding up gradients and handing them to other ranks,
+updating parameters.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from autopipe.backends.torch.profiler.bucketing import bucketing_seconds
 from autopipe.backends.torch.profiler.watch import Watch, repeated
 from autopipe.backends.torch.profiler.worker import numbers_of
 from autopipe.ir.costs import TaskCosts, TensorCosts
@@ -53,8 +56,9 @@ def measure_tasks(watch: Watch, program: Path, waiting: int, seconds: float) -> 
     Raises LaunchError where it does not run.
     """
     forward, backward, split, update = numbers_of("task_worker", program, watch.device.type, seconds / 2)
-    sums, updates = _accumulations(watch, seconds / 8), _updates(watch, 3 * seconds / 8)
-    return TaskCosts(forward, backward, split / waiting, update, sums, updates)
+    sums, buckets = _accumulations(watch, seconds / 8), _bucketing(watch, seconds / 8)
+    updates = _updates(watch, seconds / 4)
+    return TaskCosts(forward, backward, split / waiting, update, sums, buckets, updates)
 
 
 def _updates(watch: Watch, seconds: float) -> tuple[TensorCosts, ...]:
@@ -66,6 +70,11 @@ def _updates(watch: Watch, seconds: float) -> tuple[TensorCosts, ...]:
 def _accumulations(watch: Watch, seconds: float) -> TensorCosts:
     """Adding a micro-batch's gradients to those before."""
     return _by_tensor(partial(_accumulation, watch, seconds / 2))
+
+
+def _bucketing(watch: Watch, seconds: float) -> TensorCosts:
+    """Putting gradients into a bucket and having them back."""
+    return _by_tensor(partial(bucketing_seconds, watch, seconds / 2, _TENSORS))
 
 
 def _by_tensor(measure: Callable[[int], float]) -> TensorCosts:

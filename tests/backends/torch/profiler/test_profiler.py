@@ -140,6 +140,8 @@ def test_what_tasks_take_besides_their_operators(tmp_path: Path) -> None:
     assert waiting == 15
     plain = measure_tasks(WATCH, tmp_path / "medley", waiting, 0.1)
     assert 0 < plain.forward_s < 0.5
+    assert 0 < plain.bucket.per_tensor_s < 0.5
+    assert 0 < plain.bucket.per_byte_s < 1e-6
     started = Starts(1.0, 2.0).added_to(plain)
     assert started == replace(plain, forward_s=1.0 + plain.forward_s, backward_s=2.0 + plain.backward_s)
 
