@@ -4,7 +4,7 @@ A thread of gloo's that has something to do for a connection tries its lock, and
 system for the same event again, at once: it spins. Messages between processes of one machine wake it on the processor
 of the rank's thread, which it preempts, mostly while that one holds the lock. Both then wait for the system's next
 tick, some milliseconds. So gloo's threads shall preempt none, and a rank's thread gives way where it has started an
-exchange.
+exchange. Not where ranks take a processor in turn: there another rank would compute for a turn of the system's.
 """
 
 from __future__ import annotations

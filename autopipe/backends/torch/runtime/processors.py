@@ -29,6 +29,16 @@ def keep_to_processors(rank: int, ranks: int) -> None:
         os.sched_setaffinity(0, processors_of(rank, ranks, sorted(os.sched_getaffinity(0))))
 
 
+def take_turns(ranks: int) -> bool:
+    """Whether so many ranks of this machine take processors in turn: those of the process that started them."""
+    if not hasattr(os, "sched_getaffinity"):
+        return False
+    try:
+        return ranks > len(os.sched_getaffinity(os.getppid()))
+    except OSError:
+        return False
+
+
 def processors_of_this_rank() -> int:
     """How many processors the rank's threads can be sure of."""
     if _has_own():

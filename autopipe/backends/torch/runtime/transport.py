@@ -26,7 +26,7 @@ from autopipe.backends.torch.runtime.gloo_threads import give_way, patient_threa
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
 from autopipe.backends.torch.runtime.meeting import Meeting
 from autopipe.backends.torch.runtime.pending import Arrival, Departure, Sum
-from autopipe.backends.torch.runtime.processors import keep_to_processors
+from autopipe.backends.torch.runtime.processors import keep_to_processors, take_turns
 from autopipe.backends.torch.runtime.pulse import DEFAULTS, Pulse, Timeouts
 from autopipe.backends.torch.runtime.rings import Ring
 from autopipe.ir.errors import LaunchError
@@ -53,6 +53,7 @@ class Transport:
         self._local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
         self.nccl = self.device.type == "cuda" and self._local_world <= torch.cuda.device_count()
         self.staged = self.device.type == "cuda" and not self.nccl
+        self._gives_way = not self.nccl and not take_turns(self._local_world)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._channels: dict[tuple[int, bool], dist.ProcessGroup] = {}
         self._rings: dict[tuple[int, bool], Ring] = {}
@@ -121,7 +122,7 @@ class Transport:
         work = dist.isend(tensor, rank, group=self._channels.get((channel, gradient)), tag=_tag(channel, gradient))
         departure = Departure(work, tensor)
         self._departures.add(departure)
-        if not self.nccl:
+        if self._gives_way:
             give_way()
         return departure
 
@@ -135,7 +136,7 @@ class Transport:
         work = dist.irecv(buffer, rank, group=self._channels.get((channel, gradient)), tag=_tag(channel, gradient))
         if work is None:
             raise LaunchError(f"rank {self.rank} cannot receive from rank {rank}")
-        if not self.nccl:
+        if self._gives_way:
             give_way()
         return Arrival(work, buffer, self.device)
 

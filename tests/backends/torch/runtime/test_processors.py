@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime.processors import keep_to_processors, processors_of
+from autopipe.backends.torch.runtime.processors import keep_to_processors, processors_of, take_turns
 
 BOUND = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone binds threads")
 _RANK = """
@@ -95,3 +95,9 @@ def _ranks(folder: Path, count: int, before=None) -> list[dict]:
         rank_of = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, preexec_fn=before)  # noqa: PLW1509
         started.append(rank_of)
     return [json.loads(each.communicate(timeout=120)[0].splitlines()[-1]) for each in started]
+
+
+@BOUND
+def test_ranks_take_turns_where_their_parent_has_fewer_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2} if process == os.getppid() else {0})
+    assert [take_turns(ranks) for ranks in (1, 3, 4)] == [False, False, True]
