@@ -17,14 +17,15 @@ from autopipe.passes.cost.communication import FREE, Cost, all_gather, all_reduc
 from autopipe.passes.cost.roofline import bucket_line
 
 
-def exchange_of_gradients(problem: Problem, group: Sequence[int]) -> Cost:
+def exchange_of_gradients(problem: Problem, group: Sequence[int], tensors: int = 0) -> Cost:
     """Seconds, once a step, for gradients of so many bytes a device of `group`: what is gathered has as many bytes.
 
-    That they go into a bucket and come back counts by the byte: how many tensors they are is not asked here.
+    That they go into a bucket and come back counts too, by the byte, and by the tensor where it is said how many.
     """
     if len(group) < 2:
         return FREE
-    own = Affine(0.0, max(bucket_line(device).per_byte_s for device in problem.cluster.kinds_among(group)))
+    buckets = [bucket_line(device) for device in problem.cluster.kinds_among(group)]
+    own = Affine(max(each.per_tensor_s for each in buckets) * tensors, max(each.per_byte_s for each in buckets))
     if not problem.optimizer.shard:
         return Cost(tuple(way + own for way in all_reduce(problem.cluster, group).ways))
     halves = reduce_scatter(problem.cluster, group), all_gather(problem.cluster, group)

@@ -30,7 +30,6 @@ from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.replicas import exchange_of_gradients, holders_of
 from autopipe.passes.cost.roofline import (
     accumulate_seconds,
-    bucket_line,
     node_seconds,
     posting_seconds,
     task_seconds,
@@ -191,12 +190,11 @@ def _stage_cost(
 
 
 def _gradient_seconds(problem: Problem, gradients: Mapping[tuple[int, ...], State]) -> float:
-    found = 0.0
-    for group, state in gradients.items():
-        kinds = problem.cluster.kinds_among(group)
-        found += max(bucket_line(device).per_tensor_s for device in kinds) * state.tensors
-        found += exchange_of_gradients(problem, group).seconds(state.gradient_bytes)
-    return found
+    each = (
+        exchange_of_gradients(problem, group, state.tensors).seconds(state.gradient_bytes)
+        for group, state in gradients.items()
+    )
+    return sum(each, 0.0)
 
 
 def _compute_seconds(work: StageWork) -> tuple[float, float, float]:

@@ -23,9 +23,8 @@ class _Alone(Transport):
 def bucketing_seconds(watch: Watch, seconds: float, tensors: int, elements: int) -> float:
     """How much longer a backward takes that puts the gradients of so many parameters, of so many elements each, into a
     bucket as they come, with what it takes to have them back from there."""
-    own, shared = (
-        [torch.ones(elements, device=watch.device, requires_grad=True) for _ in range(tensors)] for _ in "01"
-    )
+    own = [torch.ones(elements, device=watch.device, requires_grad=True) for _ in range(tensors)]
+    shared = [torch.ones_like(each, requires_grad=True) for each in own]
     gradients = [torch.full((elements,), 1e-6, device=watch.device) for _ in range(tensors)]
     blocks = tuple(Block(index, elements, "fp32", 4, (0, 1), 0) for index in range(tensors))
     reduction = GradientReduction(_Alone(watch.device.type), dict(enumerate(shared)), [Bucket(blocks)], shared=False)

@@ -31,12 +31,8 @@ def keep_to_processors(rank: int, ranks: int) -> None:
 
 def take_turns(ranks: int) -> bool:
     """Whether so many ranks of this machine take processors in turn: those of the process that started them."""
-    if not hasattr(os, "sched_getaffinity"):
-        return False
-    try:
-        return ranks > len(os.sched_getaffinity(os.getppid()))
-    except OSError:
-        return False
+    inherited = _of_parent()
+    return bool(inherited) and ranks > len(inherited)
 
 
 def processors_of_this_rank() -> int:
@@ -53,10 +49,15 @@ def processor_count() -> int:
 
 def _has_own() -> bool:
     """Whether this thread may not run wherever its parent process may: job managers too bind what they start. So it is
-    taken to be where the system does not tell."""
+    taken to be where the system does not tell of a parent."""
+    return hasattr(os, "sched_getaffinity") and os.sched_getaffinity(0) != _of_parent()
+
+
+def _of_parent() -> set[int]:
+    """Where the process that started this one may run; empty where the system does not tell."""
     if not hasattr(os, "sched_getaffinity"):
-        return False
+        return set()
     try:
-        return os.sched_getaffinity(0) != os.sched_getaffinity(os.getppid())
+        return os.sched_getaffinity(os.getppid())
     except OSError:
-        return True
+        return set()
