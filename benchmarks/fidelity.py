@@ -2,10 +2,12 @@
 
 Each model is profiled, planned with what that gave, and run right afterwards, and that in several rounds over all
 models: the round in the middle counts, since a machine may be faster or slower while the program runs than while it was
-profiled. About 20 minutes a round on two quiet cores:
+profiled. A round takes about 20 minutes on two quiet cores, and rounds may be run at different hours: their rows are
+lines of a log, and the page is of all that it has.
 
-    OMP_NUM_THREADS=1 python benchmarks/fidelity.py --write docs/fidelity.md
-    OMP_NUM_THREADS=1 python benchmarks/fidelity.py --only gpt --only dlrm
+    OMP_NUM_THREADS=1 python benchmarks/fidelity.py --log docs/fidelity.jsonl --write docs/fidelity.md
+    OMP_NUM_THREADS=1 python benchmarks/fidelity.py --log /tmp/rows.jsonl --only gpt --only dlrm
+    python benchmarks/fidelity.py --log docs/fidelity.jsonl --rounds 0 --write docs/fidelity.md
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,8 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
 """By ranks: what the table calls them, and the options that make the plans so."""
 TEXT = """# Predicted and measured step times
 
-Made by `OMP_NUM_THREADS=1 python benchmarks/fidelity.py --write docs/fidelity.md` on {day}, {cores} cores
-({processor}), one thread a rank, ranks not more than cores.
+Made by `OMP_NUM_THREADS=1 python benchmarks/fidelity.py --log docs/fidelity.jsonl --write docs/fidelity.md` from
+{first} to {last} (UTC) on {cores} cores ({processor}), one thread a rank, ranks not more than cores.
 
 Every model of the zoo, as `autopipe zoo build` makes it, trains on {micro_batches} micro-batches of {size} samples.
 `autopipe profile` measured its operators and tasks for {seconds:g} s, for two ranks with the other core busy and
@@ -73,6 +75,10 @@ class Row:
     """Medians of steps."""
     nodes: tuple[int, int]
     """Measured, and judged by the roofline."""
+    processor: str
+    cores: int
+    time: str
+    """When it had run: the day and the minute, UTC."""
 
     @property
     def measured_s(self) -> float:
@@ -83,6 +89,12 @@ class Row:
     def off(self) -> float:
         """How far the prediction is off, as a share of what was measured."""
         return self.predicted_s / self.measured_s - 1
+
+    @classmethod
+    def parse(cls, line: str) -> Row:
+        """That of a line of the log."""
+        found = json.loads(line)
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
 
     def line(self, others: str) -> str:
         """A row of the table; `others` says how far predictions were off in all rounds."""
@@ -129,10 +141,15 @@ def rows_of(model: Path, ranks: int, arguments: argparse.Namespace, folder: Path
     for _ in range(arguments.launches):
         for layout, plan in plans.items():
             launches[layout].append(_step_seconds(plan / "program", arguments.steps))
+    where = json.loads(costs.read_text())["devices"][0]["device"], os.cpu_count() or 1, f"{_now():%Y-%m-%d %H:%M}"
     return [
-        Row(name, layout, summary["step_time_s"], tuple(launches[layout]), tuple(summary["costs"].values()))
+        Row(name, layout, summary["step_time_s"], tuple(launches[layout]), tuple(summary["costs"].values()), *where)
         for layout, summary in summaries.items()
     ]
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
 
 
 def _step_seconds(program: Path, steps: int) -> float:
@@ -156,12 +173,17 @@ def _run(*words: object) -> dict[str, Any]:
     return found
 
 
-def page(found: Sequence[Rounds], arguments: argparse.Namespace, processor: str) -> str:
+def page(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     """The documentation's page."""
+    grouped: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        grouped[row.model, row.layout].append(row)
+    found = [Rounds(each) for each in grouped.values()]
     return TEXT.format(
-        day=datetime.datetime.now(datetime.UTC).date(),
-        cores=os.cpu_count(),
-        processor=processor,
+        first=min(row.time for row in rows),
+        last=max(row.time for row in rows),
+        cores=rows[0].cores,
+        processor=rows[0].processor,
         micro_batches=arguments.micro_batches,
         size=arguments.size,
         seconds=arguments.seconds,
@@ -183,29 +205,31 @@ def _layout_line(layout: str, found: Sequence[Rounds]) -> str:
 def main() -> None:
     """Measure and print, model by model; write the page where asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--log", type=Path, required=True, metavar="FILE", help="a JSON object a line")
     parser.add_argument("--only", action="append", metavar="MODEL", choices=sorted(MODELS), help="repeatable")
-    parser.add_argument("--write", type=Path, metavar="FILE")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="the page of all that the log has")
     for name, default in (("size", 4), ("micro-batches", 4), ("steps", 16), ("launches", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seconds", type=float, default=3.0, help="of profiling, a model and a number of ranks")
-    parser.add_argument("--rounds", type=int, default=3, help="over all models")
+    parser.add_argument("--rounds", type=int, default=5, help="to be run now over all models; 0: write the page alone")
     arguments = parser.parse_args()
-    rows: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
-    names = arguments.only or sorted(MODELS)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        for name in names:
-            _run("zoo", "build", name, "-o", folder / f"{name}.onnx", "--set", "loss=true", "--set", "weights=random")
-        for turn in range(arguments.rounds):
-            for name, ranks in itertools.product(names, LAYOUTS):
-                for row in rows_of(folder / f"{name}.onnx", ranks, arguments, folder / f"{turn}"):
-                    rows[name, row.layout].append(row)
-                    print(row.line(f"round {turn + 1}"), file=sys.stderr, flush=True)
-        processor = json.loads((folder / "0" / f"{names[0]}.costs").read_text())["devices"][0]["device"]
-    text = page([Rounds(each) for each in rows.values()], arguments, processor)
+    _measure(arguments)
+    text = page([Row.parse(line) for line in arguments.log.read_text().splitlines()], arguments)
     if arguments.write is not None:
         arguments.write.write_text(text, encoding="utf-8")
     print(text)
+
+
+def _measure(arguments: argparse.Namespace) -> None:
+    names = arguments.only or sorted(MODELS)
+    with tempfile.TemporaryDirectory() as scratch, arguments.log.open("a") as log:
+        folder = Path(scratch)
+        for name in names:
+            _run("zoo", "build", name, "-o", folder / f"{name}.onnx", "--set", "loss=true", "--set", "weights=random")
+        for turn, name, ranks in itertools.product(range(arguments.rounds), names, LAYOUTS):
+            for row in rows_of(folder / f"{name}.onnx", ranks, arguments, folder / f"{turn}"):
+                print(json.dumps(asdict(row)), file=log, flush=True)
+                print(row.line(f"round {turn + 1}"), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
