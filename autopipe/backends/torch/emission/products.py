@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from string import ascii_lowercase
+
 from autopipe.backends.torch.emission.call import Call, Emitter, literal, number, torch_dtype
 from autopipe.ir.ops.products import equation_of, has_bias
 
 
 def _matmul(call: Call) -> str:
-    library = "operators.matmul_whole" if call.result().dtype.is_integer else "torch.matmul"
-    return f"{library}({call.arg(0)}, {call.arg(1)})"
+    if call.result().dtype.is_integer:
+        return f"operators.matmul_whole({call.arg(0)}, {call.arg(1)})"
+    equation = _stacked(call.operand(0).shape, call.operand(1).shape)
+    if equation is None:
+        return f"torch.matmul({call.arg(0)}, {call.arg(1)})"
+    return f"torch.einsum({equation!r}, {call.arg(0)}, {call.arg(1)})"
+
+
+def _stacked(left: tuple[int, ...], right: tuple[int, ...]) -> str | None:
+    """The equation of a product of stacks of matrices, one of which is read again along an axis only the other has.
+
+    None where there is no such axis. `torch.matmul` writes a copy of the matrices for each time they are read, and
+    sums gradients as many; `torch.einsum` takes such an axis for rows of the other factor, as one would by hand.
+    """
+    rank = max(len(left), len(right))
+    if min(len(left), len(right)) < 3 or rank >= len(ascii_lowercase):
+        return None
+    stacks = [(1,) * (rank - len(shape)) + shape[:-2] for shape in (left, right)]
+    if stacks[0] == stacks[1]:
+        return None
+    lead, row, inner, column = ascii_lowercase[: rank - 2], *ascii_lowercase[rank - 2 : rank + 1]
+    first, second = (lead[rank - len(shape) :] for shape in (left, right))
+    return f"{first}{row}{inner},{second}{inner}{column}->{lead}{row}{column}"
 
 
 def _gemm(call: Call) -> str:

@@ -35,6 +35,12 @@ VECTOR = floats(4)
     ("op", "arrays", "settings", "code"),
     [
         ("MatMul", [floats(2, 3), floats(3, 4)], {}, "torch.matmul(a, b)"),
+        ("MatMul", [floats(2, 4, 3, 5), floats(5, 6)], {}, "torch.matmul(a, b)"),
+        ("MatMul", [floats(2, 4, 3, 5), floats(2, 4, 5, 6)], {}, "torch.matmul(a, b)"),
+        ("MatMul", [floats(2, 4, 3, 5), floats(4, 5, 6)], {}, "torch.einsum('abcd,bde->abce', a, b)"),
+        ("MatMul", [floats(2, 4, 3, 5), floats(2, 1, 5, 6)], {}, "torch.einsum('abcd,abde->abce', a, b)"),
+        ("MatMul", [floats(4, 3, 5), floats(2, 4, 5, 6)], {}, "torch.einsum('bcd,abde->abce', a, b)"),
+        ("MatMul", [floats(1, 4, 3, 5), floats(4, 5, 6)], {}, "torch.matmul(a, b)"),
         ("Gemm", [floats(2, 3), floats(5, 3), floats(5)], {"transB": 1}, "F.linear(a, b, c)"),
         ("Gemm", [floats(2, 3), floats(5, 3)], {"transB": 1}, "F.linear(a, b)"),
         ("Gemm", [floats(2, 3), floats(3, 5), floats(5)], {}, "torch.addmm(c, a, b)"),
