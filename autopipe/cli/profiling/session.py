@@ -236,8 +236,9 @@ def _middling(models: Sequence[tuple[int, Model]]) -> Model:
 
 
 def _of_model(tasks: TaskCosts, starts: Starts, wholes: Mapping[int, Whole]) -> TaskCosts:
-    """What the model's own tasks take, on its largest micro-batches; any other's where it was not run as a whole."""
-    return wholes[max(wholes)].tasks(tasks) if wholes else starts.added_to(tasks)
+    """What the model's own tasks take, on its smallest micro-batches, since it is there that this matters; any other's
+    where it was not run as a whole."""
+    return wholes[min(wholes)].tasks(tasks) if wholes else starts.added_to(tasks)
 
 
 def _told(size: int, whole: Whole) -> str:
