@@ -1,4 +1,5 @@
-"""Candidates run in turns, so that a machine that grows slower does so for all of them."""
+"""Candidates run in turns, so that a machine that grows slower does so for all of them; every other round from the last
+to the first, so that none always follows the same one."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def measured(
     chosen: Sequence[int] = range(len(candidates))
     for turn in range(_MOST_ROUNDS):
         began = time.monotonic()
-        for index in chosen:
+        for index in chosen if turn % 2 == 0 else reversed(chosen):
             if not outcomes[index].failed:
                 tell(f"round {turn + 1}, {index + 1} of {len(candidates)}: {candidates[index].name}")
                 steps = _FEW_STEPS if candidates[index].predicted_s > slow_s else _STEPS
