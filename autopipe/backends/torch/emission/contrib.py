@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter, called, shared
 from autopipe.backends.torch.emission.normalization import rms_norm
+from autopipe.backends.torch.emission.products import multiply
 
 
 def _gelu(approximate: str) -> Emitter:
@@ -21,7 +22,7 @@ def _quick_gelu(call: Call) -> str:
 def _fused_matmul(call: Call) -> str:
     left = f"{call.arg(0)}.mT" if call.node.integer("transA") else call.arg(0)
     right = f"{call.arg(1)}.mT" if call.node.integer("transB") else call.arg(1)
-    product = f"torch.matmul({left}, {right})"
+    product = multiply(call, left, right)
     return product if call.node.number("alpha", 1.0) == 1.0 else f"{call.stated('alpha', 1.0)} * {product}"
 
 

@@ -11,10 +11,15 @@ from autopipe.ir.ops.products import equation_of, has_bias
 def _matmul(call: Call) -> str:
     if call.result().dtype.is_integer:
         return f"operators.matmul_whole({call.arg(0)}, {call.arg(1)})"
+    return multiply(call, call.arg(0), call.arg(1))
+
+
+def multiply(call: Call, left: str, right: str) -> str:
+    """The product of the first two operands, each as it is or transposed, as `left` and `right` write them."""
     equation = _stacked(call.operand(0).shape, call.operand(1).shape)
     if equation is None:
-        return f"torch.matmul({call.arg(0)}, {call.arg(1)})"
-    return f"torch.einsum({equation!r}, {call.arg(0)}, {call.arg(1)})"
+        return f"torch.matmul({left}, {right})"
+    return f"torch.einsum({equation!r}, {left}, {right})"
 
 
 def _stacked(left: tuple[int, ...], right: tuple[int, ...]) -> str | None:

@@ -27,6 +27,7 @@ CASES: list[tuple[str, list[np.ndarray | None], tuple[bool, ...], dict[str, Any]
     ("BiasGelu", [normal(2, 3, 4), normal(4)], (True,), {}),
     ("FusedMatMul", [normal(2, 3, 4), normal(2, 5, 4)], (True,), {"transB": 1, "alpha": 0.5}),
     ("FusedMatMul", [normal(2, 4, 3), normal(4, 5)], (True,), {"transA": 1}),
+    ("FusedMatMul", [normal(2, 3, 5, 4), normal(3, 6, 5)], (True,), {"transA": 1, "transB": 1}),
     ("SkipLayerNormalization", [normal(2, 3, 4), normal(2, 3, 4), normal(4), normal(4)], (True,), {}),
     (
         "SkipLayerNormalization",
