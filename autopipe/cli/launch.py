@@ -21,7 +21,7 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
     default="auto",
     help="Where to run; meta, with --dry-run, is on no device: shapes and types alone, without memory for numbers.",
 )
-@click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps in all.")
+@click.option("--steps", type=click.IntRange(min=1), help="Steps in all [1; in inference over a file all of it].")
 @click.option("--data", help="FILE.npz or module:function; random data without it.")
 @click.option(
     "--seed", type=click.IntRange(min=0), help="Seed of random data and of weights that the model does not store."
@@ -47,7 +47,7 @@ def launch(
     output: Output,
     program: Path,
     device: str,
-    steps: int,
+    steps: int | None,
     data: str | None,
     seed: int | None,
     nnodes: str,

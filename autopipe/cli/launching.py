@@ -15,6 +15,7 @@ from rich.table import Table
 from autopipe.backends.torch.checkpoint.folder import check_unused
 from autopipe.backends.torch.emission.rank import rank_module
 from autopipe.backends.torch.launcher import Gang, launch_program, local_ranks, read_reports, run_alone
+from autopipe.backends.torch.runtime.data import check_data
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.pulse import Timeouts
 from autopipe.backends.torch.trace import chrome_trace
@@ -27,7 +28,8 @@ class Launch:
 
     manifest: Manifest
     device: str
-    steps: int
+    steps: int | None
+    """One where not given, in inference over a file all that its samples fill."""
     data: str | None
     seed: int | None
     checkpoint: Path | None
@@ -40,11 +42,12 @@ class Launch:
     def start(self, gang: Gang, note: Callable[[str], None]) -> list[dict[str, object]]:
         """Run the ranks and return their step reports. Raises as `launch_program`."""
         self._check()
+        steps = self._checked_steps(note)
         note(placement_note(self.device, local_ranks(self.manifest, gang)[1]))
         with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
             scratch = Path(name)
             try:
-                launch_program(self.manifest, self._arguments(scratch, gang.timeouts), gang, note)
+                launch_program(self.manifest, self._arguments(scratch, steps, gang.timeouts), gang, note)
             finally:
                 if self.trace is not None:
                     _write_json(self.trace, chrome_trace(scratch / "spans"))
@@ -57,6 +60,7 @@ class Launch:
             raise ConfigurationError(f"there is no rank {rank}", hint=f"the program has ranks 0 to {world_size - 1}")
         if not self._has(rank):
             raise ConfigurationError(f"rank {rank} was not generated", hint=f"autopipe codegen PLAN --ranks {rank}")
+        check_data(self.manifest, self.data, 1)
         with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
             report = Path(name) / "report.json"
             arguments = ["--dry-run", "--device", self.device, "--steps", "1", "--report", str(report)]
@@ -96,8 +100,18 @@ class Launch:
                     f"{path} cannot be written", hint="name a file in a folder that is there and writable"
                 )
 
-    def _arguments(self, scratch: Path, timeouts: Timeouts) -> list[str]:
-        found = ["--device", self.device, "--steps", str(self.steps), "--report", str(scratch / "report.jsonl")]
+    def _checked_steps(self, note: Callable[[str], None]) -> int:
+        """How many steps to run, the data looked at as far as they read it. Raises ConfigurationError for data that
+        does not fit."""
+        read = self.steps or (1 if self.manifest.train else None)
+        source = check_data(self.manifest, self.data, None if self.resume else read)
+        steps = read or (1 if source is None else source.steps)
+        if source is not None and (said := source.says(steps)):
+            note(said)
+        return steps
+
+    def _arguments(self, scratch: Path, steps: int, timeouts: Timeouts) -> list[str]:
+        found = ["--device", self.device, "--steps", str(steps), "--report", str(scratch / "report.jsonl")]
         if self.checkpoint is not None:
             found += ["--checkpoint", str(self.checkpoint.absolute()), "--resume"]
         found += ["--blocking"] if self.blocking else []

@@ -10,8 +10,7 @@ import numpy as np
 
 from autopipe.backends.onnxruntime.reference import ReferenceModel
 from autopipe.backends.torch.launcher import Gang, launch_program, run_alone
-from autopipe.backends.torch.runtime.data import open_source
-from autopipe.backends.torch.runtime.drawing import draw_block
+from autopipe.backends.torch.runtime.data import check_data, open_source
 from autopipe.backends.torch.runtime.manifest import Manifest, ShardEntry, read_manifest
 from autopipe.backends.torch.verification import (
     Difference,
@@ -66,6 +65,7 @@ class Verification:
     def run(self, advance: Callable[[], None]) -> Iterator[Check]:
         """The checks, as they are done."""
         folder = self.manifest.folder
+        check_data(self.manifest, self.data, 1)
         self._record("ranks")
         launch_program(self.manifest, self._run_arguments("ranks"), Gang())
         advance()
@@ -114,17 +114,22 @@ class Verification:
             model.run({entry.name: source.rows(entry, start, start + size) for entry in forward.inputs})
             for start in range(0, forward.batch_size, size)
         ]
+        share = source.count(0) / forward.batch_size
         axes = {entry.name: entry.batch_axis for entry in forward.outputs}
         return {
-            name: _joined([each[name] for each in evaluations], axes[name]) for name in model.outputs if name in axes
+            name: _joined([each[name] for each in evaluations], axes[name], share)
+            for name in model.outputs
+            if name in axes
         }
 
 
-def _joined(evaluations: list[np.ndarray], batch_axis: int | None) -> np.ndarray:
-    """An output over several evaluations: samples one after the other; a value without samples is averaged."""
+def _joined(evaluations: list[np.ndarray], batch_axis: int | None, share: float) -> np.ndarray:
+    """An output over several evaluations: the `share` of its samples that are data, one after the other; a value
+    without samples is averaged."""
     if batch_axis is None:
         return np.asarray(np.mean(np.stack(evaluations), axis=0))
-    return np.concatenate(evaluations, axis=batch_axis)
+    whole = np.concatenate(evaluations, axis=batch_axis)
+    return np.take(whole, range(round(whole.shape[batch_axis] * share)), axis=batch_axis)
 
 
 def _in_rounds(outputs: dict[str, np.ndarray], manifest: Manifest) -> dict[str, np.ndarray]:
@@ -147,6 +152,8 @@ def _averaged(outputs: dict[str, np.ndarray], manifest: Manifest) -> dict[str, n
 
 def _drawn_weights(manifest: Manifest, seed: int) -> dict[str, np.ndarray]:
     """Numbers for the parameters that the model file does not store."""
+    from autopipe.backends.torch.runtime.drawing import draw_block  # Loads torch, which a check of data need not.
+
     found = {}
     for index, entry in enumerate(manifest.parameters):
         if entry.storage.kind == "draw":

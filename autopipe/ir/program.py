@@ -293,12 +293,29 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class InputBounds:
+    """Whole numbers in [`least`, `below`) for a block of an input of one micro-batch, of all samples."""
+
+    least: int
+    below: int
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class InputRange:
-    """What random data for a graph input must keep to: whole numbers in [0, `below`), or any real number."""
+    """What the numbers of a graph input must keep to: rows of tables and classes, by where they are used."""
 
     value: Value
     batch_axis: int | None
     below: int | None
+    """Random data: whole numbers in [0, `below`), or any real number."""
+    drawn: tuple[InputBounds, ...] = ()
+    """Blocks of random data that have bounds of their own."""
+    allowed: tuple[InputBounds, ...] = ()
+    """Blocks for which other numbers are refused."""
+    ignored: int | None = None
+    """The label that is allowed besides: its position counts for nothing."""
 
 
 @dataclass(frozen=True, slots=True)

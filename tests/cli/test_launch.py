@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from autopipe.backends.torch.launcher import Gang, local_ranks, read_reports
@@ -87,3 +90,16 @@ def test_a_step_done_again_is_reported_once(tmp_path: Path) -> None:
     path.write_text('{"step": 0, "loss": 1}\n{"step": 1, "loss": 2}\n{"step": 1, "loss": 3}\n')
     assert read_reports(path) == [{"step": 0, "loss": 1}, {"step": 1, "loss": 3}]
     assert read_reports(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize("command", ["launch", "verify"])
+def test_data_is_looked_at_before_anything_heavy_is_loaded(tmp_path: Path, command: str) -> None:
+    """In one line, by a process that has not even loaded torch."""
+    folder = write_chain(tmp_path / "program", groups=((0,),))
+    np.savez(tmp_path / "rows.npz", in0=np.zeros((3, 4)))
+    text = "import sys\nfrom autopipe.cli.main import main\n"
+    text += f"code = main([{command!r}, {str(folder)!r}, '--data', {str(tmp_path / 'rows.npz')!r}])\n"
+    text += "print(code, 'torch' in sys.modules)\n"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "False"]
+    assert done.stderr.splitlines()[0].endswith("rows.npz: 3 samples are no batch of 12")

@@ -34,7 +34,8 @@ def test_every_command_and_flag_of_a_configuration_is_explained() -> None:
     assert all(len(row.rsplit(" | ", 1)[1]) > 10 for row in rows.values()), "a flag has no help"
     assert "autopipe plan gpt.onnx --gpus 4\n" in plan
     assert "| `--device` | `auto` or `cuda` or `cpu` | `auto` |" in text
-    assert "| `--steps` | a whole number from 1 | `1` |" in text
+    assert "| `--max-restarts` | a whole number from 0 |  |" in text
+    assert "| `--start-timeout` | a number from 0 | `1800` |" in text
 
 
 def test_every_strategy_scheduler_and_model_is_explained() -> None:

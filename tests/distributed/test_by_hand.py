@@ -202,6 +202,27 @@ def test_outputs_by_samples_and_without(pools: Pools, tmp_path: Path) -> None:
     assert axes == [0, 1, 0, None, None, None]
 
 
+def test_outputs_of_as_many_samples_as_there_are(pools: Pools, tmp_path: Path) -> None:
+    """17 samples fill a batch of 12 and 5 of another; steps beyond are not run."""
+    builder = Builder()
+    value = builder.node("MatMul", builder.input((4, 2, 4)), builder.parameter((4, 4)))
+    turned = builder.node("Transpose", value, perm=(1, 0, 2))
+    merged = builder.node("Reshape", value, builder.constant((8, 4)))
+    total = builder.node("ReduceSum", value, builder.constant([0, 1, 2]), keepdims=0)
+    graph = builder.graph(value, turned, merged, total)
+    nodes = range(len(graph.nodes))
+    placement = Placement((Stage(tuple(nodes), (0, 1), 4, batch_splits(graph, nodes, 2)),))
+    folder = tmp_path / "program"
+    write(graph, placement, schedule_of(graph, placement, 3, train=False), None, folder)
+    batch = {name: np.concatenate([array, array])[:17] for name, array in batch_of(graph, 3).items()}
+    found = list(run_forward(pools, folder, batch, "--steps", 5).values())
+    assert [each.shape for each in found] == [(17, 2, 4), (2, 17, 4), (34, 4), (5,)]
+    assert np.array_equal(found[0], np.moveaxis(found[1], 1, 0)) and np.array_equal(found[0].reshape(34, 4), found[2])
+    (given,) = batch.values()
+    (weight,) = (each.numpy() for each in drawn_parameters(graph, folder).values())
+    np.testing.assert_allclose(found[0], given @ weight, rtol=1e-9)
+
+
 def test_micro_batches_of_one_sample(pools: Pools, tmp_path: Path) -> None:
     builder = Builder()
     value = builder.node("MatMul", builder.input((1, 4)), builder.parameter((4, 4)))

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autopipe.ir.problem import Optimizer
 from tests.distributed.launching import (
     BATCH,
     MICRO_BATCHES,
@@ -161,3 +162,29 @@ def test_inference_writes_its_outputs(tmp_path: Path) -> None:
     assert ended.code == 0, ended.stderr
     with np.load(tmp_path / "out.npz") as stored:
         assert stored["output_0"].shape[0] == MICRO_BATCHES
+
+
+def test_inference_over_a_file_takes_all_of_it(tmp_path: Path) -> None:
+    program = write_chain(tmp_path / "program", train=False)
+    np.savez(tmp_path / "rows.npz", in0=np.ones((BATCH * MICRO_BATCHES + BATCH + 1, 4)))
+    ended = launch(program, "--data", tmp_path / "rows.npz", "--outputs", tmp_path / "out.npz")
+    assert ended.code == 0, ended.stderr
+    assert [line.split()[:2] for line in ended.stdout.splitlines()] == [["step", "0"], ["step", "1"]]
+    assert "17 samples are 2 batches of 12, the last of 5" in ended.stderr
+    with np.load(tmp_path / "out.npz") as outputs:
+        assert outputs["output_0"].shape == (MICRO_BATCHES + 2,)
+
+
+def test_training_goes_into_a_next_epoch_and_says_so_once(tmp_path: Path) -> None:
+    """The same losses, but for what was learnt, would come from the same samples: here nothing is learnt."""
+    program = write_chain(tmp_path / "program", Optimizer(lr=0.0))
+    np.savez(tmp_path / "rows.npz", in0=np.random.default_rng(0).normal(size=(2 * BATCH * MICRO_BATCHES + 5, 4)))
+    ended = launch(program, "--steps", 5, "--data", tmp_path / "rows.npz")
+    assert ended.code == 0, ended.stderr
+    losses = re.findall(r"loss (\S+)", ended.stdout)
+    assert losses[0] == losses[2] == losses[4] and losses[1] == losses[3] and losses[0] != losses[1]
+    said = [line for line in ended.stdout.splitlines() if "epoch" in line]
+    assert said == [
+        f"{tmp_path / 'rows.npz'} has ended, the last 5 samples left out, which fill no batch: step 2 begins epoch 2"
+    ]
+    assert "29 samples are 2 batches of 12, the last 5 of each epoch left out" in ended.stderr

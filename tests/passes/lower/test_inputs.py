@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -106,3 +108,72 @@ def test_real_numbers_are_free() -> None:
     found = input_ranges(graph(node("Tanh", "x"), values=(value("y", (4, 5, 6)),)))
     assert [each.below for each in found] == [2, None]
     assert [each.batch_axis for each in found] == [0, None]
+
+
+def allowed(found: Graph) -> list[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
+    return [(each.least, each.below, each.starts, each.stops) for each in input_ranges(found)[0].allowed]
+
+
+def test_given_indices_may_count_from_the_end_but_not_those_of_embeddings() -> None:
+    picks = graph(node("Gather", "x", "ids", axis=1), values=(value("y", (4, 2, 3, 6)),))
+    assert allowed(picks) == [(-5, 5, (0, 0), (2, 3))]
+    table = dataclasses.replace(picks, inputs=(picks.inputs[0], value("x", (4, 5))))
+    embeds = dataclasses.replace(table, nodes=(node("Gather", "x", "ids"),), values=(value("y", (2, 3, 5)),))
+    assert allowed(embeds) == [(0, 4, (0, 0), (2, 3))]
+
+
+def test_labels_may_be_the_one_that_is_ignored() -> None:
+    loss = node("SoftmaxCrossEntropyLoss", "x", "ids", ignore_index=-100)
+    found = input_ranges(graph(loss, values=(value("y", ()),)))[0]
+    assert (found.allowed[0].below, found.ignored) == (5, -100)
+    assert input_ranges(graph(node("SoftmaxCrossEntropyLoss", "x", "ids"), values=(value("y", ()),)))[0].ignored is None
+
+
+def test_each_column_keeps_to_the_table_that_it_indexes() -> None:
+    """A recommender's: column 0 by Gather, columns 1 and 2 by Slice; the second is moved on into a common table."""
+    nodes = (
+        node("Gather", "ids", "one", output="second", axis=1),
+        node("Slice", "ids", "nought", "one", "one", output="first"),
+        node("Slice", "ids", "two", "many", "one", output="third"),
+        node("Gather", "x", "second", output="a", axis=2),
+        node("Gather", "x", "first", output="b", axis=0),
+        node("Add", "third", "offset", output="moved"),
+        node("Gather", "x", "moved", output="c", axis=1),
+    )
+    values = (value("second", (2,), INT), value("first", (2, 1), INT), value("third", (2, 1), INT))
+    values += (value("moved", (2, 1), INT), value("a", (4, 5, 2)), value("b", (2, 1, 5, 6)), value("c", (4, 2, 1, 6)))
+    known = (whole("one", 1), whole("offset", [[2]]))
+    known += tuple(whole(name, [number]) for name, number in (("nought", 0), ("two", 2), ("many", 99)))
+    known = (whole("one", [1]), *known[1:])
+    found = graph(*nodes, values=values, constants=known)
+    found = dataclasses.replace(found, nodes=(dataclasses.replace(nodes[0], inputs=("ids", "place")), *nodes[1:]))
+    found = dataclasses.replace(found, constants=(*known, whole("place", 1)))
+    columns = {starts[1]: (least, limit) for least, limit, starts, _ in allowed(found)}
+    assert columns == {0: (-4, 4), 1: (-6, 6), 2: (-7, 3)}
+    drawn = input_ranges(found)[0].drawn
+    assert {each.starts[1]: each.below for each in drawn} == {0: 4, 1: 6, 2: 3}
+    assert input_ranges(found)[0].below == 3
+
+
+@pytest.mark.parametrize("changing", ["Clip", "Mod", "Where"])
+def test_numbers_that_are_changed_first_are_drawn_in_range_and_never_refused(changing: str) -> None:
+    inputs = {"Clip": ("ids", "one", "many"), "Mod": ("ids", "many"), "Where": ("hidden", "one", "ids")}[changing]
+    values = (value("same", (2, 3), INT), value("y", (4, 2, 3, 6)))
+    nodes = (node(changing, *inputs, output="same"), node("Gather", "x", "same", axis=1))
+    hidden = Constant(value("hidden", (2, 3), DType.BOOL), np.zeros((2, 3), bool))
+    found = graph(*nodes, values=values, constants=(whole("one", 1), whole("many", 7), hidden))
+    assert below(found) == 5 and allowed(found) == []
+
+
+def test_masks_and_classes_of_one_hots_may_be_any_number() -> None:
+    found = graph(node("OneHot", "ids", "depth", "x"), values=(value("y", (2, 3, 9)),), constants=(whole("depth", 9),))
+    assert allowed(found) == []
+    assert allowed(graph(node("Cast", "ids", output="y", to=1), values=(value("y", (2, 3)),))) == []
+
+
+def test_indices_written_as_real_numbers_are_drawn_from_the_table() -> None:
+    values = (value("whole", (2, 3), INT), value("y", (4, 2, 3, 6)))
+    nodes = (node("Cast", "ids", output="whole", to=7), node("Gather", "x", "whole", axis=1))
+    found = input_ranges(graph(*nodes, values=values, dtype=DType.FLOAT32))[0]
+    assert found.below is None
+    assert [(each.least, each.below) for each in found.drawn] == [(-5, 5)]

@@ -8,7 +8,7 @@ from typing import Any
 from autopipe.backends.torch.emission.groups import meshes_of
 from autopipe.ir.graph import FileSlice, Fill, Parameter, Storage
 from autopipe.ir.problem import Optimizer
-from autopipe.ir.program import Output, OutputPlace, Program, RankCode, StageCode
+from autopipe.ir.program import InputRange, Output, OutputPlace, Program, RankCode, StageCode
 
 FORMAT = "autopipe.program/1"
 
@@ -53,16 +53,7 @@ def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
             "shard": program.shard,
         },
         "predicted": {"step_s": provenance.predicted_step_s, "bubble": provenance.predicted_bubble},
-        "inputs": [
-            {
-                "name": each.value.name,
-                "dtype": each.value.dtype.value,
-                "shape": list(each.value.shape),
-                "batch_axis": each.batch_axis,
-                "below": each.below,
-            }
-            for each in program.inputs
-        ],
+        "inputs": [_input(each) for each in program.inputs],
         "outputs": [_output(each, program) for each in program.outputs],
         "parameters": [_parameter(each) for each in program.parameters],
         "stages": [_stage(each) for each in program.stages],
@@ -88,6 +79,24 @@ def _stage(stage: StageCode) -> dict[str, Any]:
         "meshes": [[[axis.degree, axis.stride] for axis in axes] for axes in meshes_of(stage)],
     }
     return found if stage.turns == 1 else found | {"turns": stage.turns}
+
+
+def _input(entry: InputRange) -> dict[str, Any]:
+    """With what its numbers must keep to, where they must."""
+    found: dict[str, Any] = {
+        "name": entry.value.name,
+        "dtype": entry.value.dtype.value,
+        "shape": list(entry.value.shape),
+        "batch_axis": entry.batch_axis,
+        "below": entry.below,
+    }
+    for key, bounds in (("drawn", entry.drawn), ("allowed", entry.allowed)):
+        if bounds:
+            found[key] = [
+                {"least": each.least, "below": each.below, "starts": list(each.starts), "stops": list(each.stops)}
+                for each in bounds
+            ]
+    return found if entry.ignored is None else found | {"ignored": entry.ignored}
 
 
 def _output(output: Output, program: Program) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import struct
 import zipfile
 import zlib
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 
@@ -33,6 +33,14 @@ class Archive:
     def names(self) -> frozenset[str]:
         """Names of the arrays."""
         return frozenset(self._members)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The extents of the array called `name`."""
+        try:
+            with zipfile.ZipFile(self.path) as archive, archive.open(self._members[name]) as file:
+                return _array_header(file)[0]
+        except _DAMAGED as error:
+            raise ConfigurationError(f"{name!r} cannot be read: {error}", where=str(self.path)) from error
 
     def array(self, name: str) -> np.ndarray:
         """The array called `name`: mapped where it is stored as it is, in memory where it is compressed."""
@@ -61,7 +69,7 @@ class Archive:
             return np.asarray(mapped)  # A memmap's own slices take many times as long to make.
 
 
-def _array_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+def _array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Shape, whether columns come first, and element type."""
     version = np.lib.format.read_magic(file)
     if version == (1, 0):

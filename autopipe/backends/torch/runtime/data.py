@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ import numpy as np
 
 from autopipe.backends.torch.runtime import philox
 from autopipe.backends.torch.runtime.archive import Archive
-from autopipe.backends.torch.runtime.manifest import InputEntry, Manifest
+from autopipe.backends.torch.runtime.manifest import Bounds, InputEntry, Manifest
 from autopipe.backends.torch.runtime.wiring import Slices
 from autopipe.ir.errors import ConfigurationError
 
 _DATA_STREAM = 2
+_PIECE = 1 << 24
+"""Bytes of an array that are looked at together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +35,28 @@ START = Position()
 
 
 class Source(Protocol):
-    """Where samples come from. Sample numbers run on from step to step."""
+    """Where samples come from, in the order of their numbers, which run on from step to step."""
+
+    def sample(self, step: int) -> int:
+        """The number of a step's first sample."""
+
+    def has(self, step: int) -> bool:
+        """Whether there is data for a step. In training there is: behind an epoch's end begins the next."""
+
+    def epoch(self, step: int) -> int:
+        """The epoch, counted from 1, of a step whose data was read."""
+
+    @property
+    def left_over(self) -> int:
+        """Samples at an epoch's end that fill no batch, which training leaves out."""
+
+    def count(self, step: int) -> int:
+        """How many samples of a step are data; those behind them only fill its batch up."""
 
     def rows(self, entry: InputEntry, start: int, stop: int) -> np.ndarray:
         """Samples [start, stop) of an input, along its batch axis; the whole value where it has none.
 
-        `start` says the step either way.
+        `start` says the step either way. Behind the last sample come the first ones again.
         """
 
 
@@ -47,9 +66,9 @@ def open_source(manifest: Manifest, data: str | None, seed: int, begin: Position
     Raises ConfigurationError where it does not fit the model.
     """
     if data is None:
-        return RandomSource(manifest, seed)
+        return RandomSource(manifest, seed, begin)
     if data.endswith(".npz"):
-        return FileSource(manifest, Path(data))
+        return FileSource(manifest, Path(data), begin)
     return FunctionSource(manifest, data, begin)
 
 
@@ -75,35 +94,67 @@ def save_samples(manifest: Manifest, target: Path) -> None:
 
 
 class RandomSource:
-    """Random values that respect where an input goes; sample i is the same whoever draws it."""
+    """Random values that respect where an input goes, without end; sample i is the same whoever draws it."""
 
-    def __init__(self, manifest: Manifest, seed: int) -> None:
+    def __init__(self, manifest: Manifest, seed: int, begin: Position = START) -> None:
         self._manifest = manifest
         self._seed = seed
+        self._begin = begin
         self._index = {entry.name: index for index, entry in enumerate(manifest.inputs)}
+
+    def sample(self, step: int) -> int:
+        return self._begin.samples + (step - self._begin.steps) * self._manifest.batch_size
+
+    def has(self, step: int) -> bool:
+        return True
+
+    def epoch(self, step: int) -> int:
+        return 1
+
+    @property
+    def left_over(self) -> int:
+        return 0
+
+    def count(self, step: int) -> int:
+        return self._manifest.batch_size
 
     def rows(self, entry: InputEntry, start: int, stop: int) -> np.ndarray:
         axis = entry.batch_axis
         if axis is None:
-            return self._draw(entry, 0, math.prod(entry.shape)).reshape(entry.shape)
+            return self._draw(entry, 0, entry.shape, None)
         extent = entry.shape[axis] // self._manifest.micro_batch_size
         rest = (*entry.shape[:axis], *entry.shape[axis + 1 :])
-        sample = extent * math.prod(rest)
-        drawn = self._draw(entry, start * sample, (stop - start) * sample)
-        return np.moveaxis(drawn.reshape((stop - start) * extent, *rest), 0, axis)
+        drawn = self._draw(entry, start * extent * math.prod(rest), ((stop - start) * extent, *rest), axis)
+        return np.moveaxis(drawn, 0, axis)
 
-    def _draw(self, entry: InputEntry, start: int, count: int) -> np.ndarray:
-        stream = (_DATA_STREAM, self._index[entry.name])
+    def _draw(self, entry: InputEntry, start: int, shape: tuple[int, ...], axis: int | None) -> np.ndarray:
+        """Numbers from place `start` of the input's stream on, samples first where there are any."""
+        stream, count = (_DATA_STREAM, self._index[entry.name]), math.prod(shape)
         if entry.below is None:
-            return philox.normal(self._seed, stream, start, count).astype(_numpy_dtype(entry))
-        return philox.integers(self._seed, stream, start, count, entry.below).astype(_numpy_dtype(entry))
+            found = philox.normal(self._seed, stream, start, count).reshape(shape)
+        else:
+            found = philox.integers(self._seed, stream, start, count, entry.below).reshape(shape)
+        if entry.drawn:
+            words = philox.words(self._seed, stream, start, count).reshape(shape)
+            for bounds in entry.drawn:
+                block = _region(bounds, axis)
+                if axis is not None:
+                    block = (slice(None), *block[:axis], *block[axis + 1 :])
+                least = max(0, bounds.least) if bounds.below > 0 else bounds.least
+                found[block] = (words[block] % np.uint64(bounds.below - least)).astype(np.int64) + least
+        return found.astype(_numpy_dtype(entry))
 
 
 class FileSource:
-    """An `.npz` file with one array an input, samples along the batch axis, read again from the start at its end."""
+    """An `.npz` file with one array an input, samples along the batch axis, as many in each.
 
-    def __init__(self, manifest: Manifest, path: Path) -> None:
+    Its end is the end of an epoch: training leaves out the last samples, where they fill no batch, and begins again;
+    inference ends there, with its last batch filled up.
+    """
+
+    def __init__(self, manifest: Manifest, path: Path, begin: Position = START) -> None:
         self._manifest = manifest
+        self._begin = begin
         self._archive = Archive(path)
         missing = [entry.name for entry in manifest.inputs if entry.name not in self._archive.names]
         if missing:
@@ -111,26 +162,104 @@ class FileSource:
             raise ConfigurationError(f"no array for input {missing[0]!r}", hint=f"it has {have}", where=str(path))
         self._where = str(path)
         self._arrays: dict[str, np.ndarray] = {}
+        shapes = {entry.name: self._archive.shape(entry.name) for entry in manifest.inputs}
+        self.samples = _samples(manifest, shapes, self._where)
+        """How many there are; none that the file must have where no input has samples."""
+        if manifest.train and self.samples is not None and self.samples < manifest.batch_size:
+            raise ConfigurationError(
+                f"{self.samples} samples are no batch of {manifest.batch_size}",
+                hint="plan with a smaller --batch-size, or give more data",
+                where=self._where,
+            )
+
+    def sample(self, step: int) -> int:
+        batch, begin, done = self._manifest.batch_size, self._begin.samples, step - self._begin.steps
+        if self.samples is None or not self._manifest.train:
+            return begin + done * batch
+        left = (self.samples - begin % self.samples) // batch
+        if done < left:
+            return begin + done * batch
+        epochs, within = divmod(done - left, self.samples // batch)
+        return (begin // self.samples + 1 + epochs) * self.samples + within * batch
+
+    def has(self, step: int) -> bool:
+        return self._manifest.train or self.samples is None or self.sample(step) < self.samples
+
+    def epoch(self, step: int) -> int:
+        return 1 if self.samples is None else self.sample(step) // self.samples + 1
+
+    @property
+    def left_over(self) -> int:
+        return 0 if self.samples is None else self.samples % self._manifest.batch_size
+
+    def count(self, step: int) -> int:
+        batch = self._manifest.batch_size
+        return batch if self.samples is None else min(batch, self.samples - self.sample(step) % self.samples)
 
     def rows(self, entry: InputEntry, start: int, stop: int) -> np.ndarray:
-        if entry.name not in self._arrays:
-            self._arrays[entry.name] = _fitting(self._archive.array(entry.name), entry, self._where)
-        array, axis = self._arrays[entry.name], entry.batch_axis
+        array, axis = self._array(entry), entry.batch_axis
         if axis is None:
-            return _converted(array, entry, self._where)
+            return _taken(array, entry, self._where)
         extent, length = entry.shape[axis] // self._manifest.micro_batch_size, array.shape[axis]
         first, count = start * extent % length, (stop - start) * extent
         if first + count <= length:
             rows = array[(slice(None),) * axis + (slice(first, first + count),)]
         else:
             rows = np.take(array, np.arange(first, first + count) % length, axis=axis)
-        return _converted(rows, entry, self._where)
+        return _taken(rows, entry, self._where, first)
+
+    def _array(self, entry: InputEntry) -> np.ndarray:
+        if entry.name not in self._arrays:
+            self._arrays[entry.name] = self._archive.array(entry.name)
+        return self._arrays[entry.name]
+
+    def check(self, samples: int | None = None) -> None:
+        """Look at the first `samples` of each array, a piece at a time. Raises ConfigurationError for numbers that the
+        model cannot take."""
+        for entry in self._manifest.inputs:
+            array, axis = self._array(entry), entry.batch_axis
+            if not entry.allowed and (array.dtype == _numpy_dtype(entry) or _numpy_dtype(entry).kind not in "biu"):
+                _convertible(array, entry, self._where)
+                continue
+            if axis is None:
+                _taken(array, entry, self._where)
+                continue
+            extent = entry.shape[axis] // self._manifest.micro_batch_size
+            stop = array.shape[axis] if samples is None else min(array.shape[axis], samples * extent)
+            piece = max(1, _PIECE * array.shape[axis] // max(array.nbytes, 1))
+            for first in range(0, stop, piece):
+                rows = array[(slice(None),) * axis + (slice(first, min(first + piece, stop)),)]
+                _taken(rows, entry, self._where, first)
+
+    @property
+    def steps(self) -> int:
+        """Steps that take all samples once."""
+        return 1 if self.samples is None else -(-self.samples // self._manifest.batch_size)
+
+    def says(self, steps: int) -> str:
+        """What of the data so many steps leave out, repeat or lack; "" where there is nothing to say."""
+        if self.samples is None:
+            return ""
+        batch, samples = self._manifest.batch_size, f"{self._where}: {self.samples:,} samples"
+        full, rest = self.samples // batch, self.left_over
+        if self._manifest.train:
+            left = f", the last {rest:,} of each epoch left out" if rest else ""
+            more = f"; {steps:,} steps go on into epoch {-(-steps // full):,}" if steps > full else ""
+            return f"{samples} are {full:,} batches of {batch}{left}{more}" if left or more else ""
+        batches = full + (rest > 0)
+        padded = f", the last of {rest:,}" if rest and steps >= batches else ""
+        without = [repr(entry.name) for entry in self._manifest.outputs if entry.batch_axis is None]
+        if padded and without:
+            padded += f" ({', '.join(without)}: the last value also counts what fills its micro-batch up)"
+        ends = f"; it ends before step {batches:,} of {steps:,}" if steps > batches else ""
+        return f"{samples} are {batches:,} batches of {batch}{padded}{ends}" if padded or ends else ""
 
 
 class FunctionSource:
     """A Python function `module:function` that returns an iterator of batches, each a mapping of input to array.
 
     Batch i is what step i runs on. The iterator cannot go back: a run that continues takes the batches before it too.
+    Its end is the end of an epoch: for the next one the function is called again, in training.
     """
 
     def __init__(self, manifest: Manifest, name: str, begin: Position) -> None:
@@ -138,56 +267,174 @@ class FunctionSource:
         if not colon:
             raise ConfigurationError(f"{name!r} is neither an .npz file nor module:function")
         try:
-            made = getattr(importlib.import_module(module), function)()
+            self._function = getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError) as error:
             raise ConfigurationError(f"data function {name!r} cannot be imported: {error}") from error
         self._name = name
         self._manifest = manifest
         self._begin = begin
-        self._batches: Iterator[Mapping[str, np.ndarray]] = iter(made)
+        self._batches = self._numbered()
         self._step = -1
+        self._epoch = 1
         self._batch: Mapping[str, np.ndarray] = {}
+        self._count = manifest.batch_size
+        """Samples of the batch."""
+        self._left_over = 0
+
+    def sample(self, step: int) -> int:
+        return self._begin.samples + (step - self._begin.steps) * self._manifest.batch_size
+
+    def has(self, step: int) -> bool:
+        return self._manifest.train or self._advance(step)
+
+    def epoch(self, step: int) -> int:
+        return self._epoch
+
+    @property
+    def left_over(self) -> int:
+        return self._left_over
+
+    def count(self, step: int) -> int:
+        return self._count
 
     def rows(self, entry: InputEntry, start: int, stop: int) -> np.ndarray:
         begin, batch_size = self._begin, self._manifest.batch_size
-        self._advance(begin.steps + (start - begin.samples) // batch_size)
-        array = _fitting(np.asarray(self._value(entry)), entry, self._name)
-        if entry.batch_axis is None:
-            return _converted(array, entry, self._name)
-        extent = entry.shape[entry.batch_axis] // self._manifest.micro_batch_size
-        offset = begin.samples + (self._step - begin.steps) * batch_size
-        have, needed = array.shape[entry.batch_axis], batch_size * extent
-        if have < needed:
-            raise ConfigurationError(f"{entry.name!r} has {have} rows, a batch {needed}", where=self._name)
-        rows = np.take(array, range((start - offset) * extent, (stop - offset) * extent), axis=entry.batch_axis)
-        return _converted(rows, entry, self._name)
-
-    def _advance(self, step: int) -> None:
-        while self._step < step:
-            try:
-                self._batch = next(self._batches)
-            except StopIteration:
-                raise ConfigurationError(f"ended after {self._step + 1} batches", where=self._name) from None
-            self._step += 1
-
-    def _value(self, entry: InputEntry) -> np.ndarray:
+        step = begin.steps + (start - begin.samples) // batch_size
+        self._advance(step)
         if entry.name not in self._batch:
             raise ConfigurationError(f"a batch lacks input {entry.name!r}", where=self._name)
-        return self._batch[entry.name]
+        where = f"{self._name}, batch {step}"
+        array, axis = np.asarray(self._batch[entry.name]), entry.batch_axis
+        if axis is None:
+            return _taken(array, entry, where)
+        extent = entry.shape[axis] // self._manifest.micro_batch_size
+        offset = begin.samples + (self._step - begin.steps) * batch_size
+        wanted = np.arange((start - offset) * extent, (stop - offset) * extent)
+        rows = np.take(array, wanted % (self._count * extent), axis=axis)
+        return _taken(rows, entry, where, (start - offset) * extent)
+
+    def _advance(self, step: int) -> bool:
+        """Take the batches up to that of `step`; no more where they end before."""
+        while self._step < step:
+            found = next(self._batches, None)
+            if found is None:
+                return False
+            self._epoch, self._batch, self._count = found
+            self._step += 1
+        return True
+
+    def _numbered(self) -> Iterator[tuple[int, Mapping[str, np.ndarray], int]]:
+        """Epochs, batches, and how many samples each batch has: only the last of an epoch may lack some."""
+        batch_size = self._manifest.batch_size
+        for epoch in itertools.count(1):
+            given, short = 0, None
+            for number, batch in enumerate(self._function()):
+                if short is not None:
+                    raise ConfigurationError(
+                        f"batch {number - 1} has {short[1]} samples, not {batch_size}, and is not the last",
+                        where=self._name,
+                    )
+                shapes = {name: np.shape(array) for name, array in batch.items()}
+                count = _samples(self._manifest, shapes, f"{self._name}, batch {number}")
+                count = batch_size if count is None else count
+                if count > batch_size:
+                    raise ConfigurationError(f"batch {number} has {count} samples, not {batch_size}", where=self._name)
+                if count < batch_size:
+                    short = batch, count
+                    continue
+                given += 1
+                yield epoch, batch, count
+            if short is not None and not self._manifest.train:
+                yield epoch, *short
+            if not self._manifest.train:
+                return
+            self._left_over = 0 if short is None else short[1]
+            if not given:
+                raise ConfigurationError(f"epoch {epoch} has no batch of {batch_size} samples", where=self._name)
 
 
-def _fitting(array: np.ndarray, entry: InputEntry, where: str) -> np.ndarray:
-    """The array, if it fits the input's shape apart from the number of samples. Raises ConfigurationError."""
+def check_data(manifest: Manifest, data: str | None, steps: int | None) -> FileSource | None:
+    """The file that `--data` names, its arrays looked at as far as `steps` read them; None where it is no file.
+
+    Raises ConfigurationError where they do not fit the model or one another.
+    """
+    if data is None or not data.endswith(".npz"):
+        return None
+    source = FileSource(manifest, Path(data))
+    source.check(None if steps is None else steps * manifest.batch_size)
+    return source
+
+
+def _samples(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], where: str) -> int | None:
+    """How many samples arrays of these shapes have; None where none has any. Raises ConfigurationError where they do
+    not fit the model or one another."""
+    found: dict[str, int] = {}
+    for entry in manifest.inputs:
+        rows = _rows(shapes[entry.name], entry, where) if entry.name in shapes else None
+        if rows is None or entry.batch_axis is None:
+            continue
+        extent = entry.shape[entry.batch_axis] // manifest.micro_batch_size
+        if rows % extent:
+            raise ConfigurationError(f"{entry.name!r} has {rows:,} rows, of which a sample has {extent}", where=where)
+        found[entry.name] = rows // extent
+    if len(set(found.values())) > 1:
+        lengths = ", ".join(f"{name!r} {count:,}" for name, count in found.items())
+        raise ConfigurationError(f"the arrays have different numbers of samples: {lengths}", where=where)
+    return next(iter(found.values()), None)
+
+
+def _rows(shape: tuple[int, ...], entry: InputEntry, where: str) -> int | None:
+    """How many rows an array of this shape has along the input's batch axis; None where there is no such axis.
+
+    Raises ConfigurationError unless it fits the input's shape apart from that.
+    """
     axis = entry.batch_axis
     wanted = ["samples" if index == axis else str(extent) for index, extent in enumerate(entry.shape)]
-    fits = len(array.shape) == len(wanted) and all(
-        need in ("samples", str(have)) for have, need in zip(array.shape, wanted, strict=True)
+    fits = len(shape) == len(wanted) and all(
+        need in ("samples", str(have)) for have, need in zip(shape, wanted, strict=True)
     )
     if not fits:
-        raise ConfigurationError(f"{entry.name!r} is {list(array.shape)}, not [{', '.join(wanted)}]", where=where)
-    if axis is not None and not array.shape[axis]:
+        raise ConfigurationError(f"{entry.name!r} is {list(shape)}, not [{', '.join(wanted)}]", where=where)
+    if axis is None:
+        return None
+    if not shape[axis]:
         raise ConfigurationError(f"{entry.name!r} has no samples", where=where)
-    return array
+    return shape[axis]
+
+
+def _taken(rows: np.ndarray, entry: InputEntry, where: str, first: int = 0) -> np.ndarray:
+    """Rows, of which the first is number `first`, in the input's type.
+
+    Raises ConfigurationError for what it cannot hold, text or fractions as whole numbers, and for what it may not:
+    indices and labels out of range.
+    """
+    found = _converted(rows, entry, where)
+    for bounds in entry.allowed if found.size else ():
+        block = found[_region(bounds, entry.batch_axis)]
+        if not block.size or (block.min() >= bounds.least and block.max() < bounds.below):
+            continue
+        bad = (block < bounds.least) | (block >= bounds.below)
+        if entry.ignored is not None:
+            bad &= block != entry.ignored
+        if not bad.any():
+            continue
+        place = np.argwhere(bad)[0]
+        row = "" if entry.batch_axis is None else f" row {first + int(place[entry.batch_axis]):,}"
+        besides = "" if entry.ignored is None else f", or {entry.ignored}"
+        raise ConfigurationError(
+            f"{entry.name!r}{row} holds {int(block[tuple(place)])}: it must be from {bounds.least} to "
+            f"{bounds.below - 1}{besides}",
+            where=where,
+        )
+    return found
+
+
+def _region(bounds: Bounds, batch_axis: int | None) -> tuple[slice, ...]:
+    """A block of an input in any number of samples."""
+    return tuple(
+        slice(None) if axis == batch_axis else slice(start, stop)
+        for axis, (start, stop) in enumerate(zip(bounds.starts, bounds.stops, strict=True))
+    )
 
 
 def _converted(rows: np.ndarray, entry: InputEntry, where: str) -> np.ndarray:
@@ -195,14 +442,19 @@ def _converted(rows: np.ndarray, entry: InputEntry, where: str) -> np.ndarray:
     dtype = _numpy_dtype(entry)
     if rows.dtype == dtype:
         return rows
-    numbers = "biufc" if dtype.kind == "c" else "biuf"
-    if rows.dtype.kind not in numbers:
-        raise ConfigurationError(f"{entry.name!r} holds {rows.dtype}, not {dtype}", where=where)
+    _convertible(rows, entry, where)
     with np.errstate(invalid="ignore"):
         found: np.ndarray = rows.astype(dtype)
     if dtype.kind in "biu" and not np.array_equal(found, rows):
         raise ConfigurationError(f"{entry.name!r} holds numbers that are no {dtype}", where=where)
     return found
+
+
+def _convertible(array: np.ndarray, entry: InputEntry, where: str) -> None:
+    """Raise ConfigurationError where an array holds no numbers of the input's kind."""
+    dtype = _numpy_dtype(entry)
+    if array.dtype != dtype and array.dtype.kind not in ("biufc" if dtype.kind == "c" else "biuf"):
+        raise ConfigurationError(f"{entry.name!r} holds {array.dtype}, not {dtype}", where=where)
 
 
 def _numpy_dtype(entry: InputEntry) -> np.dtype:

@@ -61,14 +61,31 @@ class ShardEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """Whole numbers in [`least`, `below`) for a block of an input, of all samples."""
+
+    least: int
+    below: int
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class InputEntry:
-    """A graph input of one micro-batch."""
+    """A graph input of one micro-batch, and what its numbers must keep to."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     batch_axis: int | None
     below: int | None
+    """Random data: whole numbers in [0, `below`), or any real number."""
+    drawn: tuple[Bounds, ...] = ()
+    """Blocks of random data that have bounds of their own."""
+    allowed: tuple[Bounds, ...] = ()
+    """Blocks for which other numbers are refused."""
+    ignored: int | None = None
+    """The label that is allowed besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +237,7 @@ def _manifest(folder: Path, raw: dict[str, Any]) -> Manifest:
         optimizer=dict(raw["optimizer"]),
         predicted_step_s=float(raw["predicted"]["step_s"]),
         predicted_bubble=float(raw["predicted"]["bubble"]),
-        inputs=tuple(
-            InputEntry(each["name"], each["dtype"], tuple(each["shape"]), each["batch_axis"], each["below"])
-            for each in raw["inputs"]
-        ),
+        inputs=tuple(_input(each) for each in raw["inputs"]),
         outputs=tuple(_output(each) for each in raw["outputs"]),
         parameters=tuple(
             ParameterEntry(
@@ -265,6 +279,26 @@ def _count(raw: dict[str, Any], key: str) -> int:
     if (found := int(raw[key])) < 1:
         raise ValueError(f"{key} is {found}")
     return found
+
+
+def _input(raw: dict[str, Any]) -> InputEntry:
+    return InputEntry(
+        name=raw["name"],
+        dtype=raw["dtype"],
+        shape=tuple(raw["shape"]),
+        batch_axis=raw["batch_axis"],
+        below=raw["below"],
+        drawn=_bounds(raw, "drawn"),
+        allowed=_bounds(raw, "allowed"),
+        ignored=raw.get("ignored"),
+    )
+
+
+def _bounds(raw: dict[str, Any], key: str) -> tuple[Bounds, ...]:
+    return tuple(
+        Bounds(int(each["least"]), int(each["below"]), tuple(each["starts"]), tuple(each["stops"]))
+        for each in raw.get(key, ())
+    )
 
 
 def _output(raw: dict[str, Any]) -> OutputEntry:

@@ -37,8 +37,9 @@ class OutputCollector:
                     result = results[place.position].detach().cpu().contiguous()
                     self._kept.setdefault((index, stage), {})[micro_batch] = result
 
-    def finish(self) -> None:
-        """Send the blocks to rank 0, which writes the file, whole or not at all."""
+    def finish(self, samples: int) -> None:
+        """Send the blocks to rank 0, which writes the file, whole or not at all: the results of the first `samples`,
+        without those of what filled the last batch up."""
         if self._path is None or self._manifest.train:
             return
         found = {}
@@ -50,7 +51,7 @@ class OutputCollector:
             ]
             if self._transport.rank == 0:
                 whole = self._whole(entry, [(place, shard, part) for place, shard, part in parts if part is not None])
-                found[f"output_{index}"] = _joined(whole, entry.batch_axis)
+                found[f"output_{index}"] = _joined(whole, entry.batch_axis, self._share(entry, samples))
         if self._transport.rank == 0:
             names = np.array([entry.name for entry in self._manifest.outputs])
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,6 +62,14 @@ class OutputCollector:
                 os.replace(made, self._path)
             finally:
                 made.unlink(missing_ok=True)
+
+    def _share(self, entry: OutputEntry, samples: int) -> int:
+        """How many rows of an output, or values without samples, so many samples have of those of all micro-batches."""
+        stage = entry.places[0].stage
+        size = self._manifest.batch_size // self._manifest.micro_batches_at(stage)
+        if entry.batch_axis is None:
+            return -(-samples // size)
+        return entry.shape[entry.batch_axis] * samples // size
 
     def _fetch(self, index: int, entry: OutputEntry, place: OutputPlace, shard: OutputShard) -> torch.Tensor | None:
         """A rank's blocks of all micro-batches that a place had, stacked, on rank 0; None elsewhere."""
@@ -111,7 +120,9 @@ def _needed(place: OutputPlace) -> tuple[OutputShard, ...]:
     return tuple({(shard.starts, shard.stops): shard for shard in reversed(place.shards)}.values())
 
 
-def _joined(whole: torch.Tensor, batch_axis: int | None) -> np.ndarray:
-    """Micro-batches as users get them: samples one after the other; values without samples stacked in front."""
+def _joined(whole: torch.Tensor, batch_axis: int | None, length: int) -> np.ndarray:
+    """Micro-batches as users get them: the first `length` rows of all, samples one after the other; values without
+    samples stacked in front."""
     joined = whole if batch_axis is None else torch.cat(list(whole), dim=batch_axis)
+    joined = joined.narrow(batch_axis or 0, 0, length)
     return joined.float().numpy() if joined.dtype is torch.bfloat16 else joined.numpy()

@@ -22,7 +22,7 @@ from autopipe.backends.torch.runtime.checkpointing.optimizer_state import Optimi
 from autopipe.backends.torch.runtime.checkpointing.training_state import TrainingState
 from autopipe.backends.torch.runtime.clock import Clock
 from autopipe.backends.torch.runtime.collectives import Group
-from autopipe.backends.torch.runtime.data import START, Position, open_source, read_block
+from autopipe.backends.torch.runtime.data import Position, open_source, read_block
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport
 from autopipe.backends.torch.runtime.failures import end_on_error, live_with_launcher
 from autopipe.backends.torch.runtime.gradients import GradientReduction
@@ -67,7 +67,10 @@ class Rank:
         self.turns = Turns(self) if self.options.blocking else None
         self.stages: dict[int, Stage] = {}
         self.steps_done = 0
-        self._begin = START
+        self._samples = 0
+        """Taken by this run; those that only fill a batch up are not counted."""
+        self._repeated = False
+        """Whether it was said that data is taken again."""
         self.parameters: dict[int, torch.Tensor] = {}
         self.valueless: Valueless | None = None
         self._modules: dict[int, tuple[ModuleType, Arguments]] = {}
@@ -116,15 +119,16 @@ class Rank:
     def _run_all(self, step: Callable[[], None]) -> None:
         self.set_up()
         self._restore()
-        while self.steps_done < self.options.steps:
+        while self.steps_done < self.options.steps and self._has_data():
             self.run(step)
+            self._tell_epoch(self.steps_done - 1)
             self._save()
         self.reporter.report()
         if self.checkpointer is not None:
             self.task = "checkpoint"
             self.checkpointer.close()
         self.task = "end"
-        self.collector.finish()
+        self.collector.finish(self._samples)
         self.transport.stop()
         self.task = ENDED
 
@@ -176,10 +180,9 @@ class Rank:
         saved = self.checkpointer.restore()
         if saved is None:
             return
-        self._begin = Position(saved.step, saved.samples)
         self.steps_done = saved.step
         self.seed = saved.seed if self.options.seed is None else self.options.seed
-        self.source = open_source(self.manifest, self.options.data, self.seed, self._begin)
+        self.source = open_source(self.manifest, self.options.data, self.seed, Position(saved.step, saved.samples))
         self.reporter.say(f"going on after {saved.step} steps, from {self.options.checkpoint}")
 
     def _save(self) -> None:
@@ -194,10 +197,26 @@ class Rank:
         else:
             self.checkpointer.look()
 
+    def _has_data(self) -> bool:
+        """Whether there is data for the next step. Where it has ended for good, that is said."""
+        found = self.source.has(self.steps_done)
+        if not found:
+            self.reporter.report()
+            self.reporter.say(f"{self.options.data} has ended: there is no step {self.steps_done}")
+        return found
+
+    def _tell_epoch(self, step: int) -> None:
+        """Say, the first time, that a step that was run took data again."""
+        epoch = self.source.epoch(step)
+        if epoch > 1 and not self._repeated:
+            self._repeated, left = True, self.source.left_over
+            without = f", the last {left} samples left out, which fill no batch" if left else ""
+            self.reporter.say(f"{self.options.data} has ended{without}: step {step} begins epoch {epoch}")
+
     @property
     def samples_done(self) -> int:
-        """Samples taken from the data so far, by plans of other batches too."""
-        return self._begin.samples + (self.steps_done - self._begin.steps) * self.manifest.batch_size
+        """Number of the next step's first sample: how far the data was gone through, by plans of other batches too."""
+        return self.source.sample(self.steps_done)
 
     def run(self, step: Callable[[], None]) -> None:
         """Run one step and report it."""
@@ -217,6 +236,7 @@ class Rank:
         self.transport.traffic.clear()
         for stage in self.stages.values():
             stage.end_step()
+        self._samples += self.source.count(self.steps_done)
         self.steps_done += 1
 
     def _update(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+import tracemalloc
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime.data import Position, open_source, read_block
-from autopipe.backends.torch.runtime.manifest import InputEntry
+from autopipe.backends.torch.runtime.data import Position, check_data, open_source, read_block
+from autopipe.backends.torch.runtime.manifest import Bounds, InputEntry, OutputEntry
 from autopipe.ir.errors import ConfigurationError
 
 
@@ -31,6 +33,8 @@ class Batches:
     """`rows` has three rows a sample: a sequence merged into the batch."""
     micro_batches: int = 3
     micro_batch_size: int = 2
+    train: bool = True
+    outputs: tuple[OutputEntry, ...] = (OutputEntry("mean", "float32", (), None, ()),)
 
     @property
     def batch_size(self) -> int:
@@ -38,6 +42,7 @@ class Batches:
 
 
 MANIFEST = Batches()
+INFERENCE = Batches(train=False)
 IDS, PICTURE, ROWS, TABLE, MASK = MANIFEST.inputs
 
 
@@ -105,9 +110,9 @@ def test_blocks_are_parts_of_the_micro_batch(data: str | None, entry: InputEntry
 
 
 @pytest.mark.parametrize("entry", MANIFEST.inputs, ids=lambda entry: entry.name)
-def test_files_are_read_sample_by_sample_and_again(tmp_path: Path, entry: InputEntry) -> None:
+def test_files_are_read_sample_by_sample_and_filled_up(tmp_path: Path, entry: InputEntry) -> None:
     np.savez(tmp_path / "data.npz", **arrays(5))
-    source = open_source(MANIFEST, str(tmp_path / "data.npz"), 0)
+    source = open_source(INFERENCE, str(tmp_path / "data.npz"), 0)
     whole = arrays(5)[entry.name]
     found = source.rows(entry, 3, 7)
     if entry.batch_axis is None:
@@ -115,6 +120,134 @@ def test_files_are_read_sample_by_sample_and_again(tmp_path: Path, entry: InputE
         return
     samples = np.split(whole, 5, entry.batch_axis)
     assert np.array_equal(found, np.concatenate([samples[index] for index in (3, 4, 0, 1)], entry.batch_axis))
+
+
+def test_an_epoch_of_a_file_in_training_is_its_whole_batches(tmp_path: Path) -> None:
+    """Of 20 samples 18, which are 3 batches; inputs of any number of rows a sample keep together."""
+    np.savez(tmp_path / "data.npz", **arrays(20))
+    source = open_source(MANIFEST, str(tmp_path / "data.npz"), 0)
+    starts = [source.sample(step) for step in range(7)]
+    assert starts == [0, 6, 12, 20, 26, 32, 40]
+    assert [source.epoch(step) for step in range(7)] == [1, 1, 1, 2, 2, 2, 3]
+    assert all(source.has(step) and source.count(step) == 6 for step in range(7))
+    assert source.left_over == 2
+    for entry in (IDS, PICTURE, ROWS):
+        assert np.array_equal(source.rows(entry, starts[3], starts[3] + 6), source.rows(entry, 0, 6))
+
+
+def test_an_epoch_that_was_begun_with_other_batches_goes_on(tmp_path: Path) -> None:
+    """After four samples there are two batches of six left of 20, and then a new epoch."""
+    np.savez(tmp_path / "data.npz", **arrays(20))
+    source = open_source(MANIFEST, str(tmp_path / "data.npz"), 0, Position(1, 4))
+    assert [source.sample(step) for step in range(1, 6)] == [4, 10, 20, 26, 32]
+    late = open_source(MANIFEST, str(tmp_path / "data.npz"), 0, Position(4, 16))
+    assert [late.sample(step) for step in range(4, 7)] == [20, 26, 32]
+
+
+def test_a_file_in_inference_ends(tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", **arrays(20))
+    source = check_data(INFERENCE, str(tmp_path / "data.npz"), None)
+    assert source is not None and source.steps == 4
+    assert [source.has(step) for step in range(6)] == [True] * 4 + [False] * 2
+    assert [source.count(step) for step in range(4)] == [6, 6, 6, 2]
+    assert "20 samples are 4 batches of 6, the last of 2 ('mean': the last value also" in source.says(9)
+    assert source.says(9).endswith("; it ends before step 4 of 9")
+    assert source.says(3) == ""
+
+
+def test_arrays_of_unequal_length_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", **(arrays(12) | {"ids": arrays(13)["ids"]}))
+    for manifest in (MANIFEST, INFERENCE):
+        with pytest.raises(ConfigurationError, match="different numbers of samples: 'ids' 13, 'picture' 12, 'rows' 12"):
+            open_source(manifest, str(tmp_path / "data.npz"), 0)
+    np.savez(tmp_path / "data.npz", **(arrays(12) | {"rows": np.zeros((37, 2))}))
+    with pytest.raises(ConfigurationError, match="'rows' has 37 rows, of which a sample has 3"):
+        open_source(MANIFEST, str(tmp_path / "data.npz"), 0)
+
+
+def test_training_needs_a_whole_batch(tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", **arrays(5))
+    with pytest.raises(ConfigurationError, match="5 samples are no batch of 6"):
+        open_source(MANIFEST, str(tmp_path / "data.npz"), 0)
+
+
+BOUNDED = InputEntry(
+    "ids", "int64", (2, 3), 0, 7, allowed=(Bounds(0, 7, (0, 0), (2, 1)), Bounds(-9, 9, (0, 1), (2, 3)))
+)
+LABELS = InputEntry("labels", "int64", (2,), 0, 5, allowed=(Bounds(0, 5, (0,), (2,)),), ignored=-100)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "number", "message"),
+    [
+        ("ids", (17, 0), 7, "'ids' row 17 holds 7: it must be from 0 to 6"),
+        ("ids", (23, 0), -1, "'ids' row 23 holds -1: it must be from 0 to 6"),
+        ("ids", (4, 2), 9, "'ids' row 4 holds 9: it must be from -9 to 8"),
+        ("labels", (11,), 5, "'labels' row 11 holds 5: it must be from 0 to 4, or -100"),
+        ("ids", (4, 2), 8, ""),
+        ("ids", (4, 2), -9, ""),
+        ("labels", (11,), -100, ""),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["int64", "int32", "float64"])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_numbers_out_of_range_are_found_by_row(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    place: tuple[int, ...],
+    number: int,
+    message: str,
+    dtype: str,
+    compressed: bool,
+) -> None:
+    """In pieces of a few rows, of any type; each part of an input has its own bounds."""
+    manifest = Batches(inputs=(BOUNDED, LABELS))
+    given = {"ids": np.ones((24, 3), dtype), "labels": np.zeros(24, dtype)}
+    given[name][place] = number
+    path = tmp_path / "data.npz"
+    (np.savez_compressed if compressed else np.savez)(path, **given)  # type: ignore[arg-type]
+    monkeypatch.setattr("autopipe.backends.torch.runtime.data._PIECE", 200)
+    if not message:
+        check_data(manifest, str(path), None)
+        return
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        check_data(manifest, str(path), None)
+    assert caught.value.where == str(path)
+    step = place[0] // 6
+    check_data(manifest, str(path), step)
+    entry = BOUNDED if name == "ids" else LABELS
+    with pytest.raises(ConfigurationError, match=message):
+        open_source(manifest, str(path), 0).rows(entry, 6 * step, 6 * step + 6)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("int64", 1 << 20), ("int32", 1 << 26)])
+def test_large_files_are_looked_at_where_they_lie(tmp_path: Path, dtype: str, most: int) -> None:
+    """Indices of 96 MiB take none, or a piece's where they have another type, and are looked at to the last."""
+    rows = (96 << 20) // 3 // np.dtype(dtype).itemsize
+    given = np.zeros((rows, 3), dtype)
+    given[-1] = 8
+    np.savez(tmp_path / "data.npz", ids=given)
+    tracemalloc.start()
+    with pytest.raises(ConfigurationError, match=f"row {rows - 1:,} holds 8"):
+        check_data(
+            Batches(inputs=(dataclasses.replace(BOUNDED, allowed=BOUNDED.allowed[:1]),)),
+            str(tmp_path / "data.npz"),
+            None,
+        )
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < most + (1 << 24)
+
+
+def test_random_numbers_cover_the_table_of_each_column() -> None:
+    """Each column of a recommender's input has a table of its own; a label may begin above 0."""
+    bounds = (Bounds(-9, 2, (0, 0), (2, 1)), Bounds(10, 1000, (0, 1), (2, 2)), Bounds(-5, -2, (0, 2), (2, 3)))
+    source = open_source(Batches(inputs=(InputEntry("ids", "int64", (2, 3), 0, 2, drawn=bounds),)), None, 0)
+    found = source.rows(InputEntry("ids", "int64", (2, 3), 0, 2, drawn=bounds), 0, 4000)
+    assert set(found[:, 0]) == {0, 1}
+    assert found[:, 1].min() < 20 and found[:, 1].max() > 990 and found[:, 1].min() >= 10
+    assert set(found[:, 2]) == {-5, -4, -3}
 
 
 @given(st.integers(0, 40), st.integers(1, 10))
@@ -184,9 +317,8 @@ def test_arrays_that_do_not_fit(tmp_path: Path, array: np.ndarray, message: str,
     path = tmp_path / "data.npz"
     save = np.savez_compressed if compressed else np.savez
     save(path, **(arrays(6) | {"ids": array}))  # type: ignore[arg-type]
-    source = open_source(MANIFEST, str(path), 0)
     with pytest.raises(ConfigurationError, match=message) as caught:
-        source.rows(IDS, 0, 2)
+        check_data(MANIFEST, str(path), None)
     assert str(path) in str(caught.value)
 
 
@@ -240,14 +372,39 @@ def test_missing_files_arrays_and_functions(tmp_path: Path) -> None:
             open_source(MANIFEST, name, 0)
 
 
-def test_functions_that_end_or_give_too_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def spelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, *sizes: int) -> str:
+    """A function that gives batches of `ids` of these sizes, numbered from 0."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    text = "import numpy as np\ndef batches():\n    yield {'ids': np.zeros((5, 3), int)}\n"
-    (tmp_path / "short_batches.py").write_text(text, encoding="utf-8")
-    source = open_source(MANIFEST, "short_batches:batches", 0)
-    with pytest.raises(ConfigurationError, match="'ids' has 5 rows, a batch 6"):
-        source.rows(IDS, 0, 2)
+    lines = ["import numpy as np", "def batches():", f"    for step, size in enumerate({list(sizes)}):"]
+    lines.append("        yield {'ids': np.full((size, 3), step)}")
+    (tmp_path / f"{name}.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return f"{name}:batches"
+
+
+def test_functions_that_end_begin_again_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch that is not whole is left out."""
+    source = open_source(MANIFEST, spelt(tmp_path, monkeypatch, "two_and_a_half", 6, 6, 3), 0)
+    assert [source.rows(IDS, 6 * step, 6 * step + 6)[0, 0] for step in range(3)] == [0, 1, 0]
+    assert (source.epoch(2), source.left_over) == (2, 3)
+
+
+def test_functions_that_end_end_inference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(INFERENCE, spelt(tmp_path, monkeypatch, "one_and_a_half", 6, 3), 0)
+    assert [source.has(0), source.count(0), source.has(1), source.count(1)] == [True, 6, True, 3]
+    assert source.rows(IDS, 6, 12).tolist() == [[1] * 3] * 6
+    assert not source.has(2)
+
+
+def test_functions_that_give_too_little_or_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = {
+        (5,): "epoch 1 has no batch of 6 samples",
+        (5, 6): "batch 0 has 5 samples, not 6, and is not the last",
+        (7,): "batch 0 has 7 samples, not 6",
+    }
+    for number, (sizes, message) in enumerate(cases.items()):
+        source = open_source(MANIFEST, spelt(tmp_path, monkeypatch, f"odd_batches{number}", *sizes), 0)
+        with pytest.raises(ConfigurationError, match=message):
+            source.rows(IDS, 0, 2)
+    source = open_source(MANIFEST, spelt(tmp_path, monkeypatch, "ids_alone", 6), 0)
     with pytest.raises(ConfigurationError, match="a batch lacks input 'rows'"):
         source.rows(ROWS, 0, 2)
-    with pytest.raises(ConfigurationError, match="ended after 1 batches"):
-        source.rows(IDS, 6, 8)
