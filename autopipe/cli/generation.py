@@ -12,6 +12,7 @@ from autopipe.backends.torch.emission.manifest import Provenance
 from autopipe.cli.verification import FORWARD, REFERENCE
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.program import Program, RankCode, StageCode
+from autopipe.passes.frontend.inference import without_dropout
 from autopipe.passes.lower.alone import one_device_program
 from autopipe.passes.lower.assemble import lower
 from autopipe.passes.lower.buckets import held_together
@@ -51,7 +52,9 @@ def _check_ranks(ranks: Sequence[int], devices: int) -> None:
 def _one_device(planned: Planned, name: str, loss: str | None) -> ProgramFiles:
     """The same steps on one device: training with `loss`, the whole forward without."""
     problem = planned.problem
-    program = one_device_program(problem.graph, problem.micro_batches, problem.micro_batch_size, loss)
+    # ONNX Runtime, which the forward is compared with, would drop other elements.
+    graph = problem.graph if loss is not None else without_dropout(problem.graph)
+    program = one_device_program(graph, problem.micro_batches, problem.micro_batch_size, loss)
     what = "training" if loss is not None else "the forward"
     title = f"The whole model on one device, {what}: what the ranks are verified against."
     return ProgramFiles(name, program, (title,), (title,))

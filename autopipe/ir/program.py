@@ -10,6 +10,7 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from autopipe.ir.batch import Samples
 from autopipe.ir.graph import Constant, Parameter, Value
 from autopipe.ir.layout import Box, MeshAxes, merged
 from autopipe.ir.ops.row import Signature
@@ -23,7 +24,8 @@ class Compute:
     """One operator on local shards: `signature` holds local shapes.
 
     `mesh` has the axis of the group's mesh that each split lies along; `joint` has the sets of split axes over
-    which the operator itself asks for a group: see `Call.group`.
+    which the operator itself asks for a group: see `Call.group`. `samples` says where samples are counted in what a
+    random operator draws.
     """
 
     node: int
@@ -31,6 +33,7 @@ class Compute:
     splits: tuple[Split, ...] = ()
     mesh: MeshAxes = ()
     joint: tuple[tuple[str, ...], ...] = ()
+    samples: Samples | None = None
 
     def mesh_of(self, axes: Iterable[str]) -> MeshAxes:
         """The axes of the mesh over which the node is split along `axes`."""

@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from autopipe.ir.errors import ModelError
+from autopipe.ir.ops import OPERATORS
 
+if TYPE_CHECKING:
+    import onnx
+
+_RANDOM = {name for name, row in OPERATORS.items() if row.random} - {"Dropout"}
 _INLINE_LIMIT = 2**30
-"""Bytes of added weights above which they go to a file beside the model: protobuf ends at 2 GiB."""
+"""Bytes of weights above which they go to a file beside the model: protobuf ends at 2 GiB."""
 
 
 class ReferenceModel:
-    """An ONNX file opened for execution, with numbers for the weights it lacks."""
+    """An ONNX file opened for execution, with numbers for the weights it lacks, and without Dropout."""
 
-    def __init__(self, model: Path, weights: Mapping[str, np.ndarray]) -> None:
-        """`weights` are parameters that the file names without storing. Raises ModelError where it cannot be opened."""
+    def __init__(self, model: Path, weights: Mapping[str, np.ndarray], train: bool = True) -> None:
+        """`weights` are parameters that the file names without storing. Unless `train`, batches are normalised by
+        running statistics. Raises ModelError where it cannot be opened."""
+        import onnx
+
         self._scratch = tempfile.TemporaryDirectory()
-        path = model if not weights else _completed(model, weights, Path(self._scratch.name))
+        try:
+            proto = onnx.load(str(model), load_external_data=False)
+        except Exception as error:
+            raise _unreadable(model, error) from error
+        self.random = tuple(sorted({node.op_type for node in _nodes(proto)} & _RANDOM))
+        """Operators of it that draw numbers, which are none of ours."""
+        self.dropouts = sum(map(_switch_off_dropout, _nodes(proto)))
+        """Of its Dropouts those that were switched off."""
+        used = {each.name for each in proto.graph.output}.union(*(node.input for node in _nodes(proto)))
+        batches = 0 if train else sum(_switch_to_running_statistics(node, used) for node in _nodes(proto))
+        switched = self.dropouts + batches
+        path = _completed(model, proto, weights, Path(self._scratch.name)) if weights or switched else model
         self._session = _open(path)
         self.inputs: dict[str, list[Any]] = {each.name: each.shape for each in self._session.get_inputs()}
         self.outputs: list[str] = [each.name for each in self._session.get_outputs()]
@@ -42,16 +61,52 @@ def _open(path: Path) -> Any:
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise ModelError(f"ONNX Runtime cannot open the model: {reason}", where=str(path)) from error
+        raise _unreadable(path, error) from error
 
 
-def _completed(model: Path, weights: Mapping[str, np.ndarray], scratch: Path) -> Path:
-    """A copy of the model in which the missing weights are initializers."""
+def _unreadable(path: Path, error: Exception) -> ModelError:
+    reason = str(error).splitlines()[0]
+    return ModelError(f"ONNX Runtime cannot open the model: {reason}", where=str(path))
+
+
+def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """All nodes, those of functions and branches too."""
+    waiting = [*proto.graph.node, *(node for function in proto.functions for node in function.node)]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for attribute in node.attribute:
+            graphs = (attribute.g, *attribute.graphs) if attribute.HasField("g") else tuple(attribute.graphs)
+            waiting.extend(inner for graph in graphs for inner in graph.node)
+
+
+def _switch_off_dropout(node: onnx.NodeProto) -> bool:
+    """Have a Dropout drop nothing; whether that was to be said."""
+    if node.op_type != "Dropout" or node.domain not in ("", "ai.onnx") or len(node.input) < 3:
+        return False
+    del node.input[2:]
+    return True
+
+
+def _switch_to_running_statistics(node: onnx.NodeProto, used: set[str]) -> bool:
+    """Have a BatchNormalization do as at inference; whether that was to be said."""
+    if node.op_type != "BatchNormalization" or not used.isdisjoint(node.output[1:]):
+        return False
+    if len(node.output) == 1 and not any(each.name == "training_mode" and each.i for each in node.attribute):
+        return False
+    del node.output[1:]
+    kept = [each for each in node.attribute if each.name != "training_mode"]
+    del node.attribute[:]
+    node.attribute.extend(kept)
+    return True
+
+
+def _completed(model: Path, proto: onnx.ModelProto, weights: Mapping[str, np.ndarray], scratch: Path) -> Path:
+    """A file of `proto`, read from `model`, in which the missing weights are initializers."""
     import onnx
-    from onnx import numpy_helper
+    from onnx import external_data_helper, numpy_helper
 
-    proto = onnx.load(str(model), load_external_data=True)
+    external_data_helper.load_external_data_for_model(proto, str(model.parent))
     have = {each.name for each in proto.graph.initializer}
     proto.graph.initializer.extend(
         numpy_helper.from_array(np.ascontiguousarray(array), name)
@@ -62,6 +117,6 @@ def _completed(model: Path, weights: Mapping[str, np.ndarray], scratch: Path) ->
     del proto.graph.input[:]
     proto.graph.input.extend(inputs)
     path = scratch / "model.onnx"
-    large = sum(array.nbytes for array in weights.values()) > _INLINE_LIMIT
+    large = sum(len(tensor.raw_data) for tensor in proto.graph.initializer) > _INLINE_LIMIT
     onnx.save(proto, str(path), save_as_external_data=large)
     return path

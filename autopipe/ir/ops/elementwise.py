@@ -61,7 +61,6 @@ CONVERSIONS = (
     Operator("Cast", broadcast, "elementwise", no_flops, 1.0),
     Operator("CastLike", first_operand, "elementwise", no_flops, 1.0),
     Operator("BitCast", broadcast, "view", no_flops, 0.0, differentiable=False),
-    Operator("Dropout", first_operand, "elementwise", per_result(2.0), 1.0, keeps=("mask",), static=(1, 2)),
 )
 
 ELEMENTWISE = (*ARITHMETIC, *LOGIC, *CONVERSIONS)

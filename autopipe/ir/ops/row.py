@@ -115,6 +115,8 @@ class Operator:
     and constants are kept anyway."""
     static: tuple[int, ...] = ()
     """Operands whose numbers must be known while compiling (Reshape's shape)."""
+    random: bool = False
+    """Whether it draws numbers: anew in each evaluation, and others for each node."""
     differentiable: bool = True
     """Whether gradients flow from the results to floating operands."""
     mixes_samples: Callable[[Signature], bool] = separates_samples

@@ -15,6 +15,7 @@ from autopipe.ir.ops.normalization import NORMALIZATION
 from autopipe.ir.ops.pooling import POOLING
 from autopipe.ir.ops.products import PRODUCTS
 from autopipe.ir.ops.quantization import QUANTIZATION
+from autopipe.ir.ops.randomness import RANDOM
 from autopipe.ir.ops.recurrent import RECURRENT
 from autopipe.ir.ops.reduction import REDUCTION
 from autopipe.ir.ops.regions import REGIONS
@@ -47,5 +48,6 @@ OPERATORS: dict[str, Operator] = {
         *REGROUP,
         *SAMPLING,
         *SPECTRAL,
+        *RANDOM,
     )
 }

@@ -8,9 +8,6 @@ from autopipe.ir.graph import Attribute, Graph, Node, Value
 from autopipe.passes.frontend.gathers import with_plain_gathers
 from autopipe.passes.frontend.infer import RANDOM
 
-UNIQUE = RANDOM | {"Dropout"}
-"""Operators of which two equal nodes give different results."""
-
 
 def cleaned(graph: Graph) -> Graph:
     """The same function with fewer nodes; parameters that matter are kept as they are."""
@@ -64,7 +61,7 @@ def without_repeats(graph: Graph) -> Graph:
         node = _reading(node, names)
         key: tuple[str, str, tuple[str, ...], tuple[tuple[str, Attribute], ...], tuple[bool, ...]]
         key = (node.domain, node.op, node.inputs, node.attributes, tuple(map(bool, node.outputs)))
-        earlier = first.setdefault(key, node) if node.op not in UNIQUE else node
+        earlier = first.setdefault(key, node) if node.op not in RANDOM else node
         if earlier is node or any(name in graph.outputs for name in node.outputs):
             kept.append(node)
         else:

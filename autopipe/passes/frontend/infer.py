@@ -13,6 +13,7 @@ import numpy as np
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Value
+from autopipe.ir.ops import OPERATORS
 from autopipe.passes.frontend.elements import dtype_of, tensor_of, type_proto
 from autopipe.passes.frontend.evaluate import told_by_formula
 from autopipe.passes.frontend.rules import told_by_rule
@@ -27,10 +28,8 @@ Operand = tuple[Value | None, np.ndarray | None]
 
 KNOWN_LIMIT = 4096
 """Elements up to which an operand's numbers are shown to shape inference: those that tell shapes are few."""
-RANDOM = frozenset(
-    {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"}
-)
-"""Operators whose result is drawn anew each time."""
+RANDOM = frozenset(row.name for row in OPERATORS.values() if row.random)
+"""Operators whose result is drawn anew each time: nothing is known of it, and two equal nodes give different ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 FOLD_LIMIT = 4096
 """Elements up to which a known result is stored; larger ones (masks) are computed where they are needed."""
+_MODE_STATED = 7
+"""Before this opset an attribute says of a Dropout that it is not for training; since, that it is has to be said."""
 
 
 @dataclass(slots=True)
@@ -282,6 +284,8 @@ def _passes_through(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ..
     if node.op_type == "Cast":
         target = next((each.i for each in node.attribute if each.name == "to"), 0)
         return target == NUMBERS[sweep.types[operands[0]].dtype]
+    if sweep.source.opset < _MODE_STATED:
+        return any(each.name == "is_test" and each.i for each in node.attribute)
     training = operands[2] if len(operands) > 2 else ""
     return not training or (training in sweep.arrays and not sweep.arrays[training].any())
 

@@ -13,6 +13,7 @@ from autopipe.ir.rebatch import rebatched
 from autopipe.passes.frontend.clean import cleaned, without_unread
 from autopipe.passes.frontend.dimensions import bind_inputs
 from autopipe.passes.frontend.fuse import fused
+from autopipe.passes.frontend.inference import at_inference
 from autopipe.passes.frontend.interpret import interpret
 from autopipe.passes.frontend.load import Source, load, located
 from autopipe.passes.frontend.losses import CrossEntropy, own_loss, require_loss, with_cross_entropy
@@ -84,18 +85,13 @@ def _survey(
     weights = Weights.of(source, roles_of(source.nodes, source.metadata, frozen))
     interpreted, aliases = interpret(source, inputs, weights)
     read = retied(without_unread(interpreted), source.path)
-    graph = fused(cleaned(read))
-    require_same_parameters(read, graph)
-    if isinstance(loss, CrossEntropy):
-        graph, scalar = with_cross_entropy(graph, loss)
-    else:
-        scalar = own_loss(graph) if loss is None else loss
-        if scalar:
-            require_loss(graph, scalar)
+    graph, scalar = _simplified(read, loss)
+    mode = mode or (Mode.TRAIN if scalar else Mode.INFER)
+    if mode is Mode.INFER and (inferring := at_inference(read)) is not read:
+        graph, scalar = _simplified(inferring, loss)
     if batch is not None and inputs.batch is not None:
         graph = rebatched(graph, batch)
     graph.verify()
-    mode = mode or (Mode.TRAIN if scalar else Mode.INFER)
     return Model(
         graph=graph,
         path=source.path,
@@ -115,6 +111,18 @@ def _survey(
         source=source,
         aliases=aliases,
     )
+
+
+def _simplified(read: Graph, loss: str | CrossEntropy | None) -> tuple[Graph, str]:
+    """The graph cleaned and fused, with its loss, and the loss's name, "" where there is none."""
+    graph = fused(cleaned(read))
+    require_same_parameters(read, graph)
+    if isinstance(loss, CrossEntropy):
+        return with_cross_entropy(graph, loss)
+    scalar = own_loss(graph) if loss is None else loss
+    if scalar:
+        require_loss(graph, scalar)
+    return graph, scalar
 
 
 def require_same_parameters(before: Graph, after: Graph) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autopipe.ir.batch import batch_axes_of
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.program import Piece, Shard
@@ -67,10 +68,11 @@ def _sharded(
     """
     assigned = assign_nodes(graph, placement, tuple(wanted))
     shares = frozenset(wanted) - graph.consumers().keys()
+    batch = batch_axes_of(graph)
 
     def shard(whole: frozenset[str]) -> tuple[ShardedStage, ...]:
         return tuple(
-            shard_stage(own, number, stage, nodes, Demands(whole, shares))
+            shard_stage(own, number, stage, nodes, Demands(whole, shares), batch)
             for number, (own, stage, nodes) in enumerate(zip(graphs, placement.stages, assigned, strict=True))
         )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from autopipe.ir.batch import BatchAxes, Samples
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Constant, Graph, Node, Value
 from autopipe.ir.layout import Layout, are_blocks, even_degree_hint, mesh_of, replicated
@@ -58,8 +59,10 @@ class Demands:
     reported)."""
 
 
-def shard_stage(graph: Graph, number: int, stage: Stage, nodes: StageNodes, demands: Demands) -> ShardedStage:
-    """The local forward of `stage` computing `nodes`.
+def shard_stage(
+    graph: Graph, number: int, stage: Stage, nodes: StageNodes, demands: Demands, batch: BatchAxes
+) -> ShardedStage:
+    """The local forward of `stage` computing `nodes`; `batch` says where samples are in the program's micro-batches.
 
     Partial results are reduced at once, to the whole or to shards, but for the shares that `demands` allows. Raises
     CodegenError for splits that cannot be executed.
@@ -67,7 +70,8 @@ def shard_stage(graph: Graph, number: int, stage: Stage, nodes: StageNodes, dema
     group = len(stage.devices)
     uses = tuple(_use(graph, index, splits, group) for index, splits in nodes.nodes)
     forms = tuple(laid(graph, use.index, use.space, use.splits, group) for use in uses)
-    worker = _Sharding(graph, stage, taken_layouts(graph, forms, demands.whole), nodes.outputs, demands.shares)
+    taken = taken_layouts(graph, forms, demands.whole)
+    worker = _Sharding(graph, stage, taken, nodes.outputs, demands.shares, batch)
     worker.place(uses, forms)
     return worker.finish(number)
 
@@ -137,6 +141,7 @@ class _Sharding:
     taken: dict[str, Layout]
     outputs: tuple[str, ...]
     shares: frozenset[str]
+    batch: BatchAxes
     operations: list[Operation] = field(default_factory=list)
     layouts: dict[str, Layout] = field(default_factory=dict)
     values: dict[tuple[str, Layout], Value] = field(default_factory=dict)
@@ -181,7 +186,13 @@ class _Sharding:
         )
         signature = replace(use.signature, operands=operands, results=results, constants=self._constants(use, operands))
         mesh = mesh_of(use.splits, len(self.stage.devices))
-        self.operations.append(Compute(use.index, signature, use.splits, mesh, _joint(use)))
+        self.operations.append(Compute(use.index, signature, use.splits, mesh, _joint(use), self._samples(use.node)))
+
+    def _samples(self, node: Node) -> Samples | None:
+        """Where samples are counted in what a random node draws."""
+        if not OPERATORS[qualified_name(node)].random:
+            return None
+        return self.batch.of(next(filter(None, node.outputs)))
 
     def _computed(self, name: str, layout: Layout, reduced: set[str]) -> Value:
         return self._hold(name, layout, self._derived(name, "partial") if name in reduced else name)

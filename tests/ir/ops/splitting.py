@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.backends.torch.runtime.random_streams import Random
 from autopipe.ir.graph import Constant, Graph, Node
 from autopipe.ir.layout import mesh_of
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of, space_of
@@ -86,7 +87,8 @@ def computed(
         operations=(Compute(0, signature, splits, mesh_of(splits, group)),),
     )
     held = {f"c{index}": to_tensor(each.array) for index, each in enumerate(constants)}
-    place = SimpleNamespace(device=torch.device("cpu"), group=member, **held)
+    random = Random(torch.device("cpu"), 0 if member is None else member.position)
+    place = SimpleNamespace(device=torch.device("cpu"), group=member, random=random, **held)
     results: Tensors = forward_of(emit_forward(stage))(place, *(tensors[name] for name in inputs))
     for value, result in zip(outputs, results, strict=True):
         assert tuple(result.shape) == value.shape

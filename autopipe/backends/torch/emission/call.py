@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,10 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopipe.backends.torch.emission.groups import group_code
+from autopipe.ir.batch import Samples
 from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Node, Value
 from autopipe.ir.layout import MeshAxes, merged
+from autopipe.ir.ops import OPERATORS, qualified_name
 from autopipe.ir.ops.row import Signature
 from autopipe.ir.placement import Split
 
@@ -23,7 +26,8 @@ class Call:
 
     An emitter returns one Python expression: a tensor where the operator has one result, else a tuple with one entry
     for each output the node lists. It may use `torch`, `F` (torch.nn.functional), `operators` (the runtime's library
-    for what torch lacks), `p.device`, `group` of this call, and nothing else; text from the model only through `repr`.
+    for what torch lacks), `p.device`, `group` and `stream` of this call, and nothing else; text from the model only
+    through `repr`.
     """
 
     signature: Signature
@@ -33,6 +37,8 @@ class Call:
     """The axis of the group's mesh that each split lies along."""
     devices: int = 1
     """Number of devices of the group."""
+    samples: Samples | None = None
+    """Where samples are counted in what a random operator draws."""
 
     @property
     def node(self) -> Node:
@@ -84,6 +90,30 @@ class Call:
         assert any(map(self.is_split, axes)), f"{self.node.op} is not split along {', '.join(axes)}"
         pairs = zip(self.splits, self.mesh, strict=True)
         return group_code(merged(place for split, place in pairs if split.axis in axes), self.devices)
+
+    def stream(self) -> str:
+        """The code of the numbers that this random operator draws: those of its node, at its place in the whole."""
+        name = next(filter(None, self.node.outputs))
+        words = [f"{int.from_bytes(hashlib.sha256(name.encode('utf-8', 'surrogatepass')).digest()[:8], 'big'):#018x}"]
+        cuts = self._cuts()
+        if any(cuts):
+            words.append(f"cuts={cuts!r}")
+        if self.samples is not None:
+            place = (self.samples.dimension, self.samples.outer, self.samples.inner)
+            words.append(f"samples={place[0] if place[1:] == (1, 1) else place!r}")
+        return f"p.random({', '.join(words)})"
+
+    def _cuts(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each dimension of the first result the mesh's axes that cut it, outer to inner, as degree and stride."""
+        if not self.splits:
+            return ()
+        results = OPERATORS[qualified_name(self.node)].space(self.signature).results
+        dimensions = next(each for each in results if each is not None)
+        places = {split.axis: place for split, place in zip(self.splits, self.mesh, strict=True)}
+        return tuple(
+            tuple((axis.degree, axis.stride) for axis in merged(places[name] for name in names if name in places))
+            for names in dimensions
+        )
 
     def bias(self, index: int, axis: str) -> str:
         """The code of operand `index`, or "None", as what is added once to shares of a sum over `axis`."""

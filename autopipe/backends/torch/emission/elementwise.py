@@ -118,19 +118,6 @@ def _shift(call: Call) -> str:
     return f"torch.bitwise_{direction}_shift({call.arg(0)}, {call.arg(1)})"
 
 
-def _dropout(call: Call) -> str:
-    training = call.constant(2)
-    active = training is not None and bool(training.reshape(()))
-    ratio = call.scalar(1) or "0.5"
-    data = call.arg(0)
-    if len(call.signature.results) > 1:
-        if active:
-            return f"operators.dropout({data}, {ratio})"
-        mask = call.result(1).dtype if call.signature.results[1] is not None else DType.BOOL
-        return f"({data}, torch.ones_like({data}, dtype={torch_dtype(mask)}))"
-    return f"F.dropout({data}, {ratio})" if active else data
-
-
 def _convert(call: Call) -> str:
     return _cast(call.arg(0), call.result().dtype)
 
@@ -202,5 +189,4 @@ ELEMENTWISE: dict[str, Emitter] = {
     "Cast": _convert,
     "CastLike": _convert,
     "BitCast": lambda call: f"{call.arg(0)}.view({torch_dtype(call.result().dtype)})",
-    "Dropout": _dropout,
 }

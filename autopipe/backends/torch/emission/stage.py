@@ -164,7 +164,7 @@ def _expression(operation: Compute, names: _Names, later: bool, group: int) -> s
     if emitter is None:
         raise CodegenError(f"operator {name} cannot be written as PyTorch", where=repr(signature.node.name))
     codes = tuple(None if value is None else names.codes[value.name] for value in signature.operands)
-    call = Call(signature, codes, operation.splits, operation.mesh, group)
+    call = Call(signature, codes, operation.splits, operation.mesh, group, operation.samples)
     return deferred(emitter, call) if later else emitter(call)
 
 

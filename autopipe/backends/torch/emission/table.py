@@ -16,6 +16,7 @@ from autopipe.backends.torch.emission.normalization import NORMALIZATION
 from autopipe.backends.torch.emission.pooling import POOLING
 from autopipe.backends.torch.emission.products import PRODUCTS
 from autopipe.backends.torch.emission.quantization import QUANTIZATION
+from autopipe.backends.torch.emission.randomness import RANDOM
 from autopipe.backends.torch.emission.recurrent import RECURRENT
 from autopipe.backends.torch.emission.reduction import REDUCTION
 from autopipe.backends.torch.emission.regions import REGIONS
@@ -45,4 +46,5 @@ EMITTERS: dict[str, Emitter] = {
     **REGROUP,
     **SAMPLING,
     **SPECTRAL,
+    **RANDOM,
 }

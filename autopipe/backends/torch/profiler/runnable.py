@@ -14,6 +14,7 @@ import torch
 from autopipe.backends.torch.emission.stage import emit_stage
 from autopipe.backends.torch.runtime.later import Later
 from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
+from autopipe.backends.torch.runtime.random_streams import Random
 from autopipe.ir.costs import Sample
 from autopipe.ir.dtype import DType
 from autopipe.ir.errors import CodegenError
@@ -62,7 +63,7 @@ class Runnable:
         """The sample on a device; the generated file goes to `folder`. Raises CodegenError where it needs a group."""
         stage = _stage_of(sample)
         forward = _generated(emit_stage(stage, "One operator."), folder)
-        place = Arguments(device=device, group=None, later=Later(()))
+        place = Arguments(device=device, group=None, later=Later(()), random=Random(device))
         for index, constant in stage.constants:
             setattr(place, f"c{index}", torch.from_numpy(constant.array.copy()).to(device))
         return Runnable(forward, place, _operands(sample, stage, device, train, pool))

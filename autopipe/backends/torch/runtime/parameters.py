@@ -80,4 +80,4 @@ def load_constants(folder: Path, names: set[str], device: torch.device) -> dict[
 
 
 class Arguments(SimpleNamespace):
-    """What a stage's forward reaches as `p`: parameters `w…`, constants `c…`, `device`, `group` and `later`."""
+    """What a stage's forward reaches as `p`: parameters `w…`, constants `c…`, `device`, `group`, `later`, `random`."""

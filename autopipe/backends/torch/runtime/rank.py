@@ -33,6 +33,7 @@ from autopipe.backends.torch.runtime.options import parse_options
 from autopipe.backends.torch.runtime.outputs import OutputCollector
 from autopipe.backends.torch.runtime.parameters import Arguments, load_constants, load_parameters, torch_dtype
 from autopipe.backends.torch.runtime.pulse import ENDED, Pulse
+from autopipe.backends.torch.runtime.random_streams import Random
 from autopipe.backends.torch.runtime.recording import record_gradients
 from autopipe.backends.torch.runtime.report import Reporter
 from autopipe.backends.torch.runtime.stage import Stage
@@ -149,6 +150,7 @@ class Rank:
             for name in (*module.PARAMETERS, *module.CONSTANTS):
                 setattr(arguments, name, named[name])
             arguments.group = Group(manifest.stages[number].ranks, transport)
+            arguments.random = Random(self.device, arguments.group.position)
             arguments.later = Later(named[name] for name in module.PARAMETERS)
         buckets = buckets_of_rank(manifest, self.number) if self.train else ()
         self.reduction = GradientReduction(transport, self.parameters, buckets, manifest.optimizer["shard"])
@@ -275,6 +277,12 @@ class Rank:
         sample = self.samples_done + micro_batch * size
         block = torch.from_numpy(read_block(self.source, self.manifest, entry, sample, data.box))
         return block.to(self.device, torch_dtype(entry.dtype), non_blocking=True)
+
+    def begin_drawing(self, stage: int, micro_batch: int, random: Random) -> None:
+        """Have the stage's random operators draw what belongs to one of its micro-batches of this step."""
+        manifest, turns = self.manifest, self.manifest.stages[stage].turns
+        size = manifest.micro_batch_size // turns
+        random.begin(self.seed, self.steps_done, micro_batch * size, micro_batch // turns * manifest.micro_batch_size)
 
     def collect(self, stage: int, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None:
         """Keep what this stage gives of the graph's outputs."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from autopipe.backends.torch.runtime.parameters import Arguments
+from autopipe.backends.torch.runtime.random_streams import Random
 from autopipe.backends.torch.runtime.roots import root_of
 
 Tensors = tuple[torch.Tensor, ...]
@@ -24,33 +25,28 @@ Segment = Callable[..., tuple[Tensors, Tensors]]
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What else a forward depends on: where torch's random generators stood, and autocast."""
+    """What else a forward depends on: what its random operators draw, and autocast."""
 
-    device: torch.device
-    cpu: torch.Tensor
-    cuda: torch.Tensor | None
+    random: Random
+    drawn: torch.Tensor
     narrow: torch.dtype | None
     """What autocast computes in."""
 
     @staticmethod
-    def now(device: torch.device) -> Surroundings:
+    def now(p: Arguments) -> Surroundings:
         """As they are."""
-        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        is_narrow = torch.is_autocast_enabled(device.type)
-        narrow = torch.get_autocast_dtype(device.type) if is_narrow else None
-        return Surroundings(device, torch.get_rng_state(), cuda, narrow)
+        is_narrow = torch.is_autocast_enabled(p.device.type)
+        narrow = torch.get_autocast_dtype(p.device.type) if is_narrow else None
+        return Surroundings(p.random, p.random.state, narrow)
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Draw the same numbers once more, then go on from where the generators are."""
-        with (
-            torch.random.fork_rng([self.device] if self.cuda is not None else []),
-            torch.autocast(self.device.type, dtype=self.narrow, enabled=self.narrow is not None),
-        ):
-            torch.set_rng_state(self.cpu)
-            if self.cuda is not None:
-                torch.cuda.set_rng_state(self.cuda, self.device)
+        """Draw the same numbers once more, then what the forwards that go on meanwhile draw."""
+        device, meanwhile = self.random.device.type, self.random.state
+        self.random.state = self.drawn
+        with torch.autocast(device, dtype=self.narrow, enabled=self.narrow is not None):
             yield
+        self.random.state = meanwhile
 
 
 def again(segment: Segment) -> Callable[..., Tensors]:
@@ -72,7 +68,7 @@ def again(segment: Segment) -> Callable[..., Tensors]:
 class _Again(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, segment: Segment, p: Arguments, _: torch.Tensor, *arguments: torch.Tensor) -> Tensors:
-        context.segment, context.p, context.surroundings = segment, p, Surroundings.now(p.device)
+        context.segment, context.p, context.surroundings = segment, p, Surroundings.now(p)
         context.save_for_backward(*arguments)
         flowing, others = segment(p, *arguments)
         torch.clear_autocast_cache()  # Its narrow copies of parameters: they know of no gradient, and are many.

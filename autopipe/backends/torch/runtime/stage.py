@@ -116,6 +116,7 @@ class Stage:
         """Wait for the arguments and compute."""
         self._rank.task = task = f"{self.number}F{micro_batch}"
         arguments = self._arguments(micro_batch)
+        self._rank.begin_drawing(self.number, micro_batch, self._p.random)
         start = self._rank.clock.mark()
         results = self._results(arguments)
         self._rank.clock.add(task, start)

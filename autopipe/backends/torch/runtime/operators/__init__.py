@@ -9,7 +9,7 @@ from autopipe.backends.torch.runtime.operators.convolution import (
     conv_transpose,
     deform_conv,
 )
-from autopipe.backends.torch.runtime.operators.elementwise import dropout, shrink
+from autopipe.backends.torch.runtime.operators.elementwise import shrink
 from autopipe.backends.torch.runtime.operators.indexing import (
     gather_elements,
     gather_nd,
@@ -66,6 +66,14 @@ from autopipe.backends.torch.runtime.operators.quantization import (
     matmul_whole,
     quantize_linear,
 )
+from autopipe.backends.torch.runtime.operators.random import (
+    bernoulli,
+    dropout,
+    dropout_and_mask,
+    multinomial,
+    normal,
+    uniform,
+)
 from autopipe.backends.torch.runtime.operators.recurrent import gru, lstm, rnn
 from autopipe.backends.torch.runtime.operators.reduction import cumprod, cumsum, hardmax, top_k
 from autopipe.backends.torch.runtime.operators.regions import roi_align
@@ -77,6 +85,7 @@ __all__ = [
     "average_pool",
     "batch_norm",
     "batch_norm_part",
+    "bernoulli",
     "col2im",
     "compress",
     "conv_integer",
@@ -93,6 +102,7 @@ __all__ = [
     "dequantize_linear",
     "dft",
     "dropout",
+    "dropout_and_mask",
     "dynamic_quantize_linear",
     "extreme_part",
     "gather_elements",
@@ -121,9 +131,11 @@ __all__ = [
     "mean_variance_norm",
     "mean_variance_norm_part",
     "mel_weights",
+    "multinomial",
     "nll_part",
     "nll_share",
     "norm_part",
+    "normal",
     "normalize_part",
     "once",
     "one_hot",
@@ -146,4 +158,5 @@ __all__ = [
     "stft",
     "tensor_scatter",
     "top_k",
+    "uniform",
 ]

@@ -1,16 +1,9 @@
-"""Dropout with its mask, and shrinkage."""
+"""Shrinkage."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-
-def dropout(data: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
-    """Elements dropped with probability `ratio`, the others scaled up; and the mask of those that stay."""
-    mask = F.dropout(torch.ones_like(data), ratio)
-    return data * mask, mask != 0
 
 
 def shrink(data: Tensor, threshold: float, bias: float) -> Tensor:

@@ -1,0 +1,170 @@
+"""Numbers that operators draw while a program runs: the same whatever the plan, the schedule and the number of ranks.
+
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) as tensor operations. Its key is
+made of the seed, the step and the node; its counter is an element's place: the sample of the step that it belongs to,
+and where in the sample it lies. So each rank draws its own block of what one device would draw, a micro-batch of any
+size has the masks of its samples, and a forward that runs again draws the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopipe.backends.torch.runtime import philox
+from autopipe.ir.layout import MeshAxis, place_along
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Four tensors of whole numbers in [0, 2³²), int64, that can be broadcast to one shape."""
+Axes = tuple[tuple[int, int], ...]
+"""Axes of a mesh, outer to inner, as degree and stride."""
+
+_STEP_STREAM = 2
+_LOW = 0xFFFFFFFF
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_WEYL = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+_CHUNK = {"cpu": 1 << 14, "cuda": 1 << 22}
+"""Blocks of four numbers made at once: on a processor as many as its caches hold, on a GPU as memory shall be taken."""
+_ALL = 1 << 62
+
+
+def philox_4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
+    """The four words of the blocks that `counter` numbers, lowest word first."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for number in range(_ROUNDS):
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # Modulo 2⁶⁴: the sign is one more bit.
+        if number:
+            k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+        # Low halves are taken where they are used next: above them stand high halves until then.
+        c0 = ((p1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(_LOW)
+        c2 = ((p0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(_LOW)
+        c1, c3 = p1, p0
+    return c0, c1 & _LOW, c2, c3 & _LOW
+
+
+class Random:
+    """What the random operators of a stage draw, on the rank at `position` of its group."""
+
+    def __init__(self, device: torch.device, position: int = 0) -> None:
+        self.device = device
+        self.position = position
+        self.begin(0, 0, 0, 0)
+
+    def begin(self, seed: int, step: int, sample: int, shared: int) -> None:
+        """From now on a forward runs whose samples count from `sample` in the step.
+
+        `shared` is the same for all parts of the program's micro-batch: of what carries no samples they draw the same.
+        """
+        key = philox.key_of(seed, (_STEP_STREAM, step))
+        first, second = (int(word) & _LOW for word in key)
+        self.state = torch.tensor([first, second, sample, shared]).to(self.device, non_blocking=True)
+
+    def __call__(
+        self, node: int, cuts: tuple[Axes, ...] = (), samples: int | tuple[int, int, int] | None = None
+    ) -> Stream:
+        """The numbers of a node, of which mesh axes give this rank a part: for each dimension those that `cuts` it.
+
+        `samples` is the dimension that counts samples, or it with its extents outside of and inside a sample's index
+        (see `autopipe.ir.batch.Samples`); None where the tensor carries none.
+        """
+        key = self.state[0] ^ (node >> 32), self.state[1] ^ (node & _LOW)
+        along = tuple(tuple(MeshAxis(*axis) for axis in axes) for axes in cuts)
+        degrees = tuple(_degree(axes) for axes in cuts)
+        places = tuple(place_along(axes, self.position) for axes in along)
+        counted = (samples, 1, 1) if isinstance(samples, int) else samples
+        return Stream(key, self.state[3 if counted is None else 2], places, degrees, counted)
+
+
+def _degree(axes: Axes) -> int:
+    degree = 1
+    for each, _ in axes:
+        degree *= each
+    return degree
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The numbers of one node in one forward, of which a rank has the block at `places` among `degrees`."""
+
+    key: tuple[Tensor, Tensor]
+    sample: Tensor
+    """The first sample's number in the step."""
+    places: tuple[int, ...] = ()
+    degrees: tuple[int, ...] = ()
+    """By dimension; () where the rank has all."""
+    counted: tuple[int, int, int] | None = None
+
+    def draw(self, shape: tuple[int, ...], make: Callable[[Words], Words], dtype: torch.dtype) -> Tensor:
+        """A tensor of `shape`, this rank's block: `make` gives the elements for words, each for its own or its four."""
+        grid = self._grid(shape)
+        if grid.picked is not None:
+            made = torch.stack(make(self._words(grid.blocks, grid.rows, grid.samples)), -1)
+            picked = grid.picked.expand(made.shape[:-1]).unsqueeze(-1)
+            return made.gather(-1, picked).squeeze(-1).to(dtype).reshape(shape)
+        rows, blocks = grid.rows.shape[0], grid.blocks.shape[1]
+        found = torch.empty((rows, blocks, 4), dtype=dtype, device=self.sample.device)
+        chunk = _ALL if torch.compiler.is_compiling() else _CHUNK.get(self.sample.device.type, _ALL)
+        width = max(1, min(blocks, chunk))
+        height = max(1, chunk // width)
+        for top in range(0, rows, height):
+            own, samples = grid.rows[top : top + height], grid.samples[top : top + height]
+            for left in range(0, blocks, width):
+                part = found[top : top + height, left : left + width]
+                for index, each in enumerate(make(self._words(grid.blocks[:, left : left + width], own, samples))):
+                    part[..., index] = each
+        return found.view(rows, 4 * blocks)[:, grid.lead : grid.lead + grid.width].reshape(shape)
+
+    def _words(self, blocks: Tensor, rows: Tensor, samples: Tensor) -> Words:
+        return philox_4x32((blocks, rows & _LOW, rows >> 32, samples), self.key)
+
+    def _grid(self, shape: tuple[int, ...]) -> _Grid:
+        """The counters of a block: [rows, 1] of what lies before the last dimension, [1, blocks] along it."""
+        *outer, last = shape or (1,)
+        rows = samples = torch.zeros((), dtype=torch.int64, device=self.sample.device)
+        stride = 1
+        for dimension in reversed(range(len(outer))):
+            index, extent, counted = self._along(dimension, outer[dimension])
+            ones = (1,) * (len(outer) - 1 - dimension)
+            rows = rows + (index * stride).reshape(-1, *ones)
+            samples = samples if counted is None else samples + counted.reshape(-1, *ones)
+            stride *= extent
+        rows, samples = (each.expand(outer).reshape(-1, 1) for each in (rows, samples + self.sample))
+        if self.counted is not None and self.counted[0] == len(outer):
+            index, _, counted = self._along(len(outer), last)
+            assert counted is not None, "the last dimension counts samples"
+            return _Grid(rows, samples + counted, index[None] // 4, picked=index[None] % 4)
+        start = self._start(len(outer), last)
+        blocks = torch.arange(start // 4, -(-(start + last) // 4), device=self.sample.device)
+        return _Grid(rows, samples, blocks[None], start % 4, last)
+
+    def _start(self, dimension: int, extent: int) -> int:
+        return self.places[dimension] * extent if self.places else 0
+
+    def _along(self, dimension: int, extent: int) -> tuple[Tensor, int, Tensor | None]:
+        """Of a dimension of which this rank has `extent`: where elements lie in a sample, of how many, and of which."""
+        start = self._start(dimension, extent)
+        whole = extent * (self.degrees[dimension] if self.degrees else 1)
+        index = torch.arange(start, start + extent, device=self.sample.device)
+        if self.counted is None or self.counted[0] != dimension:
+            return index, whole, None
+        _, before, inside = self.counted
+        batch = whole // (before * inside)
+        return index // (batch * inside) * inside + index % inside, before * inside, index // inside % batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """The counters of a block; where elements are drawn one by one, which word of its block each one takes."""
+
+    rows: Tensor
+    samples: Tensor
+    blocks: Tensor
+    lead: int = 0
+    """Elements of the first block of four that lie before the rank's own."""
+    width: int = 0
+    picked: Tensor | None = None
