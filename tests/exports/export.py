@@ -59,7 +59,8 @@ def onnx_file(export: Export, scratch: Path) -> Path:
     """The export's file, made where it is not in the cache yet; `scratch` takes those that are too large to keep."""
     if export.exporter == "onnx":
         return drawn(export.model, scratch) if export.loss else shipped(export.model)
-    path = _cache() / f"{export.name}-{export.batch}.onnx"
+    sources = (Path(__file__), Path(__file__).with_name("architectures.py"))
+    path = cache(*sources) / f"{export.name}-{export.batch}.onnx"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as draft:
@@ -69,15 +70,15 @@ def onnx_file(export: Export, scratch: Path) -> Path:
     return path
 
 
-def _cache() -> Path:
-    """A folder that a change of a version, or of how exports are made, makes anew."""
+def cache(*sources: Path) -> Path:
+    """A folder that a change of a version, or of the `sources` that make the exports, makes anew."""
     import onnx
     import onnxscript
     import torch
     import transformers
 
     made_by = hashlib.sha256()
-    for source in (Path(__file__), Path(__file__).with_name("architectures.py")):
+    for source in sources:
         made_by.update(source.read_bytes())
     versions = (torch.__version__, transformers.__version__, onnx.__version__, onnxscript.__version__)
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
