@@ -25,6 +25,8 @@ BROKEN_PIPE: Final = 141
 YOUNG_OBJECTS: Final = 100_000
 """New objects between two looks for cycles. Graphs and tables are many small values without any: the default of 700
 costs a search an eighth of its time."""
+MOST_SHOWN: Final = 4000
+"""Characters of an error's line."""
 RUN_EXTRA: Final = frozenset({"torch"})
 """Modules that come with the extra `run`; everything else autopipe imports is always installed."""
 
@@ -130,12 +132,20 @@ def _described(error: Exception) -> AutopipeError:
             return AutopipeError(f"internal error: {type(error).__name__}: {error}", hint="rerun with --debug")
 
 
+def _one_line(text: str) -> str:
+    """What is read of `text` on a terminal: its beginning and end, where a file has names or lists of megabytes."""
+    from autopipe.cli.output import printable
+
+    half = MOST_SHOWN // 2
+    return printable(text if len(text) <= MOST_SHOWN else f"{text[:half]} ... {text[-half:]}")
+
+
 def _report(error: AutopipeError, as_json: bool) -> None:
     """Print the error's lines on stderr and, for `as_json`, its object on stdout."""
     place = f"{error.where}: " if error.where else ""
-    click.echo(f"error: {place}{' '.join(error.message.split())}", err=True)
+    click.echo(f"error: {_one_line(place + ' '.join(error.message.split()))}", err=True)
     if error.hint:
-        click.echo(f"hint: {error.hint}", err=True)
+        click.echo(f"hint: {_one_line(error.hint)}", err=True)
     if as_json:
         parts = {"message": error.message, "hint": error.hint, "where": error.where, "exit_code": error.exit_code}
         click.echo(json.dumps({"error": {"kind": type(error).__name__, **parts}}))

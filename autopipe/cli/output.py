@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as EstimateColumn
+from rich.segment import Segment
 from rich.text import Text
 
 _PIPED_WIDTH = 160
@@ -26,6 +27,32 @@ class Verbosity(enum.IntEnum):
     QUIET = 0
     NORMAL = 1
     DETAILED = 2
+
+
+def printable(text: str) -> str:
+    """`text` on one line, with escapes in place of what would move the cursor, colour, reorder or hide text.
+
+    Every name from a model, a plan or a schedule that a person is shown goes through here.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def printable_lines(text: str) -> str:
+    """`text` with its line breaks, each line as `printable` shows it."""
+    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+
+
+@dataclass(frozen=True, slots=True)
+class _Printable:
+    """A renderable whose own text is shown; styles stay as they are."""
+
+    part: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self.part, options):
+            yield segment if segment.control else Segment(printable_lines(segment.text), segment.style)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +83,8 @@ class Output:
     """The two streams of a command.
 
     stdout carries the result and nothing else: with `as_json` one JSON object, otherwise what a person reads.
-    stderr carries notes, progress and warnings. Names from models are printed as they are, never as rich markup.
+    stderr carries notes, progress and warnings. Names from models are never rich markup, and their
+    control characters are shown.
     """
 
     as_json: bool = False
@@ -124,7 +152,8 @@ class Output:
 
     def _print(self, console: Console, part: RenderableType) -> None:
         """Print `part`; text keeps its own line breaks however narrow the terminal is."""
-        console.print(part, soft_wrap=isinstance(part, (str, Text)))
+        text = isinstance(part, (str, Text))
+        console.print(printable_lines(part) if isinstance(part, str) else _Printable(part), soft_wrap=text)
 
 
 def _plain(value: object) -> object:

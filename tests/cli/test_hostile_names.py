@@ -10,7 +10,11 @@ from pathlib import Path
 
 import onnx
 import pytest
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from autopipe.cli.output import Output
 from tests.cli.command_line import CommandLine
 from tests.cli.test_bad_requests import MODEL, perceptron
 from tests.passes.frontend.building import saved
@@ -26,6 +30,7 @@ SPELLINGS = {
     "path": "../../{name}/../../etc/passwd",
     "backslash": "{name}\\",
     "braces": "{{{name}}}%s%(x)s",
+    "terminal": "\x1b[2J\x1b]0;{name}\x07\x9b31m\x08\t",
     "letters": "名{name}\u202e\u2028\U0001f600",
 }
 """Ways to spell a name."""
@@ -98,6 +103,29 @@ def test_such_names_are_shown(command_line: CommandLine, kind: str) -> None:
         ("show", "plan"),
         ("compare", "plan"),
         ("plan", MODEL, "--strategy", "pipedream", "--dump-after", "read"),
+        ("show", "plan", "--tasks"),
+        ("explain", "plan", "--node", "0"),
     ):
         shown = command_line.done(*words)
-        assert "\x1b" not in shown.out and "\r" not in shown.out
+        text = shown.out + shown.err
+        assert all(letter.isprintable() for line in text.split("\n") for letter in line), words
+        assert not any(line.strip() == "import os" for line in text.split("\n")), words
+
+
+def test_tables_and_coloured_text_show_control_characters() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, color_system="standard", width=40, markup=False)
+    table = Table("head")
+    table.add_row("a\x1b[2Jb")
+    Output(stdout=console).result({}, "c\x9bd\ne", Text("f\x1bg", style="red"), table)
+    text = stream.getvalue()
+    assert "a\\x1b[2Jb" in text and "c\\x9bd\ne\n" in text and "\x1b[31mf\\x1bg\x1b[0m" in text
+
+
+def test_an_error_of_megabytes_is_cut(command_line: CommandLine) -> None:
+    proto = perceptron(trains=True)
+    proto.graph.node[1].op_type = "Frobnicate"
+    proto.graph.node[1].name = "n" * (1 << 20)
+    (command_line.folder / MODEL).write_bytes(proto.SerializeToString())
+    shown = command_line.run("inspect", MODEL)
+    assert shown.code == 3 and len(shown.err) < 5000 and "Frobnicate" in shown.err

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from html import escape
 
 from autopipe.cli.compared import PARTS, Compared, Row, breakdown_rows, figure_rows, parts_of
 from autopipe.cli.differences import Contrast
 from autopipe.cli.drawing.alike import MOST_DEVICES, one_of_each
-from autopipe.cli.drawing.markup import markup_table
+from autopipe.cli.drawing.markup import escape, markup_table
 from autopipe.cli.drawing.picture import plan_picture
 from autopipe.cli.drawing.report import Report
 from autopipe.cli.figures import seconds_text

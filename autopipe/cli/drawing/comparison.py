@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 
-from autopipe.cli.drawing.markup import markup_table
+from autopipe.cli.drawing.markup import escape, markup_table
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
+from html import escape as html_escape
+
+from autopipe.cli.output import printable_lines
+
+
+def escape(text: str) -> str:
+    """`text` as it stands in markup, its control characters shown: XML may not hold them."""
+    return html_escape(printable_lines(text))
 
 
 def markup_table(heads: Sequence[str], rows: Sequence[str]) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from importlib import resources
 
+from autopipe.cli.drawing.markup import escape
 from autopipe.cli.drawing.palette import stage_colour, text_colour
 from autopipe.cli.drawing.picture import Bar, Picture
 from autopipe.ir.timeline import Transfer

@@ -6,7 +6,8 @@ import colorsys
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
+
+from autopipe.cli.drawing.markup import escape
 
 _SIDE, _LEFT, _TOP, _RIGHT, _BOTTOM = 420, 64, 30, 190, 44
 _STYLE = (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from autopipe.cli.drawing.block_picture import block_kinds
+from autopipe.cli.drawing.markup import escape
 from autopipe.cli.drawing.palette import stage_colour
 from autopipe.cli.figures import bytes_text, devices_text
 from autopipe.ir.blocks import BlockGraph

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from html import escape
 
+from autopipe.cli.drawing.markup import escape
 from autopipe.cli.drawing.palette import stage_colour, text_colour
 from autopipe.cli.drawing.picture import Bar, Picture
 from autopipe.cli.drawing.steady import SteadyState

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from autopipe.cli.explanation.prices import price_forms, price_table
 from autopipe.cli.figures import bytes_text, group_text, seconds_text
+from autopipe.cli.output import printable
 from autopipe.ir.plan import Plan
 from autopipe.passes.explain.node import Edge, NodeReport
 from autopipe.passes.explain.prices import Price
@@ -64,7 +65,7 @@ class NodeExplanation:
         table = Table("value", "bytes", "other end", "what moves", box=None, pad_edge=False)
         table.columns[1].justify = "right"
         for edge in self.report.edges[:_MOST_EDGES]:
-            value = f"{'reads' if edge.reads else 'gives'} {edge.value}"
+            value = f"{'reads' if edge.reads else 'gives'} {printable(edge.value)}"
             table.add_row(value, bytes_text(edge.bytes), self._other(edge), self._moved(edge))
         if len(self.report.edges) > _MOST_EDGES:
             table.add_row(f"... and {len(self.report.edges) - _MOST_EDGES} more")
@@ -72,8 +73,9 @@ class NodeExplanation:
 
     def _other(self, edge: Edge) -> str:
         if edge.stage is None:
-            return edge.node or "the model's own"
-        return edge.node if edge.stage == self.report.stage else f"{edge.node} (stage {edge.stage})"
+            return printable(edge.node) or "the model's own"
+        node = printable(edge.node)
+        return node if edge.stage == self.report.stage else f"{node} (stage {edge.stage})"
 
     def _moved(self, edge: Edge) -> str:
         moved = [f"{' and '.join(edge.exchanges).replace('_', '-')}, {seconds_text(edge.exchange_s)}"]

@@ -7,7 +7,8 @@ from pathlib import Path
 from autopipe.ir.errors import ConfigurationError
 from autopipe.passes.annotations.sharding import Configuration
 from autopipe.passes.annotations.splice import spliced
-from autopipe.passes.frontend.load import inlined, load, opened
+from autopipe.passes.frontend.functions import inlined
+from autopipe.passes.frontend.load import load, opened
 from autopipe.passes.frontend.wire import fields_of
 from autopipe.passes.replacing import replacing
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     import onnx
 
 
+MOST_STEPS = 32
+"""Transpositions and casts between a weight and the operator that tells its type."""
+
+
 @dataclass(frozen=True, slots=True)
 class AbsentTypes:
     """Deduces the types of absent weights."""
@@ -43,16 +47,18 @@ class AbsentTypes:
             where=f"{node.op_type} {node.name!r}",
         )
 
-    def _from_reader(self, node: onnx.NodeProto, slot: int) -> Value | None:
-        """The type of operand `slot` of a node, its name meaningless."""
+    def _from_reader(self, node: onnx.NodeProto, slot: int, steps: int = MOST_STEPS) -> Value | None:
+        """The type of operand `slot` of a node, its name meaningless; `steps` operators behind it may be looked at."""
+        if not steps:
+            return None
         result = self.type_of(node.output[0])
         match node.op_type, slot:
             case "Transpose", 0:
-                return self._transposed(node)
+                return self._transposed(node, steps - 1)
             case (("Identity" | "Cast"), 0):
                 if result is not None:
                     return result
-                found = (self._from_reader(reader, at) for reader, at in self._readers(node))
+                found = (self._from_reader(reader, at, steps - 1) for reader, at in self._readers(node))
                 return next((type_ for type_ in found if type_ is not None), None)
             case _ if result is None:
                 return None
@@ -70,9 +76,9 @@ class AbsentTypes:
     def _readers(self, node: onnx.NodeProto) -> tuple[tuple[onnx.NodeProto, int], ...]:
         return self.uses.readers.get(node.output[0], ())
 
-    def _transposed(self, node: onnx.NodeProto) -> Value | None:
+    def _transposed(self, node: onnx.NodeProto, steps: int) -> Value | None:
         for reader, slot in self._readers(node):
-            found = self._from_reader(reader, slot)
+            found = self._from_reader(reader, slot, steps)
             if found is None:
                 continue
             reverse = tuple(reversed(range(len(found.shape))))

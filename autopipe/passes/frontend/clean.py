@@ -32,10 +32,11 @@ def with_named_outputs(graph: Graph) -> Graph:
     """Drop an Identity that only names an output, giving that name to the node that computes it."""
     names: dict[str, str] = {}
     kept: list[Node] = []
+    results = frozenset(graph.outputs)
     for node in graph.nodes:
         source = node.inputs[0] if node.inputs else ""
-        movable = graph.producer(source) is not None and source not in graph.outputs and source not in names
-        if node.op == "Identity" and not node.domain and node.outputs[0] in graph.outputs and movable:
+        movable = graph.producer(source) is not None and source not in results and source not in names
+        if node.op == "Identity" and not node.domain and node.outputs[0] in results and movable:
             names[source] = node.outputs[0]
         else:
             kept.append(node)
@@ -57,12 +58,13 @@ def without_repeats(graph: Graph) -> Graph:
     first: dict[object, Node] = {}
     names: dict[str, str] = {}
     kept: list[Node] = []
+    results = frozenset(graph.outputs)
     for node in graph.nodes:
         node = _reading(node, names)
         key: tuple[str, str, tuple[str, ...], tuple[tuple[str, Attribute], ...], tuple[bool, ...]]
         key = (node.domain, node.op, node.inputs, node.attributes, tuple(map(bool, node.outputs)))
         earlier = first.setdefault(key, node) if node.op not in RANDOM else node
-        if earlier is node or any(name in graph.outputs for name in node.outputs):
+        if earlier is node or not results.isdisjoint(node.outputs):
             kept.append(node)
         else:
             names.update(zip(node.outputs, earlier.outputs, strict=True))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Value
-from autopipe.passes.frontend.elements import dtype_of
+from autopipe.passes.frontend.elements import dtype_of, shape_of
 
 if TYPE_CHECKING:
     import onnx
@@ -72,7 +72,9 @@ def _dimensions(info: onnx.ValueInfoProto) -> list[onnx.TensorShapeProto.Dimensi
         raise ModelError("only tensors are supported as inputs", where=where)
     if not info.type.tensor_type.HasField("shape"):
         raise ModelError("its number of dimensions is unknown", where=where)
-    return list(info.type.tensor_type.shape.dim)
+    dimensions = list(info.type.tensor_type.shape.dim)
+    shape_of([dimension.dim_value for dimension in dimensions], where)
+    return dimensions
 
 
 def _batch_axes(

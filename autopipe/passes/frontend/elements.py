@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +22,24 @@ DTYPES: dict[int, DType] = {
 }  # fmt: skip
 """By the number that TensorProto.DataType gives them."""
 NUMBERS: dict[DType, int] = {dtype: number for number, dtype in DTYPES.items()}
+
+
+MOST_DIMENSIONS = 64
+"""Dimensions that a tensor may have: as many as numpy's and torch's have at most."""
+MOST_ELEMENTS = 1 << 60
+"""Elements that a tensor may have: their bytes are counted in 64 bits."""
+
+
+def shape_of(extents: Sequence[int], where: str) -> tuple[int, ...]:
+    """A tensor's shape; raises ModelError where it has too many dimensions or elements."""
+    if len(extents) > MOST_DIMENSIONS:
+        raise ModelError(
+            f"a tensor of {len(extents)} dimensions is not supported: at most {MOST_DIMENSIONS} are", where=where
+        )
+    shape = tuple(extents)
+    if math.prod(shape) > MOST_ELEMENTS:
+        raise ModelError(f"the shape {shape} has more than {MOST_ELEMENTS} elements", where=where)
+    return shape
 
 
 def dtype_of(number: int, where: str) -> DType:

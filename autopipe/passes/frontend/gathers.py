@@ -7,7 +7,6 @@ in which nothing tells that each sample reads only its own row.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 
 import numpy as np
@@ -16,6 +15,8 @@ from autopipe.ir.dtype import DType
 from autopipe.ir.graph import Constant, Graph, Node, Value
 from autopipe.passes.frontend.known import Known
 
+_LOOKS = 8
+"""Operations on each index until it is known what a gather spells."""
 GATHERS = frozenset({"Gather", "GatherND"})
 
 
@@ -68,39 +69,57 @@ def _apart(graph: Graph, known: Known, node: Node) -> tuple[int, ...] | None:
     if graph.parameter(data.name) is not None or not data.elements:
         return None
     indices = known.array(node.inputs[1])
-    if indices is None:
+    if indices is None or not known.inference.operations.takes(_LOOKS * indices.size):
         return None
-    places = _places(node, data.shape, indices)
-    if places is None or places.shape != result.shape:
+    found = _rows(node, data.shape, indices)
+    if found is None:
         return None
-    # A dimension along which nothing changes is broadcast; the others must read all the data, in order.
+    before, places, after = found
+    if (*before, *places.shape, *after) != result.shape:
+        return None
+    if not result.elements:
+        return (1,) * len(result.shape) if data.elements == 1 else None
+    moving = _moving(places, data.elements // (math.prod(before) * math.prod(after)))
+    return None if moving is None else (*before, *moving, *after)
+
+
+def _moving(places: np.ndarray, rows: int) -> tuple[int, ...] | None:
+    """The shape under which the numbers from 0 to `rows` in order expand to `places`, which are not empty."""
+    if places.size < rows:
+        return None
+    # A dimension along which nothing changes is broadcast; the others must read all rows, in order.
     moving = tuple(
         extent if extent > 1 and (places.take(0, axis) != places.take(1, axis)).any() else 1
-        for axis, extent in enumerate(result.shape)
+        for axis, extent in enumerate(places.shape)
     )
-    if math.prod(moving) != data.elements:
+    if math.prod(moving) != rows:
         return None
-    expected = np.broadcast_to(np.arange(data.elements).reshape(moving), result.shape)
-    return moving if np.array_equal(places, expected) else None
+    return moving if np.array_equal(places, np.broadcast_to(np.arange(rows).reshape(moving), places.shape)) else None
 
 
-def _places(node: Node, shape: tuple[int, ...], indices: np.ndarray) -> np.ndarray | None:
-    """For each element of the result, the row-major position of the element it reads; None where out of range."""
+def _rows(
+    node: Node, shape: tuple[int, ...], indices: np.ndarray
+) -> tuple[tuple[int, ...], np.ndarray, tuple[int, ...]] | None:
+    """Which row each index reads, between the dimensions before and after the rows, which are read whole and in order.
+
+    A row is what one index takes; rows are counted in row-major order. None where an index is out of range.
+    """
     if node.op == "Gather":
         axis = node.integer("axis") % max(len(shape), 1)
-        if indices.size and not (-shape[axis] <= indices.min() and indices.max() < shape[axis]):
+        limits, places = shape[axis : axis + 1], indices[..., None]
+    else:
+        if node.integer("batch_dims") or not indices.size:
             return None
-        taken: np.ndarray = np.take(np.arange(math.prod(shape)).reshape(shape), indices, axis=axis)
-        return taken
-    depth = indices.shape[-1]
-    if node.integer("batch_dims") or not indices.size:
+        axis, limits, places = 0, shape[: indices.shape[-1]], indices
+    if math.prod(limits) > max(places.size, 1):  # Also where the numbers of rows would be too large for numpy.
         return None
-    limits = np.asarray(shape[:depth])
-    if (indices < -limits).any() or (indices >= limits).any():
-        return None
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(depth)]
-    starts = ((indices % limits) * np.asarray(strides)).sum(axis=-1)
-    rest = shape[depth:]
-    inner = np.arange(math.prod(rest)).reshape(rest)
-    places: np.ndarray = starts.reshape(*starts.shape, *itertools.repeat(1, len(rest))) + inner
-    return places
+    rows: np.ndarray | None = None
+    for position, limit in enumerate(limits):
+        column = places[..., position]
+        if column.size and not -limit <= column.min() <= column.max() < limit:
+            return None
+        column = column % limit
+        column *= math.prod(limits[position + 1 :])
+        rows = column if rows is None else rows + column
+    assert rows is not None
+    return shape[:axis], rows, shape[axis + len(limits) :]

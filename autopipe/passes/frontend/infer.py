@@ -5,6 +5,7 @@ Both are asked once for each distinct use, since layers of a model repeat.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,7 +15,8 @@ import numpy as np
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Value
 from autopipe.ir.ops import OPERATORS
-from autopipe.passes.frontend.elements import dtype_of, tensor_of, type_proto
+from autopipe.passes.frontend.effort import MOST_OPERATIONS, Budget, operations_of
+from autopipe.passes.frontend.elements import dtype_of, shape_of, tensor_of, type_proto
 from autopipe.passes.frontend.evaluate import told_by_formula
 from autopipe.passes.frontend.rules import told_by_rule
 
@@ -28,6 +30,8 @@ Operand = tuple[Value | None, np.ndarray | None]
 
 KNOWN_LIMIT = 4096
 """Elements up to which an operand's numbers are shown to shape inference: those that tell shapes are few."""
+_HASHED = 4
+"""Elements that are looked up in the time of one operation."""
 RANDOM = frozenset(row.name for row in OPERATORS.values() if row.random)
 """Operators whose result is drawn anew each time: nothing is known of it, and two equal nodes give different ones."""
 
@@ -38,6 +42,7 @@ class Inference:
 
     opsets: tuple[tuple[str, int], ...]
     _types: dict[object, tuple[Value | None, ...]] = field(default_factory=dict, repr=False, compare=False)
+    operations: Budget = field(default_factory=lambda: Budget(MOST_OPERATIONS), repr=False, compare=False)
     _results: dict[object, tuple[np.ndarray, ...] | None] = field(default_factory=dict, repr=False, compare=False)
 
     def types(self, node: onnx.NodeProto, operands: tuple[Operand, ...]) -> tuple[Value | None, ...]:
@@ -51,12 +56,17 @@ class Inference:
             self._types[key] = self._infer(_anonymous(node), operands, f"{node.op_type} {node.name!r}")
         return self._types[key]
 
-    def evaluate(self, node: onnx.NodeProto, operands: tuple[np.ndarray | None, ...]) -> tuple[np.ndarray, ...] | None:
-        """The results' numbers; None where the evaluator cannot tell them."""
-        parts = tuple(None if each is None else (each.dtype.str, each.shape, each.tobytes()) for each in operands)
+    def evaluate(
+        self, node: onnx.NodeProto, operands: tuple[np.ndarray | None, ...], types: Sequence[Value | None]
+    ) -> tuple[np.ndarray, ...] | None:
+        """The numbers of results of these `types`; None where the evaluator cannot tell them, or takes too long."""
+        if not self.operations.takes(sum(each.size for each in operands if each is not None) // _HASHED):
+            return None
+        parts = tuple(None if each is None else (each.dtype.str, each.shape, _content(each)) for each in operands)
         key = (*_form(node), parts)
         if key not in self._results:
-            self._results[key] = self._run(_anonymous(node), operands)
+            affordable = self.operations.takes(operations_of(node, operands, types))
+            self._results[key] = self._run(_anonymous(node), operands) if affordable else None
         return self._results[key]
 
     def _infer(self, node: onnx.NodeProto, operands: tuple[Operand, ...], where: str) -> tuple[Value | None, ...]:
@@ -69,6 +79,8 @@ class Inference:
         nothing: tuple[Value | None, ...] = (None,) * len(node.output)
         told = told_by_rule(node, tuple(value for value, _ in operands), where)
         if told is not None:
+            for value in filter(None, told):
+                shape_of(value.shape, where)
             return told
         try:
             schema = onnx.defs.get_schema(node.op_type, opsets.get(node.domain, 1), node.domain)
@@ -118,6 +130,12 @@ class Inference:
         return [*found]
 
 
+def _content(array: np.ndarray) -> bytes:
+    """The bytes of an array, or what tells them from others."""
+    content = array.tobytes()
+    return content if len(content) <= KNOWN_LIMIT else hashlib.sha256(content).digest()
+
+
 def _form(node: onnx.NodeProto) -> tuple[object, ...]:
     """What tells the node from others but for the names of its values: which of them are one, and which are absent."""
     places: dict[str, int] = {}
@@ -153,7 +171,7 @@ def _static(found: onnx.TypeProto, where: str) -> Value | None:
     tensor = found.tensor_type
     if not tensor.HasField("shape") or any(not dimension.HasField("dim_value") for dimension in tensor.shape.dim):
         return None
-    shape = tuple(dimension.dim_value for dimension in tensor.shape.dim)
+    shape = shape_of([dimension.dim_value for dimension in tensor.shape.dim], where)
     if any(extent < 0 for extent in shape):
         return None
     return Value("", dtype_of(tensor.elem_type, where), shape)

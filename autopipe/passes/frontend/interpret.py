@@ -6,6 +6,7 @@ linear in the number of nodes, unlike rewriting until nothing changes.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Constant, Fill, Graph, Node, Parameter, Value
 from autopipe.passes.frontend.absent import AbsentTypes
-from autopipe.passes.frontend.elements import NUMBERS, array_of, attributes_of, dtype_of
+from autopipe.passes.frontend.elements import NUMBERS, array_of, attributes_of, dtype_of, shape_of
 from autopipe.passes.frontend.infer import RANDOM, Inference
 from autopipe.passes.frontend.weights import Weights
 
@@ -47,6 +48,10 @@ class _Sweep:
     aliases: dict[str, str] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
+    numbers: Counter[str] = field(default_factory=Counter)
+    """How often a name that several nodes have was tried with a number."""
+    results: frozenset[str] = frozenset()
+    """The names of the file's outputs."""
 
     @property
     def absent(self) -> AbsentTypes:
@@ -63,7 +68,7 @@ class _Sweep:
         for info in reversed(self.stated.get(name, [])):
             tensor = info.type.tensor_type
             if info.type.HasField("tensor_type") and tensor.HasField("shape") and tensor.elem_type:
-                shape = tuple(map(self._extent, tensor.shape.dim))
+                shape = shape_of([self._extent(each) for each in tensor.shape.dim], repr(name))
                 if all(extent >= 0 for extent in shape):
                     return Value(name, dtype_of(tensor.elem_type, repr(name)), shape)
         return None
@@ -96,7 +101,8 @@ def interpret(source: Source, inputs: Inputs, weights: Weights) -> tuple[Graph, 
     stated: dict[str, list[onnx.ValueInfoProto]] = {}
     for info in (*source.graph.value_info, *source.graph.output):
         stated.setdefault(info.name, []).append(info)
-    sweep = _Sweep(source, inputs, weights, Inference(source.opsets), stated)
+    results = frozenset(info.name for info in source.graph.output)
+    sweep = _Sweep(source, inputs, weights, Inference(source.opsets), stated, results=results)
     for value in inputs.values:
         sweep.types[value.name] = value
     for name, held in weights.initializers().items():
@@ -157,7 +163,7 @@ def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], wh
     pairs = tuple((sweep.types[name] if name else None, array) for name, array in zip(operands, known, strict=True))
     types = sweep.inference.types(node, pairs)
     if all(array is not None for name, array in zip(operands, known, strict=True) if name) and _is_folded(node, types):
-        results = sweep.inference.evaluate(node, known)
+        results = sweep.inference.evaluate(node, known, types)
         if results is not None and all(result.size <= FOLD_LIMIT for result in results):
             for name, array, inferred in zip(node.output, results, types, strict=False):
                 if name:
@@ -276,8 +282,8 @@ def _passes_through(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ..
     """Whether a node hands on its operand: Identity, Dropout outside training, a Cast to the same type."""
     if node.op_type not in ("Identity", "Cast", "Dropout") or not operands or not operands[0]:
         return False
-    readers, results = sweep.weights.roles.uses.readers, {info.name for info in sweep.source.graph.output}
-    if any(name in readers or name in results for name in node.output[1:]):
+    readers = sweep.weights.roles.uses.readers
+    if any(name in readers or name in sweep.results for name in node.output[1:]):
         return False
     if node.op_type == "Identity":
         return True
@@ -293,9 +299,10 @@ def _passes_through(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ..
 def _unique(sweep: _Sweep, node: onnx.NodeProto) -> str:
     """The node's name, or one made from its type; told apart by a number where it is taken."""
     base = node.name or node.op_type
-    name, number = base, 1
+    name = base
     while name in sweep.names:
-        name, number = f"{base}_{number}", number + 1
+        sweep.numbers[base] += 1  # Never tried again: names that were taken stay so.
+        name = f"{base}_{sweep.numbers[base]}"
     sweep.names.add(name)
     return name
 

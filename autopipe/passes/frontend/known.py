@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopipe.ir.graph import Graph, Node
+from autopipe.passes.frontend.effort import Budget
 from autopipe.passes.frontend.infer import RANDOM, Inference
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 LARGEST = 1 << 26
 """Elements beyond which nothing is computed here."""
+MOST_BYTES = 1 << 30
+"""Bytes that are held of one graph; what is asked for after them is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,8 @@ class Known:
     graph: Graph
     inference: Inference
     known: frozenset[str]
+    room: Budget = field(default_factory=lambda: Budget(MOST_BYTES), repr=False, compare=False)
+    """Bytes that may still be held."""
     _arrays: dict[str, np.ndarray | None] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -68,8 +73,11 @@ class Known:
     def _compute(self, node: Node) -> None:
         operands = tuple(self._held(name) if name else None for name in node.inputs)
         complete = all(array is not None for name, array in zip(node.inputs, operands, strict=True) if name)
-        small = all(self.graph.type_of(name).elements <= LARGEST for name in node.outputs if name)
-        results = self.inference.evaluate(node_proto(self.graph, node), operands) if complete and small else None
+        types = tuple(self.graph.type_of(name) if name else None for name in node.outputs)
+        written = [value for value in types if value is not None]
+        small = all(value.elements <= LARGEST for value in written)
+        computed = complete and small and self.room.takes(sum(value.bytes for value in written))
+        results = self.inference.evaluate(node_proto(self.graph, node), operands, types) if computed else None
         for position, name in enumerate(node.outputs):
             if name:
                 self._arrays[name] = None if results is None else results[position]

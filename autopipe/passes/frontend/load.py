@@ -15,6 +15,7 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import FileSlice
 from autopipe.passes.annotations.read import configurations_of, texts_of
 from autopipe.passes.annotations.sharding import Configuration
+from autopipe.passes.frontend.functions import inlined
 from autopipe.passes.frontend.unannotated import unannotated
 from autopipe.passes.frontend.wire import strip_weights
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 OLDEST_OPSET = 7
 """Before opset 7 broadcasting was an attribute of its own."""
+
+MOST_DOMAINS = 1000
+"""Operator sets that a file may import: each is handed to the inference of each node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,8 @@ def opened(path: Path) -> memoryview:
 def _opsets(model: onnx.ModelProto) -> tuple[tuple[str, int], ...]:
     import onnx.defs
 
+    if len(model.opset_import) > MOST_DOMAINS:
+        raise ModelError(f"it imports {len(model.opset_import)} operator sets: at most {MOST_DOMAINS} are supported")
     opsets = {entry.domain if entry.domain != "ai.onnx" else "": entry.version for entry in model.opset_import}
     version = opsets.setdefault("", 1)
     newest = onnx.defs.onnx_opset_version()
@@ -161,19 +167,6 @@ def _without_annotated_calls(model: onnx.ModelProto) -> bool:
     for node in annotated:
         node.ClearField("device_configurations")
     return bool(annotated)
-
-
-def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model without functions of its own. Raises ModelError where that cannot be."""
-    import onnx.checker
-    import onnx.inliner
-
-    if not model.functions:
-        return model
-    try:
-        return onnx.inliner.inline_local_functions(model)
-    except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
-        raise ModelError(f"its functions cannot be inlined: {str(error).splitlines()[0]}") from error
 
 
 def ordered(graph: onnx.GraphProto) -> tuple[int, ...]:

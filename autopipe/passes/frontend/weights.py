@@ -11,7 +11,7 @@ import numpy as np
 from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Constant, FileSlice, Initializer, Parameter, Storage, Value
-from autopipe.passes.frontend.elements import array_of, dtype_of
+from autopipe.passes.frontend.elements import array_of, dtype_of, shape_of
 from autopipe.passes.frontend.external import external_slice
 from autopipe.passes.frontend.initial import default_initializer, stated_initializers
 from autopipe.passes.frontend.parameters import Roles
@@ -58,6 +58,7 @@ class Weights:
 
     def missing(self, value: Value) -> Parameter:
         """The parameter of this type, whose numbers the file does not hold."""
+        shape_of(value.shape, f"parameter {value.name!r}")
         self.absent.append(value.name)
         trainable = value.dtype.is_floating and self.roles.is_trainable(value.name)
         return Parameter(value, self._initializer(value.name, value.shape), trainable)
@@ -72,13 +73,12 @@ class Weights:
     def constant(self, name: str, tensor: onnx.TensorProto) -> Constant | Parameter:
         """The tensor of a Constant node, which is a number in the graph unless it is too large to be one."""
         where = f"constant {name!r}"
-        dtype = dtype_of(tensor.data_type, where)
-        size = math.prod(tensor.dims) * dtype.itemsize
-        if not dtype.is_floating or size <= SMALL:
-            return Constant(Value(name, dtype, tuple(tensor.dims)), self._array(name, tensor, where))
+        value = Value(name, dtype_of(tensor.data_type, where), shape_of(tensor.dims, where))
+        if not value.dtype.is_floating or value.bytes <= SMALL:
+            return Constant(value, self._array(name, tensor, where))
         return Parameter(
-            Value(name, dtype, tuple(tensor.dims)),
-            self._storage(name, tensor, dtype),
+            value,
+            self._storage(name, tensor, value.dtype),
             self.roles.uses.is_weight(name) and self.roles.is_trainable(name),
         )
 
@@ -99,7 +99,7 @@ class Weights:
     def _held(self, name: str, tensor: onnx.TensorProto) -> Constant | Parameter:
         where = f"initializer {name!r}"
         dtype = dtype_of(tensor.data_type, where)
-        shape = tuple(tensor.dims)
+        shape = shape_of(tensor.dims, where)
         if any(extent < 0 for extent in shape):
             raise ModelError(f"it has the shape {shape}", where=where)
         value = Value(name, dtype, shape)

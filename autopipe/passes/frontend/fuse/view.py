@@ -12,6 +12,9 @@ import numpy as np
 from autopipe.ir.graph import Graph, Node, Value
 from autopipe.passes.frontend.known import Known
 
+MOST_STEPS = 32
+"""Multiplications that are looked back through: a chain of thousands would take the square of its length."""
+
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
@@ -77,7 +80,10 @@ class View:
     def scaled(self, name: str) -> tuple[float, str]:
         """A value as coefficient times another, multiplications and divisions by one number taken off."""
         coefficient = 1.0
-        while (node := self.made_by(name, "Mul", "Div")) is not None:
+        for _ in range(MOST_STEPS):
+            node = self.made_by(name, "Mul", "Div")
+            if node is None:
+                break
             left, right = node.inputs
             number = self.scalar(right)
             if number is None and node.op == "Mul":
@@ -91,10 +97,12 @@ class View:
     def product(self, name: str) -> Product:
         """A value as a product, whose factors are values read more than once or made otherwise; sorted."""
         coefficient, factors, waiting = 1.0, [], [name]
+        steps = 0
         while waiting:
-            top = waiting.pop()
+            top, steps = waiting.pop(), steps + 1
             number = self.scalar(top)
-            node = self.made_by(top, "Mul", "Div", "Pow") if top == name or self.readers[top] == 1 else None
+            inside = steps <= MOST_STEPS and (top == name or self.readers[top] == 1)
+            node = self.made_by(top, "Mul", "Div", "Pow") if inside else None
             if number is not None:
                 coefficient *= number
             elif node is None:
