@@ -146,7 +146,8 @@ class _Importer:
         if name not in self.numbers:
             proto = self.written[name]
             operands = tuple(self._evaluate(each) if each else None for each in proto.input)
-            results = self.inference.evaluate(proto, operands)
+            types = tuple(self.types.get(each) if each else None for each in proto.output)
+            results = self.inference.evaluate(proto, operands, types)
             if results is None:
                 raise ModelError(f"{proto.op_type} cannot be evaluated", where=repr(name))
             for each, array in zip(proto.output, results, strict=False):
