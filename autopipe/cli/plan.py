@@ -82,7 +82,8 @@ def plan(
     if held is not None:
         held.check_kept(configuration, request)
     with output.progress("planning", total=len(names_of(request))) as bar:
-        watcher = Watcher(output, bar, request, dump_after)
+        debug = bool(click.get_current_context().params["debug"])
+        watcher = Watcher(output, bar, request, dump_after, debug)
         if request.strategy is None:
             # Values are dumped where they are made.
             planned = choose(request, watcher, None if no_cache or dump_after else answers())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autopipe.cli.dump import dumped
 from autopipe.cli.figures import seconds_text
 from autopipe.cli.output import Bar, Output
-from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.errors import ConfigurationError, InternalError
 from autopipe.passes.auto.choose import weighed_names
 from autopipe.passes.pipeline import pass_names
 from autopipe.passes.request import Request
@@ -21,7 +21,9 @@ def names_of(request: Request) -> tuple[str, ...]:
 class Watcher:
     """An observer of the pipeline that shows what it hears."""
 
-    def __init__(self, output: Output, bar: Bar, request: Request, dump_after: Sequence[str]) -> None:
+    def __init__(
+        self, output: Output, bar: Bar, request: Request, dump_after: Sequence[str], debug: bool = False
+    ) -> None:
         self._names = names_of(request)
         for name in dump_after:
             if name not in self._names:
@@ -29,6 +31,8 @@ class Watcher:
                     f"there is no pass called {name!r}", hint=f"they are {', '.join(self._names)}", where="--dump-after"
                 )
         self._output, self._bar, self._dump_after = output, bar, frozenset(dump_after)
+        self._debug = debug
+        """Whether a mistake of ours in something tried ends the command."""
         self._furthest = 0
         self._best = ""
 
@@ -48,3 +52,9 @@ class Watcher:
         """Show the shortest step so far, and what none of what was tried can be below."""
         self._best = f", {seconds_text(step_s)} a step, at least {seconds_text(bound_s)}"
         self._output.detail(f"best so far: {seconds_text(step_s)} a step (bound {seconds_text(bound_s)})")
+
+    def failed(self, error: InternalError) -> None:
+        """Warn of what is left out for a mistake of ours; with --debug it is raised."""
+        if self._debug:
+            raise error
+        self._output.warn(f"left out: {error.where}: {error.message}", error.hint)

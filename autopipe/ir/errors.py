@@ -28,6 +28,10 @@ class AutopipeError(Exception):
         return f"{place}{self.message}{advice}"
 
 
+class InternalError(AutopipeError):
+    """A mistake of ours: an exception that a pass did not expect."""
+
+
 class ConfigurationError(AutopipeError):
     """A YAML file, a flag or a plan folder that cannot be taken as it is."""
 

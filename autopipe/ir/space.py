@@ -33,7 +33,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from autopipe.ir.errors import AutopipeError
+from autopipe.ir.errors import ModelError
 
 Dimension = tuple[str, ...]
 """Names of the axes that make up a dimension, outer to inner; () where none does."""
@@ -140,8 +140,8 @@ class Space:
         return f"{', '.join(operands)} -> {', '.join(map(spell, self.results))}"
 
 
-class NotationError(AutopipeError):
-    """A line of notation that does not fit the tensors it is meant for: a mistake in an operator's row."""
+class NotationError(ModelError):
+    """A line of notation that does not fit the tensors it is meant for, which a file's node may have of any shape."""
 
 
 _MARKS = {"!": AxisKind.WHOLE, "+": AxisKind.SUM, "~": AxisKind.MEAN, "&": AxisKind.JOINT, "=": AxisKind.AGREED}

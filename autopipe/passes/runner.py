@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar, cast
 
-from autopipe.ir.errors import AutopipeError
+from autopipe.ir.errors import AutopipeError, InternalError
 
 Result = TypeVar("Result")
 
@@ -23,6 +23,9 @@ class Observer(Protocol):
     def improved(self, step_s: float, bound_s: float) -> None:
         """There is a plan with a shorter step than any before; no placement so far can have one below `bound_s`."""
 
+    def failed(self, error: InternalError) -> None:
+        """What was tried, one of several, ended with a mistake of ours, and is left out unless this raises."""
+
 
 class Silent:
     """An observer that does nothing."""
@@ -36,6 +39,9 @@ class Silent:
     def improved(self, step_s: float, bound_s: float) -> None:
         """Say nothing."""
 
+    def failed(self, error: InternalError) -> None:
+        """Say nothing."""
+
 
 class Runner:
     """One run of a sequence of passes."""
@@ -44,6 +50,8 @@ class Runner:
         self._observer = observer
         self._seconds: dict[str, float] = {}
         self._known: dict[object, object] = {}
+        self.failures = 0
+        """How much of what was tried ended with a mistake of ours."""
 
     def silenced(self) -> Runner:
         """A runner that knows what this one does, and tells nobody."""
@@ -59,6 +67,11 @@ class Runner:
     def improved(self, step_s: float, bound_s: float) -> None:
         """Tell of a plan with a shorter step than any before, and of what none so far can be below."""
         self._observer.improved(step_s, bound_s)
+
+    def failed(self, error: InternalError) -> None:
+        """Tell of something tried, one of several, that ended with a mistake of ours."""
+        self.failures += 1
+        self._observer.failed(error)
 
     def once(self, name: str, key: object, compute: Callable[[], Result]) -> Result:
         """`compute()` as a pass, the first time that it is asked for under `key`; the same result again after that."""
@@ -92,10 +105,12 @@ class Runner:
         except AutopipeError as error:
             if not error.where:
                 error.where = self._place(name)
+            if type(error) is AutopipeError:  # of a solver: nobody's choice and no fault of the model
+                raise InternalError(error.message, error.hint or "rerun with --debug", error.where) from error
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            raise AutopipeError(f"internal error: {reason}", "rerun with --debug", self._place(name)) from error
+            raise InternalError(f"internal error: {reason}", "rerun with --debug", self._place(name)) from error
         seconds = time.perf_counter() - begin
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         self._observer.finished(name, result, seconds)

@@ -15,7 +15,7 @@ from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Graph, Node, Value
 from autopipe.ir.ops.statistics import Statistic
-from autopipe.ir.space import Space, parse
+from autopipe.ir.space import NotationError, Space, parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Operator:
         """The iteration space of one use.
 
         Raises ModelError where the node's attributes make no sense for its operands, as a file may state any, and
-        NotationError where the row does not fit the tensors.
+        NotationError, a ModelError, where the row does not fit the tensors.
         """
         try:
             line = self.notation(signature)
@@ -144,13 +144,18 @@ class Operator:
             raise ModelError(
                 f"{self.name} cannot take operands {shapes} with these attributes", where=repr(signature.node.name)
             ) from error
-        return parse(
-            line.text,
-            tuple(None if value is None else value.shape for value in signature.operands),
-            tuple(None if value is None else value.shape for value in signature.results),
-            dict(line.extents),
-            line.fill,
-        )
+        try:
+            return parse(
+                line.text,
+                tuple(None if value is None else value.shape for value in signature.operands),
+                tuple(None if value is None else value.shape for value in signature.results),
+                dict(line.extents),
+                line.fill,
+            )
+        except NotationError as error:
+            raise NotationError(
+                f"{self.name} does not fit its tensors: {error.message}", where=repr(signature.node.name)
+            ) from error
 
 
 def notated(text: str) -> Callable[[Signature], Line]:

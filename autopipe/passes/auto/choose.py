@@ -45,7 +45,8 @@ def choose(request: Request, observer: Observer | None = None, store: Store | No
     if kept is not None:
         return kept
     found = _searched(request, runner)
-    if request.time_limit is None:  # What was found in a limited time may not be the best.
+    # What was found in a limited time, or past a mistake of ours, may not be the best.
+    if request.time_limit is None and not runner.failures:
         store.write(name, answer_form(found))
     return found
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, ModelError, OutOfMemoryError
+from autopipe.ir.errors import REFUSALS, AutopipeError, InternalError, OutOfMemoryError
 from autopipe.ir.placement import Placement
 from autopipe.ir.serial.placement_form import placement_form, placement_of, split_proof_form, split_proof_of
 from autopipe.ir.serial.record import Record
 from autopipe.passes.batching import Batching
 
-_REFUSALS = {each.__name__: each for each in (ConfigurationError, InfeasibleError, ModelError, OutOfMemoryError)}
+_REFUSALS = {each.__name__: each for each in (*REFUSALS, OutOfMemoryError, InternalError)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from autopipe.ir.errors import REFUSALS, AutopipeError
+from autopipe.ir.errors import REFUSALS, AutopipeError, InternalError
 from autopipe.ir.serial.record import Record
 from autopipe.passes.auto.ahead import Ahead
 from autopipe.passes.auto.budget import (
@@ -33,7 +33,8 @@ from autopipe.passes.request import Request, operators_of
 from autopipe.passes.runner import Runner
 from autopipe.passes.schedule.limits import SAME, lower_bound
 
-_REFUSALS = (*REFUSALS, LeftOutError)
+_REFUSALS = (*REFUSALS, LeftOutError, InternalError)
+"""What ends one candidate and never the search: a mistake of ours, too, which is told."""
 
 _SOON = 2
 """Works that are begun before those that take long."""
@@ -154,6 +155,7 @@ class Search:
                 raise left_out
             placed = self._placed(candidate, asked)
         except _REFUSALS as error:
+            self._tell(error)
             self.tried.append(Tried(candidate, refused=error))
             return
         same = next((each for each in self.tried if each.placed and _are_same(each.placed, placed)), None)
@@ -169,6 +171,10 @@ class Search:
                 break  # `schedule_all` asks for it, where it can win by then.
             if self._run(found, placed, scheduler).scheduled:
                 break
+
+    def _tell(self, error: AutopipeError) -> None:
+        if isinstance(error, InternalError):
+            self.runner.failed(error)
 
     def _left_out(self, candidate: Candidate) -> LeftOutError | None:
         return left_out(candidate.strategy, operators_of(self.request, self.runner), self.request.cluster.size)
@@ -208,6 +214,7 @@ class Search:
             known = tuple(each.scheduled for each in tried.runs if each.scheduled is not None)
             run = Run(scheduler, self._scheduled(tried, placed, scheduler, known))
         except _REFUSALS as error:
+            self._tell(error)
             run = Run(scheduler, refused=error)
         tried.runs.append(run)
         if run.step_s < known_s:

@@ -35,3 +35,13 @@ def test_one_clear_error(op: str, shapes: list[tuple[int, ...]], attributes: dic
     signature = Signature(node, values, (Value("o", DType.FLOAT32, shapes[0]),), (None,) * len(values), 23)
     with pytest.raises(ModelError, match=op):
         OPERATORS[op].space(signature)
+
+
+def test_tensors_that_do_not_fit_an_operator_are_the_models_fault() -> None:
+    """The node is named."""
+    values = (Value("a", DType.FLOAT32, (2, 3)), Value("b", DType.FLOAT32, (4, 5)))
+    node = Node("/mlp/up", "MatMul", ("a", "b"), ("o",))
+    signature = Signature(node, values, (Value("o", DType.FLOAT32, (2, 5)),), (None, None), 23)
+    with pytest.raises(ModelError, match="MatMul does not fit its tensors: axis .* is both 3 and 4") as caught:
+        OPERATORS["MatMul"].space(signature)
+    assert caught.value.where == "'/mlp/up'"

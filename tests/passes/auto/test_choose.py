@@ -9,13 +9,18 @@ import math
 
 import pytest
 
+from autopipe.ir.errors import InternalError
 from autopipe.ir.serial.plan_file import plan_digest
+from autopipe.ir.serial.record import Record
 from autopipe.passes.auto import budget
 from autopipe.passes.auto.choose import choose, weigh
+from autopipe.passes.auto.decided import refused_form, refused_of
 from autopipe.passes.auto.keys import answer_key
 from autopipe.passes.auto.store import Store
+from autopipe.passes.placement.piper.strategy import Piper
 from autopipe.passes.request import Request, first_model
 from autopipe.passes.runner import Runner, Silent
+from autopipe.passes.schedule.named.gpipe import GPipe
 from tests.passes.auto.models import cluster, layers
 
 
@@ -157,3 +162,45 @@ def test_large_placements_are_simulated_only_where_they_can_win(model, monkeypat
     assert left
     assert all(each.lower_bound_s >= found.plan.summary.step_time_s * (1 - 1e-9) for each in left)
     assert all(math.isfinite(each.lower_bound_s) for each in left), "one placement of several has one bound"
+
+
+class Failing(Recorder):
+    """Hears of mistakes."""
+
+    def __init__(self):
+        super().__init__()
+        self.failures = []
+
+    def failed(self, error):
+        self.failures.append(error)
+
+
+@pytest.mark.parametrize("pieces", ["a strategy", "a scheduler"])
+def test_a_mistake_of_ours_ends_one_candidate_and_is_told(model, tmp_path, monkeypatch, pieces):
+    """The plan is that of the others; it is searched again, where the mistake may have been mended."""
+
+    def fail(*_):
+        raise ZeroDivisionError("no such luck")
+
+    monkeypatch.setattr(*((Piper, "run") if pieces == "a strategy" else (GPipe, "run")), fail)
+    monkeypatch.setattr("autopipe.passes.auto.choose.free_cores", lambda: 1)
+    store, heard = Store(tmp_path), Failing()
+    found = choose(request_of(model), heard, store)
+    told = {str(error).partition(",")[0] for error in heard.failures}
+    name = "piper" if pieces == "a strategy" else "gpipe"
+    assert f"pass {name}" in told, "schedules that begin with gpipe's fail with it"
+    assert any("no such luck" in (row.refused or "") for row in found.plan.alternatives)
+    assert not list(tmp_path.rglob("*.json"))
+
+    def refuse(error):
+        raise error
+
+    heard.failed = refuse
+    with pytest.raises(InternalError, match="no such luck"):
+        choose(request_of(model), heard)
+
+
+def test_a_mistake_of_ours_is_told_by_other_processes_too():
+    told = refused_of(Record(refused_form(InternalError("internal error: x", "rerun", "pass piper")), "piper"))
+    assert type(told) is InternalError
+    assert (told.message, told.hint, told.where) == ("internal error: x", "rerun", "pass piper")

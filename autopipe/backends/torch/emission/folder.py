@@ -16,7 +16,9 @@ import numpy as np
 from autopipe.backends.torch.emission.manifest import FORMAT, Provenance, manifest_of
 from autopipe.backends.torch.emission.rank import emit_rank, rank_module, stage_module
 from autopipe.backends.torch.emission.stage import emit_stage
+from autopipe.ir.dtype import DType
 from autopipe.ir.errors import CodegenError, ConfigurationError
+from autopipe.ir.graph import Constant
 from autopipe.ir.program import Program
 
 _ENTRY = '''"""Runs the rank that the environment names; torch elastic, torchrun or SLURM start it on every process."""
@@ -94,8 +96,13 @@ def _write(folder: Path, files: dict[str, str], program: Program) -> None:
     folder.mkdir(exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
-    constants = {f"c{index}": constant.array for stage in program.stages for index, constant in stage.constants}
+    constants = {f"c{index}": _stored(constant) for stage in program.stages for index, constant in stage.constants}
     np.savez(folder / "constants.npz", **constants)  # type: ignore[arg-type]
+
+
+def _stored(constant: Constant) -> np.ndarray:
+    """The numbers as numpy stores them: of bfloat16, which it does not know, the two bytes."""
+    return constant.array.view("V2") if constant.value.dtype is DType.BFLOAT16 else constant.array
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:

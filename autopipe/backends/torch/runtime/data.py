@@ -76,7 +76,7 @@ def read_block(source: Source, manifest: Manifest, entry: InputEntry, sample: in
     """The block `box` of the micro-batch that starts at sample number `sample`; a copy, row-major."""
     axis = entry.batch_axis
     if axis is None:
-        return source.rows(entry, sample, sample)[tuple(slice(*each) for each in box)].copy()
+        return np.array(source.rows(entry, sample, sample)[tuple(slice(*each) for each in box)])
     start, stop = box[axis]
     per_sample = entry.shape[axis] // manifest.micro_batch_size
     rows = source.rows(entry, sample + start // per_sample, sample + -(-stop // per_sample))

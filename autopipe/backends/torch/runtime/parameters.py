@@ -68,15 +68,22 @@ def read_block(
         raise LaunchError(f"parameter {entry.name!r} cannot be read: {error}", where=str(path)) from error
     region = tuple(slice(start, stop) for start, stop in zip(shard.starts, shard.stops, strict=True))
     block = np.array(whole[region] if entry.shape else whole.reshape(()))
-    if entry.dtype == "bfloat16":
-        return torch.from_numpy(block.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(block)
+    return _brain_floats(block) if entry.dtype == "bfloat16" else torch.from_numpy(block)
+
+
+def _brain_floats(bits: np.ndarray) -> torch.Tensor:
+    """The bfloat16 numbers of these two bytes each."""
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
 def load_constants(folder: Path, names: set[str], device: torch.device) -> dict[str, torch.Tensor]:
     """The constants called `names`, on `device`."""
     with np.load(folder / "constants.npz", allow_pickle=False) as stored:
-        return {name: torch.from_numpy(stored[name]).to(device) for name in sorted(names)}
+        arrays = {name: stored[name] for name in sorted(names)}
+    return {
+        name: (_brain_floats(array) if array.dtype.kind == "V" else torch.from_numpy(array)).to(device)
+        for name, array in arrays.items()
+    }
 
 
 class Arguments(SimpleNamespace):

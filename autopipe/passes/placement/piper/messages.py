@@ -39,10 +39,9 @@ def messages_between(
 ) -> tuple[Messages, Messages]:
     """What the stage of each pair receives, and what it sends."""
     values = _crossing(graph, blocks, samples)
-    made = np.array([downsets.holds[:, value.block] for value in values], dtype=bool).T.reshape(-1, len(values))
-    read = np.array([downsets.holds[:, list(value.readers)].sum(axis=1) for value in values], dtype=np.int64).T.reshape(
-        -1, len(values)
-    )
+    shape = len(downsets.holds), len(values)
+    made = np.array([downsets.holds[:, value.block] for value in values], dtype=bool).T.reshape(shape)
+    read = np.array([downsets.holds[:, list(value.readers)].sum(axis=1) for value in values], np.int64).T.reshape(shape)
     readers = np.array([len(value.readers) for value in values])
     weights = np.array([(value.cut, value.whole, 1.0) for value in values]).reshape(-1, 3)
     received, sent = [], []

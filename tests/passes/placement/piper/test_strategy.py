@@ -252,3 +252,12 @@ def test_layers_are_shared_where_a_pipeline_does_not_help() -> None:
     (stage,) = answer.stages
     products = [node for node in stage.nodes if given.graph.nodes[node].op == "MatMul"]
     assert [str(stage.splits_of(node)[0]) for node in products] == ["n:2", "k:2"] * 40
+
+
+def test_a_model_of_one_node_is_one_stage() -> None:
+    """Nothing passes between blocks."""
+    builder = Builder(4, 8)
+    graph = builder.finish(builder.matmul("x", builder.parameter("w", (8, 8))))
+    for mode in Mode:
+        placed = Piper().run(problem(graph, cluster(2), mode=mode))
+        assert [stage.nodes for stage in placed.stages] == [(0,)]
