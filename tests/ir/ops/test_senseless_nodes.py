@@ -42,6 +42,6 @@ def test_tensors_that_do_not_fit_an_operator_are_the_models_fault() -> None:
     values = (Value("a", DType.FLOAT32, (2, 3)), Value("b", DType.FLOAT32, (4, 5)))
     node = Node("/mlp/up", "MatMul", ("a", "b"), ("o",))
     signature = Signature(node, values, (Value("o", DType.FLOAT32, (2, 5)),), (None, None), 23)
-    with pytest.raises(ModelError, match="MatMul does not fit its tensors: axis .* is both 3 and 4") as caught:
+    with pytest.raises(ModelError, match=r"MatMul does not fit its tensors: axis .* is both 3 and 4") as caught:
         OPERATORS["MatMul"].space(signature)
     assert caught.value.where == "'/mlp/up'"
