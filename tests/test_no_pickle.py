@@ -94,25 +94,22 @@ def test_each_way_is_found(text: str) -> None:
 
 
 GUARD = '''
-"""Imported by every Python that starts: whoever unpickles is refused, but torch elastic's agents among themselves."""
+"""Imported by every Python that starts: whoever unpickles is refused."""
+import _pickle
 import pickle
 import sys
 
-OWN = ("torch/distributed/elastic/rendezvous/dynamic_rendezvous.py",)
-
 def refused(*arguments, **settings):
     frame = sys._getframe(1)
-    if frame.f_code.co_filename.endswith(OWN):
-        return _loads(*arguments, **settings)
     raise RuntimeError(f"unpickles in {frame.f_code.co_filename}:{frame.f_lineno}")
 
 class Refused:
     def __init__(self, *arguments, **settings):
         refused()
 
-_loads = pickle.loads
-pickle.loads = pickle.load = refused
-pickle.Unpickler = pickle._Unpickler = Refused
+for module in (pickle, _pickle):
+    module.loads = module.load = refused
+    module.Unpickler = module._Unpickler = Refused
 '''
 DATA = """
 import pickle

@@ -9,7 +9,9 @@ import click
 
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
+from autopipe.ir.errors import ConfigurationError
 
+_KEY_BYTES = 32
 _SECONDS = click.FloatRange(min=0, min_open=True)
 
 
@@ -30,6 +32,7 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks on each machine [an equal share].")
 @click.option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Where several machines meet, alike on all.")
 @click.option("--rdzv-id", default="", help="Name of the run, alike on all machines [from the plan].")
+@click.option("--rdzv-key", metavar="FILE", help="Key of the run, 32 bytes or more, on all machines and for none else.")
 @click.option("--max-restarts", type=click.IntRange(min=0), help="Times to start again [3 with --checkpoint, else 0].")
 @click.option("--checkpoint", type=click.Path(path_type=Path), metavar="DIR", help="Where to save the training state.")
 @click.option("--checkpoint-every", type=click.IntRange(min=1), metavar="K", help="Steps between two [only the last].")
@@ -54,6 +57,7 @@ def launch(
     nproc_per_node: int | None,
     rdzv_endpoint: str,
     rdzv_id: str,
+    rdzv_key: str | None,
     max_restarts: int | None,
     checkpoint: Path | None,
     checkpoint_every: int | None,
@@ -91,6 +95,7 @@ def launch(
         ranks_per_node=nproc_per_node,
         rendezvous_endpoint=rdzv_endpoint,
         rendezvous_id=rdzv_id,
+        rendezvous_key=b"" if rdzv_key is None else _key(Path(rdzv_key)),
         max_restarts=restarts,
         timeouts=Timeouts(start_timeout, step_timeout, checkpoint_timeout),
         live=not output.as_json,
@@ -109,6 +114,21 @@ def launch(
         raise click.UsageError("--rank goes with --dry-run")
     reports = run.start(gang, output.note)
     output.result({"program": program, "steps": reports})
+
+
+def _key(path: Path) -> bytes:
+    """The key in a file that nobody else may read."""
+    try:
+        others = path.stat().st_mode & 0o077
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigurationError(f"the key cannot be read: {error.strerror}", where=str(path)) from error
+    if others:
+        raise ConfigurationError("others may read the key", hint=f"chmod 600 {path}", where=str(path))
+    if len(key) < _KEY_BYTES:
+        hint = f"openssl rand -hex {_KEY_BYTES} makes one"
+        raise ConfigurationError(f"the key has {len(key)} bytes, not {_KEY_BYTES} or more", hint=hint, where=str(path))
+    return key
 
 
 def _nodes(text: str) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autopipe.backends.torch.interfaces import Endpoint, endpoint_of
 from autopipe.backends.torch.launcher import Gang, local_ranks, read_reports
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.main import main
@@ -38,6 +40,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--nnodes", "3"], "4 ranks do not fit 3 nodes"),
         (["--nproc-per-node", "3"], "4 ranks do not fit 1 nodes with 3 ranks each"),
         (["--nnodes", "2"], "several nodes need a meeting point"),
+        (["--nnodes", "2", "--rdzv-endpoint", "here:1"], "several nodes need a key that they share"),
+        (["--rdzv-key", "/nonexistent/key"], "the key cannot be read"),
         (["--steps", "0"], "--steps"),
     ],
 )
@@ -70,14 +74,46 @@ def test_inference_has_nothing_to_save(tmp_path: Path, capfd: pytest.CaptureFixt
     ("gang", "expected"),
     [
         (Gang(), (1, 4)),
-        (Gang((2, 2), rendezvous_endpoint="x:1"), (2, 2)),
-        (Gang((1, 4), 2, "x:1"), (2, 2)),
-        (Gang((1, 4), rendezvous_endpoint="x:1"), (4, 1)),
+        (Gang((2, 2), rendezvous_endpoint="x:1", rendezvous_key=b"k"), (2, 2)),
+        (Gang((1, 4), 2, "x:1", rendezvous_key=b"k"), (2, 2)),
+        (Gang((1, 4), rendezvous_endpoint="x:1", rendezvous_key=b"k"), (4, 1)),
         (Gang((1, 4), 4), (1, 4)),
     ],
 )
 def test_ranks_are_shared_among_nodes(program: Path, gang: Gang, expected: tuple[int, int]) -> None:
     assert local_ranks(read_manifest(program), gang) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "words"), [("0" * 64, 0o640, "others may read the key"), ("0" * 31, 0o600, "the key has 31 bytes")]
+)
+def test_a_key_that_keeps_nobody_out(
+    program: Path, tmp_path: Path, text: str, mode: int, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    key = tmp_path / "key"
+    key.write_text(text)
+    key.chmod(mode)
+    assert main(["launch", str(program), "--device", "cpu", "--rdzv-key", str(key)]) == 2
+    assert words in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "words"),
+    [
+        ("nowhere", "not HOST:PORT"),
+        ("host:port", "not HOST:PORT"),
+        ("host:65536", "not HOST:PORT"),
+        ("0.0.0.0:1", "where no other machine comes"),
+        ("no.such.host.invalid:1", "the meeting point has no address"),
+    ],
+)
+def test_a_meeting_point_that_is_none(endpoint: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
+        endpoint_of(endpoint)
+
+
+def test_an_endpoint_of_this_machine_is_known_as_such() -> None:
+    assert endpoint_of("127.0.0.1:7") == endpoint_of("localhost:7") == Endpoint("127.0.0.1", 7, "127.0.0.1")
 
 
 def test_nodes_outside_the_limits_are_refused(program: Path) -> None:

@@ -96,10 +96,21 @@ class Ended:
         return [step["loss"] for step in self.result["steps"]]
 
 
-def start(program: Path, *arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
-    """Start `autopipe launch` on the CPU, in the program's parent folder."""
-    command = [sys.executable, "-m", "autopipe", "launch", str(program), "--device", "cpu", *map(str, arguments)]
-    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def start(
+    program: Path,
+    *arguments: object,
+    cwd: Path | None = None,
+    path: tuple[Path, ...] = (),
+    within: tuple[str, ...] = (),
+) -> subprocess.Popen[str]:
+    """Start `autopipe launch` on the CPU, in the program's parent folder.
+
+    `path` are folders where modules are looked for first; the command `within` runs the launch.
+    """
+    command = [*within, sys.executable, "-m", "autopipe", "launch", str(program), "--device", "cpu"]
+    command += map(str, arguments)
+    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (*path, ROOT)))
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     return subprocess.Popen(
         command, cwd=cwd or program.parent, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -118,6 +129,31 @@ def finish(process: subprocess.Popen[str]) -> Ended:
 def launch(program: Path, *arguments: object) -> Ended:
     """`autopipe launch` from start to end."""
     return finish(start(program, *arguments))
+
+
+def write_key(folder: Path) -> Path:
+    """A key for `--rdzv-key`."""
+    path = folder / "key"
+    path.touch(0o600)
+    path.write_text(os.urandom(32).hex(), encoding="ascii")
+    return path
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def descendants(pid: int) -> list[int]:
+    """A process, what it has started, and so on."""
+    found = [pid]
+    for each in found:
+        for children in Path(f"/proc/{each}/task").glob("*/children"):
+            found += map(int, children.read_text(encoding="ascii").split())
+    return found
 
 
 def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:

@@ -25,7 +25,9 @@ from tests.distributed.launching import (
     start,
     wait_for,
     write_chain,
+    write_key,
 )
+from tests.test_no_pickle import GUARD
 
 pytestmark = pytest.mark.distributed
 
@@ -130,14 +132,17 @@ def test_an_interrupt_stops_all_ranks(tmp_path: Path) -> None:
             os.kill(pid, 0)
 
 
-def test_two_nodes_meet_and_compute_what_one_does(tmp_path: Path) -> None:
+def test_two_nodes_meet_without_unpickling_and_compute_what_one_does(tmp_path: Path) -> None:
     program = write_chain(tmp_path / "program", groups=((0, 1), (2, 3)))
     alone = launch(program, "--steps", 2, "--json")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = ("--steps", 2, "--json", "--nnodes", 2, "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "pair")
-    nodes = [start(program, *flags) for _ in range(2)]
+    flags = ("--steps", 2, "--json", "--nnodes", 2, "--rdzv-endpoint", f"127.0.0.1:{port}")
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "sitecustomize.py").write_text(GUARD)
+    path = (tmp_path / "path",)
+    nodes = [start(program, *flags, "--rdzv-key", write_key(tmp_path), path=path) for _ in range(2)]
     ended = [finish(node) for node in nodes]
     assert [each.code for each in ended] == [0, 0], [each.stderr for each in ended]
     assert sorted((each.losses for each in ended), key=len) == [[], alone.losses]

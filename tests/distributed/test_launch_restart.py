@@ -12,7 +12,7 @@ import pytest
 
 from autopipe.backends.torch.checkpoint.folder import committed_steps
 from autopipe.ir.problem import Optimizer
-from tests.distributed.launching import finish, launch, rank_pids, spell_data, start, wait_for, write_chain
+from tests.distributed.launching import finish, launch, rank_pids, runs, spell_data, start, wait_for, write_chain
 
 pytestmark = pytest.mark.distributed
 
@@ -94,14 +94,6 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     process.kill()
     finish(process)
     deadline = time.monotonic() + 120
-    while any(_runs(pid) for pid in pids.values()):
+    while any(runs(pid) for pid in pids.values()):
         assert time.monotonic() < deadline, "a rank outlives its launcher"
         time.sleep(0.1)
-
-
-def _runs(pid: int) -> bool:
-    """Whether a process is there and has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import tempfile
 import time
 import uuid
@@ -21,16 +20,17 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from autopipe.backends.torch.child import PARENT, environment, python_command
+from autopipe.backends.torch.interfaces import interface_of
+from autopipe.backends.torch.rendezvous import Handler, Place
 from autopipe.backends.torch.runtime.failures import STACKS, Failure, read_failure
 from autopipe.backends.torch.runtime.pulse import PULSES, Timeouts, phase_of
+from autopipe.backends.torch.runtime.signed_store import KEY
 from autopipe.backends.torch.runtime.transport import ATTEMPT
 from autopipe.backends.torch.watch import Hang, Watch
 from autopipe.ir.errors import LaunchError
 
-_MEETING_TIMEOUT_S = 900
 _POLL_S = 0.1
 _LAST_WORDS_S = 0.5
 """For a rank that hangs to write what its threads are doing."""
@@ -108,36 +108,26 @@ class Agent(LocalElasticAgent):
 def run_agent(
     command: tuple[str, ...],
     ranks: int,
-    nodes: int,
-    endpoint: str,
-    name: str,
+    place: Place,
     max_restarts: int,
     timeouts: Timeouts | None,
     logs: Path,
     live: bool,
     note: Callable[[str], None],
 ) -> Failure | None:
-    """Meet the other nodes, run `ranks` processes of `command` under this Python to their end.
+    """Meet the other nodes, run `ranks` processes of `command`, as `python_command` takes it, to their end.
 
     Returns the failure that ended them, None where all went well. With `timeouts` a rank that hangs has failed, too.
     What they write goes to files in `logs`, but for rank 0's stdout with `live`. Raises torch's SignalException and
     RendezvousError.
     """
-    handler = get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d",
-            endpoint=endpoint,
-            run_id=name,
-            min_nodes=nodes,
-            max_nodes=nodes,
-            timeout=_MEETING_TIMEOUT_S,
-        )
-    )
+    handler = Handler(place)
+    entry, *words = python_command(*command)
     spec = WorkerSpec(
         role="rank",
         local_world_size=ranks,
-        entrypoint=sys.executable,
-        args=command,
+        entrypoint=entry,
+        args=tuple(words),
         rdzv_handler=handler,
         max_restarts=max_restarts,
         monitor_interval=_POLL_S,
@@ -147,7 +137,8 @@ def run_agent(
         redirects[0] = Std.ERR
     agent = Agent(spec, logs, redirects, timeouts, note)
     try:
-        result = agent.run()
+        with environment(_ranks_environment(handler, place)):
+            result = agent.run()
     except SignalException:
         raise  # Without closing the rendezvous: other nodes may go on with one that takes this one's place.
     except BaseException:
@@ -157,6 +148,22 @@ def run_agent(
     if result is None:
         raise LaunchError("another node ended the run")
     return agent.failure if result.is_failed() else None
+
+
+def _ranks_environment(handler: Handler, place: Place) -> dict[str, str]:
+    """What ranks are told of the launch. They listen on the interface of this node's address, or, where there are
+    several nodes, on those that a user names."""
+    found = {
+        PARENT: str(os.getpid()),
+        KEY: handler.signer.key.hex(),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
+    }
+    names = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
+    asked = {} if place.nodes == 1 else {name: os.environ[name] for name in names if os.environ.get(name)}
+    if len(asked) < len(names):
+        interface = interface_of(handler.address)
+        found |= {name: form.format(interface) for name, form in names.items()}
+    return found | asked
 
 
 def first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> Failure:

@@ -8,13 +8,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from autopipe.backends.torch.child import PARENT, environment, python_command
 from autopipe.backends.torch.runtime.failures import ERROR_FILE, Failure, read_failure
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.pulse import DEFAULTS, Timeouts
@@ -37,6 +37,8 @@ class Gang:
     """The program's ranks shared equally among the nodes, where not given."""
     rendezvous_endpoint: str = ""
     rendezvous_id: str = ""
+    rendezvous_key: bytes = field(default=b"", repr=False)
+    """What the nodes know and nobody else."""
     max_restarts: int = 0
     timeouts: Timeouts = DEFAULTS
     """How long a rank may take in each phase before it counts as hanging."""
@@ -61,6 +63,8 @@ def local_ranks(manifest: Manifest, gang: Gang) -> tuple[int, int]:
     nodes = world // ranks
     if nodes > 1 and not gang.rendezvous_endpoint:
         raise ConfigurationError("several nodes need a meeting point", hint="--rdzv-endpoint HOST:PORT, alike on all")
+    if nodes > 1 and not gang.rendezvous_key:
+        raise ConfigurationError("several nodes need a key that they share", hint="--rdzv-key FILE, alike on all")
     return nodes, ranks
 
 
@@ -76,22 +80,27 @@ def launch_program(
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     from autopipe.backends.torch.agent import run_agent
+    from autopipe.backends.torch.rendezvous import Place
 
     nodes, ranks = local_ranks(manifest, gang)
     logs = Path(tempfile.mkdtemp(prefix="autopipe-logs-"))
-    command = ("-u", str(manifest.folder / "run.py"), *arguments)
-    endpoint = gang.rendezvous_endpoint or "localhost:0"
-    name = gang.rendezvous_id or f"autopipe-{manifest.plan[:12]}"
+    command = (str(manifest.folder / "run.py"), *arguments)
+    place = Place()
+    if nodes > 1:
+        name = gang.rendezvous_id or f"autopipe-{manifest.plan[:12]}"
+        place = Place(nodes, gang.rendezvous_endpoint, name, gang.rendezvous_key)
     failure: Failure | None = None
     try:
         with rank_environment(), _signals_kept(), _elastic_quiet(gang.debug):
             restarts, timeouts = gang.max_restarts, gang.timeouts
-            failure = run_agent(command, ranks, nodes, endpoint, name, restarts, timeouts, logs, gang.live, note)
+            failure = run_agent(command, ranks, place, restarts, timeouts, logs, gang.live, note)
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from error
         raise LaunchError(f"stopped by {error.sigval.name}") from error
     except RendezvousError as error:
+        if isinstance(error.__cause__, LaunchError):
+            raise error.__cause__ from error
         raise LaunchError(f"the nodes did not meet: {error}", hint="another node may have ended the run") from error
     finally:
         if failure is None or failure.final:
@@ -129,25 +138,20 @@ def _elastic_quiet(debug: bool) -> Iterator[None]:
 
 @contextmanager
 def rank_environment() -> Iterator[None]:
-    """The environment that ranks inherit: one thread each, this same autopipe, and modules of the working folder."""
+    """The environment that ranks inherit: one thread each, and this same autopipe."""
     root = Path(__file__).resolve().parents[3]
-    before = os.environ.get("PYTHONPATH", "")
+    # An empty entry would be the current folder, where anybody may have put a module.
+    paths = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     # An installed autopipe is found anyhow, and site-packages must not come before the standard library.
-    paths = [before, "" if root.name in ("site-packages", "dist-packages") else str(root), os.getcwd()]
+    if root.name not in ("site-packages", "dist-packages"):
+        paths.append(str(root))
     changes = {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        PARENT: str(os.getpid()),
+        "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    saved = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
+    with environment(changes):
         yield
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
 
 
 def run_alone(folder: Path, arguments: list[str], rank: int = 0, world_size: int = 1) -> None:
@@ -160,7 +164,7 @@ def run_alone(folder: Path, arguments: list[str], rank: int = 0, world_size: int
         world = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
         world |= {"LOCAL_WORLD_SIZE": str(world_size), ERROR_FILE: str(failed)}
         done = subprocess.run(
-            [sys.executable, "-u", str(folder / "run.py"), *arguments],
+            python_command(str(folder / "run.py"), *arguments),
             env=dict(os.environ) | world, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
         )  # fmt: skip
         if not done.returncode:

@@ -10,6 +10,7 @@ import click
 import pytest
 
 from autopipe.backends.torch.agent import run_agent
+from autopipe.backends.torch.rendezvous import Place
 from autopipe.backends.torch.runtime.pulse import DEFAULTS, ENDED, Beat, Pulse, Timeouts, pulse_file, read_pulse
 from autopipe.backends.torch.watch import Hang, Watch, find_hang
 from autopipe.cli.launch import launch
@@ -115,9 +116,8 @@ def test_a_rank_that_never_starts_is_named_and_all_are_stopped(tmp_path: Path) -
     logs = tmp_path / "logs"
     logs.mkdir()
     notes: list[str] = []
-    name = "never-starts"
     times = Timeouts(start_s=1.0)
-    failure = run_agent((str(script),), 2, 1, "localhost:0", name, 1, times, logs, False, notes.append)
+    failure = run_agent((str(script),), 2, Place(), 1, times, logs, False, notes.append)
     assert failure is not None
     error = failure.error()
     assert error.exit_code == 5

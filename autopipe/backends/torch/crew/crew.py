@@ -8,12 +8,12 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from autopipe.backends.torch.child import python_command
 from autopipe.backends.torch.crew.line import Line
 from autopipe.backends.torch.crew.member import Reply, Task
 from autopipe.backends.torch.launcher import rank_environment, read_reports
@@ -99,7 +99,7 @@ class Crew:
         pairs = [socket.socketpair() for _ in range(self.size)]
         self._lines = [Line(ours) for ours, _ in pairs]
         theirs = [end.fileno() for _, end in pairs]
-        words = [sys.executable, "-m", "autopipe.backends.torch.crew.fork", f"{self._folder}/store", *map(str, theirs)]
+        words = python_command("autopipe.backends.torch.crew.fork", f"{self._folder}/store", *map(str, theirs))
         with rank_environment():
             self._process = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, pass_fds=theirs, start_new_session=True, env=dict(os.environ)

@@ -1,4 +1,4 @@
-"""`python -m autopipe.backends.torch.crew.fork STORE END...`: a rank for each end of a socket, copies of one process.
+"""`autopipe.backends.torch.crew.fork STORE END...`: a rank for each end of a socket, copies of one process.
 
 Torch is imported once, which takes seconds, and all ranks have it.
 """
@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 
+from autopipe.backends.torch.child import end_with
 from autopipe.backends.torch.crew.line import Line
 from autopipe.backends.torch.crew.member import serve
 
@@ -22,8 +23,10 @@ def main() -> None:
     store, ends = sys.argv[1], [int(end) for end in sys.argv[2:]]
     for name in _IMPORTED:
         importlib.import_module(name)
+    parent = os.getpid()
     for rank, end in enumerate(ends):
         if os.fork() == 0:
+            end_with(parent)
             for other in ends:
                 if other != end:  # Held open here, it would hide the other rank's death.
                     os.close(other)

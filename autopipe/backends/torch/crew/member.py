@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autopipe.backends.torch.crew.line import Line
+from autopipe.backends.torch.interfaces import LOOPBACK, interface_of
 
 PATIENCE_S = 300.0
 """What a rank waits for another one at most."""
@@ -62,6 +63,7 @@ def serve(rank: int, size: int, store: str, line: Line) -> NoReturn:
     torch.set_num_threads(1)
     world = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": 1}
     os.environ.update({name: str(value) for name, value in world.items()})
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(LOOPBACK)
     sys.dont_write_bytecode = True
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # The profiler writes there from C++; what fails is told in replies.
     patience = timedelta(seconds=PATIENCE_S)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from autopipe.backends.torch.child import python_command
 from autopipe.backends.torch.launcher import rank_environment
 from autopipe.backends.torch.profiler.timed_program import TimedProgram
 
@@ -26,7 +27,7 @@ def company(processes: int, threads: int, program: Path | None) -> Iterator[None
     own. Small layers where there is none, or it does not run. Their samples go beside the folder.
     """
     with rank_environment():
-        command = [sys.executable, "-m", "autopipe.backends.torch.profiler.company", str(threads)]
+        command = python_command("autopipe.backends.torch.profiler.company", str(threads))
         if program is not None:
             command.append(str(program))
         started = [

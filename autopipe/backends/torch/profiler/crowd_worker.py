@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from autopipe.backends.torch.child import end_with
 from autopipe.backends.torch.profiler.timed_program import TimedProgram
 from autopipe.backends.torch.profiler.watch import repeated
 from autopipe.backends.torch.runtime.processors import keep_to_processors
@@ -73,11 +74,13 @@ def _begun(program: Path, data: Path, seconds: float, before: Sequence[Member], 
     is imported here need not be imported again.
     """
     (answers, answer), (wait, go) = os.pipe(), os.pipe()
+    parent = os.getpid()
     process = os.fork()
     if process:
         os.close(answer)
         os.close(wait)
         return Member(process, answers, go)
+    end_with(parent)
     for each in before:
         os.close(each.go)  # Or those would wait for ever if their parent ended.
     try:

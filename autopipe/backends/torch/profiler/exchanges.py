@@ -19,14 +19,14 @@ def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[Exchange
     Raises LaunchError where a rank fails.
     """
     from autopipe.backends.torch.agent import run_agent
+    from autopipe.backends.torch.rendezvous import Place
 
     worker = "autopipe.backends.torch.profiler.exchange_worker"
     with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as name, rank_environment():
         found, logs = Path(name) / "exchanges.json", Path(name) / "logs"
         logs.mkdir()
-        command = ("-u", "-m", worker, str(found), device, str(seconds))
-        run = f"autopipe-{Path(name).name}"
-        failure = run_agent(command, ranks, 1, "localhost:0", run, 0, None, logs, False, _silent)
+        command = (worker, str(found), device, str(seconds))
+        failure = run_agent(command, ranks, Place(), 0, None, logs, False, _silent)
         if failure is not None:
             raise failure.error()
         rows = json.loads(found.read_text(encoding="utf-8"))

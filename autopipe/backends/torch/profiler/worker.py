@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
+from autopipe.backends.torch.child import python_command
 from autopipe.backends.torch.launcher import rank_environment
 from autopipe.ir.errors import LaunchError
 
@@ -25,7 +25,7 @@ def numbers_of(worker: str, program: Path, setting: str, seconds: float) -> list
         found = Path(scratch) / "numbers.json"
         module = f"autopipe.backends.torch.profiler.{worker}"
         done = subprocess.run(
-            [sys.executable, "-m", module, str(found), str(program), setting, str(seconds)],
+            python_command(module, str(found), str(program), setting, str(seconds)),
             env=dict(os.environ) | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
         )  # fmt: skip

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import itertools
 import math
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
 import numpy as np
@@ -267,7 +271,7 @@ class FunctionSource:
         if not colon:
             raise ConfigurationError(f"{name!r} is neither an .npz file nor module:function")
         try:
-            self._function = getattr(importlib.import_module(module), function)
+            self._function = getattr(_module(module), function)
         except (ImportError, AttributeError) as error:
             raise ConfigurationError(f"data function {name!r} cannot be imported: {error}") from error
         self._name = name
@@ -381,6 +385,21 @@ def _samples(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], where: s
         lengths = ", ".join(f"{name!r} {count:,}" for name, count in found.items())
         raise ConfigurationError(f"the arrays have different numbers of samples: {lengths}", where=where)
     return next(iter(found.values()), None)
+
+
+def _module(name: str) -> ModuleType:
+    """The module of that name in the current folder, or else on the module path.
+
+    From then on, the folder comes last on the path, for what the module imports from beside it.
+    """
+    folder, first = os.getcwd(), name.partition(".")[0]
+    spec = None if first in sys.modules or first in sys.stdlib_module_names else PathFinder.find_spec(first, [folder])
+    if spec is not None and folder not in sys.path:
+        sys.path.append(folder)
+    if spec is not None and spec.origin is not None and spec.loader is not None:
+        found = sys.modules[first] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found)
+    return importlib.import_module(name)
 
 
 def _rows(shape: tuple[int, ...], entry: InputEntry, where: str) -> int | None:

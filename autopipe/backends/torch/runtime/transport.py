@@ -29,6 +29,7 @@ from autopipe.backends.torch.runtime.pending import Arrival, Departure, Sum
 from autopipe.backends.torch.runtime.processors import keep_to_processors, take_turns
 from autopipe.backends.torch.runtime.pulse import DEFAULTS, Pulse, Timeouts
 from autopipe.backends.torch.runtime.rings import Ring
+from autopipe.backends.torch.runtime.signed_store import KEY, SignedStore, Signer
 from autopipe.ir.errors import LaunchError
 
 ATTEMPT = "AUTOPIPE_ATTEMPT"
@@ -62,6 +63,7 @@ class Transport:
         """What this step's exchanges have moved so far, in bytes by kind (`ir/traffic.py`)."""
         self._meetings: list[Meeting] = []
         self._joined = False
+        self._store: Store | None = None
 
     def start(self) -> None:
         """Join the world, with threads that keep to the rank's processors unless NCCL does the exchanges.
@@ -77,10 +79,10 @@ class Transport:
         backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
         # Others may come late from their start, and then be late with a task: the launcher finds out sooner who hangs.
         patience = timedelta(seconds=self.timeouts.start_s + self.timeouts.step_s)
+        self._store = _launchers_store(patience)
+        store = None if self._store is None else PrefixStore(os.environ[ATTEMPT], self._store)
         with self.pulse.waiting(), patient_threads():
-            dist.init_process_group(
-                backend, rank=self.rank, world_size=self.world_size, timeout=patience, store=_attempt_store(patience)
-            )
+            dist.init_process_group(backend, rank=self.rank, world_size=self.world_size, timeout=patience, store=store)
         self._joined = True
 
     def make_meeting(self) -> Meeting:
@@ -218,13 +220,13 @@ class Transport:
         self._meetings.clear()
 
 
-def _attempt_store(patience: timedelta) -> Store | None:
-    """The launcher's store, with this attempt's own keys; None where torch shall find or make one."""
-    attempt = os.environ.get(ATTEMPT)
-    if attempt is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+def _launchers_store(patience: timedelta) -> SignedStore | None:
+    """The launcher's store; None where another program started the rank, so that torch shall find or make one."""
+    if ATTEMPT not in os.environ:
         return None
+    signer = Signer(bytes.fromhex(os.environ.pop(KEY)), os.environ["TORCHELASTIC_RUN_ID"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return PrefixStore(attempt, TCPStore(address, port, is_master=False, timeout=patience))
+    return SignedStore(TCPStore(address, port, is_master=False, timeout=patience), signer, patience)
 
 
 def _tag(channel: int, gradient: bool) -> int:

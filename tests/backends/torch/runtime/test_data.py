@@ -408,3 +408,17 @@ def test_functions_that_give_too_little_or_too_much(tmp_path: Path, monkeypatch:
     source = open_source(MANIFEST, spelt(tmp_path, monkeypatch, "ids_alone", 6), 0)
     with pytest.raises(ConfigurationError, match="a batch lacks input 'rows'"):
         source.rows(ROWS, 0, 2)
+
+
+def test_a_module_of_the_current_folder_is_found_with_what_lies_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside_batches.py").write_text("ROWS = 3\n")
+    (tmp_path / "this.py").write_text("raise SystemExit('taken for a module of Python')\n")
+    text = "import beside_batches, this\nbatches = lambda: iter([beside_batches.ROWS])\n"
+    (tmp_path / "batches_here.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    open_source(MANIFEST, "batches_here:batches", 0)
+    assert sys.modules["batches_here"].__file__ == str(tmp_path / "batches_here.py")
+    assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1

@@ -1,0 +1,223 @@
+"""How nodes meet: torch elastic's rendezvous, with its state as signed JSON in a store of one interface.
+
+Elastic's own `c10d` backend listens on all interfaces and unpickles what it finds there.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousSettings,
+    RendezvousTimeout,
+    _BackendRendezvousStateHolder,
+    _NodeDesc,
+    _NodeDescGenerator,
+    _RendezvousState,
+)
+
+from autopipe.backends.torch.interfaces import LOOPBACK, Endpoint, endpoint_of, listener
+from autopipe.backends.torch.runtime.signed_store import SignedStore, Signer
+from autopipe.ir.errors import LaunchError
+
+_MEETING_S = 900
+_ANSWER_S = 60
+_KEEP_ALIVE_S = 5
+_MISSED = 3
+"""Signs of life that a node may miss."""
+_LOOKS_S = 1.0
+_RUN, _STATE = "autopipe/run", "autopipe/state"
+
+
+def _own_key() -> bytes:
+    return secrets.token_bytes(32)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the nodes of a launch meet, and what they alone know."""
+
+    nodes: int = 1
+    endpoint: str = ""
+    """HOST:PORT. One node needs none: it listens on its loopback interface."""
+    name: str = "autopipe"
+    key: bytes = field(default_factory=_own_key, repr=False)
+
+
+class Handler(DynamicRendezvousHandler):
+    """Elastic's protocol of nodes that come and go, listening at one address alone."""
+
+    def __init__(self, place: Place) -> None:
+        endpoint = endpoint_of(place.endpoint) if place.endpoint else Endpoint(LOOPBACK, 0, LOOPBACK)
+        self.address = endpoint.own
+        """This node's address, the only one that it listens at."""
+        self.raw = _store_at(endpoint)
+        """Where the nodes' state stands."""
+        self.signer = Signer(place.key, _run_of(self.raw, place))
+        settings = RendezvousSettings(
+            self.signer.run,
+            place.nodes,
+            place.nodes,
+            RendezvousTimeout(join=timedelta(seconds=_MEETING_S)),
+            timedelta(seconds=_KEEP_ALIVE_S),
+            _MISSED,
+        )
+        node = _NODES.generate(self.address)
+        store = SignedStore(self.raw, self.signer, timedelta(seconds=_ANSWER_S))
+        super().__init__(node, settings, "autopipe", store, StateHolder(self.raw, self.signer, settings))
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks use a store that is made here."""
+        return True
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
+        made = _listening(master_addr, master_port)
+        if made is None:
+            raise LaunchError("there is no port to listen at", where=master_addr)
+        return made
+
+
+_NODES = _NodeDescGenerator()
+
+
+def _store_at(endpoint: Endpoint) -> TCPStore:
+    """The store where nodes meet, this process's own where the address is this machine's and no other has taken it."""
+    made = _listening(endpoint.address, endpoint.port) if endpoint.own == endpoint.address else None
+    if made is None:
+        patience = timedelta(seconds=_MEETING_S)
+        try:
+            made = TCPStore(endpoint.address, endpoint.port, is_master=False, timeout=patience)
+        except RuntimeError as error:
+            raise RendezvousConnectionError(f"no node is at {endpoint.address}:{endpoint.port}") from error
+    made.set_timeout(timedelta(seconds=_ANSWER_S))
+    return made
+
+
+def _listening(address: str, port: int) -> TCPStore | None:
+    """A store of this process; None where another process has the port."""
+    door = listener(address, port)
+    if door is None:
+        return None
+    port = door.getsockname()[1]
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
+
+
+def _run_of(store: Store, place: Place) -> str:
+    """The run's own random name, which one of the nodes gives it."""
+    signer = Signer(place.key, place.name)
+    mine = signer.sign(_RUN, secrets.token_hex(16).encode())
+    # Values go through `compare_set` as text.
+    found = store.compare_set(_RUN, "", mine.hex())
+    return signer.value(_RUN, _unhex(found)).decode()
+
+
+def _unhex(text: bytes) -> bytes:
+    """What hexadecimal digits stand for; nothing where they are none."""
+    try:
+        return bytes.fromhex(text.decode())
+    except ValueError:
+        return b""
+
+
+class StateHolder(_BackendRendezvousStateHolder):
+    """The state that nodes share: who takes part, who waits, and when each gave its last sign of life.
+
+    A state has a number, one more than the one that it follows, so that one of this run that is put back is found out.
+    """
+
+    def __init__(self, store: Store, signer: Signer, settings: RendezvousSettings) -> None:
+        super().__init__(None, settings)  # type: ignore[arg-type]
+        self._store = store
+        self._signer = signer
+        self._held = b""
+        """What the store held last."""
+        self._number = 0
+
+    def sync(self) -> bool | None:
+        """Write the state where it has been changed, and take what the store then holds.
+
+        Returns whether it was written, None where it was only read. Raises RendezvousStateError where the store holds
+        what no node of this run wrote there last.
+        """
+        written: bool | None = None
+        if self._dirty:
+            form = _form_of(self._state) | {"number": self._number + 1}
+            ours = self._signer.sign(_STATE, json.dumps(form).encode()).hex()
+            held = _asked(lambda: self._store.compare_set(_STATE, self._held.decode(), ours))
+            written = held == ours.encode()
+        elif self._last_sync_time >= max(time.monotonic() - _LOOKS_S, 0):
+            return None
+        else:
+            held = _asked(lambda: self._store.get(_STATE) if self._store.check([_STATE]) else b"")
+        try:
+            self._state = self._taken(held)
+        except LaunchError as error:
+            raise RendezvousStateError(str(error)) from error
+        self._dirty = False
+        self._last_sync_time = time.monotonic()
+        self._sanitize()
+        return written
+
+    def _taken(self, held: bytes) -> _RendezvousState:
+        if not held and not self._number:
+            return _RendezvousState()
+        form = json.loads(self._signer.value(_STATE, _unhex(held)))
+        number = int(form["number"])
+        if number < self._number or (number == self._number and held != self._held):
+            raise LaunchError(
+                "the nodes' store was put back to an earlier state",
+                hint="another program reaches its port: see docs/security.md",
+            )
+        self._held, self._number = held, number
+        return _state_of(form)
+
+
+def _asked(ask: Callable[[], bytes]) -> bytes:
+    """What the store answers, with its errors in elastic's form."""
+    try:
+        return ask()
+    except (ValueError, RuntimeError, TimeoutError) as error:
+        raise RendezvousConnectionError("the nodes' store does not answer") from error
+
+
+def _form_of(state: _RendezvousState) -> dict[str, Any]:
+    """The state as JSON."""
+    return {
+        "round": state.round,
+        "complete": state.complete,
+        "closed": state.closed,
+        "deadline": None if state.deadline is None else state.deadline.isoformat(),
+        "participants": [[*_words(node), rank] for node, rank in state.participants.items()],
+        "waiting": [_words(node) for node in state.wait_list],
+        "redundant": [_words(node) for node in state.redundancy_list],
+        "heartbeats": [[*_words(node), at.isoformat()] for node, at in state.last_heartbeats.items()],
+    }
+
+
+def _state_of(form: dict[str, Any]) -> _RendezvousState:
+    state = _RendezvousState()
+    state.round, state.complete, state.closed = form["round"], form["complete"], form["closed"]
+    state.deadline = None if form["deadline"] is None else datetime.fromisoformat(form["deadline"])
+    state.participants = {_NodeDesc(*words): rank for *words, rank in form["participants"]}
+    state.wait_list = set(_nodes(form["waiting"]))
+    state.redundancy_list = set(_nodes(form["redundant"]))
+    state.last_heartbeats = {_NodeDesc(*words): datetime.fromisoformat(at) for *words, at in form["heartbeats"]}
+    return state
+
+
+def _words(node: _NodeDesc) -> list[str | int]:
+    return [node.addr, node.pid, node.local_id]
+
+
+def _nodes(rows: Iterable[list[Any]]) -> Iterable[_NodeDesc]:
+    return (_NodeDesc(*words) for words in rows)

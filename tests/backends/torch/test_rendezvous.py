@@ -1,0 +1,119 @@
+"""The state that nodes share: written by those who have the key, in order, and by no one else."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from torch.distributed import HashStore, PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousSettings,
+    RendezvousTimeout,
+    _NodeDesc,
+)
+
+from autopipe.backends.torch.interfaces import LOOPBACK
+from autopipe.backends.torch.rendezvous import Handler, Place, StateHolder
+from autopipe.backends.torch.runtime.signed_store import SignedStore, Signer
+from autopipe.ir.errors import LaunchError
+
+SETTINGS = RendezvousSettings("run", 2, 2, RendezvousTimeout(), timedelta(seconds=5), 3)
+SIGNER = Signer(b"k" * 32, "run")
+STATE = "autopipe/state"
+SOON = timedelta(seconds=5)
+
+
+def node(store: HashStore, signer: Signer = SIGNER) -> StateHolder:
+    """A node of the run."""
+    return StateHolder(store, signer, SETTINGS)
+
+
+def joined(holder: StateHolder, number: int) -> bool | None:
+    """Let the node take part, and write that."""
+    here = _NodeDesc("10.0.0.1", 7, number)
+    holder.state.participants[here] = number
+    holder.state.last_heartbeats[here] = datetime.now(UTC)
+    holder.mark_dirty()
+    return holder.sync()
+
+
+def test_what_one_node_writes_another_reads() -> None:
+    store = HashStore()
+    one, two = node(store), node(store)
+    one.state.wait_list.add(_NodeDesc("10.0.0.2", 8, 0))
+    one.state.redundancy_list.add(_NodeDesc("fd00::3", 9, 0))
+    one.state.deadline = datetime.now(UTC)
+    one.state.round = 3
+    assert joined(one, 0)
+    two.sync()
+    assert vars(two.state) == vars(one.state)
+    assert two.sync() is None, "read a moment ago"
+
+
+def test_who_writes_after_another_has_takes_what_that_one_wrote() -> None:
+    store = HashStore()
+    one, two = node(store), node(store)
+    assert joined(one, 0)
+    assert not joined(two, 1)
+    assert list(two.state.participants.values()) == [0]
+    assert joined(two, 1)
+    assert not joined(one, 2)
+    assert list(one.state.participants.values()) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        lambda held: pickle.dumps(1).hex(),
+        lambda held: "gASVBAAAAAAAAABLAS4=",
+        lambda held: held[:-2] + "00",
+        lambda held: Signer(b"other" * 8, "run").sign(STATE, b"{}").hex(),
+        lambda held: Signer(SIGNER.key, "other run").sign(STATE, b"{}").hex(),
+        lambda held: SIGNER.sign("another name", b"{}").hex(),
+        lambda held: "",
+    ],
+    ids=["pickle", "base64", "changed", "key", "run", "name", "nothing"],
+)
+def test_what_no_node_of_the_run_wrote_is_refused(forged: Callable[[str], str]) -> None:
+    store = HashStore()
+    one = node(store)
+    assert joined(one, 0)
+    store.set(STATE, forged(store.get(STATE).decode()))
+    with pytest.raises(RendezvousStateError, match="no process of this run has written"):
+        joined(one, 1)
+
+
+def test_an_earlier_state_that_is_put_back_is_refused() -> None:
+    store = HashStore()
+    one = node(store)
+    assert joined(one, 0)
+    earlier = store.get(STATE).decode()
+    assert joined(one, 1)
+    store.set(STATE, earlier)
+    with pytest.raises(RendezvousStateError, match="put back to an earlier state"):
+        joined(one, 2)
+
+
+def test_values_of_a_signed_store_are_good_under_their_names_alone() -> None:
+    raw = HashStore()
+    store = SignedStore(raw, SIGNER, SOON)
+    through = PrefixStore("attempt", store)  # C++, as gloo asks
+    through.set("address", "10.0.0.1")
+    assert through.get("address") == store.get("attempt/address") == b"10.0.0.1"
+    raw.set("attempt/other", raw.get("attempt/address").decode("latin-1"))
+    raw.set("attempt/address", "10.0.0.66")
+    for name in ("address", "other"):
+        with pytest.raises(LaunchError, match="no process of this run has written"):
+            through.get(name)
+
+
+def test_a_node_with_another_key_is_told() -> None:
+    host = Handler(Place(nodes=2, endpoint=f"{LOOPBACK}:0"))
+    assert isinstance(host.raw, TCPStore)
+    place = Place(nodes=2, endpoint=f"{LOOPBACK}:{host.raw.port}")
+    with pytest.raises(LaunchError, match="no process of this run has written") as found:
+        Handler(place)
+    assert "a node has another key" in found.value.hint

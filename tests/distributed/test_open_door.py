@@ -1,0 +1,227 @@
+"""What a launch lets in: nothing from outside its interface, nothing unpickled, no module of the current folder; and
+nothing that it started outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autopipe.backends.torch.child import python_command
+from autopipe.backends.torch.crew.crew import Crew
+from autopipe.backends.torch.launcher import rank_environment
+from tests.distributed.attacking import attack, attack_store, doors
+from tests.distributed.launching import (
+    PATIENCE_S,
+    ROOT,
+    Ended,
+    descendants,
+    finish,
+    runs,
+    spell_data,
+    start,
+    wait_for,
+    write_chain,
+    write_key,
+)
+
+# All ranks are there, and rank 0 stays in its first step.
+STAY = """(here / 'reached').write_text('')
+        time.sleep(10**6)"""
+MODULE = "from pathlib import Path\nPath(__file__).with_name('taken').touch()\n"
+
+
+def _refused(ended: Ended) -> bool:
+    """Whether a launch has ended as one does that finds strangers' values in its store."""
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
+    words = "the ranks' store holds a value that no process of this run has written"
+    return ended.code == 5 and len(lines) == 1 and words in lines[0] and "Traceback" not in ended.stderr
+
+
+@pytest.mark.distributed
+def test_one_machine_listens_to_itself_alone_and_unpickles_nothing(tmp_path: Path) -> None:
+    program = write_chain(tmp_path / "program")
+    for name in ("queue.py", "socket.py", "typing.py"):
+        (tmp_path / name).write_text(MODULE)
+    process = start(program, "--data", spell_data(tmp_path, STAY))
+    wait_for((tmp_path / "reached").exists, process)
+    found = doors(descendants(process.pid))
+    assert len(found) >= 4, "two stores, and gloo on two ranks"
+    assert all(ipaddress.ip_address(address).is_loopback for address, _ in found), found
+    stores = doors([process.pid])
+    assert len(stores) == 2
+    assert all(attack(door, tmp_path / "owned") for door in found)
+    for door in stores:
+        attack_store(door, tmp_path / "owned")
+    ended = finish(process)
+    assert _refused(ended), ended
+    assert not (tmp_path / "owned").exists()
+    assert not (tmp_path / "taken").exists(), "a module of the current folder has been taken for Python's own"
+
+
+@contextlib.contextmanager
+def _machines() -> Iterator[dict[str, str]]:
+    """Three machines as namespaces: nodes a and b share 10.77.0.0/24; c has a link to another interface of each, and
+    sends what is for their addresses in 10.77.0.0/24 there, too."""
+    names = {each: f"autopipe{os.getpid()}{each}" for each in "abc"}
+    commands = [f"netns add {name}" for name in names.values()]
+    for number, (one, two) in enumerate(("ab", "ac", "bc")):
+        commands.append(f"link add {one}{two} netns {names[one]} type veth peer name {two}{one} netns {names[two]}")
+        for this, other in ((one, two), (two, one)):
+            address = f"10.77.{number}.{'abc'.index(this) + 1}/24"
+            commands.append(f"-n {names[this]} addr add {address} dev {this}{other}")
+            commands.append(f"-n {names[this]} link set {this}{other} up")
+    commands += [f"-n {name} link set lo up" for name in names.values()]
+    commands += [f"-n {names['c']} route add 10.77.0.{number} via 10.77.{number}.{number}" for number in (1, 2)]
+    commands.append(f"netns exec {names['a']} true")
+    try:
+        for each in commands:
+            done = subprocess.run(["ip", *each.split()], capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"network namespaces cannot be made here: ip {each}: {done.stderr.strip()}")
+        yield names
+    finally:
+        for name in names.values():
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(shutil.which("ip") is None, reason="network namespaces need iproute2's ip")
+def test_two_machines_listen_on_the_chosen_interface_alone_and_unpickle_nothing(tmp_path: Path) -> None:
+    program = write_chain(tmp_path / "program")
+    flags = ("--data", spell_data(tmp_path, STAY), "--nnodes", 2, "--rdzv-endpoint", "10.77.0.1:29400")
+    with _machines() as machines:
+        inside = {each: ("ip", "netns", "exec", name) for each, name in machines.items()}
+        key = write_key(tmp_path)
+        nodes = {each: start(program, *flags, "--rdzv-key", key, within=inside[each]) for each in "ab"}
+        try:
+            for node in nodes.values():
+                wait_for((tmp_path / "reached").exists, node)
+            chosen, stores, other = set(), set(), set()
+            for number, (each, node) in enumerate(nodes.items(), 1):
+                found = doors(descendants(node.pid))
+                assert {address for address, _ in found} == {f"10.77.0.{number}"}, found
+                chosen |= found
+                stores |= doors([node.pid])
+                beside = "10.77.1.1" if each == "a" else "10.77.2.2"
+                other |= {(beside, port) for _, port in found}
+            command = [*inside["c"], sys.executable, "-m", "tests.distributed.attacking", str(tmp_path / "owned")]
+            tried = [*other, *chosen]
+            done = subprocess.run(
+                [*command, json.dumps(tried), json.dumps(list(stores))],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=PATIENCE_S,
+            )
+            assert json.loads(done.stdout) == [False] * len(other) + [True] * len(chosen)
+        finally:
+            ended = [finish(node) for node in nodes.values()]
+    assert all(_refused(each) for each in ended), ended
+    assert not (tmp_path / "owned").exists()
+
+
+# The process stops where it would import torch, as on a machine that is short of memory.
+STOPPED = """
+import os, sys, time
+
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch" and {condition}:
+            open({folder!r} + f"/importing_{{os.getpid()}}", "w").close()
+            time.sleep(10**6)
+
+sys.meta_path.insert(0, Stop())
+"""
+
+
+def _gone(pids: list[int]) -> bool:
+    end = time.monotonic() + 60
+    while any(map(runs, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(map(runs, pids))
+
+
+@pytest.mark.distributed
+def test_ranks_end_with_a_launcher_that_is_killed_while_they_import_torch(tmp_path: Path) -> None:
+    program = write_chain(tmp_path / "program")
+    (tmp_path / "path").mkdir()
+    stopped = STOPPED.format(condition="'RANK' in os.environ", folder=str(tmp_path))
+    (tmp_path / "path" / "sitecustomize.py").write_text(stopped)
+    process = start(program, path=(tmp_path / "path",))
+    wait_for(lambda: len(list(tmp_path.glob("importing_*"))) == 2, process)
+    pids = descendants(process.pid)
+    assert {int(path.name.split("_")[1]) for path in tmp_path.glob("importing_*")} < set(pids)
+    process.kill()
+    finish(process)
+    assert _gone(pids)
+
+
+PARENT = """
+import os, subprocess, sys, time
+from autopipe.backends.torch.child import PARENT, environment, python_command
+
+os.chdir(sys.argv[2])
+with environment({PARENT: str(os.getpid())}):
+    subprocess.Popen(python_command(*sys.argv[1:]))
+time.sleep(10**6)
+"""
+
+
+def test_a_child_ends_with_its_parent_and_takes_no_module_of_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "queue.py").write_text(MODULE)
+    child = tmp_path / "child.py"
+    child.write_text("import queue, time\nopen('began', 'w').close()\ntime.sleep(10**6)\n")
+    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-c", PARENT, str(child), str(tmp_path)]
+    parent = subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE)
+    wait_for((tmp_path / "began").exists, parent)
+    pids = descendants(parent.pid)
+    assert len(pids) == 2
+    parent.kill()
+    parent.communicate()
+    assert _gone(pids)
+    assert not (tmp_path / "taken").exists()
+
+
+def test_an_empty_entry_of_the_module_path_is_not_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(("", "/somewhere", "")))
+    with rank_environment():
+        assert os.environ["PYTHONPATH"].split(os.pathsep) == ["/somewhere", str(ROOT)]
+    assert os.environ["PYTHONPATH"] == ":/somewhere:"
+
+
+def test_a_child_whose_parent_has_gone_already_ends() -> None:
+    with rank_environment():
+        environment = dict(os.environ) | {"AUTOPIPE_PARENT": "1"}
+    assert subprocess.run(python_command("this"), env=environment, check=False, capture_output=True).returncode == 5
+
+
+@pytest.mark.distributed
+def test_a_crews_ranks_end_with_the_process_that_they_are_copies_of() -> None:
+    with Crew(2) as crew:
+        crew._start()
+        assert crew._process is not None
+        pids = descendants(crew._process.pid)
+        assert len(pids) == 3
+        found = doors(pids)
+        assert found and all(ipaddress.ip_address(address).is_loopback for address, _ in found), found
+        crew._process.kill()
+        # The ranks' ends stay open here: it is not those that tell them.
+        crew._process.wait()
+        assert _gone(pids)
+
+
+def test_every_process_of_python_is_started_as_a_child() -> None:
+    users = [path for path in (ROOT / "autopipe").rglob("*.py") if "sys.executable" in path.read_text(encoding="utf-8")]
+    assert [path.name for path in users] == ["child.py"]
