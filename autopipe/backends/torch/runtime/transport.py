@@ -64,6 +64,7 @@ class Transport:
         self._meetings: list[Meeting] = []
         self._joined = False
         self._store: Store | None = None
+        """Kept here, as `SignedStore` wants it."""
 
     def start(self) -> None:
         """Join the world, with threads that keep to the rank's processors unless NCCL does the exchanges.
@@ -79,7 +80,7 @@ class Transport:
         backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
         # Others may come late from their start, and then be late with a task: the launcher finds out sooner who hangs.
         patience = timedelta(seconds=self.timeouts.start_s + self.timeouts.step_s)
-        self._store = _launchers_store(patience)
+        self._store = _launchers_store(patience, signed=not self.nccl)
         store = None if self._store is None else PrefixStore(os.environ[ATTEMPT], self._store)
         with self.pulse.waiting(), patient_threads():
             dist.init_process_group(backend, rank=self.rank, world_size=self.world_size, timeout=patience, store=store)
@@ -220,13 +221,16 @@ class Transport:
         self._meetings.clear()
 
 
-def _launchers_store(patience: timedelta) -> SignedStore | None:
-    """The launcher's store; None where another program started the rank, so that torch shall find or make one."""
+def _launchers_store(patience: timedelta, signed: bool) -> Store | None:
+    """The launcher's store; None where another program started the rank, so that torch shall find or make one.
+
+    NCCL's own threads look into the store, also while they are ended, when they must not wait for Python: not signed.
+    """
     if ATTEMPT not in os.environ:
         return None
     signer = Signer(bytes.fromhex(os.environ.pop(KEY)), os.environ["TORCHELASTIC_RUN_ID"])
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return SignedStore(TCPStore(address, port, is_master=False, timeout=patience), signer, patience)
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience)
+    return SignedStore(store, signer, patience) if signed else store
 
 
 def _tag(channel: int, gradient: bool) -> int:
