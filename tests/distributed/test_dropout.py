@@ -13,7 +13,9 @@ from random import Random
 import numpy as np
 import pytest
 
+from autopipe.backends.torch.verification import read_losses
 from autopipe.ir.placement import Placement
+from autopipe.ir.problem import Optimizer
 from autopipe.ir.schedule import Schedule
 from autopipe.passes.base import Strategy
 from autopipe.passes.placement.data_parallel import DataParallel
@@ -31,7 +33,7 @@ from tests.distributed.dropping import graph_with_dropout
 from tests.distributed.halves import halved
 from tests.distributed.pool import Pools
 from tests.distributed.portions import random_order
-from tests.distributed.running import run_step, schedule_of, stage_graph
+from tests.distributed.running import one_device, run_step, schedule_of, stage_graph, write
 from tests.distributed.strategies import random_placement
 from tests.distributed.trained import DRAWN, Trained, check, problem_of, trained
 
@@ -121,6 +123,31 @@ def test_a_plan_drops_what_one_device_drops(pools: Pools, model: Trained, tmp_pa
 @pytest.mark.parametrize("name", TWENTY)
 def test_twenty_plans(pools: Pools, model: Trained, tmp_path: Path, name: str) -> None:
     follow(pools, model, TWENTY[name], tmp_path)
+
+
+def test_steps_differ_and_go_on_from_a_checkpoint_under_any_plan(pools: Pools, tmp_path: Path) -> None:
+    graph, loss = graph_with_dropout(SAMPLES)
+    still = Optimizer("sgd", lr=0.0)
+    data = tmp_path / "data.npz"
+    np.savez(data, tokens=np.full((96, 12), 3), labels=np.full((96, 12), 5))  # One batch again and again.
+    placement = random_placement(Random(5), graph, 2, SAMPLES)
+    write(graph, placement, schedule_of(graph, placement, MICRO_BATCHES), loss, tmp_path / "2", optimizer=still)
+    write(graph, *one_device(graph, MICRO_BATCHES, True, SAMPLES), loss, tmp_path / "1", optimizer=still)
+
+    def losses(ranks: int, *flags: object) -> list[float]:
+        report = tmp_path / "report.jsonl"
+        report.unlink(missing_ok=True)
+        flags = ("--device", "cpu", "--data", data, "--report", report, *flags)
+        pools.of(ranks).run(tmp_path / str(ranks), *flags)
+        return read_losses(report)
+
+    kept = ("--checkpoint", tmp_path / "kept")
+    unbroken = losses(2, "--steps", 4, "--seed", 7)
+    assert len(set(unbroken)) == 4
+    assert losses(2, "--steps", 4, "--seed", 7) == unbroken
+    assert not set(unbroken) & set(losses(2, "--steps", 4, "--seed", 8))
+    assert losses(2, "--steps", 2, "--seed", 7, *kept) == unbroken[:2]
+    np.testing.assert_allclose(losses(1, "--steps", 4, *kept, "--resume"), unbroken[2:], rtol=1e-6)
 
 
 def follow(pools: Pools, model: Trained, plan: Plan, folder: Path) -> None:

@@ -6,12 +6,15 @@ import json
 import re
 from pathlib import Path
 
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.cli import verification
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
+from tests.distributed.dropping import save_with_dropout
 from tests.distributed.launching import finish, start
 from tests.distributed.pool import Pools
 from tests.distributed.running import report_lines
@@ -81,6 +84,44 @@ def test_inference(here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert code == 0
     assert set(checks) == {"outputs of the ranks", "outputs of one device"}
     assert all(check["tensors"] == 1 for check in checks.values())
+
+
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_dropout_is_compared_as_it_is_drawn(
+    here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    """With ONNX Runtime, which draws other numbers, without it; at inference there is none."""
+    model, plan = tmp_path / "model.onnx", str(tmp_path / "plan")
+    save_with_dropout(model)
+    flags = ("--gpus", "2", "--batch-size", "8", "--micro-batches", "2", "--strategy", "expert", "--mode", mode)
+    assert main(["plan", str(model), *flags, "-o", plan, "-q"]) == 0
+    assert main(["codegen", plan, "-q"]) == 0
+    code, checks = verified(tmp_path / "plan" / "program", capsys)
+    assert code == 0
+    assert checks["outputs of one device without Dropout"]["tensors"] == 1
+    assert ("gradients of the ranks" in checks) == (mode == "train")
+    drops = "operators.dropout" in (tmp_path / "plan" / "program" / "stage_00.py").read_text(encoding="utf-8")
+    assert drops == (mode == "train")
+
+
+def test_numbers_of_other_kinds_are_not_compared_with_onnx_runtime(
+    here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, 6]) for name in ("x", "y")}
+    nodes = [
+        helper.make_node("RandomNormalLike", ["x"], ["noise"], "noise"),
+        helper.make_node("Add", ["x", "noise"], ["y"], "add"),
+    ]
+    graph = helper.make_graph(nodes, "noisy", [tensors["x"]], [tensors["y"]])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    onnx.save(model, str(tmp_path / "noisy.onnx"))
+    flags = ("--gpus", "2", "--batch-size", "4", "--micro-batches", "2", "--strategy", "data_parallel")
+    assert main(["plan", str(tmp_path / "noisy.onnx"), *flags, "-o", str(tmp_path / "plan"), "-q"]) == 0
+    assert main(["codegen", str(tmp_path / "plan"), "-q"]) == 0
+    code, checks = verified(tmp_path / "plan" / "program", capsys)
+    assert code == 0
+    assert checks["outputs of the ranks"]["relative_difference"] == 0
+    assert checks["outputs of one device"]["worst"] == "left out: RandomNormalLike draws other numbers there"
 
 
 OWN_SIZES = """

@@ -233,3 +233,15 @@ def test_a_false_line_is_found_out(
     monkeypatch.setitem(OPERATORS, op, replace(OPERATORS[op], notation=notated(line)))
     with pytest.raises(AssertionError):
         check(use_of(op, arrays))
+
+
+@given(SHAPES, SEEDS)
+@settings(max_examples=15, deadline=None)
+def test_random_numbers(shape: tuple[int, ...], seed: int) -> None:
+    """Each split draws what the whole does at its place."""
+    data = normal(seed, *shape)
+    check(use_of("Dropout", [data, np.array(0.5), np.array(True)], results=2))
+    check(use_of("RandomNormalLike", [data]))
+    check(use_of("RandomUniform", [], shape=shape, dtype=1))
+    check(use_of("Bernoulli", [1 / (1 + np.exp(-data))]))
+    check(use_of("Multinomial", [normal(seed, shape[0], 5)], sample_size=3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -98,10 +99,24 @@ def test_unknown_words_are_refused() -> None:
         ("ConstantOfShape", [integers(2, 3)], {}, "torch.zeros((2, 3), dtype=torch.float32, device=p.device)"),
         ("Range", [np.array(0), np.array(5), np.array(1)], {}, "torch.arange(5, dtype=torch.int64, device=p.device)"),
         ("Dropout", [floats(3)], {}, "a"),
+        ("Dropout", [floats(3), floats(), np.array(False)], {}, "a"),
+        ("Dropout", [floats(3), np.float32(0), np.array(True)], {}, "a"),
+        ("Dropout", [floats(3), np.float32(0.3), np.array(True)], {}, "operators.dropout(a, 0.3, p.random(N))"),
+        ("Dropout", [floats(3), None, np.array(True)], {}, "operators.dropout(a, 0.5, p.random(N))"),
+        ("Dropout", [floats(3)], {"ratio": 0.3, "opset": 6}, "operators.dropout(a, 0.3, p.random(N))"),
+        ("Dropout", [floats(3)], {"ratio": 0.3, "is_test": 1, "opset": 6}, "a"),
+        ("Dropout", [floats(3)], {"ratio": 0.3, "opset": 10}, "a"),
+        (
+            "RandomNormal",
+            [],
+            {"shape": (2, 3), "scale": 2.0},
+            "operators.normal((2, 3), 0.0, 2.0, p.random(N), torch.float32)",
+        ),
     ],
 )
 def test_spelling(op: str, arrays: list[np.ndarray], settings: dict[str, Any], code: str) -> None:
-    assert spelled(op, arrays, **settings) == code
+    node = int.from_bytes(hashlib.sha256(b"o0").digest()[:8])
+    assert spelled(op, arrays, **settings) == code.replace("(N)", f"({node:#018x})")
 
 
 @pytest.mark.parametrize("value", [0.1, 1e-5, 1e-12, 3.4e38, -3.4028234663852886e38, float("inf"), float("nan"), -0.0])
