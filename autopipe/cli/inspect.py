@@ -12,7 +12,8 @@ from rich.text import Text
 
 from autopipe.cli.initial_values import initial_values
 from autopipe.cli.options import standard_options
-from autopipe.cli.output import Output
+from autopipe.cli.output import Output, Verbosity
+from autopipe.cli.roles import tensors_form, trained_lines
 from autopipe.ir.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def inspect(output: Output, model: Path, dims: tuple[str, ...]) -> None:
         output.warn(warning)
     work = annotate(read.graph) if not read.unsupported else ()
     branches = branches_of(read.graph, [each.forward_flops for each in work]) if work else ()
-    output.result(_data(read, work, branches), *_screen(read, work, branches))
+    every = output.verbosity is Verbosity.DETAILED
+    output.result(_data(read, work, branches), *_screen(read, work, branches, every))
 
 
 def _extents(words: tuple[str, ...]) -> dict[str, int]:
@@ -79,6 +81,7 @@ def _data(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...]) ->
         "initial_values": initial_values(graph),
         "buffer_tensors": len(kept),
         "buffer_bytes": sum(value.bytes for value in kept),
+        "tensors": tensors_form(model.tensors),
         "nodes_before": model.nodes_before,
         "nodes": len(graph.nodes),
         "operators": dict(Counter(_operator(node.domain, node.op) for node in graph.nodes).most_common()),
@@ -102,7 +105,7 @@ def _operator(domain: str, name: str) -> str:
     return f"{domain}.{name}" if domain else name
 
 
-def _screen(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...]) -> tuple[Table, ...]:
+def _screen(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...], every: bool) -> tuple[Table, ...]:
     graph = model.graph
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
@@ -114,6 +117,8 @@ def _screen(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...]) 
     row.many("inputs", [_shown(value, dict(graph.batch_axes)) for value in graph.inputs])
     row.many("outputs", [_shown(graph.type_of(name), {}) for name in graph.outputs])
     row.add("parameters", _parameters(model))
+    for word, text in trained_lines(model.tensors, every):
+        row.add(word, text)
     row.add("initial values", _initial(graph))
     row.add("nodes", f"{len(graph.nodes):,} of {model.nodes_before:,} after cleaning")
     counts = Counter(_operator(node.domain, node.op) for node in graph.nodes).most_common()

@@ -8,7 +8,7 @@ import click
 
 from autopipe.cli.configuration_flags import configuration_options
 from autopipe.cli.options import standard_options
-from autopipe.cli.output import Output
+from autopipe.cli.output import Output, Verbosity
 from autopipe.configs.configuration import Configuration
 
 
@@ -117,4 +117,6 @@ def plan(
     }
     written = (f"annotated model in {annotate}",) if annotate is not None else ()
     priced = () if price is None else tuple(price.lines())
-    output.result(data, *plan_screen(planned, request, target), *priced, *written)
+    output.result(
+        data, *plan_screen(planned, request, target, output.verbosity is Verbosity.DETAILED), *priced, *written
+    )

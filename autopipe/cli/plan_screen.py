@@ -7,10 +7,12 @@ from pathlib import Path
 
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from autopipe.cli.explanation.distance import distance_lines
 from autopipe.cli.explanation.weighed import weighed_screen
 from autopipe.cli.figures import bytes_text, counted_text, devices_text, kinds_text, seconds_text
+from autopipe.cli.roles import trained_lines
 from autopipe.ir.placement import SplitProof
 from autopipe.ir.plan import CostCoverage, Plan, Summary
 from autopipe.passes.pipeline import Planned
@@ -22,7 +24,7 @@ _FEW_ROWS = 6
 """The same where there is more to be read on the screen."""
 
 
-def plan_screen(planned: Planned, request: Request, folder: Path) -> Iterator[RenderableType]:
+def plan_screen(planned: Planned, request: Request, folder: Path, every: bool) -> Iterator[RenderableType]:
     """The decisions, a table of the stages, the predictions, where the plan lies and what to type next."""
     plan, problem = planned.plan, planned.problem
     summary = plan.summary
@@ -36,6 +38,9 @@ def plan_screen(planned: Planned, request: Request, folder: Path) -> Iterator[Re
         f"batch {plan.batch_size}{'' if request.batch_size else ' (chosen)'} = {summary.micro_batches} micro-batches"
         f"{chosen} of {summary.micro_batch_size}"
     )
+    if problem.train:
+        # Names from the model are no markup.
+        yield from (Text(f"{word}: {text}") for word, text in trained_lines(planned.model.tensors, every))
     yield stage_table(plan, _FEW_ROWS if plan.alternatives else _MOST_ROWS)
     yield f"{prediction_line(summary)}{_room(plan)}"
     yield traffic_line(summary)

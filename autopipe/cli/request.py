@@ -31,6 +31,7 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         dims=configuration.model.dims,
         batch_axes=configuration.model.batch_axes,
         frozen=configuration.model.frozen,
+        trainable=configuration.model.trainable,
         mode=None if configuration.mode is None else Mode(configuration.mode),
         loss=_loss(configuration),
         batch_size=configuration.batch_size,

@@ -14,8 +14,9 @@ def check(configuration: Configuration, document: Entry) -> None:
     """Raise ConfigurationError, at the entry of `document` that is to blame, for the first rule that is broken."""
     _check_batches(configuration, document)
     _check_optimizer(configuration.optimizer, document)
-    for index, pattern in enumerate(configuration.model.frozen):
-        _check_pattern(pattern, f"model.frozen[{index}]", _place(document, "model", "frozen"))
+    for key in ("frozen", "trainable"):
+        for index, pattern in enumerate(getattr(configuration.model, key)):
+            _check_pattern(pattern, f"model.{key}[{index}]", _place(document, "model", key))
     for index, constraint in enumerate(configuration.constraints):
         _check_constraint(constraint, configuration.gpus, index, _place(document, "constraints", index))
     _check_cluster(configuration.cluster, document)

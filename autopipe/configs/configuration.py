@@ -32,6 +32,9 @@ class Model:
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained: globs over their names, or regular expressions after `re:`."""
 
+    trainable: tuple[str, ...] = ()
+    """Tensors that are trained whatever the file says, and though `frozen` matches them too: patterns as there."""
+
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:

@@ -51,12 +51,24 @@ class Value:
 class FileSlice:
     """Numbers stored little-endian and row-major at an offset of a file.
 
-    `file` is relative to the folder of the ONNX file; "" is the ONNX file itself. `dtype` is the type as stored.
+    `file` is relative to the folder of the ONNX file; "" is the ONNX file itself.
     """
 
     file: str
     offset: int
     length: int
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedSlice(FileSlice):
+    """Numbers that an exporter made of a parameter, which is had back from them."""
+
+    rows: tuple[int, ...] = ()
+    """Where each row of the parameter, a matrix, begins, in elements; none where it is stored as it is."""
+    step: int = 1
+    """Elements from one of a row's numbers to the next."""
+    form: str = ""
+    """What the parameter is of the numbers: "" those themselves, else their `log` or the `log of the negative`."""
 
 
 @dataclass(frozen=True, slots=True)

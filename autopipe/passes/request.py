@@ -30,6 +30,7 @@ class Request:
     dims: tuple[tuple[str, int], ...] = ()
     batch_axes: tuple[tuple[str, int | None], ...] = ()
     frozen: tuple[str, ...] = ()
+    trainable: tuple[str, ...] = ()
     mode: Mode | None = None
     loss: str | CrossEntropy | None = None
     """The output to minimise, or a loss to add; the model's own where None."""
@@ -177,6 +178,7 @@ def read_for(request: Request, micro_batch_size: int | None, source: Source | No
         loss=request.loss,
         mode=request.mode,
         frozen=request.frozen,
+        trainable=request.trainable,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -12,8 +13,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from autopipe.ir.dtype import DType
 from autopipe.ir.graph import Value
 from autopipe.ir.layout import Box
+from autopipe.passes.frontend.folding import Folded
 
 PIECE: Final = 1 << 24
 """Bytes held at a time."""
@@ -38,24 +41,36 @@ class Numbers:
         """The same numbers under another name."""
         return Numbers(dataclasses.replace(self.value, name=name), self.read)
 
-    def transposed(self, name: str) -> Numbers:
-        """A matrix's numbers with rows and columns changed over."""
-        shape = self.value.shape[::-1]
-        return Numbers(Value(name, self.value.dtype, shape), lambda box: self.read(_flipped(box)).T)
+    def computed(self, value: Value, folded: Folded) -> Numbers:
+        """What an exporter had folded operators into, from the numbers of the parameter; what is only moved is read
+        a block at a time, all else at once."""
+        steps = folded.steps
+        if not steps:
+            return self.renamed(value.name)
+        if len(steps) == 1 and steps[0].operator == "Transpose":
+            order = steps[0].numbers
+            return Numbers(value, lambda box: self.read(_back(box, order)).transpose(order))
 
-    def repeated(self, name: str, rows: int) -> Numbers:
-        """`rows` times the only row."""
-        shape = (rows, *self.value.shape[1:])
+        @functools.cache
+        def whole() -> npt.NDArray[np.generic]:
+            stored = self.read(Box((0,) * len(self.value.shape), self.value.shape))
+            if not any(step.operator == "Exp" for step in steps):
+                return folded.apply(stored)
+            if value.dtype is not DType.BFLOAT16:
+                return folded.apply(stored).astype(stored.dtype)
+            bits = folded.apply((stored.astype(np.uint32) << 16).view(np.float32)).astype(np.float32).view(np.uint32)
+            # Rounded to the nearest, ties to even.
+            return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(stored.dtype)
 
-        def read(box: Box) -> npt.NDArray[np.generic]:
-            row = self.read(Box((0, *box.starts[1:]), (1, *box.stops[1:])))
-            return np.broadcast_to(row, box.shape)
-
-        return Numbers(Value(name, self.value.dtype, shape), read)
+        return Numbers(value, lambda box: whole()[tuple(map(slice, box.starts, box.stops))].reshape(box.shape))
 
 
-def _flipped(box: Box) -> Box:
-    return Box(box.starts[::-1], box.stops[::-1])
+def _back(box: Box, order: tuple[int, ...]) -> Box:
+    """The block of a tensor that is this block of it transposed."""
+    starts, stops = [0] * len(order), [0] * len(order)
+    for place, axis in enumerate(order):
+        starts[axis], stops[axis] = box.starts[place], box.stops[place]
+    return Box(tuple(starts), tuple(stops))
 
 
 def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:

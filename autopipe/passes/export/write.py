@@ -13,7 +13,9 @@ from autopipe.passes.export.kept import kept_tensors
 from autopipe.passes.export.numbers import Numbers
 from autopipe.passes.export.stream import Progress, write_beside, write_model
 from autopipe.passes.export.tensors import FIXED, file_tensors
+from autopipe.passes.frontend.apart import NAMESAKE, take_apart
 from autopipe.passes.frontend.load import Source, load, located, opened
+from autopipe.passes.frontend.stored import stored_numbers
 from autopipe.passes.frontend.wire import strip_weights
 from autopipe.passes.replacing import replacing
 
@@ -50,7 +52,8 @@ def write_trained(
 ) -> Written:
     """Write the file `model` with the numbers of the parameters `trained`, by name, to `target`.
 
-    Its nodes stay as they are, but for a ConstantOfShape that was trained: it becomes an initializer. Where tensors
+    Its nodes stay as they are, but for a ConstantOfShape that was trained: it becomes an initializer, as what the
+    exporter had merged become several. Where tensors
     have more than `inline_limit` bytes in all, trained initializers lie in `target`.data; what else stands in the file
     stays there: only so are masks known for what they are. Files appear whole or not at all, `target` last. `progress`
     is told the bytes of every piece. Raises ModelError for a parameter that no tensor of the file is,
@@ -61,6 +64,7 @@ def write_trained(
     source = load(model)
     stripped = strip_weights(opened(model))
     proto = onnx.ModelProto.FromString(stripped.model)
+    take_apart(proto, source.metadata, lambda tensor: stored_numbers(tensor.name, tensor, stripped.slices, model))
     try:
         numbers, lacking = file_tensors(source, proto.graph, trained)
     except ModelError as error:
@@ -90,14 +94,17 @@ def write_trained(
 def _take_out(proto: onnx.ModelProto, names: set[str]) -> dict[str, onnx.NodeProto]:
     """Remove what says these tensors in the file: initializers, types, and nodes. Those of constants are returned."""
     graph = proto.graph
-    for entries in (graph.initializer, graph.value_info):
-        others = [each for each in entries if each.name not in names]
-        del entries[:]
-        entries.extend(others)
+    # What an exporter says of a tensor besides its type stays true.
+    infos = [each for each in graph.value_info if each.name not in names or each.metadata_props]
+    others = [each for each in graph.initializer if each.name not in names]
+    del graph.value_info[:], graph.initializer[:]
+    graph.value_info.extend(infos)
+    graph.initializer.extend(others)
     kept: list[onnx.NodeProto] = []
     taken: list[onnx.NodeProto] = []
     for node in graph.node:
-        (taken if node.op_type in FIXED and node.output[0] in names else kept).append(node)
+        namesake = node.op_type == "Identity" and node.output[0].endswith(NAMESAKE)
+        (taken if namesake or (node.op_type in FIXED and node.output[0] in names) else kept).append(node)
     constants = {node.output[0]: node for node in taken if node.op_type == "Constant"}
     if len(constants) < len(taken):
         proto.ir_version = max(proto.ir_version, FREE_INITIALIZERS)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Attribute, Value
 from autopipe.passes.frontend.elements import attributes_of
-from autopipe.passes.frontend.parameters import Uses
+from autopipe.passes.frontend.uses import Uses
 
 if TYPE_CHECKING:
     import onnx

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Initializer
-from autopipe.passes.frontend.parameters import Uses
+from autopipe.passes.frontend.uses import Uses
 
 SPREAD = 0.02
 """Standard deviation of embeddings and of what no product reads (Radford et al. 2018, GPT, section 4.1)."""

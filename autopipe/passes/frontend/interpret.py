@@ -14,9 +14,10 @@ import numpy as np
 
 from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import Constant, Fill, Graph, Node, Parameter, Value
+from autopipe.ir.graph import Constant, Graph, Node, Parameter, Value
 from autopipe.passes.frontend.absent import AbsentTypes
 from autopipe.passes.frontend.elements import NUMBERS, array_of, attributes_of, dtype_of, shape_of
+from autopipe.passes.frontend.folding import Folded
 from autopipe.passes.frontend.infer import RANDOM, Inference
 from autopipe.passes.frontend.weights import Weights
 
@@ -106,8 +107,10 @@ def interpret(source: Source, inputs: Inputs, weights: Weights) -> tuple[Graph, 
     for value in inputs.values:
         sweep.types[value.name] = value
     for name, held in weights.initializers().items():
-        if isinstance(held, Parameter):
-            _parameter(sweep, held)
+        if isinstance(held, Folded):
+            _folded(sweep, held)
+        elif isinstance(held, Parameter):
+            sweep.keep(held)
         else:
             sweep.hold(name, held.array, held.value.dtype)
     for node in source.nodes:
@@ -115,19 +118,32 @@ def interpret(source: Source, inputs: Inputs, weights: Weights) -> tuple[Graph, 
     return _graph(sweep, inputs), sweep.aliases
 
 
-def _parameter(sweep: _Sweep, parameter: Parameter) -> None:
-    """A parameter of the file, and the Expand that an exporter has computed."""
-    row = sweep.weights.unexpanded(parameter)
-    if row is None:
-        sweep.keep(parameter)
-        return
-    value = parameter.value
-    sweep.keep(row)
-    shape = np.asarray(value.shape, dtype=np.int64)
-    sweep.hold(f"{value.name}/shape", shape, DType.INT64)
-    sweep.types[value.name] = value
-    sweep.nodes.append(Node(f"{value.name}/expand", "Expand", (row.value.name, f"{value.name}/shape"), (value.name,)))
-    sweep.names.add(f"{value.name}/expand")
+def _folded(sweep: _Sweep, folded: Folded) -> None:
+    """A tensor that is computed from a parameter, or from another tensor that stands here already."""
+    name, dtype = folded.value.name, folded.value.dtype
+    if isinstance(folded.source, Parameter):
+        sweep.keep(folded.source)
+        operand = folded.source.value.name
+    else:
+        operand = sweep.aliases.get(folded.source, folded.source)
+    if not folded.steps:
+        _alias(sweep, name, operand)
+    for number, step in enumerate(folded.steps, 1):
+        result = name if number == len(folded.steps) else f"{name}/{number}"
+        shape = step.shape(sweep.types[operand].shape)
+        operands: tuple[str, ...] = (operand,)
+        if step.operator in ("Reshape", "Expand"):
+            sweep.hold(f"{result}/shape", np.asarray(shape, dtype=np.int64), DType.INT64)
+            operands = (operand, f"{result}/shape")
+        elif step.places is not None:
+            sweep.hold(f"{result}/places", step.places, DType.INT64)
+            operands = (operand, f"{result}/places")
+        sweep.types[result] = Value(result, dtype, shape)
+        attributes = (("perm", step.numbers),) if step.operator == "Transpose" else ()
+        title = f"{result}/{step.operator.lower()}"
+        sweep.names.add(title)
+        sweep.nodes.append(Node(title, step.operator, operands, (result,), attributes))
+        operand = result
 
 
 def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
@@ -264,7 +280,7 @@ def _filled(sweep: _Sweep, node: onnx.NodeProto, shape: np.ndarray) -> None:
         dtype = dtype_of(tensor.data_type, where)
         number = float(array_of(tensor, where).reshape(-1)[0])
     extents = tuple(int(extent) for extent in shape)
-    sweep.keep(Parameter(Value(name, dtype, extents), Fill(number), sweep.weights.roles.is_trainable(name)))
+    sweep.keep(sweep.weights.filled(Value(name, dtype, extents), number))
 
 
 def _measured(sweep: _Sweep, node: onnx.NodeProto, shape: tuple[int, ...]) -> None:

@@ -15,7 +15,9 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import FileSlice
 from autopipe.passes.annotations.read import configurations_of, texts_of
 from autopipe.passes.annotations.sharding import Configuration
+from autopipe.passes.frontend.apart import Apart, take_apart
 from autopipe.passes.frontend.functions import inlined
+from autopipe.passes.frontend.stored import stored_numbers
 from autopipe.passes.frontend.unannotated import unannotated
 from autopipe.passes.frontend.wire import strip_weights
 
@@ -46,6 +48,10 @@ class Source:
     """Where the numbers taken out lie in the file, by value."""
     metadata: dict[str, str]
     """Of the model and its graph."""
+    producer: str
+    """The tool that wrote the file, as it calls itself."""
+    apart: Apart
+    """Parameters that the file has merged, each a tensor of its own in `graph`."""
     configurations: tuple[Configuration, ...]
     """The file's multi-device annotations."""
     warnings: tuple[str, ...]
@@ -88,6 +94,8 @@ def _load(path: Path) -> Source:
     if model.graph.sparse_initializer:
         raise ModelError(f"sparse weights are not supported: {model.graph.sparse_initializer[0].values.name!r}")
     opsets = _opsets(model)
+    metadata = {entry.key: entry.value for entry in (*model.graph.metadata_props, *model.metadata_props)}
+    apart = take_apart(model, metadata, lambda tensor: stored_numbers(tensor.name, tensor, stripped.slices, path))
     model = inlined(model)
     positions = ordered(model.graph)
     return Source(
@@ -97,8 +105,11 @@ def _load(path: Path) -> Source:
         nodes=tuple(model.graph.node[position] for position in positions),
         positions=positions,
         opsets=opsets,
-        slices=stripped.slices,
-        metadata={entry.key: entry.value for entry in (*model.graph.metadata_props, *model.metadata_props)},
+        slices=stripped.slices
+        | {own: stripped.slices[merged] for own, merged in apart.copies.items() if merged in stripped.slices},
+        metadata=metadata,
+        producer=model.producer_name,
+        apart=apart,
         configurations=configurations_of(model),
         warnings=tuple(warnings),
     )

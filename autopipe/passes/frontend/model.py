@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import Graph, Value
 from autopipe.ir.problem import Mode
 from autopipe.passes.annotations.sharding import Configuration
 from autopipe.passes.frontend.origins import Origins, origins_of
@@ -26,6 +26,17 @@ class Unsupported:
     """The first node of this kind."""
     nearest: str
     """The supported operator with the most similar name, or ""."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A floating-point tensor of the file as the graph has it."""
+
+    value: Value
+    trained: bool
+    why: str
+    doubtful: bool = False
+    """Whether the evidence for it is weak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +62,8 @@ class Model:
     """The parsed file, from which the graph on other numbers of samples is made; None for a graph of no file."""
     aliases: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Values of the file that are other names of values, by name."""
+    tensors: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
+    """The file's floating-point tensors that the graph reads: what is trained, what is not, and why."""
 
     @property
     def origins(self) -> Origins:

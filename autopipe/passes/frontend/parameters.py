@@ -1,146 +1,212 @@
-"""Which values are parameters: weights, buffers, and what is merely a number in the graph.
+"""Which values are trained: parameters, buffers, and what is merely a number in the graph.
 
-ONNX does not say. A floating-point tensor of the file is a weight unless it is a scalar, a running statistic, a table
-of angles, or a constant that an exporter lifted out of the graph. A ConstantOfShape node that feeds a slot where
-operators take weights is a weight too (the models that ship with onnx are made so), and so is a name that nothing
-writes (an export without weights).
+ONNX does not say, so it is decided by evidence, best first: what the file states (the metadata `autopipe.parameters`,
+torch's signature of the traced program), then how a tensor is named, used and what its numbers are. A floating-point
+tensor that gradients reach is trained unless it is a running statistic or a table computed from positions. The models
+that ship with onnx make weights by ConstantOfShape nodes, and an export without weights names what nothing writes.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import json
-import re
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autopipe.ir.errors import ConfigurationError, ModelError
-from autopipe.ir.ops import OPERATORS
+import numpy as np
+
+from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import Value
+from autopipe.passes.frontend.apart import FLOATING, LIFTED, PRODUCER
+from autopipe.passes.frontend.signature import Signature
+from autopipe.passes.frontend.stored import stored_numbers
+from autopipe.passes.frontend.tables import is_uniform, table_of
+from autopipe.passes.frontend.uses import AFFINE_SLOTS, ELEMENTWISE, VIEWS, Uses
 
 if TYPE_CHECKING:
-    import onnx
+    from autopipe.passes.frontend.load import Source
 
-WEIGHT_SLOTS: dict[str, frozenset[int]] = {
-    "Conv": frozenset({1, 2}),
-    "ConvTranspose": frozenset({1, 2}),
-    "Gemm": frozenset({0, 1, 2}),
-    "MatMul": frozenset({0, 1}),
-    "Einsum": frozenset({0, 1}),
-    "BatchNormalization": frozenset({1, 2, 3, 4}),
-    "InstanceNormalization": frozenset({1, 2}),
-    "GroupNormalization": frozenset({1, 2}),
-    "LayerNormalization": frozenset({1, 2}),
-    "RMSNormalization": frozenset({1}),
-    "PRelu": frozenset({1}),
-    "LSTM": frozenset({1, 2, 3, 7}),
-    "GRU": frozenset({1, 2, 3}),
-    "RNN": frozenset({1, 2, 3}),
-    "Gather": frozenset({0}),
-}
-"""Operands that are weights where they do not depend on the inputs."""
 STATISTICS = frozenset({("BatchNormalization", 3), ("BatchNormalization", 4)})
-VIEWS = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Cast"})
-"""Operators through which a weight may pass on its way."""
 ANGLES = frozenset({"Sin", "Cos"})
 ANGLE_STEPS = VIEWS | {"Expand", "Mul", "MatMul", "Concat", "Einsum", "Slice"}
-LIFTED = re.compile(r"_?val_\d+|onnx::\w+|(c_)?lifted_tensor\w*|_tensor_constant\d*")
-"""Names that torch's exporters give to constants and to what they folded, weights included."""
-SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
-"""The graph's metadata in which torch's exporter tells parameters from buffers."""
-SIGNED = re.compile(r"^\w+: (PARAMETER|BUFFER) target='([^'\n]+)'", re.MULTILINE)
+BUFFERS = frozenset(
+    {
+        "final_logits_bias", "e_score_correction_bias", "inv_freq", "original_inv_freq", "masked_bias", "running_mean",
+        "running_var", "embed_scale", "attn_mask", "relative_coords_table",
+    }
+)  # fmt: skip
+"""Last parts of names that torch's public models give to floating-point buffers."""
+LARGEST_LOOK = 1 << 24
+"""Bytes up to which the numbers of a tensor that may be no weight are looked at."""
+SCALES = frozenset(
+    {("Mul", 0), ("Mul", 1)}
+    | {(operator, slot) for operator, slot in AFFINE_SLOTS if operator.endswith("Normalization")}
+)
+"""Operands that are ones or zeros in a new model of torch's."""
+RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
+
+Numbers = Callable[[], "np.ndarray | None"]
 
 
 @dataclass(frozen=True, slots=True)
-class Uses:
-    """Who reads each value of a file."""
+class Role:
+    """What a floating-point tensor of the file is, and why."""
 
-    readers: Mapping[str, tuple[tuple[onnx.NodeProto, int], ...]]
-
-    @classmethod
-    def of(cls, nodes: Iterable[onnx.NodeProto]) -> Uses:
-        """Collect the readers: node and position of the operand."""
-        readers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
-        for node in nodes:
-            for slot, name in enumerate(node.input):
-                if name:
-                    readers.setdefault(name, []).append((node, slot))
-        return cls({name: tuple(found) for name, found in readers.items()})
-
-    def slots(self, name: str, through: frozenset[str] = VIEWS) -> frozenset[tuple[str, int]]:
-        """(operator, operand) of every use of a value, seen through the operators `through`."""
-        found: set[tuple[str, int]] = set()
-        seen, waiting = {name}, [name]
-        while waiting:
-            for node, slot in self.readers.get(waiting.pop(), ()):
-                if node.op_type in through:
-                    results = [result for result in node.output if result and result not in seen]
-                    seen.update(results)
-                    waiting.extend(results)
-                else:
-                    found.add((node.op_type, slot))
-        return frozenset(found)
-
-    def is_weight(self, name: str) -> bool:
-        """Whether a value is read where operators take weights."""
-        return any(slot in WEIGHT_SLOTS.get(operator, frozenset()) for operator, slot in self.slots(name))
-
-    def is_static(self, name: str) -> bool:
-        """Whether an operator must know the value while compiling: Resize its scales."""
-        return any(operator in OPERATORS and slot in OPERATORS[operator].static for operator, slot in self.slots(name))
+    trained: bool
+    why: str
+    doubtful: bool = False
+    """Whether the evidence is weak enough that the user should look."""
+    constant: bool = False
+    """Whether it is a number in the graph rather than kept from step to step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Tells parameters from constants among a file's floating-point tensors, and weights from buffers."""
+    """Decides what each floating-point tensor of a file is."""
 
     uses: Uses
     stated: frozenset[str] | None
     """The weights' names where the file itself says (its metadata `autopipe.parameters`)."""
-    signed: frozenset[str]
-    """Names that torch's exporter says are weights; empty where it says nothing."""
-    buffers: frozenset[str]
-    """Names that it says are none."""
-    frozen: tuple[str, ...]
-    """Names that shall not be trained: globs, or regular expressions after `re:`."""
+    signature: Signature
+    from_torch: bool
+    """Whether one of torch's exporters wrote the file, which keep every parameter among the initializers."""
+    settled: bool
+    """Whether the scales that torch's modules name all have numbers of their own: the model has been trained."""
+    samples: frozenset[int]
+    """The first extents of the inputs, where the file fixes them."""
 
-    def is_constant(self, name: str, rank: int, elements: int) -> bool:
-        """Whether a floating-point tensor of the file is a number in the graph rather than a parameter."""
+    def role(self, value: Value, numbers: Numbers, in_node: bool = False) -> Role:
+        """The role of a tensor of the file; `in_node` is one that a Constant node holds."""
+        name = value.name
+        slots = self.uses.slots(name)
+        if self.is_statistic(name):
+            return Role(False, "a running statistic")  # Whatever the file states: it follows the data, not a gradient.
         if self.stated is not None:
-            return name not in self.stated
-        if rank == 0 or self.uses.is_static(name):
-            return True
-        return bool(LIFTED.fullmatch(name)) and (elements == 1 or not self.uses.is_weight(name))
+            if name in self.stated:
+                return Role(True, "stated by the file")
+            return Role(False, "no parameter, as the file states", constant=True)
+        if self.signature:
+            return self._signed(value, numbers, slots)
+        if self.uses.is_static(name):
+            return Role(False, "an operator's setting", constant=True)
+        if in_node and self.from_torch:
+            return Role(False, "a constant of the graph", constant=True)
+        if not value.shape and not self._is_named(name):
+            return Role(False, "a scalar", constant=True)
+        return self._by_use(value, numbers, slots)
 
-    def is_trainable(self, name: str) -> bool:
-        """Whether a parameter is a weight rather than a buffer."""
-        if any(_matches(name, pattern) for pattern in self.frozen):
-            return False
-        if self.uses.slots(name) & STATISTICS:
-            return False  # Whatever the file states: running statistics follow the data, not a gradient.
-        if self.stated is not None:
-            return name in self.stated
-        if name in self.buffers:
-            return False
+    def fills(self, name: str) -> bool:
+        """Whether the result of a ConstantOfShape node is a weight: read where operators take weights.
+
+        Torch's exporters write none so.
+        """
+        if self.from_torch or self.stated is not None:
+            return self.stated is not None and name in self.stated
+        return self.uses.is_weight(name) or self._is_affine(name)
+
+    def is_statistic(self, name: str) -> bool:
+        """Whether a tensor is the running mean or variance of a normalization."""
+        return bool(self.uses.slots(name) & STATISTICS)
+
+    def _is_named(self, name: str) -> bool:
+        """Whether a module of torch's gave a tensor its name."""
+        return self.from_torch and not LIFTED.fullmatch(name)
+
+    def _signed(self, value: Value, numbers: Numbers, slots: frozenset[tuple[str, int]]) -> Role:
+        name = value.name
+        if name in self.signature.buffers:
+            return Role(False, "a buffer, as the signature says")
+        if not self.signature.trains(name):
+            return Role(False, "no parameter, as the signature says", constant=True)
+        if ("Gather", 0) in slots or name not in self.signature.parameters:
+            table = self._table(value, numbers, named=True)
+            if table.startswith("a table"):
+                return Role(False, table)  # An embedding that is not trained, which the signature does not say.
+        return Role(True, "a parameter, as the signature says")
+
+    def _by_use(self, value: Value, numbers: Numbers, slots: frozenset[tuple[str, int]]) -> Role:
+        name = value.name
+        lifted = bool(LIFTED.fullmatch(name))
+        if lifted and value.elements == 1:
+            return Role(False, "a scalar", constant=True)
+        if name.rpartition(".")[2] in BUFFERS:
+            return Role(False, "a buffer, by its name", doubtful=not self.from_torch)
         ends = self.uses.slots(name, ANGLE_STEPS)
-        return not ends or not all(operator in ANGLES for operator, _ in ends)
+        if ends and all(operator in ANGLES for operator, _ in ends):
+            return Role(False, "frequencies of sines and cosines")
+        if any(operator in RECURRENT and slot > 3 and (operator, slot) != ("LSTM", 7) for operator, slot in slots):
+            return Role(False, "an initial state", constant=True)
+        table = self._table(value, numbers, named=not lifted)
+        if table:
+            return Role(False, table, constant=True)
+        if value.bytes <= LARGEST_LOOK and (array := numbers()) is not None and is_uniform(array):
+            return self._uniform(value, slots, lifted)
+        return Role(True, "by its use")
+
+    def _uniform(self, value: Value, slots: frozenset[tuple[str, int]], lifted: bool) -> Role:
+        """A tensor all of whose numbers are equal: a new scale or offset, or a default that nobody trains."""
+        wide = [extent for extent in value.shape if extent > 1]
+        if slots and slots <= AFFINE_SLOTS:
+            return Role(True, "by its use")
+        if not lifted and self.from_torch:
+            return Role(True, "by its name")
+        if self.from_torch and self.settled:
+            return Role(False, "equal numbers, in a model that was trained", constant=True)
+        elementwise = bool(slots) and all(operator in ELEMENTWISE for operator, _ in slots)
+        if elementwise and len(wide) <= 1:
+            told = value.shape[:1] != (1,) or value.shape[-1:] == (1,) if self.from_torch else False
+            return Role(True, "by its use", doubtful=not told)
+        if self.uses.is_weight(value.name) and len(wide) > 1:
+            return Role(True, "by its use")
+        if elementwise and self.from_torch and len(value.shape) > 1 and value.shape[-3:-2] != (1,):
+            return Role(True, "by its use", doubtful=True)  # A new table of biases, such as Swin's.
+        return Role(False, "equal numbers", constant=True, doubtful=lifted and self.from_torch and len(wide) > 1)
+
+    def _table(self, value: Value, numbers: Numbers, named: bool) -> str:
+        if value.bytes > LARGEST_LOOK or value.elements < 2:
+            return ""
+        array = numbers()
+        return "" if array is None else table_of(array, named)
+
+    def _is_affine(self, name: str) -> bool:
+        """Whether a value is the scale or offset of a channel, as Unsqueeze and then Mul or Add spell it."""
+        readers = self.uses.readers.get(name, ())
+        if not readers or any(node.op_type != "Unsqueeze" for node, _ in readers):
+            return False
+        return self.uses.slots(name) <= {("Mul", 0), ("Mul", 1), ("Add", 0), ("Add", 1)}
 
 
-def roles_of(nodes: tuple[onnx.NodeProto, ...], metadata: Mapping[str, str], frozen: tuple[str, ...]) -> Roles:
+def roles_of(source: Source) -> Roles:
     """The roles in a file; raises ModelError where its own statement of parameters is not a list of names."""
-    signature = SIGNED.findall(metadata.get(SIGNATURE, ""))
-    signed = frozenset(name for kind, name in signature if kind == "PARAMETER")
-    buffers = frozenset(name for kind, name in signature if kind == "BUFFER")
-    return Roles(Uses.of(nodes), _stated(metadata), signed, buffers, frozen)
+    signature = Signature.of(source.graph, source.metadata)
+    stated, uses = _stated(source.metadata), Uses.of(source.nodes)
+    return Roles(
+        uses=uses,
+        stated=stated,
+        signature=signature,
+        from_torch=source.producer == PRODUCER,
+        settled=not signature and stated is None and _is_settled(source, uses),
+        samples=frozenset(
+            info.type.tensor_type.shape.dim[0].dim_value
+            for info in source.graph.input
+            if info.type.tensor_type.shape.dim
+        ),
+    )
 
 
-def _matches(name: str, pattern: str) -> bool:
-    if pattern.startswith("re:"):
-        try:
-            return re.fullmatch(pattern[3:], name) is not None
-        except re.error as error:
-            raise ConfigurationError(f"model.frozen: {pattern!r} is no regular expression: {error}") from error
-    return fnmatch.fnmatchcase(name, pattern)
+def _is_settled(source: Source, uses: Uses) -> bool:
+    """Whether there are scales with names of their own, and no tensor with such a name has equal numbers."""
+    scales = 0
+    for tensor in source.graph.initializer:
+        if tensor.data_type not in FLOATING or math.prod(tensor.dims) < 2 or LIFTED.fullmatch(tensor.name):
+            continue
+        array = stored_numbers(tensor.name, tensor, source.slices, source.path)
+        if array is None or is_uniform(array):
+            return False
+        slots = uses.slots(tensor.name)
+        scales += len(tensor.dims) == 1 and bool(slots) and slots <= SCALES
+    return scales > 0
 
 
 def _stated(metadata: Mapping[str, str]) -> frozenset[str] | None:

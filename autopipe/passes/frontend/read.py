@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Mode
 from autopipe.ir.rebatch import rebatched
+from autopipe.passes.frontend.chosen import Chosen
 from autopipe.passes.frontend.clean import cleaned, without_unread
 from autopipe.passes.frontend.dimensions import bind_inputs
 from autopipe.passes.frontend.fuse import fused
@@ -21,7 +21,7 @@ from autopipe.passes.frontend.mixing import mixing_nodes
 from autopipe.passes.frontend.model import Model
 from autopipe.passes.frontend.parameters import roles_of
 from autopipe.passes.frontend.support import refusal, require_readable, unsupported_operators
-from autopipe.passes.frontend.ties import retied
+from autopipe.passes.frontend.trained import only_reached, require_trained, tensors_of, trained_warnings
 from autopipe.passes.frontend.weights import Weights
 
 
@@ -34,19 +34,25 @@ def read_model(
     loss: str | CrossEntropy | None = None,
     mode: Mode | None = None,
     frozen: tuple[str, ...] = (),
+    trainable: tuple[str, ...] = (),
 ) -> Model:
     """The graph of one evaluation of the model in `file`, a path or the `Model.source` of one, on `batch` samples.
 
     Without `batch` there are as many samples as the file fixes, else one. `dims` binds symbolic dimensions by name.
     `batch_axes` says which axis of an input counts samples where it is not axis 0 (None: no axis does). `loss` is an
     output or a loss to add; without it the model's own is found, if it has one. `mode` defaults to training where
-    there is a loss. Parameters whose names match `frozen` (globs, or regular expressions after `re:`) are not trained.
+    there is a loss. Parameters whose names match `frozen` (globs, or regular expressions after `re:`) are not trained,
+    tensors whose names match `trainable` are, whatever else speaks against it.
     Raises ModelError, naming file and node, for what cannot be read, and ConfigurationError for dimensions, batches
     and losses that do not fit.
     """
-    model = survey_model(file, dims=dims, batch=batch, batch_axes=batch_axes, loss=loss, mode=mode, frozen=frozen)
+    model = survey_model(
+        file, dims=dims, batch=batch, batch_axes=batch_axes, loss=loss, mode=mode, frozen=frozen, trainable=trainable
+    )
     if model.unsupported:
         raise located(refusal(model.unsupported), model.path)
+    if model.mode is Mode.TRAIN:
+        require_trained(model)
     return model
 
 
@@ -59,13 +65,14 @@ def survey_model(
     loss: str | CrossEntropy | None = None,
     mode: Mode | None = None,
     frozen: tuple[str, ...] = (),
+    trainable: tuple[str, ...] = (),
 ) -> Model:
     """As `read_model`, but operators without a row are listed in the result rather than refused."""
     source = file if isinstance(file, Source) else load(Path(file))
     try:
         if source is not file:
             require_readable(source)
-        return _survey(source, dims or {}, batch, batch_axes or {}, loss, mode, frozen)
+        return _survey(source, dims or {}, batch, batch_axes or {}, loss, mode, Chosen(trainable, frozen))
     except ModelError as error:
         raise located(error, source.path) from error
 
@@ -77,21 +84,25 @@ def _survey(
     batch_axes: Mapping[str, int | None],
     loss: str | CrossEntropy | None,
     mode: Mode | None,
-    frozen: tuple[str, ...],
+    chosen: Chosen,
 ) -> Model:
     initializers = {tensor.name for tensor in source.graph.initializer}
     data = tuple(info for info in source.graph.input if info.name not in initializers)
     inputs = bind_inputs(data, dims, batch, batch_axes)
-    weights = Weights.of(source, roles_of(source.nodes, source.metadata, frozen))
+    weights = Weights.of(source, roles_of(source), chosen)
     interpreted, aliases = interpret(source, inputs, weights)
-    read = retied(without_unread(interpreted), source.path)
+    chosen.require_matched()
+    read = without_unread(interpreted)
     graph, scalar = _simplified(read, loss)
     mode = mode or (Mode.TRAIN if scalar else Mode.INFER)
     if mode is Mode.INFER and (inferring := at_inference(read)) is not read:
         graph, scalar = _simplified(inferring, loss)
     if batch is not None and inputs.batch is not None:
         graph = rebatched(graph, batch)
+    if mode is Mode.TRAIN and scalar:
+        graph = only_reached(graph, scalar)
     graph.verify()
+    tensors = tensors_of(graph, weights.found)
     return Model(
         graph=graph,
         path=source.path,
@@ -106,10 +117,11 @@ def _survey(
             *source.warnings,
             *weights.warnings(),
             *_mixing_warnings(graph, mode),
-            *_shared_warnings(graph, mode),
+            *(trained_warnings(tensors, source.apart) if mode is Mode.TRAIN else ()),
         ),
         source=source,
         aliases=aliases,
+        tensors=tensors,
     )
 
 
@@ -144,23 +156,6 @@ def _mixing_warnings(graph: Graph, mode: Mode) -> tuple[str, ...]:
     return (
         f"{nodes[0].op} {nodes[0].name!r}{more} mixes the samples of a batch: "
         f"micro-batches change what is computed{when}",
-    )
-
-
-def _shared_warnings(graph: Graph, mode: Mode) -> tuple[str, ...]:
-    """A warning of vectors that several nodes read: exporters merge the biases and scales of a new model."""
-    if mode is not Mode.TRAIN:
-        return ()
-    vectors = {each.value.name for each in graph.parameters if each.trainable and len(each.value.shape) == 1}
-    readers = Counter(name for node in graph.nodes for name in vectors.intersection(node.inputs))
-    shared = [(name, count) for name, count in readers.most_common() if count > 1]
-    if not shared:
-        return ()
-    name, count = shared[0]
-    more = f", and {len(shared) - 1} more like it" if len(shared) > 1 else ""
-    return (
-        f"parameter {name!r} is read by {count} nodes and trained as one{more}: "
-        "exporters merge parameters whose numbers are equal, such as the biases of a new model",
     )
 
 

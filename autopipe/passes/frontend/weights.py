@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import Constant, FileSlice, Initializer, Parameter, Storage, Value
+from autopipe.ir.graph import Constant, FileSlice, Fill, Initializer, Parameter, Storage, Value
+from autopipe.passes.frontend.chosen import Chosen
 from autopipe.passes.frontend.elements import array_of, dtype_of, shape_of
 from autopipe.passes.frontend.external import external_slice
+from autopipe.passes.frontend.folding import Folded, unfolded
 from autopipe.passes.frontend.initial import default_initializer, stated_initializers
-from autopipe.passes.frontend.parameters import Roles
+from autopipe.passes.frontend.parameters import Role, Roles
+from autopipe.passes.frontend.stored import stored_numbers
 
 if TYPE_CHECKING:
     import onnx
@@ -23,12 +26,8 @@ if TYPE_CHECKING:
 
 SMALL = 1 << 16
 """Bytes up to which a floating-point constant is held rather than left in the file as a buffer."""
-LARGEST_LOOK = 1 << 24
-"""Bytes up to which the numbers of a tensor that may be no weight are looked at."""
-ROW = "/row"
-"""What the one row of an expanded parameter is called after it."""
-HIDDEN = -1e4
-"""Below this an added mask hides a position from a softmax."""
+
+Held = Constant | Parameter | Folded
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,30 +37,51 @@ class Weights:
     source: Source
     roles: Roles
     stated: dict[str, Initializer]
+    chosen: Chosen
+    """What the user says of names."""
     absent: list[str]
     """Filled with the names of parameters whose numbers are not there."""
+    found: dict[str, Role]
+    """Filled with the role of every floating-point tensor, by the name that the graph has for it."""
 
     @classmethod
-    def of(cls, source: Source, roles: Roles) -> Weights:
+    def of(cls, source: Source, roles: Roles, chosen: Chosen) -> Weights:
         """The tensors of `source`."""
-        return cls(source, roles, stated_initializers(source.metadata), [])
+        return cls(source, roles, stated_initializers(source.metadata), chosen, [], {})
 
-    def initializers(self) -> dict[str, Constant | Parameter]:
-        """Every initializer."""
+    def initializers(self) -> dict[str, Held]:
+        """Every initializer, as what it is."""
         graph = self.source.graph
-        found: dict[str, Constant | Parameter] = {}
+        found: dict[str, Held] = {}
         for tensor in graph.initializer:
             if tensor.name in found:
                 raise ModelError(f"initializer {tensor.name!r} is defined twice")
             found[tensor.name] = self._held(tensor.name, tensor)
-        return found
+        parameters = {name: each for name, each in found.items() if isinstance(each, Parameter)}
+        taken = found.keys() | {name for node in self.source.nodes for name in (*node.input, *node.output)}
+        folded = unfolded(parameters, self.roles, self.source.path, taken)
+        # What is computed stands behind what it is computed from.
+        plain = {name: each for name, each in found.items() if name not in folded}
+        return {name: self._as_chosen(name, each) for name, each in (plain | folded).items()}
 
     def missing(self, value: Value) -> Parameter:
         """The parameter of this type, whose numbers the file does not hold."""
         shape_of(value.shape, f"parameter {value.name!r}")
         self.absent.append(value.name)
-        trainable = value.dtype.is_floating and self.roles.is_trainable(value.name)
-        return Parameter(value, self._initializer(value.name, value.shape), trainable)
+        return self._parameter(Parameter(value, self._initializer(value.name, value.shape)))
+
+    def filled(self, value: Value, number: float) -> Parameter:
+        """The parameter that a ConstantOfShape node makes."""
+        return self._parameter(Parameter(value, Fill(number)))
+
+    def _parameter(self, parameter: Parameter) -> Parameter:
+        """The parameter, trained or not; its numbers say nothing."""
+        value = parameter.value
+        role = self.roles.role(value, lambda: None) if value.dtype.is_floating else Role(False, "not floating-point")
+        self.found[value.name] = role
+        chosen = self._as_chosen(value.name, replace(parameter, trainable=role.trained))
+        assert isinstance(chosen, Parameter)
+        return chosen
 
     def warnings(self) -> tuple[str, ...]:
         """What to say of weights that are not there."""
@@ -71,77 +91,60 @@ class Weights:
         return (f"no numbers are there for parameter {first}: they are drawn at random",)
 
     def constant(self, name: str, tensor: onnx.TensorProto) -> Constant | Parameter:
-        """The tensor of a Constant node, which is a number in the graph unless it is too large to be one."""
-        where = f"constant {name!r}"
-        value = Value(name, dtype_of(tensor.data_type, where), shape_of(tensor.dims, where))
-        if not value.dtype.is_floating or value.bytes <= SMALL:
-            return Constant(value, self._array(name, tensor, where))
-        return Parameter(
-            value,
-            self._storage(name, tensor, value.dtype),
-            self.roles.uses.is_weight(name) and self.roles.is_trainable(name),
-        )
+        """The tensor of a Constant node: a number in the graph, or a parameter."""
+        held = self._as_chosen(name, self._tensor(name, tensor, f"constant {name!r}", in_node=True))
+        assert not isinstance(held, Folded)
+        return held
 
     def is_filled(self, node: onnx.NodeProto) -> bool:
         """Whether a ConstantOfShape node is a weight: floating-point and read where operators take weights."""
         number = node.attribute[0].t.data_type if node.attribute else 1
-        if not dtype_of(number, f"ConstantOfShape {node.name!r}").is_floating:
-            return False
-        return self.roles.uses.is_weight(node.output[0]) or self._is_affine(node.output[0])
-
-    def _is_affine(self, name: str) -> bool:
-        """Whether a value is the scale or offset of a channel, as Unsqueeze and then Mul or Add spell it."""
-        readers = self.roles.uses.readers.get(name, ())
-        if not readers or any(node.op_type != "Unsqueeze" for node, _ in readers):
-            return False
-        return self.roles.uses.slots(name) <= {("Mul", 0), ("Mul", 1), ("Add", 0), ("Add", 1)}
+        floating = dtype_of(number, f"ConstantOfShape {node.name!r}").is_floating
+        return floating and self.roles.fills(node.output[0])
 
     def _held(self, name: str, tensor: onnx.TensorProto) -> Constant | Parameter:
-        where = f"initializer {name!r}"
+        return self._tensor(name, tensor, f"initializer {name!r}")
+
+    def _tensor(self, name: str, tensor: onnx.TensorProto, where: str, in_node: bool = False) -> Constant | Parameter:
         dtype = dtype_of(tensor.data_type, where)
         shape = shape_of(tensor.dims, where)
         if any(extent < 0 for extent in shape):
             raise ModelError(f"it has the shape {shape}", where=where)
         value = Value(name, dtype, shape)
-        is_table = not dtype.is_floating and name not in self.source.slices
-        is_number = dtype.is_floating and self.roles.is_constant(name, len(shape), value.elements)
-        if is_table or (is_number and value.bytes <= SMALL) or self._is_mask(value, tensor, where):
+        if not dtype.is_floating:
+            if in_node or name not in self.source.slices:
+                return Constant(value, self._array(name, tensor, where))
+            return Parameter(value, self._storage(name, tensor, dtype), trainable=False)
+        role = self.roles.role(value, lambda: self._numbers(name, tensor), in_node)
+        self.found[name] = role
+        if not role.trained and role.constant and value.bytes <= SMALL:
             return Constant(value, self._array(name, tensor, where))
-        storage = self._storage(name, tensor, dtype)
-        trainable = dtype.is_floating and not is_number and self.roles.is_trainable(name)
-        return Parameter(value, storage, trainable)
+        return Parameter(value, self._storage(name, tensor, dtype), role.trained)
 
-    def unexpanded(self, parameter: Parameter) -> Parameter | None:
-        """The first row of a parameter whose rows, more than one, are all equal: an exporter has expanded it.
+    def _numbers(self, name: str, tensor: onnx.TensorProto) -> np.ndarray | None:
+        return stored_numbers(name, tensor, self.source.slices, self.source.path)
 
-        Only for tensors that are not read where operators take weights: such a broadcast of a weight along the samples
-        is one weight, not one a sample.
-        """
-        value, storage = parameter.value, parameter.storage
-        if self._is_plain(value) or not isinstance(storage, FileSlice) or value.shape[0] < 2:
-            return None
-        numbers = self._bytes(storage)
-        row = len(numbers) // value.shape[0]
-        if any(numbers[start : start + row] != numbers[:row] for start in range(row, len(numbers), row)):
-            return None
-        first = Value(f"{value.name}{ROW}", value.dtype, (1, *value.shape[1:]))
-        return Parameter(first, FileSlice(storage.file, storage.offset, row), parameter.trainable)
-
-    def _is_plain(self, value: Value) -> bool:
-        """Whether a tensor is a weight by its place, its size or the file's own word, without a look at its numbers."""
-        if self.roles.stated is not None or len(value.shape) < 2 or not value.elements:
-            return True
-        return value.bytes > LARGEST_LOOK or not value.dtype.is_floating or self.roles.uses.is_weight(value.name)
-
-    def _is_mask(self, value: Value, tensor: onnx.TensorProto, where: str) -> bool:
-        """Whether a floating-point tensor holds nothing but zeros and numbers that hide from a softmax."""
-        if self._is_plain(value) or not (tensor.raw_data or value.name in self.source.slices):
-            return False
-        array = self._array(value.name, tensor, where).astype(np.float32)
-        hidden = array <= HIDDEN
-        # Nothing but zeros may be a fresh weight, unless the exporter tells all weights by name.
-        told = bool(self.roles.signed) and value.name not in self.roles.signed
-        return bool(((array == 0) | hidden).all() and (told or hidden.any()))
+    def _as_chosen(self, name: str, held: Held, other: str = "") -> Held:
+        """What is held under a name, trained or not as the user says of it or of its `other` name."""
+        if isinstance(held, Folded):
+            if isinstance(held.source, str):
+                return held
+            self.found[held.source.value.name] = self.found[name]
+            parameter = self._as_chosen(held.source.value.name, held.source, name)
+            assert isinstance(parameter, Parameter)
+            return replace(held, source=parameter)
+        trained = self.chosen.trained(name)
+        if trained is None and other:
+            trained = self.chosen.trained(other)
+        if trained is None or not held.value.dtype.is_floating or self.roles.is_statistic(name):
+            return held
+        self.found[name] = Role(trained, "model.trainable says so" if trained else "model.frozen says so")
+        if isinstance(held, Parameter):
+            return replace(held, trainable=trained)
+        place = self.source.slices.get(name)
+        if not trained or place is None:
+            return held
+        return Parameter(held.value, place)
 
     def _array(self, name: str, tensor: onnx.TensorProto, where: str) -> np.ndarray:
         import onnx

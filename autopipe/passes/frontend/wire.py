@@ -14,6 +14,8 @@ from autopipe.ir.graph import FileSlice
 
 LARGE_FLOATS = 1024
 """Bytes from which the numbers of a floating-point tensor stay in the file."""
+SMALLEST_CONSTANT = 48
+"""Bytes below which a node is no Constant with several numbers."""
 LARGE_TABLE = 16 << 20
 """Bytes from which those of other tensors do; smaller ones may be needed to tell shapes."""
 
@@ -68,11 +70,17 @@ def _strip_graph(data: memoryview, graph: Field, slices: dict[str, FileSlice]) -
     for field in fields_of(data, graph.payload, graph.end):
         if field.wire == LENGTH and field.number == GRAPH_INITIALIZER:
             pieces.append(framed(GRAPH_INITIALIZER, _strip_tensor(data, field, "", slices)))
-        elif field.wire == LENGTH and field.number == GRAPH_NODE and field.end - field.payload >= LARGE_FLOATS:
+        elif field.wire == LENGTH and field.number == GRAPH_NODE and _may_hold_a_tensor(data, field):
             pieces.append(_strip_node(data, field, slices))
         else:
             pieces.append(data[field.start : field.end])
     return b"".join(pieces)
+
+
+def _may_hold_a_tensor(data: memoryview, node: Field) -> bool:
+    """Whether a node can be a Constant with numbers; most are known at a glance not to be."""
+    size = node.end - node.payload
+    return size >= LARGE_FLOATS or (size >= SMALLEST_CONSTANT and b"Constant" in bytes(data[node.payload : node.end]))
 
 
 def _strip_node(data: memoryview, node: Field, slices: dict[str, FileSlice]) -> bytes | memoryview:

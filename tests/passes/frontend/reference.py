@@ -10,7 +10,7 @@ import onnx.helper as oh
 import onnx.numpy_helper as onh
 import onnxruntime as ort
 
-from autopipe.ir.graph import FileSlice, Fill, Graph, Parameter, Value
+from autopipe.ir.graph import FileSlice, Fill, FoldedSlice, Graph, Parameter, Value
 from autopipe.passes.frontend import Model
 from autopipe.passes.frontend.elements import NUMBERS
 from autopipe.passes.frontend.known import node_proto
@@ -25,7 +25,14 @@ def parameter_array(parameter: Parameter, path: Path, absent: np.ndarray | None 
     if isinstance(storage, FileSlice):
         file = path.parent / storage.file if storage.file else path
         data = file.read_bytes()[storage.offset : storage.offset + storage.length]
-        return np.frombuffer(data, dtype=value.dtype.value).reshape(value.shape)
+        numbers = np.frombuffer(data, dtype=value.dtype.value)
+        if isinstance(storage, FoldedSlice):
+            if storage.rows:
+                numbers = numbers[np.array(storage.rows)[:, None] + storage.step * np.arange(value.shape[1])]
+            numbers = (
+                np.log(-numbers if storage.form == "log of the negative" else numbers) if storage.form else numbers
+            )
+        return numbers.reshape(value.shape)
     if isinstance(storage, Fill):
         return np.full(value.shape, storage.value, dtype=value.dtype.value)
     assert absent is not None, f"{value.name} has no numbers"

@@ -85,26 +85,24 @@ def test_frozen_parameters_are_not_trained(pattern: str, tmp_path: Path) -> None
     assert trained(read_model(path, frozen=(pattern,)).graph) == {"enc.w": False, "dec.w": True}
 
 
-def test_scalars_and_what_exporters_lift_are_constants(tmp_path: Path) -> None:
+def test_scalars_are_constants_and_what_exporters_folded_is_trained(tmp_path: Path) -> None:
     nodes = [node("Mul", "x s", "a"), node("Add", "a val_7", "b"), node("MatMul", "b val_8", "y")]
     held = {"s": np.float32(2).reshape(()), "val_7": floats(3), "val_8": floats(3, 4)}
     read = read_model(saved(model(nodes, {"x": [2, 3]}, "y", held), tmp_path))
-    assert trained(read.graph) == {"val_8": True}
-    assert {each.value.name for each in read.graph.constants} == {"s", "val_7"}
+    assert trained(read.graph) == {"val_7": True, "val_8": True}
+    assert {each.value.name for each in read.graph.constants} == {"s"}
 
 
-def test_a_constant_nodes_numbers_are_held_and_large_ones_left_in_the_file(tmp_path: Path) -> None:
-    small, large = floats(20, 20), floats(200, 200)
+@pytest.mark.parametrize("size", [3, 20, 200])
+def test_weights_in_constant_nodes_are_trained_whatever_their_size(size: int, tmp_path: Path) -> None:
+    weight = floats(size, size)
     nodes = [
-        onnx.helper.make_node("Constant", [], ["small"], value=onnx.numpy_helper.from_array(small)),
-        onnx.helper.make_node("Constant", [], ["large"], value=onnx.numpy_helper.from_array(large)),
-        node("Add", "x small", "y"), node("Add", "z large", "u"),
-    ]  # fmt: skip
-    proto = model(nodes, {"x": [20, 20], "z": [200, 200]}, "y u")
-    read = read_model(saved(proto, tmp_path), batch_axes={"x": None, "z": None})
-    (constant,), (buffer,) = read.graph.constants, read.graph.parameters
-    assert np.array_equal(constant.array, small)
-    assert np.array_equal(parameter_array(buffer, read.path), large) and not buffer.trainable
+        onnx.helper.make_node("Constant", [], ["w"], value=onnx.numpy_helper.from_array(weight)),
+        node("MatMul", "x w", "y"),
+    ]
+    read = read_model(saved(model(nodes, {"x": [2, size]}, "y"), tmp_path))
+    (parameter,) = read.graph.parameters
+    assert parameter.trainable and np.array_equal(parameter_array(parameter, read.path), weight)
 
 
 def test_a_bias_of_one_element_is_a_parameter(tmp_path: Path) -> None:

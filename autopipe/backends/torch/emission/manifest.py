@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopipe.backends.torch.emission.groups import meshes_of
-from autopipe.ir.graph import FileSlice, Fill, Parameter, Storage
+from autopipe.ir.graph import FileSlice, Fill, FoldedSlice, Parameter, Storage
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import InputRange, Output, OutputPlace, Program, RankCode, StageCode
 
@@ -134,7 +134,15 @@ def _parameter(parameter: Parameter) -> dict[str, Any]:
 
 def _storage(storage: Storage) -> dict[str, Any]:
     if isinstance(storage, FileSlice):
-        return {"kind": "file", "file": storage.file, "offset": storage.offset, "length": storage.length}
+        found: dict[str, Any] = {
+            "kind": "file",
+            "file": storage.file,
+            "offset": storage.offset,
+            "length": storage.length,
+        }
+        if isinstance(storage, FoldedSlice):
+            found |= {"rows": list(storage.rows), "step": storage.step, "form": storage.form}
+        return found
     if isinstance(storage, Fill):
         return {"kind": "fill", "value": storage.value}
     return {"kind": "draw", "scheme": storage.scheme, "scale": storage.scale}

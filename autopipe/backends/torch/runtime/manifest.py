@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,12 @@ class Storage:
     file: str = ""
     offset: int = 0
     length: int = 0
+    rows: Sequence[int] = ()
+    """Where each row of a matrix begins, in elements, where they do not follow one another."""
+    step: int = 1
+    """Elements from one of a row's numbers to the next, where `rows` are given."""
+    form: str = ""
+    """What the parameter is of the numbers: "" those themselves, else their `log` or the `log of the negative`."""
     value: float = 0.0
     scheme: str = ""
     scale: float = 0.0

@@ -56,8 +56,10 @@ def read_block(
         return draw_block(entry, shard, seed, threads)
     path = folder / entry.storage.file if entry.storage.file else model
     stored = _NUMPY.get(entry.dtype) or np.dtype(entry.dtype).newbyteorder("<")
+    place = entry.storage
+    extent = (place.length // stored.itemsize,) if place.rows else entry.shape or (1,)
     try:
-        whole = np.memmap(path, dtype=stored, mode="r", offset=entry.storage.offset, shape=entry.shape or (1,))
+        whole = np.memmap(path, dtype=stored, mode="r", offset=place.offset, shape=extent)
     except FileNotFoundError as error:
         raise ConfigurationError(
             "the model's file is not there, and its weights are needed",
@@ -67,8 +69,19 @@ def read_block(
     except (OSError, ValueError) as error:
         raise LaunchError(f"parameter {entry.name!r} cannot be read: {error}", where=str(path)) from error
     region = tuple(slice(start, stop) for start, stop in zip(shard.starts, shard.stops, strict=True))
-    block = np.array(whole[region] if entry.shape else whole.reshape(()))
-    return _brain_floats(block) if entry.dtype == "bfloat16" else torch.from_numpy(block)
+    if place.rows:
+        begins = np.asarray(place.rows[region[0]], dtype=np.int64)
+        block = np.array(whole[begins[:, None] + place.step * np.arange(region[1].start, region[1].stop)])
+    else:
+        block = np.array(whole[region] if entry.shape else whole.reshape(()))
+    return _in_form(_brain_floats(block) if entry.dtype == "bfloat16" else torch.from_numpy(block), place.form)
+
+
+def _in_form(numbers: torch.Tensor, form: str) -> torch.Tensor:
+    """The parameter whose exponential, perhaps negated, is stored."""
+    if not form:
+        return numbers
+    return (-numbers if form == "log of the negative" else numbers).log()
 
 
 def _brain_floats(bits: np.ndarray) -> torch.Tensor:

@@ -1,0 +1,334 @@
+"""Parameters that an exporter folded operators into, in the form that the module has them in.
+
+Transposed, reshaped, expanded, looked up at fixed places or put through an exponential, they stand in the file as new
+tensors, one for each use. Copies of one parameter are tied again, and what does not commute with an update is taken
+out: the parameter is the logarithm, or one row for each place, and the operators compute the file's tensor from it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from autopipe.ir.dtype import DType
+from autopipe.ir.graph import FileSlice, FoldedSlice, Parameter, Value
+from autopipe.passes.frontend.apart import LIFTED, scope_of
+from autopipe.passes.frontend.parameters import LARGEST_LOOK, Roles
+from autopipe.passes.frontend.stored import sliced_numbers
+from autopipe.passes.frontend.tables import is_uniform
+
+ROW = "/row"
+"""What the one row of an expanded parameter is called after it."""
+ROWS = "/rows"
+"""What the rows of a parameter that is looked up at fixed places are called after it."""
+LOGARITHM = "/log"
+"""What the logarithm of a tensor is called after it."""
+LARGEST = 1 << 30
+"""Bytes beyond which a copy is not compared."""
+BLOCK = 1 << 20
+"""Elements compared at a time."""
+SAMPLED = 64
+"""Elements that are compared first: most tensors differ in them."""
+MOST_AXES = 4
+"""Axes up to which every transposition is tried."""
+LOOKUPS = frozenset({"expand", "embedding", "index", "index_select", "gather", "select", "repeat", "tile"})
+"""Traced operators after which the rows of one parameter may stand several times."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One operator of ONNX's, with what it takes besides the tensor."""
+
+    operator: str
+    numbers: tuple[int, ...] = ()
+    """Transpose's order of the axes, Reshape's and Expand's shape."""
+    places: np.ndarray | None = None
+    """Gather's rows."""
+
+    def shape(self, operand: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the result."""
+        if self.places is not None:
+            return (*self.places.shape, *operand[1:])
+        if self.operator == "Transpose":
+            return tuple(operand[axis] for axis in self.numbers)
+        return self.numbers if self.operator in ("Reshape", "Expand") else operand
+
+    def apply(self, array: np.ndarray) -> np.ndarray:
+        """The result on numbers."""
+        match self.operator:
+            case "Transpose":
+                return array.transpose(self.numbers)
+            case "Reshape":
+                return array.reshape(self.numbers)
+            case "Expand":
+                return np.broadcast_to(array, self.numbers)
+            case "Exp":
+                return np.asarray(np.exp(array))
+            case "Neg":
+                return np.asarray(-array)
+        assert self.places is not None, f"{self.operator} is folded nowhere"
+        return np.asarray(array[self.places])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Folded:
+    """A tensor of the file that is computed from a parameter, or from another tensor of the file."""
+
+    value: Value
+    source: Parameter | str
+    steps: tuple[Step, ...]
+
+    def apply(self, array: np.ndarray) -> np.ndarray:
+        """The tensor's numbers from those of its source."""
+        for step in self.steps:
+            array = step.apply(array)
+        return array
+
+
+def unfolded(parameters: Mapping[str, Parameter], roles: Roles, model: Path, taken: set[str]) -> dict[str, Folded]:
+    """Those of a file's tensors, by name, that are computed from parameters, whose names are none of `taken`."""
+    if roles.stated is not None:
+        return {}
+    trained = {name: each for name, each in parameters.items() if each.trainable and _is_stored(each)}
+    found = _Folds(trained, roles, model, taken)
+    copies = dict(found.signed() if roles.signature else found.lifted())
+    bases = {
+        name: folded
+        for name, each in parameters.items()
+        if name not in copies and _is_stored(each) and (folded := found.base(each)) is not None
+    }
+    return bases | copies
+
+
+def _is_stored(parameter: Parameter) -> bool:
+    return isinstance(parameter.storage, FileSlice) and bool(parameter.value.elements)
+
+
+@dataclass(frozen=True, slots=True)
+class _Folds:
+    parameters: Mapping[str, Parameter]
+    roles: Roles
+    model: Path
+    taken: set[str]
+    """Names that no parameter can be given."""
+
+    def numbers(self, parameter: Parameter) -> np.ndarray | None:
+        place, value = parameter.storage, parameter.value
+        assert isinstance(place, FileSlice)
+        return sliced_numbers(place, value.dtype, value.shape, self.model)
+
+    def signed(self) -> Iterator[tuple[str, Folded]]:
+        """Copies of a parameter, as torch's signature tells what a tensor was folded from."""
+        first: dict[str, Parameter] = {}
+        for name, each in self.parameters.items():
+            if name in self.roles.signature.parameters:
+                first[name] = each
+        for name, each in self.parameters.items():
+            origins = self.roles.signature.origins(name)
+            if name in self.roles.signature.parameters or not origins:
+                continue
+            bases = [first[origin] for origin in origins if origin in first]
+            if len(origins) == 1 and not bases:
+                first[origins[0]] = each
+            for base in bases:
+                steps = self.steps(base, each)
+                if steps is not None:
+                    yield name, Folded(each.value, base.value.name, steps)
+                    break
+
+    def lifted(self) -> Iterator[tuple[str, Folded]]:
+        """Copies that torch's older exporter folded, known by their numbers: those of another tensor, moved."""
+        groups: dict[tuple[DType, int, bytes], list[Parameter]] = {}
+        for each in self.parameters.values():
+            array = self.numbers(each) if len(each.value.shape) > 1 else None
+            if array is not None:
+                # Moving elements keeps the first and the last where they are.
+                ends = array[(0,) * array.ndim].tobytes() + array[(-1,) * array.ndim].tobytes()
+                groups.setdefault((each.value.dtype, each.value.elements, ends), []).append(each)
+        for group in groups.values():
+            if len(group) < 2:
+                continue
+            bases: list[Parameter] = []
+            # What a module names comes first: the others are copies of it.
+            for each in sorted(group, key=lambda one: bool(LIFTED.fullmatch(one.value.name))):
+                name = each.value.name
+                for base in bases if LIFTED.fullmatch(name) else ():
+                    steps = self.steps(base, each) if self._may_be_one(base.value.name, name) else None
+                    if steps is not None:
+                        yield name, Folded(each.value, base.value.name, steps)
+                        break
+                else:
+                    bases.append(each)
+
+    def _may_be_one(self, base: str, copy: str) -> bool:
+        """Whether equal numbers are no accident: a module's own tensor, or the same module called again."""
+        if not LIFTED.fullmatch(base):
+            return True
+        readers = self.roles.uses.readers
+        return {scope_of(node) for node, _ in readers.get(base, ())} == {
+            scope_of(node) for node, _ in readers.get(copy, ())
+        }
+
+    def steps(self, base: Parameter, copy: Parameter) -> tuple[Step, ...] | None:
+        """The operators that make `copy` of `base`, by their numbers; None where none do."""
+        if base.value.dtype is not copy.value.dtype or copy.value.bytes > LARGEST:
+            return None
+        first, second = self.numbers(base), self.numbers(copy)
+        if first is None or second is None or (is_uniform(first) and not self.roles.signature):
+            return None
+        if first.size == second.size:
+            return _moved(first, second)
+        if first.size > second.size or first.ndim > second.ndim:
+            return None
+        padded = (1,) * (second.ndim - first.ndim) + first.shape
+        fits = all(have in (1, want) for have, want in zip(padded, second.shape, strict=True))
+        if fits and np.array_equal(np.broadcast_to(first, second.shape), second):
+            return (Step("Expand", second.shape),)
+        return None
+
+    def base(self, parameter: Parameter) -> Folded | None:
+        """How a tensor that is no copy is computed from a parameter of another form or name; None where it is one."""
+        value, origins = parameter.value, self.roles.signature.origins(parameter.value.name)
+        folded = self._in_form(parameter)
+        if value.name in origins or len(origins) != 1 or origins[0] in self.taken:
+            return folded
+        # It goes by the module's own name.
+        self.taken.add(origins[0])
+        source = parameter if folded is None else folded.source
+        assert isinstance(source, Parameter)
+        named = replace(source, value=replace(source.value, name=origins[0]))
+        return Folded(value, named, () if folded is None else folded.steps)
+
+    def _in_form(self, parameter: Parameter) -> Folded | None:
+        """How a tensor is computed from a parameter of another form."""
+        value = parameter.value
+        if value.bytes > LARGEST_LOOK or not value.dtype.is_floating or (array := self.numbers(parameter)) is None:
+            return None
+        if len(value.shape) < 2 or self.roles.uses.is_weight(value.name):
+            return self._logarithm(parameter, array)
+        if self._may_be_expanded(value, array) and _is_repeated(array):
+            place = parameter.storage
+            assert isinstance(place, FileSlice)
+            first = Value(f"{value.name}{ROW}", value.dtype, (1, *value.shape[1:]))
+            row = replace(parameter, value=first, storage=replace(place, length=place.length // value.shape[0]))
+            inner = self._looked_up(row, array[:1])
+            expanded = Step("Expand", value.shape)
+            return Folded(value, row, (expanded,)) if inner is None else replace(inner, steps=(*inner.steps, expanded))
+        return self._looked_up(parameter, array) or self._logarithm(parameter, array)
+
+    def _looked_up(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
+        """The rows that a tensor holds several times; None where it may not come from a lookup."""
+        name = parameter.value.name.removesuffix(ROW)
+        if not parameter.trainable or is_uniform(array):
+            return None
+        if self.roles.signature:
+            possible = not LOOKUPS.isdisjoint(self.roles.signature.operators(name))
+        else:
+            possible = bool(LIFTED.fullmatch(name)) and sum(extent > 1 for extent in array.shape) > 2
+        return _looked_up(parameter, array) if possible else None
+
+    def _may_be_expanded(self, value: Value, array: np.ndarray) -> bool:
+        """Whether equal rows may come from an expansion along the samples, rather than from a new model."""
+        if value.shape[0] < 2:
+            return False
+        if self.roles.signature:
+            return not LOOKUPS.isdisjoint(self.roles.signature.operators(value.name))
+        wide = len(value.shape) > (2 if self.roles.from_torch else 1)
+        return wide and value.shape[0] in self.roles.samples and not is_uniform(array)
+
+    def _logarithm(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
+        """The parameter whose exponential, perhaps negated, the exporter computed."""
+        operators = self.roles.signature.operators(parameter.value.name)
+        if "exp" not in operators or not parameter.trainable:
+            return None
+        place = parameter.storage
+        assert isinstance(place, FileSlice)
+        sign = 1 if bool((array > 0).all()) else -1 if bool((array < 0).all()) else 0
+        if not sign or (sign < 0 and "neg" not in operators):
+            return None
+        value = parameter.value
+        source = replace(
+            parameter,
+            value=replace(value, name=f"{value.name}{LOGARITHM}"),
+            storage=FoldedSlice(
+                place.file, place.offset, place.length, form="log" if sign > 0 else "log of the negative"
+            ),
+        )
+        steps = (Step("Exp"),) if sign > 0 else (Step("Exp"), Step("Neg"))
+        return Folded(value, source, steps)
+
+
+def _is_repeated(array: np.ndarray) -> bool:
+    return bool(array.shape[0] > 1) and all(np.array_equal(array[0], row) for row in array[1:])
+
+
+def _moved(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
+    """The transposition and reshaping that make the second of the first."""
+    flat = second.reshape(-1)
+    shape = (Step("Reshape", second.shape),)
+    if _is_equal(first, flat):
+        return () if first.shape == second.shape else shape
+    axes = [axis for axis, extent in enumerate(first.shape) if extent > 1]
+    if len(axes) > MOST_AXES:
+        return None
+    for order in itertools.permutations(axes):
+        # Axes of one element stay where they are.
+        places = iter(order)
+        whole = tuple(next(places) if extent > 1 else axis for axis, extent in enumerate(first.shape))
+        moved = first.transpose(whole)
+        if _is_equal(moved, flat):
+            turned = (Step("Transpose", whole),)
+            return turned if moved.shape == second.shape else (*turned, *shape)
+    return None
+
+
+def _is_equal(array: np.ndarray, flat: np.ndarray) -> bool:
+    """Whether an array's elements are these, row by row; a few are looked at first."""
+    sampled = np.linspace(0, flat.size - 1, min(SAMPLED, flat.size)).astype(np.int64)
+    if not np.array_equal(array[np.unravel_index(sampled, array.shape)], flat[sampled]):
+        return False
+    rows = max(1, BLOCK * len(array) // array.size)
+    width = array.size // len(array)
+    return all(
+        np.array_equal(array[start : start + rows].reshape(-1), flat[start * width : (start + rows) * width])
+        for start in range(0, len(array), rows)
+    )
+
+
+def _looked_up(parameter: Parameter, array: np.ndarray) -> Folded | None:
+    """The rows of a table that an exporter looked up at fixed places; None where no row stands twice."""
+    value, place = parameter.value, parameter.storage
+    assert isinstance(place, FileSlice)
+    best: tuple[int, int, np.ndarray, np.ndarray] | None = None
+    for axis in (axis for axis, extent in enumerate(value.shape) if extent > 1):
+        rows = np.ascontiguousarray(np.moveaxis(array, axis, -1)).reshape(-1, value.shape[axis])
+        keys = rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).reshape(-1)
+        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+        if len(first) < len(rows) and (best is None or len(first) * rows.shape[1] < best[0]):
+            best = (len(first) * rows.shape[1], axis, first, inverse.reshape(-1))
+    if best is None or 2 * best[0] > value.elements:
+        return None
+    _, axis, first, inverse = best
+    order = np.argsort(first)  # Rows in the order in which they stand.
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    others = tuple(extent for at, extent in enumerate(value.shape) if at != axis)
+    strides = [math.prod(value.shape[at + 1 :]) for at in range(len(value.shape))]
+    places = np.unravel_index(first[order], others)
+    outer = [strides[at] for at in range(len(value.shape)) if at != axis]
+    begins = sum(index * stride for index, stride in zip(places, outer, strict=True))
+    width = value.shape[axis]
+    rows_value = Value(f"{value.name}{ROWS}", value.dtype, (len(first), width))
+    rows_at = tuple(int(each) for each in np.asarray(begins))
+    stored = FoldedSlice(place.file, place.offset, place.length, rows_at, strides[axis])
+    steps: tuple[Step, ...] = (Step("Gather", places=rank[inverse].reshape(others).astype(np.int64)),)
+    last = len(value.shape) - 1
+    if axis != last:
+        turn = (*range(axis), last, *range(axis, last))
+        steps = (*steps, Step("Transpose", turn))
+    return Folded(value, replace(parameter, value=rows_value, storage=stored), steps)
