@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.costs import Costs
-from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError
+from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, ModelError
 from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem, Work
 from autopipe.passes.annotations.constraints import annotated_constraints
 from autopipe.passes.base import Scheduler, Strategy
@@ -183,10 +183,19 @@ def read_for(request: Request, micro_batch_size: int | None, source: Source | No
 
 
 def work_of(request: Request, model: Model) -> tuple[Work, ...]:
-    """What each node of the model costs. Raises ConfigurationError where it is to train and has no loss."""
+    """What each node of the model costs.
+
+    Raises ConfigurationError where it is to train and has no loss, ModelError where nothing of it would be trained.
+    """
     if model.mode is Mode.TRAIN and not model.loss:
         raise ConfigurationError(
             "the model has no output called 'loss' to train", hint="name one by --set loss=NAME, or use --mode infer"
+        )
+    if model.mode is Mode.TRAIN and not any(each.trainable for each in model.graph.parameters):
+        raise ModelError(
+            "nothing in it would be trained",
+            hint="autopipe inspect -v says why; name what is to be trained in model.trainable, or use --mode infer",
+            where=str(model.path),
         )
     return costed_work(model.graph, request.precision, request.cluster, request.costs)
 

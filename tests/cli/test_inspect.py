@@ -101,3 +101,29 @@ def test_errors_are_one_line_with_the_right_code(
     assert main(["inspect", str(saved(foreign, tmp_path, "foreign.onnx")), "--dim", "width=16"]) == 3
     error = capsys.readouterr().err
     assert "org.example.Magic (1)" in error and "'wand'" in error and "Traceback" not in error
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> Path:
+    """Two products and a normalization with statistics."""
+    nodes = [
+        node("MatMul", "x enc.w", "h"), node("BatchNormalization", "h s o m v", "n"),
+        node("MatMul", "n dec.w", "logits"), node("SoftmaxCrossEntropyLoss", "logits labels", "loss"),
+    ]  # fmt: skip
+    held = {"enc.w": floats(4, 5), "dec.w": floats(5, 3), "s": floats(5), "o": floats(5), "m": floats(5)}
+    held["v"] = abs(floats(5, seed=1)) + 1
+    return saved(model(nodes, {"x": [2, 4], "labels": (INT64, [2])}, "loss", held), tmp_path)
+
+
+def test_what_is_trained_is_said_in_three_lines_at_most_and_whole_when_asked(layers: Path) -> None:
+    lines = [line.strip() for line in run(str(layers)).splitlines() if line.startswith(("trained", "not trained"))]
+    assert [" ".join(line.split()) for line in lines] == [
+        "trained 45 elements in 4 tensors: 45 by its use",
+        "not trained 10 elements in 2 tensors: 10 a running statistic",
+    ]
+    text = run(str(layers), "-v")
+    assert "'enc.w' 4×5, 20: by its use" in text and "'m' 5, 5: a running statistic" in text
+    tensors = {each["name"]: each for each in json.loads(run(str(layers), "--json"))["tensors"]}
+    assert tensors["enc.w"] == {
+        "name": "enc.w", "shape": [4, 5], "elements": 20, "trained": True, "why": "by its use", "doubtful": False,
+    }  # fmt: skip

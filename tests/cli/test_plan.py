@@ -189,3 +189,32 @@ def test_folders_without_a_plan_are_refused(tmp_path):
     for folder, what in ((tmp_path, "holds no plan"), (tmp_path / "absent", "does not exist")):
         with pytest.raises(ConfigurationError, match=what):
             open_plan(folder)
+
+
+def trained_names(capsys, gpt, *words):
+    code, out, err = run(capsys, gpt, "--gpus", 1, "--cluster", "cpu-local", "-v", *words)
+    lines = (line.partition(": ")[2] for line in out.splitlines() if line.startswith("trained: '"))
+    return code, {line.split("'")[1] for line in lines}, err
+
+
+def test_what_is_trained_is_chosen_by_patterns(gpt, capsys, tmp_path):
+    """Those of model.trainable count where both match."""
+    settings = tmp_path / "some.yaml"
+    settings.write_text("model:\n  frozen: ['*']\n  trainable: ['re:layers.0.*bias']\n")
+    code, names, err = trained_names(capsys, gpt, "--config", settings, "--strategy", "pipedream")
+    assert code == 0, err
+    assert names and all(name.startswith("layers.0.") and name.endswith("bias") for name in names)
+    code, fewer, _ = trained_names(capsys, gpt, "--set", "model.frozen=['layers.*']")
+    assert code == 0 and fewer and not any(name.startswith("layers.") for name in fewer)
+
+
+@pytest.mark.parametrize("key", ["frozen", "trainable"])
+def test_a_pattern_that_matches_nothing_is_refused(key, gpt, capsys):
+    code, _, err = run(capsys, gpt, "--gpus", 1, "--set", f"model.{key}=['layer.*']")
+    assert code == 2 and f"model.{key}: no floating-point tensor is called 'layer.*'" in err
+
+
+def test_a_plan_to_train_that_trains_nothing_is_refused(gpt, capsys):
+    code, _, err = run(capsys, gpt, "--gpus", 1, "--set", "model.frozen=['*']")
+    assert code == 3 and "nothing in it would be trained" in err
+    assert not os.path.exists(f"{gpt}.plan")

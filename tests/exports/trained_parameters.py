@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from autopipe.ir.graph import FileSlice, Fill, Parameter
+from autopipe.ir.graph import FileSlice, Fill, FoldedSlice, Parameter
 from autopipe.passes.frontend.read import read_model
 from tests.exports.traced import Traced, file_of, module_of
 from tests.exports.with_loss import Tensors
@@ -79,7 +79,13 @@ def _numbers(parameter: Parameter, path: Path) -> np.ndarray:
     assert isinstance(place, FileSlice), f"{parameter.value.name} is drawn at random"
     file = path.parent / place.file if place.file else path
     assert parameter.value.dtype.value == "float32", parameter.value
-    return np.fromfile(file, "<f4", place.length // 4, offset=place.offset)
+    numbers = np.fromfile(file, "<f4", place.length // 4, offset=place.offset)
+    if isinstance(place, FoldedSlice):
+        if place.rows:
+            numbers = numbers[np.array(place.rows)[:, None] + place.step * np.arange(parameter.value.shape[1])]
+        if place.form:
+            numbers = np.log(-numbers if place.form == "log of the negative" else numbers)
+    return numbers
 
 
 def _differences(

@@ -144,8 +144,11 @@ class _Folds:
     def lifted(self) -> Iterator[tuple[str, Folded]]:
         """Copies that torch's older exporter folded, known by their numbers: those of another tensor, moved."""
         groups: dict[tuple[DType, int, bytes], list[Parameter]] = {}
+        if not any(LIFTED.fullmatch(name) for name in self.parameters):
+            return
         for each in self.parameters.values():
-            array = self.numbers(each) if len(each.value.shape) > 1 else None
+            seen = len(each.value.shape) > 1 and each.value.bytes <= LARGEST
+            array = self.numbers(each) if seen else None
             if array is not None:
                 # Moving elements keeps the first and the last where they are.
                 ends = array[(0,) * array.ndim].tobytes() + array[(-1,) * array.ndim].tobytes()
@@ -311,7 +314,7 @@ def _looked_up(parameter: Parameter, array: np.ndarray) -> Folded | None:
         _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
         if len(first) < len(rows) and (best is None or len(first) * rows.shape[1] < best[0]):
             best = (len(first) * rows.shape[1], axis, first, inverse.reshape(-1))
-    if best is None or 2 * best[0] > value.elements:
+    if best is None:
         return None
     _, axis, first, inverse = best
     order = np.argsort(first)  # Rows in the order in which they stand.

@@ -186,7 +186,7 @@ def roles_of(source: Source) -> Roles:
         stated=stated,
         signature=signature,
         from_torch=source.producer == PRODUCER,
-        settled=not signature and stated is None and _is_settled(source, uses),
+        settled=source.producer == PRODUCER and not signature and stated is None and _is_settled(source, uses),
         samples=frozenset(
             info.type.tensor_type.shape.dim[0].dim_value
             for info in source.graph.input
@@ -201,11 +201,13 @@ def _is_settled(source: Source, uses: Uses) -> bool:
     for tensor in source.graph.initializer:
         if tensor.data_type not in FLOATING or math.prod(tensor.dims) < 2 or LIFTED.fullmatch(tensor.name):
             continue
+        slots = uses.slots(tensor.name)
+        if len(tensor.dims) != 1 or not slots:
+            continue
         array = stored_numbers(tensor.name, tensor, source.slices, source.path)
         if array is None or is_uniform(array):
             return False
-        slots = uses.slots(tensor.name)
-        scales += len(tensor.dims) == 1 and bool(slots) and slots <= SCALES
+        scales += slots <= SCALES
     return scales > 0
 
 

@@ -21,7 +21,7 @@ from autopipe.passes.frontend.mixing import mixing_nodes
 from autopipe.passes.frontend.model import Model
 from autopipe.passes.frontend.parameters import roles_of
 from autopipe.passes.frontend.support import refusal, require_readable, unsupported_operators
-from autopipe.passes.frontend.trained import only_reached, require_trained, tensors_of, trained_warnings
+from autopipe.passes.frontend.trained import only_reached, tensors_of, trained_warnings
 from autopipe.passes.frontend.weights import Weights
 
 
@@ -51,8 +51,6 @@ def read_model(
     )
     if model.unsupported:
         raise located(refusal(model.unsupported), model.path)
-    if model.mode is Mode.TRAIN:
-        require_trained(model)
     return model
 
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Graph
 from autopipe.ir.ops import operator_of
-from autopipe.passes.frontend.model import Model, Tensor
+from autopipe.passes.frontend.model import Tensor
 
 if TYPE_CHECKING:
     from autopipe.passes.frontend.apart import Apart
@@ -67,13 +66,3 @@ def trained_warnings(tensors: tuple[Tensor, ...], apart: Apart) -> tuple[str, ..
 def _named(names: list[str]) -> str:
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{', '.join(map(repr, names[:NAMED]))}{more}"
-
-
-def require_trained(model: Model) -> None:
-    """Raise ModelError where a model to train has nothing that is trained."""
-    if not any(each.trainable for each in model.graph.parameters):
-        raise ModelError(
-            "nothing in it would be trained",
-            hint="autopipe inspect -v says why; name what is to be trained in model.trainable, or give --mode infer",
-            where=str(model.path),
-        )

@@ -101,7 +101,7 @@ def test_a_baked_batch_that_cannot_shrink(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="micro-batches of 4 cannot be made of the 6"):
         read_model(baked(tmp_path, np.zeros((6, 5, 4), dtype=np.float32)), batch=4)
     with pytest.raises(ModelError, match="'val_3' differs from sample to sample"):
-        read_model(baked(tmp_path, floats(6, 5, 4)), batch=2)
+        read_model(baked(tmp_path, np.arange(120, dtype=np.float32).reshape(6, 5, 4)), batch=2)
 
 
 def test_a_parameter_an_entry_a_sample(tmp_path: Path) -> None:

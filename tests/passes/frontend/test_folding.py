@@ -1,0 +1,112 @@
+"""What an exporter folded operators into is trained in the module's own form; copies of a parameter are one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from autopipe.passes.export.write import write_trained
+from autopipe.passes.frontend import Model, read_model
+from tests.passes.export.test_write import trained as numbers
+from tests.passes.frontend.building import INT64, floats, node, saved
+from tests.passes.frontend.reference import assert_close, parameter_array, random_feeds, run, run_read
+from tests.passes.frontend.test_apart import torch_export, weights
+
+PLACES = np.array([[0, 1, 2], [3, 0, 1], [4, 3, 0]])
+
+
+def checked(proto: onnx.ModelProto, folder: Path, parameters: Mapping[str, np.ndarray]) -> Model:
+    """The model, which computes what the file does from these parameters, and so does what is exported of others."""
+    path = saved(proto, folder)
+    read = read_model(path)
+    found = {each.value.name: parameter_array(each, path) for each in read.graph.parameters if each.trainable}
+    assert found.keys() == parameters.keys()
+    for name, array in parameters.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-6, atol=1e-6)
+    feeds = random_feeds(read.graph)
+    assert_close(run_read(read, feeds), run(path, feeds))
+    write_trained(path, folder / "out.onnx", numbers(found))
+    assert_close(run(folder / "out.onnx", feeds), run(path, feeds))
+    assert weights(read_model(folder / "out.onnx").graph) == weights(read.graph)
+    return read
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_exponential_is_computed_from_its_logarithm(sign: int, tmp_path: Path) -> None:
+    parameter = floats(4, 5)
+    held = {"exp": (sign * np.exp(parameter)).reshape(1, 4, 5)}
+    folded = {"exp": ["a.log", *(["neg"] if sign < 0 else [])]}
+    proto = torch_export([node("Mul", "x exp", "y")], {"x": [1, 4, 5]}, held, ("a.log",), folded=folded)
+    checked(proto, tmp_path, {"a.log": parameter.reshape(1, 4, 5)})
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_rows_that_are_looked_up_at_fixed_places_are_one_each(signed: bool, tmp_path: Path) -> None:
+    table = floats(5, 2)
+    held = {"onnx::Add_7": np.ascontiguousarray(table[PLACES].transpose(2, 0, 1)[None])}
+    named = {"parameters": ("bias",), "folded": {"onnx::Add_7": ["bias", "embedding"]}} if signed else {}
+    proto = torch_export([node("Add", "x onnx::Add_7", "y")], {"x": [1, 2, 3, 3]}, held, **named)  # type: ignore[arg-type]
+    checked(proto, tmp_path, {"bias" if signed else "onnx::Add_7/rows": table})
+
+
+def test_rows_of_a_new_layer_are_not_taken_for_one(tmp_path: Path) -> None:
+    """Mamba's logarithms begin as the same row for each channel."""
+    parameter = np.repeat(np.log(np.arange(1, 5, dtype=np.float32))[None], 3, axis=0)
+    nodes = [node("Exp", "onnx::Exp_7", "e"), node("Mul", "x e", "y")]
+    checked(torch_export(nodes, {"x": [3, 4]}, {"onnx::Exp_7": parameter}), tmp_path, {"onnx::Exp_7": parameter})
+
+
+def test_copies_of_one_parameter_are_tied_whatever_they_are_called(tmp_path: Path) -> None:
+    weight, offset = floats(5, 5), floats(5, seed=1)
+    nodes = [
+        node("MatMul", "x val_1", "a"), node("Add", "a c", "b"), node("MatMul", "b val_2", "d"),
+        node("Add", "d wide", "y"),
+    ]  # fmt: skip
+    held = {"val_1": weight.T.copy(), "val_2": weight.T.copy(), "c": offset, "wide": np.tile(offset, (4, 1))}
+    folded = {"val_1": ["w"], "val_2": ["w"], "wide": ["c", "zeros"]}
+    proto = torch_export(nodes, {"x": [4, 5]}, held, ("w", "c"), folded=folded)
+    checked(proto, tmp_path, {"w": weight.T, "c": offset})
+
+
+def test_equal_numbers_of_two_parameters_are_two(tmp_path: Path) -> None:
+    """Layers that were copied begin equal."""
+    nodes = [node("MatMul", "x val_1", "a"), node("MatMul", "a val_2", "y")]
+    held = {"val_1": floats(5, 5), "val_2": floats(5, 5)}
+    proto = torch_export(nodes, {"x": [4, 5]}, held, ("w", "v"), folded={"val_1": ["w"], "val_2": ["v"]})
+    checked(proto, tmp_path, {"w": floats(5, 5), "v": floats(5, 5)})
+
+
+def test_a_lookup_of_a_batch_is_expanded_for_any(tmp_path: Path) -> None:
+    rows = floats(3, 4)
+    held = {"embedding": np.tile(rows[None], (2, 1, 1))}
+    proto = torch_export(
+        [node("Add", "x embedding", "y")], {"x": [2, 3, 4]}, held, ("p",), folded={"embedding": ["p", "expand"]}
+    )
+    read = checked(proto, tmp_path, {"p": rows[None]})
+    assert [each.op for each in read.graph.nodes] == ["Expand", "Add"]
+
+
+def test_tables_that_a_signature_does_not_name_are_not_trained(tmp_path: Path) -> None:
+    held = {
+        "cos": np.cos(np.arange(8)[:, None] * np.array([1.0, 0.1])).astype(np.float32),
+        "b": floats(2),
+        "m": floats(2),
+    }
+    nodes = [node("Mul", "x cos", "a"), node("Add", "a b", "c"), node("Mul", "c m", "y")]
+    proto = torch_export(nodes, {"x": [8, 2]}, held, ("b",), ("m",), folded={"cos": ["inv_freq", "arange"]})
+    read = checked(proto, tmp_path, {"b": floats(2)})
+    assert {each.value.name: each.why for each in read.tensors if not each.trained} == {
+        "cos": "no parameter, as the signature says", "m": "a buffer, as the signature says",
+    }  # fmt: skip
+
+
+def test_an_embedding_of_waves_is_not_trained(tmp_path: Path) -> None:
+    """Marian's positions: a parameter that needs no gradient, which the signature does not say."""
+    angles = np.arange(128)[:, None] / 10000 ** (np.arange(3) / 3)
+    held = {"p": np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32), "w": floats(6, 2)}
+    nodes = [node("Gather", "p x", "e"), node("MatMul", "e w", "y")]
+    checked(torch_export(nodes, {"x": (INT64, [2, 3])}, held, ("p", "w")), tmp_path, {"w": floats(6, 2)})
