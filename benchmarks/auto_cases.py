@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from command_line import parse_arguments
+
 from autopipe.cli.bench.auto import cases
 
 Row = Mapping[str, Any]
@@ -53,7 +55,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, required=True, metavar="FILE", help="a JSON object a line")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the log's cases as Markdown, run nothing")
     parser.add_argument("--only", action="append", metavar="CASE", help="a case's beginning; repeatable")
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, only=["candle-uno-paper/p=8"])
     found = [json.loads(line) for line in arguments.log.read_text().splitlines()] if arguments.log.exists() else []
     if arguments.table:
         arguments.table.write_text(written(found))

@@ -14,6 +14,7 @@ seconds of processor time is logged as such.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -30,6 +31,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from auto_table import written
+from command_line import parse_arguments
 
 from autopipe.configs import zoo
 from autopipe.configs.cluster_file import build_cluster
@@ -224,22 +226,27 @@ def main() -> None:
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the log's cells as Markdown, compute nothing")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="when to begin no more cells")
     parser.add_argument("--limit", type=int, default=600, help="seconds of processor time a cell")
+    parser.add_argument("--cells", type=int, help="how many to compute at most")
     parser.add_argument("--only", action="append", metavar="MODEL", choices=sorted(zoo.MODELS), help="repeatable")
     parser.add_argument("--devices", action="append", type=int, choices=DEVICES, help="repeatable")
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, only=["mmt"], devices=[4], cells=1)
     rows = [json.loads(line) for line in arguments.log.read_text().splitlines()] if arguments.log.exists() else []
     if arguments.table:
         arguments.table.write_text(written(rows, sum(1 for _ in cells())))
         return
     done = {(row["model"], row["preset"], row["devices"]) for row in rows}
     end = time.monotonic() + 60 * arguments.minutes
-    for cell in cells():
+    asked = (
+        cell
+        for cell in cells()
+        if cell.model in (arguments.only or zoo.MODELS)
+        and cell.devices in (arguments.devices or DEVICES)
+        and (cell.model, cell.preset, cell.devices) not in done
+    )
+    for cell in itertools.islice(asked, arguments.cells):
         if time.monotonic() >= end:
             break
         key = cell.model, cell.preset, cell.devices
-        asked = cell.model in (arguments.only or zoo.MODELS) and cell.devices in (arguments.devices or DEVICES)
-        if key in done or not asked:
-            continue
         row = dict(zip(("model", "preset", "devices"), key, strict=True)) | bounded(cell, arguments.limit)
         with arguments.log.open("a") as log:
             log.write(json.dumps(row) + "\n")

@@ -22,6 +22,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from command_line import parse_arguments
+
 from autopipe.configs.zoo import build, configure
 
 _7B = {"size": "7b", "sequence": "2048"}
@@ -30,6 +32,7 @@ _SMALL = {"layers": "2", "hidden": "64", "heads": "4", "sequence": "32", "vocabu
 _TRAINED = ("--set", "precision=bf16", "--set", "optimizer.name=adamw")
 
 CASES = {
+    "small": ("gpt", _SMALL, ("--gpus", "1", "--batch-size", "4")),
     "7b": ("llama", _7B, ("--gpus", "8", "--cluster", "a100-80gb", "--batch-size", "64", *_TRAINED)),
     "7b-plain": ("llama", _7B, ("--gpus", "8", "--cluster", "a100-80gb", "--batch-size", "64")),
     "175b-h100": ("gpt", _175B, ("--gpus", "512", "--cluster", "h100-80gb", "--batch-size", "1536", *_TRAINED)),
@@ -41,12 +44,14 @@ CASES = {
 def main() -> None:
     """Run the cases that are asked for, each with a cache of its own."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", nargs="*", choices=sorted(CASES), default=list(CASES))
-    wanted = parser.parse_args().cases
+    parser.add_argument("--cases", nargs="*", choices=sorted(CASES), default=list(CASES)[1:])
+    arguments = parse_arguments(parser, cases=["small"])
     print(f"{'case':12s} {'first plan':>10s} {'last':>8s} {'cpu':>8s} {'again':>8s} {'cpu':>8s}  plan")
     with tempfile.TemporaryDirectory() as folder:
-        _planned(_built("gpt", _SMALL, Path(folder) / "small.onnx"), ("--gpus", "2"), Path(folder))
-        for case in wanted:
+        _planned(
+            _built("gpt", _SMALL, Path(folder) / "small.onnx"), ("--gpus", "1" if arguments.tiny else "2"), Path(folder)
+        )
+        for case in arguments.cases:
             _run(case, Path(folder))
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-from side_by_side import Contestant, autopipe, compare
+from command_line import autopipe, parse_arguments
+from side_by_side import Contestant, compare
 
 RANKS = 4
 MICRO_BATCHES = 8
@@ -44,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, rounds=1, shapes=["v"])
     with tempfile.TemporaryDirectory() as scratch:
         for shape in arguments.shapes:
             program = build(shape, Path(scratch))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import parse_arguments
 
 from autopipe.backends.torch.runtime.checkpointing.checkpointer import Checkpointer
 from autopipe.backends.torch.runtime.checkpointing.host_copies import HostCopies
@@ -64,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mebibytes", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, mebibytes=12, rounds=1)
     with tempfile.TemporaryDirectory() as folder:
         saved = checkpointer(Path(folder), arguments.mebibytes)
         held, beside = [], []

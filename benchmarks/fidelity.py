@@ -13,9 +13,7 @@ lines of a log, and the page is of all that it has.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
-import io
 import itertools
 import json
 import os
@@ -28,9 +26,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from command_line import autopipe, parse_arguments
+
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.cli.main import main as autopipe
 from autopipe.configs.zoo import MODELS
 
 WARM_UP = 4
@@ -163,13 +162,8 @@ def _step_seconds(program: Path, steps: int) -> float:
 
 
 def _run(*words: object) -> dict[str, Any]:
-    """What a command of autopipe says, in this process."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        code = autopipe([*map(str, words), "--json", "-q"])
-    if code:
-        raise SystemExit(f"autopipe {' '.join(map(str, words))}: exit code {code}")
-    found: dict[str, Any] = json.loads(said.getvalue() or "{}")
+    """What a command of autopipe says."""
+    found: dict[str, Any] = json.loads(autopipe(*words, "--json"))
     return found
 
 
@@ -212,7 +206,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seconds", type=float, default=3.0, help="of profiling, a model and a number of ranks")
     parser.add_argument("--rounds", type=int, default=5, help="to be run now over all models; 0: write the page alone")
-    arguments = parser.parse_args()
+    arguments = parse_arguments(
+        parser, only=["dlrm"], micro_batches=2, size=1, steps=1, launches=1, rounds=1, seconds=0.1
+    )
     _measure(arguments)
     text = page([Row.parse(line) for line in arguments.log.read_text().splitlines()], arguments)
     if arguments.write is not None:

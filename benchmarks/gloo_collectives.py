@@ -15,15 +15,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from command_line import parse_arguments
 
 from autopipe.backends.torch.runtime.allocator import keep_freed_memory
 from autopipe.backends.torch.runtime.at_once import everyones, start_sum, start_sum_of_rows
 
-_SIZES = tuple(2**power for power in (12, 16, 18, 20, 22, 24))
 _TIMES, _WARM_UP = 16, 3
 
 
@@ -32,14 +32,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--store", help=argparse.SUPPRESS)
-    words = parser.parse_args()
+    parser.add_argument("--bytes", type=int, nargs="*", default=[2**power for power in (12, 16, 18, 20, 22, 24)])
+    words = parse_arguments(parser, ranks=[2], bytes=[4096])
     if words.store:
-        _measure(words.store)
+        _measure(words.store, words.bytes)
         return
     print(f"{'ranks':>5s} {'bytes':>8s}  {'collective':14s} {'gloo ms':>8s} {'cpu':>6s} {'at once':>8s} {'cpu':>6s}")
     for ranks in words.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, __file__, "--store", f"{folder}/store"]
+            command = [sys.executable, __file__, "--store", f"{folder}/store", "--bytes", *map(str, words.bytes)]
             world = {**os.environ, "WORLD_SIZE": str(ranks)}
             processes = [subprocess.Popen(command, env={**world, "RANK": str(rank)}) for rank in range(ranks)]
             codes = [process.wait() for process in processes]
@@ -47,12 +48,12 @@ def main() -> None:
                 raise SystemExit("a rank failed")
 
 
-def _measure(store: str) -> None:
+def _measure(store: str, sizes: Sequence[int]) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    for size in _SIZES:
+    for size in sizes:
         for name, (own, at_once) in _ways(torch.ones(ranks, size // 4 // ranks)).items():
             found = [[*_timed(own), *_timed(at_once)] for _ in range(_TIMES + _WARM_UP)][_WARM_UP:]
             middle = [1e3 * statistics.median(each) for each in zip(*found, strict=True)]

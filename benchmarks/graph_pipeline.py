@@ -18,7 +18,6 @@ import argparse
 import itertools
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,10 +25,9 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+from command_line import autopipe, parse_arguments
 from onnx import helper, numpy_helper
-
-sys.path.insert(0, str(Path(__file__).parent))
-from side_by_side import Contestant, autopipe, compare
+from side_by_side import Contestant, compare
 
 Scopes = tuple[str, ...]
 NAMES = "graph", "sequential"
@@ -155,7 +153,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--ranks", type=int, nargs="+", choices=tuple(CASES), default=list(CASES))
     parser.add_argument("--models", nargs="+", default=["two-branch", "mmt", "dlrm", "candle-uno"])
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, rounds=1, micro_batches=2, ranks=[4], models=["candle-uno"])
     print(f"{os.cpu_count()} cores, {arguments.micro_batches} micro-batches, {arguments.rounds} rounds")
     print("model       ranks      graph  sequential  measured  predicted")
     for ranks in arguments.ranks:

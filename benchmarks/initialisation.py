@@ -11,15 +11,10 @@ from __future__ import annotations
 import argparse
 import time
 
+from command_line import parse_arguments
+
 from autopipe.backends.torch.runtime.drawing import draw_block
 from autopipe.backends.torch.runtime.manifest import ParameterEntry, ShardEntry, Storage
-
-SIDE = 8192
-BLOCKS = {
-    "all": ((0, 0), (SIDE, SIDE)),
-    "an eighth of the rows": ((SIDE // 8, 0), (SIDE // 4, SIDE)),
-    "an eighth of the columns": ((0, SIDE // 8), (SIDE, SIDE // 4)),
-}
 
 
 def main() -> None:
@@ -27,9 +22,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    entry = ParameterEntry("w", "float32", (SIDE, SIDE), True, Storage("draw", scheme="normal", scale=0.02))
-    for name, (starts, stops) in BLOCKS.items():
+    parser.add_argument("--side", type=int, default=8192, help="of the matrix")
+    arguments = parse_arguments(parser, side=64, threads=[1], rounds=1)
+    side = arguments.side
+    blocks = {
+        "all": ((0, 0), (side, side)),
+        "an eighth of the rows": ((side // 8, 0), (side // 4, side)),
+        "an eighth of the columns": ((0, side // 8), (side, side // 4)),
+    }
+    entry = ParameterEntry("w", "float32", (side, side), True, Storage("draw", scheme="normal", scale=0.02))
+    for name, (starts, stops) in blocks.items():
         for threads in arguments.threads:
             cpu, clock = [], []
             for _ in range(arguments.rounds):

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-from side_by_side import Contestant, autopipe, compare
+from command_line import autopipe, parse_arguments
+from side_by_side import Contestant, compare
 
 RANKS = 4
 
@@ -49,7 +48,9 @@ def main() -> None:
         ("micro-batches", 8), ("rounds", 15),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(
+        parser, layers=4, hidden=32, heads=2, vocabulary=512, sequence=16, micro_batches=4, rounds=1
+    )
     with tempfile.TemporaryDirectory() as scratch:
         seconds = compare(build(arguments, Path(scratch)), RANKS, arguments.rounds)
     print(json.dumps({**seconds, "speedup": seconds["1f1b"] / seconds["tessel"]}))

@@ -11,6 +11,8 @@ import argparse
 import json
 import time
 
+from command_line import parse_arguments
+
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.schedule.simulate import simulate
@@ -42,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("devices", 32), ("micro-batches", 512), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, devices=4, micro_batches=8, rounds=1)
     print(json.dumps(measure(arguments.devices, arguments.micro_batches, arguments.rounds)))
 
 

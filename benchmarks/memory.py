@@ -6,16 +6,16 @@ OMP_NUM_THREADS=1 python benchmarks/memory.py
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from autopipe.cli.main import main as autopipe
+from command_line import autopipe, parse_arguments
+
 from autopipe.cli.plan_folder import open_prediction
 from tests.distributed.allocations import peak_of_rank
 
@@ -28,24 +28,22 @@ RUNS = (("1f1b", "none"), ("1f1b", "full"), ("gpipe", "none"), ("kfkb", "none"))
 BATCH = ("--batch-size", "16", "--micro-batches", "8")
 
 
-def call(*words: object) -> None:
-    """Run a command of autopipe's, without its words."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        if code := autopipe([str(word) for word in words]):
-            sys.exit(code)
-
-
-def rows(folder: Path) -> None:
+def rows(folder: Path, models: Sequence[str], schedules: Sequence[str]) -> None:
     """Print a line a rank: predicted and allocated bytes, and their ratio."""
-    for name, sizes in MODELS.items():
+    for name in models:
+        sizes = MODELS[name]
         model = folder / f"{name}.onnx"
-        call("zoo", "build", name, "-o", model, *(word for size in (*sizes, "loss=true") for word in ("--set", size)))
+        autopipe(
+            "zoo", "build", name, "-o", model, *(word for size in (*sizes, "loss=true") for word in ("--set", size))
+        )
         for schedule, recompute in RUNS:
+            if schedule not in schedules:
+                continue
             plan = folder / f"{name}-{schedule}-{recompute}"
             settings = ("strategy.replicate=false", "optimizer.name=adamw", f"recompute={recompute}")
             options = ("--strategy", "pipedream", "--schedule", schedule, *(w for s in settings for w in ("--set", s)))
-            call("plan", model, "--gpus", 2, "--cluster", "cpu-local", *BATCH, *options, "-o", plan)
-            call("codegen", plan)
+            autopipe("plan", model, "--gpus", 2, "--cluster", "cpu-local", *BATCH, *options, "-o", plan)
+            autopipe("codegen", plan)
             _, timeline = open_prediction(plan)
             for rank, predicted in enumerate(timeline.peak_memory):
                 # A process of its own, so that nothing of another rank is counted.
@@ -60,9 +58,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--program", type=Path)
     parser.add_argument("--rank", type=int, default=0)
-    given = parser.parse_args()
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "gpipe", "kfkb"])
+    given = parse_arguments(parser, models=["gpt"], schedules=["gpipe"])
     if given.program is not None:
         print(peak_of_rank(given.program, given.rank))
     else:
         with tempfile.TemporaryDirectory() as scratch:
-            rows(Path(scratch))
+            rows(Path(scratch), given.models, given.schedules)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
+from command_line import parse_arguments
 
 from autopipe.passes.solvers.min_sum import Answer, Edge, MinSum, TableTooLargeError, eliminate, solve
 from autopipe.passes.solvers.min_sum.ordering import ORDERINGS
@@ -201,7 +202,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--limit", type=float, default=0.5)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, devices=[4])
     columns = "{:<12} {:>7} {:>4} {:>5} {:>5} {:>8}" + " {:>13}" * (len(ORDERINGS) + 2)
     print(columns.format("model", "devices", "seed", "nodes", "edges", "largest", "solve", *ORDERINGS, "limited"))
     for devices in arguments.devices:

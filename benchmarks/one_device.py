@@ -12,7 +12,6 @@ import argparse
 import json
 import runpy
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from command_line import autopipe, parse_arguments
 from torch import nn
 
 
@@ -73,10 +73,10 @@ def generated_step(arguments: argparse.Namespace, folder: Path) -> Callable[[], 
     names = ("layers", "hidden", "heads", "vocabulary", "sequence")
     sizes = [f"{name}={getattr(arguments, name)}" for name in names]
     settings = [word for size in (*sizes, "loss=true", "weights=none") for word in ("--set", size)]
-    _autopipe("zoo", "build", "gpt", "-o", model, *settings)
+    autopipe("zoo", "build", "gpt", "-o", model, *settings)
     batch = ["--batch-size", arguments.batch, "--micro-batches", 1]
-    _autopipe("plan", model, "--gpus", 1, "--cluster", "cpu-local", *batch, "-o", plan)
-    _autopipe("codegen", plan)
+    autopipe("plan", model, "--gpus", 1, "--cluster", "cpu-local", *batch, "-o", plan)
+    autopipe("codegen", plan)
     program = plan / "program"
     sys.path.insert(0, str(program))
     sys.argv = [str(program / "rank_000.py"), "--device", arguments.device]
@@ -84,10 +84,6 @@ def generated_step(arguments: argparse.Namespace, folder: Path) -> Callable[[], 
     rank, step = names["rank"], names["step"]
     rank.set_up()
     return lambda: rank.run(step)
-
-
-def _autopipe(*words: object) -> None:
-    subprocess.run([sys.executable, "-m", "autopipe", *map(str, words), "-q"], check=True, stdout=subprocess.DEVNULL)
 
 
 def hand_written_step(arguments: argparse.Namespace) -> Callable[[], None]:
@@ -132,7 +128,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, layers=1, hidden=32, heads=2, vocabulary=64, sequence=16, batch=1, rounds=1)
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as scratch:
         ours = generated_step(arguments, Path(scratch))

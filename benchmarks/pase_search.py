@@ -10,12 +10,14 @@ same for the paper's own space.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import onnx
+from command_line import parse_arguments
 
 from autopipe.configs import zoo
 from autopipe.configs.load import load_configuration, resolve_cluster
@@ -24,20 +26,27 @@ from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.request import Request, first_problem
 from autopipe.passes.runner import Runner, Silent
 
-_RUNS = 5
-
 _PAPER = {"alexnet": 128, "rnnlm": 64, "inceptionv3": 128, "transformer": 64}
+MODELS = (*_PAPER, "llama", "densenet121")
 
 
 def main() -> None:
     """Search each model, and print what it took and what is proven."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parse_arguments(parser, models=["alexnet"], rounds=1)
+    models, rounds = arguments.models, arguments.rounds
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for model, batch in _PAPER.items():
-            _search(_built(model, "paper", folder), batch, 64, "1080ti-pcie")
-        _search(_built("llama", "70b", folder), 64, 64, "a100-80gb", micro_batches=64)
-        light = Path(onnx.__file__).parent / "backend/test/data/light/light_densenet121.onnx"
-        _search(light, 16, 16, "1080ti-pcie")
+            if model in models:
+                _search(_built(model, "paper", folder), batch, 64, "1080ti-pcie", rounds)
+        if "llama" in models:
+            _search(_built("llama", "70b", folder), 64, 64, "a100-80gb", rounds, micro_batches=64)
+        if "densenet121" in models:
+            light = Path(onnx.__file__).parent / "backend/test/data/light/light_densenet121.onnx"
+            _search(light, 16, 16, "1080ti-pcie", rounds)
 
 
 def _built(model: str, size: str, folder: Path) -> Path:
@@ -46,11 +55,11 @@ def _built(model: str, size: str, folder: Path) -> Path:
     return path
 
 
-def _search(model: Path, batch: int, devices: int, preset: str, micro_batches: int | None = None) -> None:
+def _search(model: Path, batch: int, devices: int, preset: str, rounds: int, micro_batches: int | None = None) -> None:
     cluster = resolve_cluster(load_configuration(words={"--gpus": str(devices), "--cluster": preset}))
     took = []
     found: Placement | None = None
-    for _ in range(_RUNS):
+    for _ in range(rounds):
         request = Request(model, cluster, None, None, batch_size=batch, micro_batches=micro_batches)
         _, problem = first_problem(request, Pase(), Runner(Silent()))
         began = time.perf_counter()

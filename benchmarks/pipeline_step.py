@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from command_line import autopipe, parse_arguments
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -121,17 +122,13 @@ def build(arguments: argparse.Namespace, folder: Path) -> Path:
     names = ("layers", "hidden", "heads", "vocabulary", "sequence")
     sizes = [f"{name}={getattr(arguments, name)}" for name in names]
     settings = [word for size in (*sizes, "loss=true", "weights=none") for word in ("--set", size)]
-    _autopipe("zoo", "build", "llama", "-o", model, *settings)
+    autopipe("zoo", "build", "llama", "-o", model, *settings)
     size = arguments.micro_batches * arguments.micro_batch_size
     batch = ["--batch-size", size, "--micro-batches", arguments.micro_batches]
-    one_device_a_stage = ("--set", "strategy.replicate=false")
-    _autopipe("plan", model, "--gpus", RANKS, "--cluster", "cpu-local", *one_device_a_stage, *batch, "-o", plan)
-    _autopipe("codegen", plan)
+    one_device_a_stage = ("--strategy", "pipedream", "--set", "strategy.replicate=false", "--schedule", "1f1b")
+    autopipe("plan", model, "--gpus", RANKS, "--cluster", "cpu-local", *one_device_a_stage, *batch, "-o", plan)
+    autopipe("codegen", plan)
     return plan / "program"
-
-
-def _autopipe(*words: object) -> None:
-    subprocess.run([sys.executable, "-m", "autopipe", *map(str, words), "-q"], check=True, stdout=subprocess.DEVNULL)
 
 
 def main() -> None:
@@ -143,7 +140,9 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(
+        parser, layers=4, hidden=32, heads=2, vocabulary=64, sequence=16, micro_batches=4, micro_batch_size=1, rounds=1
+    )
     if arguments.worker:
         worker(arguments.worker, arguments.rounds)
         return

@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from command_line import parse_arguments
+
 
 def run(*words: str) -> dict[str, float]:
     """Seconds and peak MiB of one `autopipe` command."""
@@ -33,12 +35,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--gpus", default="64")
     parser.add_argument("--batch-size", default="256")
-    parser.add_argument("--size", default="70b", help="a size of the zoo's llama")
-    options = parser.parse_args()
+    parser.add_argument("--set", nargs="+", default=["size=70b"], metavar="KEY=VALUE", help="of the zoo's llama")
+    options = parse_arguments(
+        parser,
+        gpus="2",
+        batch_size="4",
+        set=["layers=2", "hidden=64", "heads=4", "key_value_heads=2", "feed_forward=128", "sequence=32"],
+    )
     with tempfile.TemporaryDirectory() as folder:
         model, plan = Path(folder, "llama.onnx"), Path(folder, "plan")
-        size = ("--set", f"size={options.size}", "--set", "weights=none", "--set", "loss=true")
-        built = run("zoo", "build", "llama", "-o", str(model), *size)
+        settings = [word for each in (*options.set, "weights=none", "loss=true") for word in ("--set", each)]
+        built = run("zoo", "build", "llama", "-o", str(model), *settings)
         batch = ("--gpus", options.gpus, "--batch-size", options.batch_size)
         recompute = ("--set", "recompute=full", "--set", "precision=bf16")
         planned = run("plan", str(model), *batch, *recompute, "-o", str(plan))

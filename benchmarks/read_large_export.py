@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from command_line import parse_arguments
+
 
 def export(path: Path, layers: int) -> None:
     """Write the model's graph without its weights."""
@@ -68,7 +70,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--export", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, layers=1, rounds=1)
     if arguments.export:
         export(arguments.export, arguments.layers)
     elif arguments.read:

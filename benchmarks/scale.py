@@ -10,8 +10,6 @@ those of the plan, in order, and what the first two send to one another has to b
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
 import os
 import resource
@@ -19,7 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autopipe.cli.main import main
+from command_line import autopipe, parse_arguments
+
 from autopipe.cli.plan_folder import open_prediction
 from autopipe.ir.plan import Plan
 
@@ -32,6 +31,10 @@ class Case(NamedTuple):
     cluster: str
     devices: int
     batch: int
+    settings: tuple[str, ...] = ()
+    """Of the model, besides its size."""
+    stages: int | None = None
+    """As many as are fastest where there is none."""
 
 
 CASES = (
@@ -43,6 +46,7 @@ CASES = (
     Case("gpt", "175b", "h100-superpod", 512, 1536),
     Case("gpt", "175b", "h100-superpod", 4096, 4096),
 )
+TINY = Case("gpt", "125m", "1080ti-pcie", 4, 8, ("layers=2", "vocabulary=512"), stages=2)
 
 
 def processor() -> float:
@@ -51,28 +55,26 @@ def processor() -> float:
 
 
 def run(*words: object) -> tuple[str, float]:
-    """What a command prints, and its processor seconds. Raises RuntimeError where it fails."""
-    begin, said, warned = processor(), io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(warned):
-        code = main([str(word) for word in words])
-    if code:
-        raise RuntimeError(f"{' '.join(map(str, words))}: {warned.getvalue()}")
-    return said.getvalue(), processor() - begin
+    """What a command prints, and its processor seconds."""
+    begin = processor()
+    return autopipe(*words), processor() - begin
 
 
 def measure(folder: Path, case: Case) -> None:
     """Print the line of the plan, and those of its ranks."""
     file, folder = folder / f"{case.model}-{case.size}.onnx", folder / f"{case.model}-{case.size}-{case.devices}"
     if not file.exists():
-        sizes = (f"size={case.size}", "weights=none", "loss=true")
+        sizes = (f"size={case.size}", *case.settings, "weights=none", "loss=true")
         run("zoo", "build", case.model, "-o", file, *(word for each in sizes for word in ("--set", each)))
     flags = ["--cluster", case.cluster, "--gpus", case.devices, "--batch-size", case.batch]
     choices = ["--set", "recompute=auto", "--set", "precision=bf16", "--set", "optimizer.name=adamw"]
-    _, planning = run("plan", file, *flags, "--strategy", "grid", "--schedule", "1f1b", *choices, "-q", "-o", folder)
-    _, showing = run("show", folder, "-q")
+    if case.stages:
+        choices += ["--set", f"strategy.pipeline={case.stages}"]
+    _, planning = run("plan", file, *flags, "--strategy", "grid", "--schedule", "1f1b", *choices, "-o", folder)
+    _, showing = run("show", folder)
     plan, _ = open_prediction(folder)
     ranks = ranks_of(plan)
-    _, writing = run("codegen", folder, "--ranks", ",".join(map(str, ranks)), "-q")
+    _, writing = run("codegen", folder, "--ranks", ",".join(map(str, ranks)))
     name = f"{case.model} {case.size}"
     print(f"| {name} | {case.devices} | {case.batch} | {planning:.1f} | {showing:.1f} | {writing:.1f} |", flush=True)
     reports = [rehearse(folder, plan, rank) for rank in ranks]
@@ -87,7 +89,7 @@ def ranks_of(plan: Plan) -> list[int]:
 
 def rehearse(folder: Path, plan: Plan, rank: int) -> dict[str, Any]:
     """Dry-run a rank, print its line, and return its report. Raises AssertionError where it does other tasks."""
-    text, seconds = run("launch", folder / "program", "--dry-run", "--device", "meta", "--rank", rank, "--json", "-q")
+    text, seconds = run("launch", folder / "program", "--dry-run", "--device", "meta", "--rank", rank, "--json")
     report: dict[str, Any] = json.loads(text)
     assert report["tasks"] == [str(task) for task in plan.schedule.tasks[rank]]
     predicted, counted = plan.summary.peak_memory_bytes[rank], report["peak_memory_bytes"]
@@ -127,8 +129,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", type=int, choices=range(len(CASES)))
     parser.add_argument("folder", type=Path, nargs="?")
-    asked = parser.parse_args()
-    chosen = CASES if asked.case is None else CASES[asked.case : asked.case + 1]
+    asked = parse_arguments(parser)
+    chosen = (TINY,) if asked.tiny else CASES if asked.case is None else CASES[asked.case : asked.case + 1]
     if asked.folder is not None:
         measure_all(asked.folder, chosen)
     else:

@@ -45,11 +45,6 @@ def compare(contestants: Sequence[Contestant], ranks: int, rounds: int) -> dict[
     return found
 
 
-def autopipe(*words: object) -> None:
-    """Run a command of autopipe."""
-    subprocess.run([sys.executable, "-m", "autopipe", *map(str, words), "-q"], check=True, stdout=subprocess.DEVNULL)
-
-
 def _load(program: Path, options: Sequence[str], number: int) -> Callable[[], None]:
     """A step of one program on this rank, set up."""
     for name in [name for name in sys.modules if name.startswith("stage_")]:

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+from command_line import parse_arguments
+
 from autopipe.configs.cluster_file import build_cluster
 from autopipe.configs.presets import cluster_preset
 from autopipe.configs.zoo import build, configure
@@ -101,7 +103,7 @@ def main() -> None:
     parser.add_argument("--unbalance", type=float, default=0.08)
     parser.add_argument("--time-limit", type=float, default=30.0)
     parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, models=["two-branch"], time_limit=5.0)
     table: list[tuple[object, ...]] = [HEADER]
     print(*HEADER, sep="  ")
     for name in arguments.models:

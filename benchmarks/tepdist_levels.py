@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import onnx
 import onnx.inliner
+from command_line import parse_arguments
 
 from autopipe.configs.cluster_file import build_cluster
 from autopipe.configs.presets import cluster_preset
@@ -115,7 +116,7 @@ def main() -> None:
     parser.add_argument("--cluster", default="a100-80gb")
     parser.add_argument("--only", nargs="*", default=[], help="models of the zoo")
     parser.add_argument("--write", type=Path, help="a page with a heading of the part's name")
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, devices=[4], only=["two-branch"])
     import scipy.optimize  # noqa: F401  Loaded before anything is timed.
 
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]

@@ -13,6 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from command_line import parse_arguments
+
 from autopipe.configs.cluster_file import build_cluster
 from autopipe.configs.presets import cluster_preset
 from autopipe.configs.zoo import MODELS, build, configure
@@ -48,7 +50,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="samples of a step")
     parser.add_argument("--level", default="O2", choices=["O2", "O3", "O4"])
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the model")
-    options = parser.parse_args()
+    options = parse_arguments(parser, models=["two-branch"], devices=[4], batch=4)
     settings = dict(word.split("=", 1) for word in options.set)
     print("model devices tepdist_ms data_parallel_ms pase_ms pipedream_ms pipedream_sweep_ms search_s")
     with tempfile.TemporaryDirectory() as folder:

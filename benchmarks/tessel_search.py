@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from command_line import parse_arguments
 from ortools.sat.python import cp_model  # noqa: F401 - imported before anything is timed
 
 from autopipe.ir.blocks import BlockGraph
@@ -49,7 +50,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[4, 8, 16, 32])
     parser.add_argument("--units", type=int, nargs="+", default=[64])
     parser.add_argument("--time-limit", type=float, default=10.0)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, devices=[4], units=[8], time_limit=1.0)
     print(COLUMNS.format("devices", "shape", "period s", "all s", "period", "bound", "proven", "makespan", "memory"))
     for devices in arguments.devices:
         for name in SHAPES:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 
+from command_line import parse_arguments
+
 from autopipe.cli.bench.graphpipe.models import problem_of
 from autopipe.cli.bench.graphpipe.planned import AS_PUBLISHED, answer_of
 from autopipe.cli.bench.graphpipe.steps import graph_step, sequential_step
 from autopipe.configs.zoo import MODELS
 
-DEVICES = (4, 8)
 SAMPLES = 32
 STRATEGIES = ("graphpipe", "pipedream", "pipedream" + AS_PUBLISHED, "piper")
 
@@ -34,12 +35,13 @@ def main() -> None:
     """Print a row a model and number of devices."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", metavar="MODEL", choices=sorted(MODELS), help="repeatable")
+    parser.add_argument("--devices", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--as-graphs", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, only=["two-branch"], devices=[4])
     print(f"| model | devices | {' | '.join(STRATEGIES)} | gain |")
     print(f"|{'---|' * (3 + len(STRATEGIES))}")
     for model in arguments.only or sorted(MODELS):
-        for devices in DEVICES:
+        for devices in arguments.devices:
             found = [throughput(each, model, devices, arguments.as_graphs) for each in STRATEGIES]
             ours, best = found[0] or 0.0, max(each for each in found[1:] if each is not None)
             cells = ("refused" if each is None else f"{each:,.0f}" for each in found)

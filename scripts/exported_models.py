@@ -34,6 +34,7 @@ from tests.exports.journey import (  # noqa: E402 - needs the path above
 )
 
 PASSES = "passes"
+SMALLEST = "squeezenet-onnx-static-forward"
 PACKAGES = ("torch", "transformers", "onnx", "onnxruntime")
 HEADER = (
     "model", "exporter", "shapes", "outputs", "strategy", "batch", "nodes", "devices of each stage",
@@ -68,8 +69,14 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="PATTERN", help="run only what has PATTERN in its name")
     parser.add_argument("--resume", action="store_true", help="run only what the table does not say has passed")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="journeys at a time")
+    parser.add_argument("--table", type=Path, default=TABLE, metavar="FILE", help="the page that holds the table")
+    parser.add_argument("--tiny", action="store_true", help="one small model: checks that this script runs")
     arguments = parser.parse_args()
-    rows = _former_rows() if arguments.only or arguments.resume else {}
+    if arguments.tiny:
+        parser.set_defaults(only=SMALLEST)
+        arguments = parser.parse_args()
+    table = arguments.table
+    rows = _former_rows(table) if arguments.only or arguments.resume else {}
     passed = {name for name, row in rows.items() if arguments.resume and row[-1] == PASSES}
     chosen = [each for each in all_journeys() if arguments.only in each.name and each.name not in passed]
     failures = 0
@@ -81,8 +88,8 @@ def main() -> int:
             failures += bool(outcome.failure)
             rows[name] = _row(outcome)
             print(f"{seconds:5.0f} s  {name}  {outcome.failure or PASSES}", flush=True)
-            _write(rows)
-    _write(rows)
+            _write(rows, table)
+    _write(rows, table)
     return 1 if failures else 0
 
 
@@ -113,7 +120,7 @@ def _row(outcome: Outcome) -> list[str]:
     ]
 
 
-def _write(rows: dict[str, list[str]]) -> None:
+def _write(rows: dict[str, list[str]], table: Path) -> None:
     """The table, rows in the order of the journeys."""
     journeys = all_journeys()
     ordered = [rows[journey.name] for journey in journeys if journey.name in rows]
@@ -127,14 +134,14 @@ def _write(rows: dict[str, list[str]]) -> None:
         total=len(journeys),
     )
     lines = [HEADER, ["---"] * len(HEADER), *ordered]
-    TABLE.write_text(text + "".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8")
+    table.write_text(text + "".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8")
 
 
-def _former_rows() -> dict[str, list[str]]:
+def _former_rows(table: Path) -> dict[str, list[str]]:
     """The rows that the table holds, by the journey's name: a journey and its row agree in the first six columns."""
-    if not TABLE.exists():
+    if not table.exists():
         return {}
-    lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][2:]
+    lines = [line for line in table.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][2:]
     rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines]
     by_key = {tuple(row[:6]): row for row in rows}
     keys = {journey.name: tuple(_row(Outcome(journey))[:6]) for journey in all_journeys()}

@@ -1,0 +1,202 @@
+"""Every script of `benchmarks/` and `scripts/` runs in its smallest sizes, and prints figures."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks"
+
+MODULES = {"auto_table", "command_line", "side_by_side"}
+"""What the scripts import."""
+
+PRINTED = {
+    "checkpoint_saving": r"12 MiB.*\non the steps' thread {n} \(first {n}\)\nbeside it {n}; restoring {n}\n",
+    "initialisation": r"(?:.+ 1 threads +{n} s processor time +{n} s on the clock\n){{3}}",
+    "many_micro_batches": r'\{{"search_s": {n}, "simulate_s": {n}, "tasks": 96, "step": {n}\}}\n',
+    "min_sum": r"model .*\n(?:(?:transformer|inception) +4 +0 +\d+ +\d+ +\d+(?: +(?:{n}|too large)){{5}}\n){{2}}",
+    "pase_search": r"alexnet +on 64 1080ti-pcie +{n} s \({n}\) +{n} s, proven\n",
+    "plan_llama": r'(?s)\{{\n "build": \{{\n  "seconds": {n}.*"peak_mib": {n}.*"passes": \{{.*"read": {n}.*\}}\n',
+    "tepdist_division": r"model .*\n(?:two-branch(?:  {n}){{10}}\n){{3}}",
+    "tepdist_levels": r"\| model .*\n\|[-|]+\n\| two-branch \| 4(?: \| {n}%?){{10}} \|\n",
+    "tepdist_outer": r"model .*\ntwo-branch 4(?: {n}){{6}} (?:SLOWER)?\n",
+    "tessel_search": r"devices .*\n(?: +4 +\w+(?: +{n} \({n}\)){{2}} +\d+ +\d+ +yes +\d+ +\d+\n){{5}}",
+    "zoo_strategies": r"\| model .*\n[-|]+\n\| two-branch \| 4(?: \| {n}){{5}} \|\n",
+}
+"""What scripts that plan and search print; `{n}` stands for a number."""
+
+RANKS = {
+    "gloo_collectives": r"ranks .*\n(?: +2 +4096 +(?:all-reduce|all-gather|reduce-scatter)(?: +{n}){{4}}\n){{3}}",
+    "memory": r"(?:gpt gpipe, recompute none, rank [01]: {n} predicted, {n} allocated, {n}\n){{2}}",
+    "one_device": r'(?s).*\{{"generated_s": {n}, "hand_written_s": {n}, "ratio": {n}, .*\}}\n',
+    "pipeline_step": r'(?s).*\{{"generated_s": {n}, "torch_pipelining_s": {n}, "ratio": {n}\}}\n',
+    "blocking": r'\{{"shape": "v", "overlapping": {n}, "blocking": {n}, "ratio": {n}\}}\n',
+    "auto_search": r"case .*\nsmall +{n} s +{n} s +{n} s +{n} s +{n} s  .* on 2 devices of .*\n",
+    "scale": (
+        r"\| [\w .]+(?: \| {n}){{5}} \|\n"
+        r"(?:\| \d of \d \| \d \| \d+ \| {n} GiB \| {n} GiB \({n} GiB\) \| {n} \|\n){{4}}"
+        r"no dry run took more than {n} GiB of memory\n"
+    ),
+}
+"""What scripts that start processes print."""
+
+SLOW = {
+    "auto_cases": r"candle-uno-paper/p=8 {n} s of processor time\n",
+    "auto_never_slower": r"\('mmt', '[\w-]+', 4\) \w+ \w+ {n}\n",
+    "fidelity": r"(?s)# Predicted .*\| dlrm \| one rank \| {n} ms \| {n} ms \| .*\| dlrm \| two stages \| {n} ms .*",
+    "graph_pipeline": r"\d+ cores.*\nmodel .*\ncandle-uno +4 +{n} ms +{n} ms +{n} +{n}\n",
+    "large_vocabulary": r'\{{"1f1b": {n}, "tessel": {n}, "speedup": {n}\}}\n',
+    "read_large_export": r'(?s).*\{{"seconds": {n}, "nodes": \d+, "nodes_after": \d+, "peak_mib": {n}\}}\n',
+}
+"""Smallest sizes take more than ten seconds, so that only parts of them run with all other tests."""
+
+NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
+
+
+def options(name: str, scratch: Path) -> list[str]:
+    """The command line of a script's smallest run."""
+    logs = {"auto_cases", "auto_never_slower", "fidelity"}
+    log = ["--log", str(scratch / "log.jsonl")] if name in logs else []
+    return [*(["zoo"] if name == "tepdist_levels" else []), *log, "--tiny"]
+
+
+def checked(name: str, printed: str, form: str) -> None:
+    """Assert that the whole output has this form."""
+    assert re.fullmatch(form.format(n=NUMBER), printed), f"{name} printed\n{printed}"
+
+
+def run_apart(path: Path, *words: str) -> str:
+    """What a script prints, in a process of its own."""
+    done = subprocess.run([sys.executable, str(path), *words], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As where a script is started: what stands beside it can be imported."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return monkeypatch
+
+
+def run_here(here: pytest.MonkeyPatch, name: str, *words: str) -> None:
+    """Run a script in this process."""
+    here.setattr(sys, "argv", [f"{name}.py", *words])
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+
+
+def test_every_script_has_a_smallest_run() -> None:
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*PRINTED, *RANKS, *SLOW, *MODULES}
+    assert {path.name for path in (ROOT / "scripts").iterdir()} == {"environment.sh", "exported_models.py"}
+
+
+@pytest.mark.parametrize("name", sorted(PRINTED))
+def test_searches(name: str, here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run_here(here, name, *options(name, tmp_path))
+    checked(name, capsys.readouterr().out, PRINTED[name])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", sorted(RANKS))
+def test_processes(name: str, tmp_path: Path) -> None:
+    checked(name, run_apart(FOLDER / f"{name}.py", *options(name, tmp_path)), RANKS[name])
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", sorted(SLOW))
+def test_slow_ones(name: str, tmp_path: Path) -> None:
+    checked(name, run_apart(FOLDER / f"{name}.py", *options(name, tmp_path)), SLOW[name])
+
+
+@pytest.mark.parametrize("name", sorted(SLOW))
+def test_options_of_slow_ones(name: str, here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_here(here, name, "--help")
+    assert ended.value.code == 0
+    assert "--tiny" in capsys.readouterr().out
+
+
+def test_programs_of_a_large_vocabulary(here: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from argparse import Namespace
+
+    script = runpy.run_path(str(FOLDER / "large_vocabulary.py"))
+    sizes = Namespace(layers=4, hidden=32, heads=2, vocabulary=512, sequence=16, micro_batches=4)
+    contestants = script["build"](sizes, tmp_path)
+    assert [each.name for each in contestants] == ["1f1b", "tessel"]
+    for each in contestants:
+        assert len(list(each.program.glob("rank_*.py"))) == script["RANKS"]
+
+
+def test_programs_of_a_graph_pipeline(here: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = runpy.run_path(str(FOLDER / "graph_pipeline.py"))
+    case = next(each for each in script["CASES"][4] if each.model == "candle-uno")
+    steps = {}
+    for name in script["NAMES"]:
+        program, steps[name] = script["build"](case, tmp_path, name, 2)
+        assert len(list(program.glob("rank_*.py"))) == 4
+    assert steps["graph"] < steps["sequential"]
+
+
+def test_reading_a_large_export(here: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from autopipe.configs.zoo import build, configure
+
+    path = tmp_path / "model.onnx"
+    build(configure("two-branch", {"loss": True, "weights": "none"})).save(path)
+    figures = runpy.run_path(str(FOLDER / "read_large_export.py"))["read"](path, 1)
+    assert set(figures) == {"seconds", "nodes", "nodes_after", "peak_mib"}
+    assert all(math.isfinite(value) for value in figures.values())
+
+
+def test_pages_of_logs(here: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = [{"case": "mmt-paper/p=8", "seconds": 1.0, "rows": [
+        {"metric": "step_time_s", "ours": 0.5, "note": "grid"},
+        {"metric": "speedup", "variant": "auto over piper", "theirs": 1.2, "ours": 1.3, "note": ""},
+    ]}]  # fmt: skip
+    log, page = tmp_path / "log.jsonl", tmp_path / "page.md"
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    run_here(here, "auto_cases", "--log", str(log), "--table", str(page))
+    assert "| piper | 1.20 | 1.30 |  |  |" in page.read_text(encoding="utf-8")
+    single = {"single_strategy": "grid", "single_schedule": "kfkb", "single_step_s": 2.0, "single_again_s": 2.0}
+    found = {"strategy": "grid", "schedule": "tessel", "step_s": 1.0, "samples_per_s": 4.0, "ideal_s": 0.5}
+    rest = {"model": "mmt", "preset": "cpu-local", "devices": 4, "micro_batches": 2, "search_s": 1.0, "cell_s": 1.0}
+    log.write_text(json.dumps(single | found | rest) + "\n", encoding="utf-8")
+    run_here(here, "auto_never_slower", "--log", str(log), "--table", str(page))
+    assert "| 2.000 | 4 | 50% |" in page.read_text(encoding="utf-8")
+
+
+def test_a_page_of_measured_steps(here: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = [
+        {"model": "gpt", "layout": layout, "predicted_s": 0.1, "launches_s": [0.1, 0.2, 0.3], "nodes": [3, 4]}
+        | {"processor": "CPU", "cores": 2, "time": "2026-01-01 00:00"}
+        for layout in ("one rank", "two stages", "two stages, searched")
+    ]
+    log, page = tmp_path / "log.jsonl", tmp_path / "page.md"
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    run_here(here, "fidelity", "--log", str(log), "--rounds", "0", "--write", str(page))
+    assert "| gpt | one rank | 100.0 ms | 200.0 ms | -50.0% |" in page.read_text(encoding="utf-8")
+
+
+def test_a_table_of_exported_models_without_rows(tmp_path: Path) -> None:
+    table = tmp_path / "table.md"
+    told = run_apart(ROOT / "scripts" / "exported_models.py", "--only", "no such model", "--table", str(table))
+    assert told == ""
+    assert "**0 of 0 rows pass.**" in table.read_text(encoding="utf-8")
+
+
+@pytest.mark.sweep
+def test_a_row_of_the_table_of_exported_models(tmp_path: Path) -> None:
+    table = tmp_path / "table.md"
+    told = run_apart(ROOT / "scripts" / "exported_models.py", "--tiny", "--table", str(table))
+    assert re.fullmatch(rf" *{NUMBER} s  \S+  passes\n", told)
+    text = table.read_text(encoding="utf-8")
+    assert "**1 of 1 rows pass.**" in text
+    assert text.splitlines()[-1].endswith("| passes |")
