@@ -26,7 +26,9 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 @click.option("--steps", type=click.IntRange(min=1), help="Steps in all [1; in inference over a file all of it].")
 @click.option("--data", help="FILE.npz or module:function; random data without it.")
 @click.option(
-    "--seed", type=click.IntRange(min=0), help="Seed of random data and of weights that the model does not store."
+    "--seed",
+    type=click.IntRange(min=0),
+    help="Seed of random data, of Dropout, and of weights that the model does not store.",
 )
 @click.option("--nnodes", default="1", show_default=True, metavar="N|MIN:MAX", help="Number of machines.")
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks on each machine [an equal share].")

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run.")
 @click.option("--data", help="FILE.npz or module:function; random data without it.")
 @click.option(
-    "--seed", type=click.IntRange(min=0), help="Seed of random data and of weights that the model does not store."
+    "--seed",
+    type=click.IntRange(min=0),
+    help="Seed of random data, of Dropout, and of weights that the model does not store.",
 )
 @click.option(
     "--tolerance",

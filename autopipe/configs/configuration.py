@@ -210,4 +210,4 @@ class Configuration:
     """Time that each search may take."""
 
     seed: Annotated[int, AtLeast(0)] = 0
-    """Seed of searches and of random weights and data."""
+    """Seed of searches, and of random weights, data and masks."""
