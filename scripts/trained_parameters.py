@@ -28,6 +28,7 @@ from tests.exports.trained_parameters import NOT_EXPORTED, compared, unexplained
 PACKAGES = ("torch", "transformers", "onnx", "onnxscript")
 HEADER = ("model", "exporter", "numbers", "torch", "before", "here", "result")
 EQUAL = "equal"
+SMALLEST = "gpt2-torchscript-trained"
 TEXT = """# What is trained, compared with torch
 
 Made by `python scripts/trained_parameters.py` with {versions}; `./test -m sweep tests/exports` asserts it.
@@ -49,9 +50,14 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="PATTERN", help="run only what has PATTERN in its name")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="models at a time")
     parser.add_argument("--before", action="store_true", help="fill the column `before`")
+    parser.add_argument("--table", type=Path, default=TABLE, metavar="FILE", help="the page that holds the table")
+    parser.add_argument("--tiny", action="store_true", help="one small model: checks that this script runs")
     arguments = parser.parse_args()
+    if arguments.tiny:
+        parser.set_defaults(only=SMALLEST)
+        arguments = parser.parse_args()
     every = [*all_traced(fresh=False), *all_traced(fresh=True)]
-    rows = _former_rows(every)
+    rows = _former_rows(every, arguments.table)
     chosen = [each for each in every if arguments.only in each.name]
     failures = 0
     context = multiprocessing.get_context("spawn")
@@ -64,7 +70,8 @@ def main() -> int:
             rows[traced.name] = [torch, here, *former[2:]] if arguments.before else [torch, former[1], here, result]
             failures += result.startswith("wrong")
             print(f"{traced.name}: {torch} {here} {result}", flush=True)
-            _write(every, rows)
+            _write(every, rows, arguments.table)
+    _write(every, rows, arguments.table)
     return 1 if failures and not arguments.before else 0
 
 
@@ -80,7 +87,7 @@ def _found(traced: Traced) -> tuple[str, str, str]:
     return f"{found.torch:,}", f"{found.here:,}", said.replace("|", "/")
 
 
-def _write(every: list[Traced], rows: dict[str, list[str]]) -> None:
+def _write(every: list[Traced], rows: dict[str, list[str]], table: Path) -> None:
     ordered = [(each, rows[each.name]) for each in every if each.name in rows]
     results = [row[-1] for _, row in ordered]
     equal = sum(result == EQUAL for result in results)
@@ -93,7 +100,7 @@ def _write(every: list[Traced], rows: dict[str, list[str]]) -> None:
         wrong=wrong,
     )
     lines = [HEADER, ["---"] * len(HEADER), *([*_key(each), *row] for each, row in ordered)]
-    TABLE.write_text(text + "".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8")
+    table.write_text(text + "".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8")
 
 
 def _key(traced: Traced) -> list[str]:
@@ -101,11 +108,11 @@ def _key(traced: Traced) -> list[str]:
     return [traced.model, exporter, "fresh" if traced.fresh else "trained"]
 
 
-def _former_rows(every: list[Traced]) -> dict[str, list[str]]:
+def _former_rows(every: list[Traced], table: Path) -> dict[str, list[str]]:
     """What the table holds, by name."""
-    if not TABLE.exists():
+    if not table.exists():
         return {}
-    lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][2:]
+    lines = [line for line in table.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][2:]
     cells = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines]
     by_key = {tuple(row[:3]): row[3:] for row in cells}
     return {each.name: by_key[tuple(_key(each))] for each in every if tuple(_key(each)) in by_key}

@@ -58,6 +58,9 @@ SLOW = {
 }
 """Smallest sizes take more than ten seconds, so that only parts of them run with all other tests."""
 
+TABLES = {"exported_models": "**{} of {} rows pass.**", "trained_parameters": "**{} of {} rows are equal**"}
+"""What the pages that scripts write say of their rows."""
+
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 
 
@@ -95,7 +98,10 @@ def run_here(here: pytest.MonkeyPatch, name: str, *words: str) -> None:
 
 def test_every_script_has_a_smallest_run() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == {*PRINTED, *RANKS, *SLOW, *MODULES}
-    assert {path.name for path in (ROOT / "scripts").iterdir()} == {"environment.sh", "exported_models.py"}
+    assert {path.name for path in (ROOT / "scripts").iterdir()} == {
+        "environment.sh",
+        *(f"{name}.py" for name in TABLES),
+    }
 
 
 @pytest.mark.parametrize("name", sorted(PRINTED))
@@ -185,18 +191,18 @@ def test_a_page_of_measured_steps(here: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert "| gpt | one rank | 100.0 ms | 200.0 ms | -50.0% |" in page.read_text(encoding="utf-8")
 
 
-def test_a_table_of_exported_models_without_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sorted(TABLES))
+def test_tables_of_exports_without_rows(name: str, tmp_path: Path) -> None:
     table = tmp_path / "table.md"
-    told = run_apart(ROOT / "scripts" / "exported_models.py", "--only", "no such model", "--table", str(table))
+    told = run_apart(ROOT / "scripts" / f"{name}.py", "--only", "no such model", "--table", str(table))
     assert told == ""
-    assert "**0 of 0 rows pass.**" in table.read_text(encoding="utf-8")
+    assert TABLES[name].format(0, 0) in table.read_text(encoding="utf-8")
 
 
 @pytest.mark.sweep
-def test_a_row_of_the_table_of_exported_models(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sorted(TABLES))
+def test_a_row_of_the_tables_of_exports(name: str, tmp_path: Path) -> None:
     table = tmp_path / "table.md"
-    told = run_apart(ROOT / "scripts" / "exported_models.py", "--tiny", "--table", str(table))
-    assert re.fullmatch(rf" *{NUMBER} s  \S+  passes\n", told)
-    text = table.read_text(encoding="utf-8")
-    assert "**1 of 1 rows pass.**" in text
-    assert text.splitlines()[-1].endswith("| passes |")
+    told = run_apart(ROOT / "scripts" / f"{name}.py", "--tiny", "--table", str(table))
+    assert len(told.splitlines()) == 1
+    assert TABLES[name].format(1, 1) in table.read_text(encoding="utf-8")
