@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
-    help="Largest relative difference taken for equal [1e-5; 2e-2 in bf16, fp16].",
+    help="Largest relative difference taken for equal [what types, depth and conditioning of the model come to].",
 )
 @standard_options
 def verify(
@@ -43,27 +43,48 @@ def verify(
     Example:
       autopipe verify gpt.plan/program --device cpu
     """
+    from autopipe.backends.torch.runtime.data import check_data
     from autopipe.backends.torch.runtime.manifest import read_manifest
-    from autopipe.cli.verification import Verification
+    from autopipe.cli.verification import Verification, precision_of_program
     from autopipe.ir.errors import VerificationError
 
     manifest = read_manifest(program.absolute())
-    limit = tolerance if tolerance is not None else 1e-5 if manifest.precision == "fp32" else 2e-2
+    check_data(manifest, data, 1)
     arguments = ["--device", device]
     arguments += ["--data", data] if data else []
     arguments += ["--seed", str(seed)] if seed is not None else []
+    precision = precision_of_program(manifest)
     with tempfile.TemporaryDirectory() as scratch, output.progress("verifying", total=4) as bar:
-        checks = list(Verification(manifest, arguments, data, seed, Path(scratch)).run(bar.advance))
-    result = {"tolerance": limit, "checks": [check.as_json() for check in checks]}
-    failed = [check for check in checks if not check.worst.relative <= limit]
-    verdict = f"{'not equal' if failed else 'equal'}: the limit is {limit:g}"
-    output.result(result | {"equal": not failed}, *_lines(checks), verdict)
+        run = Verification(manifest, arguments, data, seed, Path(scratch), precision, tolerance)
+        checks = list(run.run(bar.advance))
+    failed = [check for check in checks if not check.worst.relative <= check.limit]
+    limit = precision.limit if tolerance is None else tolerance
+    parts = f" = {precision}" if tolerance is None else ""
+    verdict = f"{'not equal' if failed else 'equal'}: the limit is {limit:.2g}{parts}"
+    result = {
+        "tolerance": limit,
+        "precision": {"dtype": precision.dtype, "depth": precision.depth},
+        "checks": [check.as_json() for check in checks],
+    }
+    output.result(result | {"equal": not failed}, *_lines(checks), *_measured(checks), verdict)
     if failed:
         check = failed[0]
         raise VerificationError(
-            f"{check.compared}: {check.worst.relative:.2e} away from {check.reference} (limit {limit:g})",
+            f"{check.compared}: {check.worst.relative:.2e} away from {check.reference} (limit {check.limit:.2g})",
             where=repr(check.worst.tensor),
         )
+
+
+def _measured(checks: Sequence[Check]) -> Iterator[str]:
+    """What was measured where the least limit did not do."""
+    for check in checks:
+        if check.response:
+            yield (
+                f"{check.compared}: the limit of {check.worst.tensor!r} is {check.limit:.2g}, since one unit "
+                f"in the last place of every input and weight changes it by {check.response:.1e}"
+            )
+        if check.note:
+            yield f"{check.compared}: {check.note}"
 
 
 def _lines(checks: Sequence[Check]) -> Iterator[str]:

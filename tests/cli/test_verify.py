@@ -9,25 +9,32 @@ from types import SimpleNamespace
 import pytest
 
 from autopipe.backends.torch.runtime import manifest
-from autopipe.backends.torch.verification import Difference
+from autopipe.backends.torch.verification import Difference, Precision
 from autopipe.cli import verification
 from autopipe.cli.main import main
-from autopipe.cli.verification import Check
+from autopipe.cli.verification import Check, Verification
 
 LONG = "/transformer/h.11/attn/c_attn/weight_that_is_called_by_a_name_of_more_than_eighty_characters_in_all"
+
+LIMIT = "4.2e-06 = 3.6e-07 (float32 through 54 nodes and back) + 3.8e-06 (sums in any order)"
 
 
 @pytest.fixture
 def gradients_apart_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Makes `verify` find this difference without running anything."""
 
-    def prepare(relative: float) -> None:
-        def run(self: object, advance: Callable[[], None]) -> Iterator[Check]:
-            yield Check("loss of the ranks", "one device", 1, Difference("loss", 0.0))
-            yield Check("gradients of the ranks", "one device", 68, Difference(LONG, relative))
+    def prepare(relative: float, response: float = 0.0) -> None:
+        def run(self: Verification, advance: Callable[[], None]) -> Iterator[Check]:
+            responses = {LONG: response}
+            yield self._check("loss of the ranks", "one device", [Difference("loss", 0.0)], lambda: responses)
+            others = [Difference("other", 5e-7)]
+            yield self._check(
+                "gradients of the ranks", "one device", [*others, Difference(LONG, relative)], lambda: responses
+            )
 
-        monkeypatch.setattr(verification.Verification, "run", run)
-        monkeypatch.setattr(manifest, "read_manifest", lambda folder: SimpleNamespace(precision="fp32"))
+        monkeypatch.setattr(Verification, "run", run)
+        monkeypatch.setattr(manifest, "read_manifest", lambda folder: SimpleNamespace())
+        monkeypatch.setattr(verification, "precision_of_program", lambda manifest: Precision("float32", 54))
 
     return prepare
 
@@ -35,13 +42,13 @@ def gradients_apart_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Non
 def test_equal_runs(
     gradients_apart_by: Callable[[float], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gradients_apart_by(6.9e-8)
+    gradients_apart_by(7e-7)
     assert main(["verify", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "compared                with        tensors  difference  worst",
         "loss of the ranks       one device        1    0.00e+00  loss",
-        f"gradients of the ranks  one device       68    6.90e-08  {LONG}",
-        "equal: the limit is 1e-05",
+        f"gradients of the ranks  one device        2    7.00e-07  {LONG}",
+        f"equal: the limit is {LIMIT}",
     ]
 
 
@@ -51,8 +58,8 @@ def test_runs_that_differ_name_the_worst_tensor(
     gradients_apart_by(2e-3)
     assert main(["verify", str(tmp_path)]) == 5
     shown = capsys.readouterr()
-    assert shown.out.endswith("not equal: the limit is 1e-05\n")
-    assert shown.err == f"error: {LONG!r}: gradients of the ranks: 2.00e-03 away from one device (limit 1e-05)\n"
+    assert shown.out.endswith(f"not equal: the limit is {LIMIT}\n")
+    assert shown.err == f"error: {LONG!r}: gradients of the ranks: 2.00e-03 away from one device (limit 4.2e-06)\n"
 
 
 def test_a_tolerance_of_zero_is_taken_at_its_word(
@@ -68,3 +75,23 @@ def test_a_plan_is_told_from_its_program(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["verify", str(tmp_path)]) == 2
     hint = capsys.readouterr().err.splitlines()[1]
     assert hint == f"hint: it is a plan: autopipe codegen {tmp_path} makes {tmp_path / 'program'}"
+
+
+def test_conditioning_is_measured_where_the_least_limit_does_not_do(
+    gradients_apart_by: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gradients_apart_by(3e-5, 1e-5)
+    assert main(["verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        f"gradients of the ranks: the limit of {LONG!r} is 4.4e-05, since one unit in the last place of every input "
+        "and weight changes it by 1.0e-05",
+        f"equal: the limit is {LIMIT}",
+    ]
+    gradients_apart_by(1e-4, 1e-5)
+    assert main(["verify", str(tmp_path)]) == 5
+    assert "1.00e-04 away from one device (limit 4.4e-05)" in capsys.readouterr().err
+
+
+def test_a_given_tolerance_is_not_widened(gradients_apart_by: Callable[..., None], tmp_path: Path) -> None:
+    gradients_apart_by(3e-5, 1e-2)
+    assert main(["verify", str(tmp_path), "--tolerance", "1e-5", "-q"]) == 5

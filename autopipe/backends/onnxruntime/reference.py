@@ -39,9 +39,11 @@ class ReferenceModel:
         """Of its Dropouts those that were switched off."""
         used = {each.name for each in proto.graph.output}.union(*(node.input for node in _nodes(proto)))
         batches = 0 if train else sum(_switch_to_running_statistics(node, used) for node in _nodes(proto))
-        switched = self.dropouts + batches
-        path = _completed(model, proto, weights, Path(self._scratch.name)) if weights or switched else model
-        self._session = _open(path)
+        self.dtype, self.depth = _coarsest_type(proto), _depth(proto)
+        """Its coarsest floating type, and how many of its nodes follow one another."""
+        changed = bool(weights) or self.dropouts + batches > 0 or self.dtype == "bfloat16"
+        self._path = _completed(model, proto, weights, Path(self._scratch.name)) if changed else model
+        self._session = _open(self._path)
         self.inputs: dict[str, list[Any]] = {each.name: each.shape for each in self._session.get_inputs()}
         self.outputs: list[str] = [each.name for each in self._session.get_outputs()]
 
@@ -50,14 +52,82 @@ class ReferenceModel:
         known = {name: array for name, array in feeds.items() if name in self.inputs}
         return dict(zip(self.outputs, self._session.run(None, known), strict=True))
 
+    def optimize(self) -> None:
+        """From now on, run as ONNX Runtime does by itself, with its fusions."""
+        self._session = _open(self._path, optimized=True)
 
-def _open(path: Path) -> Any:
+
+def precision_of(model: Path) -> tuple[str, int]:
+    """A file's coarsest floating type, and how many of its nodes follow one another."""
+    import onnx
+
+    try:
+        proto = onnx.load(str(model), load_external_data=False)
+    except Exception as error:
+        raise _unreadable(model, error) from error
+    return _coarsest_type(proto), _depth(proto)
+
+
+_FLOATS = {11: "float64", 1: "float32", 10: "float16", 16: "bfloat16"}
+"""By TensorProto's numbers, coarsest last."""
+_TYPES = ("to", "dtype", "output_dtype")
+"""Attributes that are the type of a result."""
+
+
+def _coarsest_type(proto: onnx.ModelProto) -> str:
+    values = (*proto.graph.input, *proto.graph.output, *proto.graph.value_info)
+    used = {tensor.data_type for tensor in proto.graph.initializer}
+    used |= {value.type.tensor_type.elem_type for value in values}
+    for node in _nodes(proto):
+        used |= {each.i for each in node.attribute if each.name in _TYPES}
+        used |= {each.t.data_type for each in node.attribute if each.HasField("t")}
+    return next((name for number, name in reversed(_FLOATS.items()) if number in used), "float32")
+
+
+def _depth(proto: onnx.ModelProto) -> int:
+    """Nodes on the longest way through the graph; one that calls a function counts as all of the function's."""
+    sizes = {(function.domain, function.name): len(function.node) for function in proto.functions}
+    depths: dict[str, int] = {}
+    for node in proto.graph.node:
+        before = max((depths.get(name, 0) for name in node.input), default=0)
+        depths |= dict.fromkeys(node.output, before + sizes.get((node.domain, node.op_type), 1))
+    return max(depths.values(), default=1)
+
+
+def _widen(proto: onnx.ModelProto) -> None:
+    """Have bfloat16 be float32, since ONNX Runtime has hardly an operator for the former on CPUs. Numbers stay."""
+    import onnx
+    from onnx import numpy_helper
+
+    def widened(tensor: onnx.TensorProto) -> onnx.TensorProto:
+        return numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name)
+
+    narrow, wide = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
+    for tensor in proto.graph.initializer:
+        if tensor.data_type == narrow:
+            tensor.CopyFrom(widened(tensor))
+    for value in (*proto.graph.input, *proto.graph.output):
+        if value.type.tensor_type.elem_type == narrow:
+            value.type.tensor_type.elem_type = wide
+    del proto.graph.value_info[:]
+    for function in proto.functions:
+        del function.value_info[:]
+    for node in _nodes(proto):
+        for attribute in node.attribute:
+            if attribute.name in _TYPES and attribute.i == narrow:
+                attribute.i = wide
+            if attribute.HasField("t") and attribute.t.data_type == narrow:
+                attribute.t.CopyFrom(widened(attribute.t))
+
+
+def _open(path: Path, optimized: bool = False) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    # The reference is the model as written: no fusion that reorders arithmetic.
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if not optimized:
+        # The reference is the model as written: no fusion that reorders arithmetic.
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
@@ -107,6 +177,7 @@ def _completed(model: Path, proto: onnx.ModelProto, weights: Mapping[str, np.nda
     from onnx import external_data_helper, numpy_helper
 
     external_data_helper.load_external_data_for_model(proto, str(model.parent))
+    _widen(proto)
     have = {each.name for each in proto.graph.initializer}
     proto.graph.initializer.extend(
         numpy_helper.from_array(np.ascontiguousarray(array), name)

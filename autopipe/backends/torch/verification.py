@@ -18,12 +18,65 @@ _ROUNDING = 1e-6
 softmax has none, and what is left of it in float32 has no digits to compare. It is compared absolutely."""
 
 
+_UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""Largest relative rounding error of one result."""
+_SUMMED = 64
+"""Rounding errors of single precision by which sums differ that are added up in another order."""
+_RESPONSES = 4
+"""How many times what a rounding of every input and weight changes may come of the roundings of a whole step."""
+_NO_DIGITS = 0.1
+"""A tensor that is changed by more than this has no digits to compare: it is held against all that is compared."""
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """How far a tensor is from its reference: ‖a − b‖₂ / ‖b‖₂ in float64, absolute where ‖b‖ is 0."""
 
     tensor: str
     relative: float
+    share: float = 1.0
+    """How large the reference is beside all that is compared, by norms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What a model computes in: its coarsest floating type, and how many nodes follow one another."""
+
+    dtype: str
+    depth: int
+
+    @property
+    def step(self) -> float:
+        """The distance of neighbouring numbers, relative to them: one unit in the last place."""
+        return 2 * _UNITS[self.dtype]
+
+    @property
+    def rounding(self) -> float:
+        """What roundings of results, forwards and backwards, come to: each is up to half a step, and they are
+        independent."""
+        return _UNITS[self.dtype] * math.sqrt(2 * self.depth / 3)
+
+    @property
+    def summing(self) -> float:
+        """What sums in another order come to; narrow types are added up in single precision."""
+        return _SUMMED * min(_UNITS[self.dtype], _UNITS["float32"])
+
+    @property
+    def limit(self) -> float:
+        """The largest difference between two right results of a well-conditioned step."""
+        return self.rounding + self.summing
+
+    def limit_of(self, found: Difference, response: float) -> float:
+        """The largest difference for a tensor that one step of every input and weight changes by `response`."""
+        if response > _NO_DIGITS:
+            return self.limit / max(found.share, self.limit)
+        return self.limit + _RESPONSES * response
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rounding:.1e} ({self.dtype} through {self.depth} nodes and back) + "
+            f"{self.summing:.1e} (sums in any order)"
+        )
 
 
 def difference(name: str, ours: np.ndarray, reference: np.ndarray, scale: float = 0.0) -> Difference:
@@ -45,7 +98,7 @@ def difference(name: str, ours: np.ndarray, reference: np.ndarray, scale: float 
     norm = float(np.linalg.norm(right[np.isfinite(right)]))
     if norm <= _ROUNDING * scale:
         norm = scale
-    return Difference(name, distance / norm if norm else distance)
+    return Difference(name, distance / norm if norm else distance, norm / scale if scale else 1.0)
 
 
 def gradient_differences(ranks: Manifest, recorded: Path, expected: Path) -> Iterator[Difference]:

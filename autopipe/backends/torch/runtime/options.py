@@ -26,6 +26,8 @@ class Options:
     """Folder for each rank's measured spans."""
     record: Path | None = None
     """Folder for each rank's losses and gradients of the first step, or outputs; for verification."""
+    perturb: float = 0.0
+    """How much, relative to them, to change every number of inputs and parameters; for verification."""
     report: Path | None = None
     """File for one JSON line a step, written by rank 0."""
     outputs: Path | None = None
@@ -56,6 +58,7 @@ def parse_options(arguments: list[str]) -> Options:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--record", type=Path)
+    parser.add_argument("--perturb", type=float, default=0.0)
     parser.add_argument("--report", type=Path)
     parser.add_argument("--outputs", type=Path)
     parser.add_argument("--blocking", action="store_true")

@@ -34,7 +34,7 @@ from autopipe.backends.torch.runtime.outputs import OutputCollector
 from autopipe.backends.torch.runtime.parameters import Arguments, load_constants, load_parameters, torch_dtype
 from autopipe.backends.torch.runtime.pulse import ENDED, Pulse
 from autopipe.backends.torch.runtime.random_streams import Random
-from autopipe.backends.torch.runtime.recording import record_gradients
+from autopipe.backends.torch.runtime.recording import moved, record_gradients
 from autopipe.backends.torch.runtime.report import Reporter
 from autopipe.backends.torch.runtime.stage import Stage
 from autopipe.backends.torch.runtime.transport import Transport
@@ -143,6 +143,9 @@ class Rank:
         if self.options.blocking:
             self.meeting = transport.make_meeting()
         self.parameters = load_parameters(manifest, self.number, self.device, self.seed, self.valueless is None)
+        if self.options.perturb:
+            for index, tensor in self.parameters.items():
+                tensor.data = moved(tensor.data, self.options.perturb, index)
         names = {name for module, _ in self._modules.values() for name in module.CONSTANTS}
         constants = load_constants(manifest.folder, names, self.device)
         named = constants | {f"w{index}": tensor for index, tensor in self.parameters.items()}
@@ -276,7 +279,8 @@ class Rank:
         size = self.manifest.batch_size // self.manifest.micro_batches_at(stage)
         sample = self.samples_done + micro_batch * size
         block = torch.from_numpy(read_block(self.source, self.manifest, entry, sample, data.box))
-        return block.to(self.device, torch_dtype(entry.dtype), non_blocking=True)
+        found = block.to(self.device, torch_dtype(entry.dtype), non_blocking=True)
+        return moved(found, self.options.perturb, sample) if self.options.perturb else found
 
     def begin_drawing(self, stage: int, micro_batch: int, random: Random) -> None:
         """Have the stage's random operators draw what belongs to one of its micro-batches of this step."""

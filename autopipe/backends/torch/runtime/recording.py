@@ -1,4 +1,4 @@
-"""What verification compares: each rank's gradients after they are added up."""
+"""What verification compares: each rank's gradients after they are added up, and how much a rounding changes them."""
 
 from __future__ import annotations
 
@@ -16,3 +16,12 @@ def record_gradients(folder: Path, rank: int, gradients: dict[int, torch.Tensor]
         wide = gradient if gradient.dtype is torch.float64 else gradient.float()
         found[str(index)] = wide.cpu().numpy()
     np.savez(folder / f"gradients_{rank:03d}.npz", **found)  # type: ignore[arg-type]
+
+
+def moved(tensor: torch.Tensor, step: float, key: int) -> torch.Tensor:
+    """The tensor with each number a relative `step` larger or smaller, as `key` decides; whole numbers stay."""
+    if not tensor.is_floating_point():
+        return tensor
+    signs = np.random.default_rng(key).integers(0, 2, tensor.shape, np.int8)
+    factors = 1 + (torch.from_numpy(2 * signs - 1) * step).to(torch.float64)
+    return (tensor.double() * factors.to(tensor.device)).to(tensor.dtype)
