@@ -76,7 +76,7 @@ def take_apart(model: onnx.ModelProto, metadata: Mapping[str, str], numbers: Num
             copy = graph.initializer.add()
             copy.CopyFrom(held[merged])
             copy.name = name
-            if signature and name not in signature.parameters | signature.buffers and not name.endswith(CONSTANT):
+            if signature and not (signature.names(name) or name.endswith(CONSTANT)):
                 graph.value_info.append(signature.stated(copy, merged))
             if not signature and _is_doubtful(model, name, held[merged], numbers):
                 doubtful.append(name)

@@ -71,6 +71,10 @@ class Signature:
         names = (name, *self.folded.get(name, ()))
         return frozenset(NUMBERED.sub("", each) for each in names if each not in self.parameters)
 
+    def names(self, name: str) -> bool:
+        """Whether a tensor is called as a parameter or a buffer is."""
+        return name in self.parameters or name in self.buffers
+
     def trains(self, name: str) -> bool:
         """Whether a tensor is a parameter, perhaps in a folded form."""
         return bool(self.origins(name))
