@@ -46,7 +46,7 @@ Made by `OMP_NUM_THREADS=1 python benchmarks/fidelity.py --log docs/fidelity.jso
 {first} to {last} (UTC) on {cores} cores ({processor}), one thread a rank, ranks not more than cores.
 
 Every model of the zoo, as `autopipe zoo build` makes it, trains on {micro_batches} micro-batches of {size} samples.
-`autopipe profile` measured its operators and tasks for {seconds:g} s, for two ranks with the other core busy and
+`autopipe profile` measured its operators and tasks for {seconds:g} s, for two ranks
 (`--ranks 2`) with messages: what their ends take comes from a run of the model in two stages of 8 micro-batches.
 `plan --costs` predicted the step from that, and the generated program was launched {launches} times right afterwards:
 the median of {steps} steps each, and of the launches the middle one. Two ranks have a stage each (`pipedream`, no
@@ -127,7 +127,7 @@ def rows_of(model: Path, ranks: int, arguments: argparse.Namespace, folder: Path
     costs = folder / f"{name}.costs"
     batch = ("--batch-size", arguments.size * arguments.micro_batches, "--micro-batches", arguments.micro_batches)
     sizes = ("--micro-batch-sizes", arguments.size, "--degrees", "", "--device", "cpu", "--seconds", arguments.seconds)
-    others = ("--company", ranks - 1, "--ranks", ranks) if ranks > 1 else ()
+    others = ("--ranks", ranks) if ranks > 1 else ()
     _run("profile", model, *sizes, *others, "-o", costs)
     cluster = ("--gpus", ranks, "--cluster", "cpu-local", "--costs", costs)
     plans = {layout: folder / f"{name}.{ranks}.{number}.plan" for number, layout in enumerate(LAYOUTS[ranks])}

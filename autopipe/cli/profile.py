@@ -24,14 +24,9 @@ from autopipe.configs.configuration import Configuration
 )
 @click.option("--degrees", metavar="D,…", default="2", show_default=True, help="Ways to split operators; none: ''.")
 @click.option(
-    "--company",
-    type=click.IntRange(0, 1024),
-    default=0,
-    show_default=True,
-    help="Processes that keep other cores busy meanwhile, as other ranks do.",
-)
-@click.option(
-    "--ranks", type=click.IntRange(2, 64), help="Also measure messages and collectives between so many ranks."
+    "--ranks",
+    type=click.IntRange(2, 64),
+    help="Also measure messages and collectives between ranks.",
 )
 @click.option(
     "--source",
@@ -53,7 +48,6 @@ def profile(
     threads: int,
     micro_batch_sizes: str | None,
     degrees: str,
-    company: int,
     ranks: int | None,
     source: str,
     seconds: float,
@@ -83,13 +77,15 @@ def profile(
         check_writable(target)
         costs = merged(map(read_costs, files))
     else:
-        from autopipe.cli.profiling.session import Profiling
+        from autopipe.cli.profiling.session import Profiling, check_ranks
         from autopipe.cli.request import request_of
 
         if len(files) > 1:
             raise click.UsageError("give one MODEL, or --merge and the cost files")
         target = target or Path(f"{files[0]}.costs")
         check_writable(target)
+        if ranks is not None and device != "cuda":
+            check_ranks(ranks, threads)
         profiling = Profiling(
             request=request_of(configuration, files[0]),
             sizes=None if micro_batch_sizes is None else parsed_sizes(micro_batch_sizes, "--micro-batch-sizes"),
@@ -97,9 +93,7 @@ def profile(
             device=device,
             name=name,
             threads=threads,
-            company=company,
             ranks=ranks,
-            crowd=ranks or 1,
             source=source,
             seconds=seconds,
         )

@@ -86,9 +86,6 @@ class DeviceDescription:
     efficiency: Efficiencies
     """Fractions of peak and bandwidth that classes of operators reach."""
 
-    processors: DeviceCount | None = None
-    """How many processors all devices of a node share, where devices are processes; each has its own without it."""
-
 
 @dataclass(frozen=True, slots=True)
 class LevelDescription:
@@ -123,5 +120,4 @@ def device_of(description: DeviceDescription) -> Device:
         bandwidth_bytes_per_s=description.bandwidth,
         launch_latency_s=description.launch_latency,
         efficiency=tuple(efficiencies),
-        processors=description.processors,
     )

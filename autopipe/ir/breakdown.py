@@ -21,8 +21,6 @@ class Breakdown:
     """The busiest device waits for others, though messages took no time."""
     imbalance_s: float = 0.0
     """Devices have less to do than the busiest."""
-    contention_s: float = 0.0
-    """Several devices that share a processor are at work, so that all are slower."""
     messages_s: float = 0.0
     """What stages send one another, as far as no computation hides it."""
     collectives_s: float = 0.0

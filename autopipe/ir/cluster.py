@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopipe.ir.costs import Affine, ExchangeCost, Oversubscription, TaskCosts
+from autopipe.ir.costs import Affine, ExchangeCost, TaskCosts
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp64")
@@ -50,12 +50,6 @@ class Device:
 
     follow: Affine | None = None
     """What it takes of each further message of the same task, where that was measured."""
-
-    processors: int | None = None
-    """How many processors all devices of a node share, where devices are processes; None where each has its own."""
-
-    oversubscriptions: tuple[Oversubscription, ...] = ()
-    """What more ranks than that take besides waiting for one another, where that was measured."""
 
     def __hash__(self) -> int:
         # Devices are keys of many tables, and what tells them apart is at the front.

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
-
-import numpy as np
 
 from autopipe.ir.graph import Attribute, Value
 from autopipe.ir.ops import qualified_name
@@ -19,15 +17,10 @@ from autopipe.ir.placement import Split
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def work_of(collective: str) -> str:
-    """The kind of what a collective takes of a rank's own processor: it waits for others the rest of the time."""
-    return f"{collective}_work"
-
-
 MESSAGES = ("send", "post", "follow")
 """What is measured of messages between ranks: on their way, what an end of one takes of its rank's own time, and what
 one of each further message along with it does."""
-EXCHANGES = (*MESSAGES, *(name for kind in COLLECTIVES for name in (kind, work_of(kind))))
+EXCHANGES = (*MESSAGES, *COLLECTIVES)
 """What is measured between ranks: messages, and collectives by the size of their group."""
 
 
@@ -181,22 +174,6 @@ class ExchangeCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Oversubscription:
-    """More ranks than there are processors: they share the caches too, and find less of their own there."""
-
-    ranks: int
-    slowdown: float
-    """How many times the processor time that their tasks take where each has a processor; at least 1."""
-
-
-def slowdown_of(oversubscriptions: Sequence[Oversubscription], ranks: int, processors: int) -> float:
-    """How many times its processor time a task takes where so many ranks share so many processors: on the line between
-    those that were measured, and beyond them as with the most."""
-    counts = [processors, *(each.ranks for each in oversubscriptions)]
-    return float(np.interp(ranks, counts, [1.0, *(each.slowdown for each in oversubscriptions)]))
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceCosts:
     """All that was measured on one kind of device."""
 
@@ -206,10 +183,6 @@ class DeviceCosts:
     operations: tuple[OperationCost, ...] = ()
     tasks: TaskCosts | None = None
     exchanges: tuple[ExchangeCost, ...] = ()
-    processors: int | None = None
-    """How many ranks of such a kind the machine runs at full speed; None where each has a device of its own."""
-    oversubscriptions: tuple[Oversubscription, ...] = ()
-    """What more ranks than that take, in the order of their numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +217,6 @@ def _joined(first: DeviceCosts, second: DeviceCosts) -> DeviceCosts:
         operations=_latest((*first.operations, *second.operations), lambda each: each.operation),
         tasks=second.tasks or first.tasks,
         exchanges=_latest((*first.exchanges, *second.exchanges), lambda each: (each.kind, each.ranks)),
-        processors=second.processors or first.processors,
-        oversubscriptions=second.oversubscriptions or first.oversubscriptions,
     )
 
 

@@ -73,22 +73,11 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Processor:
-    """Devices that share a processor: where several of them are at work, all are slower."""
-
-    devices: tuple[int, ...]
-    slowdown: float = 1.0
-    """How many times its processor time a task takes because so many devices share the processors' caches."""
-
-
-@dataclass(frozen=True, slots=True)
 class Prediction:
     """Stages in order, and the messages of one micro-batch: of the largest, where stages have different ones."""
 
     stages: tuple[StagePrediction, ...] = ()
     messages: tuple[Message, ...] = ()
-    processors: tuple[Processor, ...] = ()
-    """Those of nodes with more devices than processors; seconds of stages are those on a processor of one's own."""
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:

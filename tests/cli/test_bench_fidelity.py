@@ -136,7 +136,7 @@ def test_two_ranks_run_all_plans_of_a_tiny_model(command_line: CommandLine, monk
     monkeypatch.setitem(subjects.SUBJECTS, "rnnlm", {})
     monkeypatch.setattr(subjects, "BATCH", 8)
     costs = command_line.folder / "machine.costs"
-    costs.write_text(costs_text(Costs((DeviceCosts("any", ("nothing",), processors=1),))), encoding="utf-8")
+    costs.write_text(costs_text(Costs((DeviceCosts("any", ("nothing",)),))), encoding="utf-8")
     words = ("--only", "rnnlm", "--ranks", "2", "--costs", costs, "--minutes", "0", "--write", "page.md")
     rows = json.loads(command_line.done("bench", "fidelity", *words, "--json").out)["rows"]
     figures = {(row["metric"], row["variant"]): row for row in rows}

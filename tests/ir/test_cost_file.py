@@ -19,12 +19,10 @@ from autopipe.ir.costs import (
     ExchangeCost,
     Operation,
     OperationCost,
-    Oversubscription,
     TaskCosts,
     TensorCosts,
     Timing,
     merged,
-    slowdown_of,
 )
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.serial.cost_file import costs_text, read_costs
@@ -66,10 +64,6 @@ DEVICES = st.builds(
     st.lists(operation_costs(), max_size=3).map(tuple),
     st.none() | TASKS,
     st.lists(EXCHANGE_COSTS, max_size=2).map(tuple),
-    st.none() | st.integers(1, 3),
-    st.lists(
-        st.builds(Oversubscription, st.integers(4, 99), st.floats(1, 9)), max_size=3, unique_by=lambda each: each.ranks
-    ).map(lambda entries: tuple(sorted(entries, key=lambda each: each.ranks))),
 )
 COSTS = st.lists(DEVICES, min_size=1, max_size=2, unique_by=lambda each: each.device).map(tuple).map(Costs)
 
@@ -105,13 +99,6 @@ def test_merged_costs_hold_all_and_the_later_one_counts() -> None:
     assert merged([both, both]) == both
 
 
-def test_ranks_between_measured_ones_slow_one_another_down_as_the_line_says() -> None:
-    crowds = (Oversubscription(4, 1.2), Oversubscription(8, 1.4))
-    found = [slowdown_of(crowds, ranks, 2) for ranks in (1, 2, 3, 4, 6, 8, 64)]
-    assert found == pytest.approx([1.0, 1.0, 1.1, 1.2, 1.3, 1.4, 1.4])
-    assert slowdown_of((), 64, 2) == 1.0
-
-
 FORM = json.loads(costs_text(Costs((a_device(an_operation("float32[1]", 1.0)),))))
 
 
@@ -122,13 +109,6 @@ def broken(*path: str | int, to: object) -> dict[str, Any]:
         place = place[key]
     place[path[-1]] = to
     return form
-
-
-def crowded(*entries: tuple[int, float]) -> dict[str, Any]:
-    """The form, on two processors, with these ranks and slowdowns."""
-    device = FORM["devices"][0] | {"processors": 2}
-    crowds = [{"ranks": ranks, "slowdown": slowdown} for ranks, slowdown in entries]
-    return FORM | {"devices": [device | {"oversubscriptions": crowds}]}
 
 
 OPERATION = ("devices", 0, "operations", 0)
@@ -152,10 +132,6 @@ OPERATION = ("devices", 0, "operations", 0)
         (broken(*OPERATION, "forward", "s", to=-1), "expected a number, at least 0"),
         (broken(*OPERATION, "forward", "s", to="1"), "forward.s is"),
         (broken(*OPERATION, "forward", "repetitions", to=0), "forward.repetitions is 0"),
-        (crowded((4, 0.9)), "oversubscriptions[0].slowdown is 0.9"),
-        (crowded((0, 1.0)), "oversubscriptions[0].ranks is 0"),
-        (crowded((2, 1.0)), "from above the 2 processors on"),
-        (crowded((8, 1.2), (4, 1.1)), "from above the 2 processors on"),
     ],
 )
 def test_what_is_no_cost_file_is_refused(tmp_path: Path, form: object, says: str) -> None:

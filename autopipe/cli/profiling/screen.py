@@ -56,8 +56,6 @@ def _lines(device: DeviceCosts) -> Iterator[str]:
             f"besides its operators a forward takes {seconds_text(tasks.forward_s)}, a backward"
             f" {seconds_text(tasks.backward_s)}; an operator whose gradients wait {seconds_text(tasks.waiting_s)} more"
         )
-    for crowd in device.oversubscriptions:
-        yield f"{crowd.ranks} ranks on {device.processors} processors: {crowd.slowdown:.2f} times the processor time"
     for each in device.exchanges:
         rate = f", then {bytes_text(round(1 / each.fit.per_byte_s))}/s" if each.fit.per_byte_s else ""
         yield f"{each.kind.replace('_', '-')} of {each.ranks} ranks: {seconds_text(each.fit.fixed_s)}{rate}"

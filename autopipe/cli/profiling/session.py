@@ -13,19 +13,17 @@ from pathlib import Path
 import torch
 
 from autopipe.backends.onnxruntime import profiler as onnxruntime_profiler
-from autopipe.backends.torch.profiler.company import company
 from autopipe.backends.torch.profiler.operators import measure_operations
 from autopipe.backends.torch.profiler.tasks import Starts, measure_starts, measure_tasks
 from autopipe.backends.torch.profiler.watch import Watch
 from autopipe.backends.torch.runtime.processors import processor_count
 from autopipe.cli.output import Bar
-from autopipe.cli.profiling.crowds import measure_oversubscription
 from autopipe.cli.profiling.exchanges import exchanges_of, in_pipeline
 from autopipe.cli.profiling.medley import LONGER, write_medley, write_rows
 from autopipe.cli.profiling.pipeline import write_pipeline
 from autopipe.cli.profiling.samples import Group, groups_of, models_of
-from autopipe.cli.profiling.whole import Whole, measure_whole, whole_program
-from autopipe.ir.costs import DeviceCosts, ExchangeCost, OperationCost, Oversubscription, TaskCosts
+from autopipe.cli.profiling.whole import Whole, measure_whole
+from autopipe.ir.costs import DeviceCosts, ExchangeCost, OperationCost, TaskCosts
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import Model
@@ -35,7 +33,6 @@ _WHOLE = 0.15
 _TASKS = 0.1
 _STARTS = 0.15
 _EXCHANGES = 0.3
-_CROWDS = 0.25
 """Parts of the time."""
 
 
@@ -53,12 +50,8 @@ class Profiling:
     name: str | None
     """What to call the device."""
     threads: int
-    company: int
-    """Processes that keep other cores busy while operators are measured."""
     ranks: int | None
     """How many exchange messages; exchanges are not measured where None."""
-    crowd: int
-    """How many ranks run at once at most: if more than there are processors, their taking turns is measured."""
     source: str
     """`torch` or `onnxruntime`."""
     seconds: float
@@ -74,10 +67,7 @@ class Profiling:
         train = models[0][1].mode is Mode.TRAIN and self.source == "torch"
         groups = tuple(groups_of(models, self.request.precision, self.degrees))
         started = time.perf_counter()
-        with (
-            tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch,
-            company(self.company, self.threads, self._common(models, Path(scratch))),
-        ):
+        with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch:
             measured, refused = self._operations(groups, device, train, Path(scratch), bar)
             tasks, starts = None, Starts()
             if train:
@@ -88,7 +78,6 @@ class Profiling:
             if self.source == "torch":
                 bar.reach(time.perf_counter() - started, note="the whole model")
                 wholes = self._wholes(models, [cost for _, cost in measured], tasks, starts, device, Path(scratch))
-        crowds = self._crowds(models, device, bar, started)
         sizes = tuple(size for size, _ in models)
         costs = DeviceCosts(
             device=self.name or self._product(device),
@@ -96,20 +85,11 @@ class Profiling:
             operations=tuple(wholes.get(size, Whole()).of(cost) for size, cost in measured),
             tasks=None if tasks is None else _of_model(tasks, starts, wholes),
             exchanges=(),
-            processors=self._processors if device.type == "cpu" else None,
-            oversubscriptions=crowds,
         )
         if self.ranks is not None:
             bar.reach(time.perf_counter() - started, note=f"exchanges of {self.ranks} ranks")
             costs = replace(costs, exchanges=self._exchanges(self.ranks, models, device, costs))
         return costs, tuple(dict.fromkeys(refused))
-
-    def _common(self, models: Sequence[tuple[int, Model]], scratch: Path) -> Path | None:
-        """A program of what other ranks would do: the model, on micro-batches of middling size."""
-        if not self.company or self.source != "torch":
-            return None
-        model = _middling(models)
-        return whole_program(model, self.request.precision, scratch / "company", self.company)
 
     def _device(self) -> torch.device:
         wanted = self.device
@@ -126,7 +106,6 @@ class Profiling:
     ) -> tuple[list[tuple[int, OperationCost]], list[str]]:
         """All groups, one after the other, an equal part of the time each; by the size of micro-batches."""
         rest = 1.0 - _WHOLE - (_TASKS + _STARTS if train else 0.0) - (_EXCHANGES if self.ranks is not None else 0.0)
-        rest -= _CROWDS if self._crowded(device) else 0.0
         each = rest * self.seconds / max(1, len(groups))
         found: list[tuple[int, OperationCost]] = []
         refused: list[str] = []
@@ -160,34 +139,13 @@ class Profiling:
                 found[size] = whole
         return found
 
-    @property
-    def _processors(self) -> int:
-        return max(1, processor_count() // self.threads)
-
-    def _crowded(self, device: torch.device) -> bool:
-        """Whether ranks that take turns on the processors are measured."""
-        return self.crowd > self._processors and device.type == "cpu" and self.source == "torch"
-
-    def _crowds(
-        self, models: Sequence[tuple[int, Model]], device: torch.device, bar: Bar, started: float
-    ) -> tuple[Oversubscription, ...]:
-        """What ranks take that take turns on the processors, by micro-batches of middling size."""
-        if not self._crowded(device):
-            return ()
-        bar.reach(time.perf_counter() - started, note=f"{self.crowd} ranks taking turns")
-        model = _middling(models)
-        with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch:
-            return measure_oversubscription(
-                model, self.request.precision, self._processors, self.crowd, Path(scratch), _CROWDS * self.seconds
-            )
-
     def _exchanges(
         self, ranks: int, models: Sequence[tuple[int, Model]], device: torch.device, costs: DeviceCosts
     ) -> tuple[ExchangeCost, ...]:
-        """Messages and collectives; messages' ends by the model's pipeline, on micro-batches of middling size, where no
-        ranks share a processor: it shows what messages interrupt, and sharing ranks' wait until nothing computes."""
+        """Messages and collectives; messages' ends by the model's pipeline, on micro-batches of middling size,
+        which shows what messages interrupt."""
         exchanges = exchanges_of(ranks, device.type, _EXCHANGES * self.seconds)
-        if self.source != "torch" or (device.type == "cpu" and ranks > self._processors):
+        if self.source != "torch":
             return exchanges
         model = _middling(models)
         with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch:
@@ -222,11 +180,20 @@ class Profiling:
             f"{self.request.model.name} on micro-batches of {', '.join(map(str, sizes))}",
             datetime.datetime.now(datetime.UTC).date().isoformat(),
         ]
-        if self.company:
-            parts.insert(-1, f"beside {self.company} busy process{'es' if self.company > 1 else ''}")
         if self.ranks is not None:
             parts.insert(-1, f"{self.ranks} ranks")
         return ", ".join(parts)
+
+
+def check_ranks(ranks: int, threads: int) -> None:
+    """Raise ConfigurationError unless each of a machine's ranks has processors of its own."""
+    processors = processor_count() // threads
+    if ranks > max(2, processors):
+        raise ConfigurationError(
+            f"{ranks} ranks on {processor_count()} processors would share them, and time one another",
+            hint=f"--ranks {max(2, processors)}",
+            where="--ranks",
+        )
 
 
 def _middling(models: Sequence[tuple[int, Model]]) -> Model:

@@ -12,14 +12,14 @@ from autopipe.ir.program import Program
 from autopipe.passes.frontend import Model
 
 _MOST_BYTES = 2**32
-"""Of the model with all that it holds, in all processes that run it: a larger one is not run as a whole."""
+"""Of the model with all that it holds: a larger one is not run as a whole."""
 _STANDSTILL = Optimizer(lr=0.0)
 """Some models diverge where they train on random samples for long."""
 
 
-def is_small(model: Model, precision: str, processes: int = 1) -> bool:
-    """Whether so many processes may each run the model."""
-    return processes * sum(map(bytes_of, samples_of(model, precision))) <= _MOST_BYTES
+def is_small(model: Model, precision: str) -> bool:
+    """True if the model may run as a whole."""
+    return sum(map(bytes_of, samples_of(model, precision))) <= _MOST_BYTES
 
 
 def write_timed(model: Model, precision: str, program: Program, folder: Path) -> None:

@@ -84,13 +84,13 @@ def measure_whole(
     )
 
 
-def whole_program(model: Model, precision: str, folder: Path, processes: int = 1) -> Path | None:
-    """Write a one-device program to `folder`; None where that cannot be, or so many processes are too large.
+def whole_program(model: Model, precision: str, folder: Path) -> Path | None:
+    """Write a one-device program to `folder`; None where that cannot be, or the model is too large.
 
     It runs some forwards and backwards, one after the other: by itself one would find the caches as the update left
     them.
     """
-    if not is_small(model, precision, processes):
+    if not is_small(model, precision):
         return None
     loss = model.loss if model.mode is Mode.TRAIN else None
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 
 from autopipe.ir.costs import (
@@ -16,7 +15,6 @@ from autopipe.ir.costs import (
     ExchangeCost,
     Operation,
     OperationCost,
-    Oversubscription,
     TaskCosts,
     TensorCosts,
     Timing,
@@ -50,10 +48,6 @@ def read_costs(path: Path) -> Costs:
 
 def _device_text(costs: DeviceCosts) -> str:
     head: dict[str, object] = {"device": costs.device, "measured": list(costs.measured)}
-    if costs.processors is not None:
-        head["processors"] = costs.processors
-    if costs.oversubscriptions:
-        head["oversubscriptions"] = [asdict(each) for each in costs.oversubscriptions]
     parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     if costs.tasks is not None:
         parts.append(f'"tasks": {json.dumps(_tasks_form(costs.tasks), allow_nan=False)}')
@@ -68,33 +62,13 @@ def _device_text(costs: DeviceCosts) -> str:
 
 
 def _device_of(record: Record) -> DeviceCosts:
-    processors = record.at("processors").integer(1) if record.has("processors") else None
     return DeviceCosts(
         device=record.at("device").text(),
         measured=tuple(each.text() for each in record.at("measured").items()),
         operations=tuple(_operation_of(each) for each in record.at("operations").items()),
         tasks=_tasks_of(record.at("tasks")) if record.has("tasks") else None,
         exchanges=tuple(_exchange_of(each) for each in record.at("exchanges").items()),
-        processors=processors,
-        oversubscriptions=_oversubscriptions_of(record, processors or 1),
     )
-
-
-def _oversubscriptions_of(record: Record, processors: int) -> tuple[Oversubscription, ...]:
-    if not record.has("oversubscriptions"):
-        return ()
-    entries = record.at("oversubscriptions")
-    found = tuple(_oversubscription_of(each) for each in entries.items())
-    if any(first >= second for first, second in pairwise((processors, *(each.ranks for each in found)))):
-        entries.refuse(f"more and more ranks, from above the {processors} processors on")
-    return found
-
-
-def _oversubscription_of(record: Record) -> Oversubscription:
-    slowdown = record.at("slowdown").number()
-    if slowdown < 1:
-        record.at("slowdown").refuse("a number, at least 1")
-    return Oversubscription(record.at("ranks").integer(1), slowdown)
 
 
 def _operation_form(cost: OperationCost) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopipe.ir.placement import Placement
-from autopipe.ir.prediction import Message, Prediction, Processor, StagePrediction
+from autopipe.ir.prediction import Message, Prediction, StagePrediction
 from autopipe.ir.serial.record import Record
 from autopipe.ir.turn import Turn
 
@@ -17,14 +17,11 @@ _TURNS = ("source_turn", "source_turns", "target_turn", "target_turns")
 def prediction_form(prediction: Prediction) -> dict[str, object]:
     """The predictions as lists, dicts and scalars; a message is a list whose columns `message_columns` names."""
     turns = any(message.source_turn.of * message.target_turn.of > 1 for message in prediction.messages)
-    form: dict[str, object] = {
+    return {
         "stages": [dataclasses.asdict(stage) for stage in prediction.stages],
         "message_columns": [*_MESSAGE, *(_TURNS if turns else ())],
         "messages": [_message_form(message, turns) for message in prediction.messages],
     }
-    if prediction.processors:
-        form["processors"] = [dataclasses.asdict(each) for each in prediction.processors]
-    return form
 
 
 def _message_form(message: Message, turns: bool) -> list[object]:
@@ -40,13 +37,7 @@ def prediction_of(record: Record, placement: Placement) -> Prediction:
     if len(found) != len(placement.stages):
         stages.refuse(f"one entry for each of {len(placement.stages)} stages")
     messages = tuple(_message_of(each, placement) for each in record.at("messages").items())
-    shared = record.at("processors").items() if record.has("processors") else ()
-    return Prediction(found, messages, tuple(map(_processor_of, shared)))
-
-
-def _processor_of(record: Record) -> Processor:
-    slowdown = record.at("slowdown").number() if record.has("slowdown") else 1.0
-    return Processor(record.at("devices").integers(), slowdown)
+    return Prediction(found, messages)
 
 
 def _stage_of(record: Record) -> StagePrediction:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Cluster, Level, Link, slower
-from autopipe.ir.costs import Affine, work_of
+from autopipe.ir.costs import Affine
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +133,7 @@ def measured_moves(cluster: Cluster, group: Sequence[int]) -> Affine | None:
 
 
 def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Cost | None:
-    """What was measured of a collective of so many ranks in one node, or lies between what was of fewer and of more.
-
-    Where devices share processors that is the work of a rank's own threads, if it was measured, but at least what makes
-    the collective of all its ranks take as long as it did: while one rank waits for another to get a processor, there
-    may be nobody else to use its own.
-    """
+    """What was measured of a collective of so many ranks in one node, or lies between what was of fewer and of more."""
     device = cluster.devices[group[0]]
     known = device.collectives
     alike = known and len({cluster.devices[device] for device in group}) == 1
@@ -148,11 +143,6 @@ def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Cost | None:
     line = _between({each.ranks: each.fit for each in known if each.kind == kind}, ranks)
     if line is None:
         return None
-    if device.processors is not None and device.processors < min(cluster.devices_per_node, cluster.size):
-        work = _between({each.ranks: each.fit for each in known if each.kind == work_of(kind)}, ranks)
-        if work is not None:
-            share = min(1.0, device.processors / ranks)
-            line = Affine(max(work.fixed_s, share * line.fixed_s), max(work.per_byte_s, share * line.per_byte_s))
     return Cost((line,))
 
 

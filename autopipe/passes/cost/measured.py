@@ -84,8 +84,6 @@ def _measured_device(device: Device, found: DeviceCosts) -> Device:
         collectives=tuple(each for each in found.exchanges if each.kind not in MESSAGES),
         post=messages.get("post"),
         follow=messages.get("follow"),
-        processors=found.processors or device.processors,
-        oversubscriptions=found.oversubscriptions,
     )
 
 

@@ -30,15 +30,13 @@ def breakdown(
         return sum(weight * value for weight, value in zip(weights, values, strict=True))
 
     busiest = max(each.total_s for each in own)
-    free = _step_seconds(placement, schedule, replace(prediction, processors=())) if prediction.processors else step_s
-    silent = _step_seconds(placement, schedule, _silent(prediction)) if prediction.messages else free
+    silent = _step_seconds(placement, schedule, _silent(prediction)) if prediction.messages else step_s
     update = average(weight * each.update_s for weight, each in zip(weights, single, strict=True))
     return Breakdown(
         ideal_s=ideal,
         bubble_s=silent - busiest,
         imbalance_s=average(busiest - each.total_s for each in own),
-        contention_s=step_s - free,
-        messages_s=free - silent,
+        messages_s=step_s - silent,
         collectives_s=average(each.exchange_s for each in own),
         gradients_s=average(each.gradients_s for each in own),
         recomputation_s=average(each.recomputation_s for each in own),
@@ -107,8 +105,8 @@ def _step_seconds(placement: Placement, schedule: Schedule, prediction: Predicti
 
 
 def _silent(prediction: Prediction) -> Prediction:
-    """The same where messages take no time, and every device has a processor of its own."""
+    """The same where messages take no time."""
     messages = tuple(
         replace(each, forward_bytes=0, backward_bytes=0, forward_s=0.0, backward_s=0.0) for each in prediction.messages
     )
-    return replace(prediction, messages=messages, processors=())
+    return replace(prediction, messages=messages)

@@ -29,12 +29,9 @@ class Alike:
 
 
 def alike(schedule: Schedule, stage_devices: Sequence[Sequence[int]], prediction: Prediction) -> Alike:
-    """The lanes and links of a step. Devices that share processors are each for itself."""
-    if prediction.processors:
-        lanes: Lanes = tuple((device,) for device in range(schedule.devices))
-    else:
-        lanes = lanes_of(stage_devices, schedule.tasks)
-    links, messages = _links(lanes, prediction.messages, not prediction.processors)
+    """The lanes and links of a step."""
+    lanes = lanes_of(stage_devices, schedule.tasks)
+    links, messages = _links(lanes, prediction.messages)
     return Alike(
         Schedule(schedule.micro_batches, tuple(schedule.tasks[devices[0]] for devices in lanes)),
         lane_groups(stage_devices, lanes),
@@ -44,7 +41,7 @@ def alike(schedule: Schedule, stage_devices: Sequence[Sequence[int]], prediction
     )
 
 
-def _links(lanes: Lanes, messages: Sequence[Message], merged: bool) -> tuple[Links, tuple[Message, ...]]:
+def _links(lanes: Lanes, messages: Sequence[Message]) -> tuple[Links, tuple[Message, ...]]:
     """The pairs of devices by what they exchange, and the messages of the first pair of each kind.
 
     Both directions count: a link carries activations one way, of some stages, and gradients of others.
@@ -52,8 +49,6 @@ def _links(lanes: Lanes, messages: Sequence[Message], merged: bool) -> tuple[Lin
     between: dict[tuple[int, int], list[Message]] = {}
     for each in messages:
         between.setdefault((min(each.source, each.target), max(each.source, each.target)), []).append(each)
-    if not merged:
-        return tuple((pair,) for pair in between), tuple(messages)
     lane = {device: index for index, devices in enumerate(lanes) for device in devices}
     found: dict[Hashable, list[tuple[int, int]]] = {}
     for (low, high), carried in between.items():

@@ -36,7 +36,6 @@ def is_chain(graph: StageGraph, prediction: Prediction) -> bool:
         and set(graph.edges) >= set(itertools.pairwise(range(stages)))
         and not graph.turns
         and graph.pipeline_count == 1
-        and not prediction.processors
     )
 
 

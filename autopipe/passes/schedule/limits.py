@@ -51,8 +51,7 @@ def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) 
 
     The longest way of one micro-batch, and each device's computation between the earliest start and the least that
     follows; where backwards can be split, what follows is what their first halves need, and splitting costs nothing
-    here, since whole ones do without. The update comes after. Nor is a step shorter than the work of devices that share
-    a processor takes on it.
+    here, since whole ones do without. The update comes after.
     """
     stages = StageGraph.of(problem, placement)
     units = problem.micro_batches // stages.pipeline_count
@@ -60,20 +59,7 @@ def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) 
         return 0.0
     free = replace(prediction, stages=tuple(replace(each, split_s=0.0) for each in prediction.stages))
     blocks = stage_blocks(stages, free, problem.train, _TICK_S, split=problem.train, up=False)
-    alone = makespan_bound(blocks.graph, units) * _TICK_S + least_end(stages, prediction)
-    return max(alone, _shared_bound(stages, prediction, units, problem.train))
-
-
-def _shared_bound(stages: StageGraph, prediction: Prediction, units: int, train: bool) -> float:
-    """The most that devices sharing a processor have to do."""
-    work: dict[int, float] = {}
-    for stage, (devices, predicted) in enumerate(zip(stages.stage_devices, prediction.stages, strict=True)):
-        tasks = predicted.forward_s + train * predicted.backward_s
-        seconds = units * stages.turns_at(stage) * tasks + predicted.gradient_s + predicted.update_s
-        for device in devices:
-            work[device] = work.get(device, 0.0) + seconds
-    totals = (each.slowdown * sum(work.get(device, 0.0) for device in each.devices) for each in prediction.processors)
-    return max(totals, default=0.0)
+    return makespan_bound(blocks.graph, units) * _TICK_S + least_end(stages, prediction)
 
 
 def least_end(stages: StageGraph, prediction: Prediction) -> float:

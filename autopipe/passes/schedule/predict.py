@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
-from autopipe.ir.cluster import Cluster
-from autopipe.ir.costs import slowdown_of
 from autopipe.ir.placement import Placement
-from autopipe.ir.prediction import Prediction, Processor, StagePrediction
+from autopipe.ir.prediction import Prediction, StagePrediction
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Task
 from autopipe.passes.cost.stages import StageCost, stage_costs
@@ -23,25 +20,7 @@ def predict(problem: Problem, placement: Placement) -> Prediction:
 
 def predicted(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> Prediction:
     """The same where it is known what the stages cost."""
-    processors = shared_processors(problem.cluster)
-    return Prediction(tuple(map(_stage, costs)), stage_messages(problem, placement), processors)
-
-
-def shared_processors(cluster: Cluster) -> tuple[Processor, ...]:
-    """The processors of each node that has fewer of them than devices, which take them in turn as their ranks do
-    (`backends/torch/runtime/processors.py`)."""
-    if all(device.processors is None for device in cluster.kinds):
-        return ()
-    nodes: defaultdict[int, list[int]] = defaultdict(list)
-    for device in range(cluster.size):
-        nodes[cluster.node(device)].append(device)
-    owned = ((tuple(devices), cluster.devices[devices[0]]) for devices in nodes.values())
-    return tuple(
-        Processor(devices[first :: one.processors], slowdown_of(one.oversubscriptions, len(devices), one.processors))
-        for devices, one in owned
-        if one.processors and one.processors < len(devices)
-        for first in range(one.processors)
-    )
+    return Prediction(tuple(map(_stage, costs)), stage_messages(problem, placement))
 
 
 def task_ticks(problem: Problem, placement: Placement) -> Ticks:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 
 from autopipe.ir.errors import InfeasibleError
@@ -13,14 +12,13 @@ from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.timeline import Span, Timeline, Transfer
 from autopipe.passes.schedule.alike import alike
 from autopipe.passes.schedule.footprint import memory_curves, static_memory
-from autopipe.passes.schedule.shared_processor import SharedProcessor
 from autopipe.passes.schedule.wires import HALF, PHASES, WHOLE, kind_of, wires_of
 
 StageDevices = Sequence[Sequence[int]]
 """The device group of each stage."""
 
-_ARRIVES, _ENDS, _MAY_END = range(3)
-"""Events: a message for a task arrives, a task ends, or one on a shared processor does unless others began since."""
+_ARRIVES, _ENDS = range(2)
+"""Events: a message for a task arrives, a task ends."""
 
 
 def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Prediction) -> Timeline:
@@ -30,7 +28,7 @@ def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Predic
     soon as their task is done and overlap with computation; those of one directed link follow one another. Of a split
     backward the first half receives and sends; the second waits for the first alone. When a
     device has run its last task, gradients are summed stage by stage (a stage's devices together) and parameters
-    updated, as the generated programs do. Devices that share a processor slow one another down.
+    updated, as the generated programs do.
     """
     costs = prediction.stages
     one = alike(schedule, stage_devices, prediction)
@@ -72,21 +70,14 @@ class _Run:
         half = PHASES.index(Phase.INPUT_GRADIENT)
         self.split = {task for order in self.orders for task in order if task // self.count % len(PHASES) == half}
         self._add_end(stage_devices, prediction)
-        self.shared = [SharedProcessor(each) for each in prediction.processors]
-        self.processors = {device: index for index, each in enumerate(prediction.processors) for device in each.devices}
-        """For each device that shares a processor, which one."""
-        self.due = [0] * len(self.shared)
-        """For each of them which event says when its next task ends; earlier ones count no more."""
         self.position = [0] * schedule.devices
         self.ready: dict[int, int] = {}
         """For each task that is next on some of its devices, how many of them are idle."""
         self.arrived: dict[int, int] = {}
         self.began: dict[int, float] = {}
-        self.running: dict[int, int] = {}
-        """For each task on a shared processor, on how many devices it still runs."""
         self.link_free: dict[tuple[int, int], float] = {}
         self.events: list[tuple[float, int, int, int]] = []
-        """(time, how many events were made before, task or processor, what happens)."""
+        """(time, number of events made before, task, event)."""
         self.made = 0
         """Number of events so far: those of one instant are handled in the order in which they were made."""
         self.spans: list[Span] = []
@@ -118,14 +109,12 @@ class _Run:
         for device in range(self.schedule.devices):
             self._go_on(device, 0.0)
         while self.events:
-            now, made, number, event = heapq.heappop(self.events)
+            now, _, number, event = heapq.heappop(self.events)
             if event == _ENDS:
                 self._finish(number, now)
-            elif event == _ARRIVES:
+            else:
                 self.arrived[number] = self.arrived.get(number, 0) + 1
                 self._start_if_it_can(number, now)
-            elif made == self.due[number]:
-                self._end_on(number, now)
         for device, order in enumerate(self.schedule.tasks):
             if self.position[device] < len(order):
                 raise InfeasibleError(
@@ -152,40 +141,9 @@ class _Run:
         self.began[task] = now
         for member in group:
             self.position[member] += 1
-        if not self.processors:
-            self._schedule(now + self.seconds[kind], task, _ENDS)
-            return
-        self.running[task] = len(group)
-        for member in group:
-            self._start_on(member, task, now)
-
-    def _start_on(self, device: int, task: int, now: float) -> None:
-        """One device's part of a task, where some devices share a processor."""
-        index, seconds = self.processors.get(device), self.seconds[task // self.count]
-        if index is None:
-            self._schedule(now + seconds, task, _ENDS)
-        else:
-            self.shared[index].begin(task, seconds, now)
-            self._look_again(index)
-
-    def _end_on(self, index: int, now: float) -> None:
-        """The next task on a shared processor ends on one device."""
-        task = self.shared[index].end(now)
-        self._look_again(index)
-        self._finish(task, now)
-
-    def _look_again(self, index: int) -> None:
-        """The speed of a shared processor has changed."""
-        if math.isfinite(end := self.shared[index].next_end):
-            self._schedule(end, index, _MAY_END)
-            self.due[index] = self.made
+        self._schedule(now + self.seconds[kind], task, _ENDS)
 
     def _finish(self, task: int, now: float) -> None:
-        """A task is done, or one device's part of it."""
-        if self.processors:
-            self.running[task] -= 1
-            if self.running[task]:
-                return
         kind = task // self.count
         group, start = self.devices[kind], self.began.pop(task)
         if kind < self.phases:

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.ir.costs import Affine, ExchangeCost
 from autopipe.passes.cost import communication
 from autopipe.passes.cost.communication import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, send
 from tests.passes.cost.graphs import cluster
@@ -70,15 +67,3 @@ def test_tied_together_a_gather_and_a_scatter_make_a_reduction() -> None:
     toy = cluster(8, 4)
     both = all_gather(toy, range(8)).seconds(1e8) + reduce_scatter(toy, range(8)).seconds(1e8)
     assert all_reduce(toy, range(8)).seconds(1e8) <= both * 1.001
-
-
-def test_measured_groups_that_share_processors_cost_their_own_work_and_take_as_long_as_they_did():
-    fits = (("all_reduce", 2, 4.0), ("all_reduce", 4, 8.0), ("all_reduce_work", 2, 1.0), ("all_reduce_work", 4, 5.0))
-    known = tuple(ExchangeCost(kind, ranks, Affine(seconds, 0.0), ()) for kind, ranks, seconds in fits)
-    alone = (4.0, 6.0, 8.0)
-    for processors, expected in ((None, alone), (4, alone), (2, (4.0, 4.0, 5.0)), (1, (2.0, 3.0, 5.0))):
-        base = cluster(4)
-        devices = tuple(replace(each, collectives=known, processors=processors) for each in base.devices)
-        measured = replace(base, devices=devices)
-        found = [all_reduce(measured, range(ranks)).seconds(1.0) for ranks in (2, 3, 4)]
-        assert found == pytest.approx(expected), processors

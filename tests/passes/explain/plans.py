@@ -23,12 +23,6 @@ def two_kinds(devices: int) -> Cluster:
     )
 
 
-def shared_processors(devices: int) -> Cluster:
-    """A cluster whose devices are processes on two processors."""
-    found = cluster(devices)
-    return replace(found, devices=tuple(replace(each, processors=2) for each in found.devices))
-
-
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[Problem, Placement, str]:
     """Layers cut into stages anywhere, on groups of any size, each node split along any axis or none."""
@@ -49,7 +43,7 @@ def plans(draw: st.DrawFn) -> tuple[Problem, Placement, str]:
         )
         first += group
     spare = draw(st.integers(0, 1))
-    made = draw(st.sampled_from([cluster, two_kinds, shared_processors]))(first + spare)
+    made = draw(st.sampled_from([cluster, two_kinds]))(first + spare)
     mode = draw(st.sampled_from(Mode))
     given = problem(graph, made, mode=mode, optimizer=Optimizer("adamw", shard=draw(st.booleans())))
     schedule = draw(st.sampled_from(["1f1b", "gpipe", "zb_h1"] if mode is Mode.TRAIN else ["gpipe"]))

@@ -84,16 +84,3 @@ def test_recomputation_is_a_forward_for_each_micro_batch() -> None:
     without, _ = broken_down(given, Placement(tuple(dataclasses.replace(each, recompute=False) for each in stages)))
     assert without.recomputation_s == 0
     assert without.ideal_s == pytest.approx(found.ideal_s)
-
-
-def test_devices_that_share_a_processor_are_twice_as_slow() -> None:
-    graph = perceptron([16, 32, 4])
-    nodes = tuple(range(len(graph.nodes)))
-    shared = Stage(nodes, (0, 1), 8, sample_axes(graph).splits(nodes, 2))
-    apart, step_s = broken_down(problem(graph, cluster(2)), Placement((shared,)))
-    assert apart.contention_s == 0
-    both = replace(cluster(2), devices=tuple(replace(each, processors=1) for each in cluster(2).devices))
-    found, slower_s = broken_down(problem(graph, both), Placement((shared,)))
-    assert found.contention_s == pytest.approx(slower_s - step_s)
-    assert slower_s > 1.9 * step_s
-    assert replace(found, contention_s=0.0) == apart

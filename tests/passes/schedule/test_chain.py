@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.ir.prediction import Message, Prediction, Processor, StagePrediction
+from autopipe.ir.prediction import Message, Prediction, StagePrediction
 from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.schedule.chain import chain_step, is_chain
 from autopipe.passes.schedule.named.kfkb import order_kfkb
@@ -62,7 +62,6 @@ def test_what_is_no_chain_is_told():
     prediction = Prediction((StagePrediction(1.0),) * 2)
     line = StageGraph(2, ((0,), (1,)), ((0, 1),))
     assert is_chain(line, prediction)
-    assert not is_chain(line, Prediction(prediction.stages, processors=(Processor((0, 1)),)))
     assert not is_chain(StageGraph(2, ((0,), (1,)), ()), prediction), "branches run beside one another"
     assert not is_chain(StageGraph(2, ((0,), (0,)), ((0, 1),)), prediction), "a device with two stages"
     assert not is_chain(StageGraph(2, ((0,), (1,)), ((0, 1),), turns=(1, 2)), prediction)

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
 from autopipe.backends.torch.runtime.pending import Arrival
 from autopipe.backends.torch.runtime.transport import Transport
-from autopipe.ir.costs import COLLECTIVES, Timing, work_of
+from autopipe.ir.costs import COLLECTIVES, Timing
 
 SIZES = tuple(2**power for power in (12, 15, 18, 20, 22, 24))
 """Bytes."""
@@ -53,7 +53,7 @@ def main(target: Path, device: str, seconds: float) -> None:
     transport.make_channels(ChannelEntry(number, 0, 1, 2, 2) for number in range(len(SIZES)))
     each = seconds / (len(SIZES) * (2 + 4 * len(sizes)))
     with torch.no_grad():
-        found = [row for run in _runs(transport, sizes) for row in _rows(run, _timed(transport, run, each))]
+        found = [_row(run, _timed(transport, run, each)) for run in _runs(transport, sizes)]
     if transport.rank == 0:
         target.write_text(json.dumps(found), encoding="utf-8")
     transport.stop()
@@ -63,39 +63,36 @@ def main(target: Path, device: str, seconds: float) -> None:
 class Run:
     """What is exchanged among how many ranks, in kinds of which `exchange` tells the seconds."""
 
-    kinds: tuple[str, ...]
+    kind: str
     ranks: int
     bytes: int
-    exchange: Callable[[], tuple[float, ...]]
+    exchange: Callable[[], float]
 
 
-def _rows(run: Run, timings: Sequence[Timing]) -> Iterator[dict[str, object]]:
-    """The run as JSON, a row a kind."""
-    for kind, timing in zip(run.kinds, timings, strict=True):
-        yield {"kind": kind, "ranks": run.ranks, "bytes": run.bytes, **asdict(timing)}
+def _row(run: Run, timing: Timing) -> dict[str, object]:
+    """The run as JSON."""
+    return {"kind": run.kind, "ranks": run.ranks, "bytes": run.bytes, **asdict(timing)}
 
 
 def _runs(transport: Transport, sizes: tuple[int, ...]) -> Iterator[Run]:
     for number, size in enumerate(SIZES):
-        yield Run(("send",), 2, size, partial(_way, transport, number, size))
-        yield Run(("post",), 2, size, partial(_end, transport, number, size))
+        yield Run("send", 2, size, partial(_way, transport, number, size))
+        yield Run("post", 2, size, partial(_end, transport, number, size))
     for ranks in sizes:
         members = tuple(range(ranks))
         group = Group(members, transport) if transport.rank < ranks else None
         for size in SIZES:
             tensor = torch.ones(ranks, size // 4 // ranks, device=transport.device)
             for kind in COLLECTIVES:
-                kinds = (kind, work_of(kind)) if tensor.device.type == "cpu" else (kind,)
-                yield Run(kinds, ranks, size, partial(_alone, transport, partial(_collective, kind, tensor, group)))
+                yield Run(kind, ranks, size, partial(_alone, transport, partial(_collective, kind, tensor, group)))
 
 
-def _alone(transport: Transport, exchange: Callable[[], None]) -> tuple[float, ...]:
-    """Seconds of an exchange that a rank waits for; on a CPU also those in which its threads worked."""
-    start, own = time.perf_counter(), time.process_time()
+def _alone(transport: Transport, exchange: Callable[[], None]) -> float:
+    """Seconds of an exchange that a rank waits for."""
+    start = time.perf_counter()
     exchange()
     _done(transport)
-    seconds, worked = time.perf_counter() - start, time.process_time() - own
-    return (seconds, worked) if transport.device.type == "cpu" else (seconds,)
+    return time.perf_counter() - start
 
 
 def _done(transport: Transport) -> None:
@@ -117,23 +114,23 @@ def _collective(kind: str, tensor: torch.Tensor, group: Group | None) -> None:
         group.all_to_all(tensor.T, 0, 1)
 
 
-def _way(transport: Transport, channel: int, size: int) -> tuple[float]:
+def _way(transport: Transport, channel: int, size: int) -> float:
     """Seconds that a message between ranks 0 and 1 is on its way.
 
     Ends of a large message work at the same time, so that little may be left of its way.
     """
     there, end = _there_and_back(transport, channel, size)
-    return (max(_LEAST_WAY * there, there - 2 * end),)
+    return max(_LEAST_WAY * there, there - 2 * end)
 
 
-def _end(transport: Transport, channel: int, size: int) -> tuple[float]:
+def _end(transport: Transport, channel: int, size: int) -> float:
     """What the end of a message between ranks 0 and 1 takes of rank 0's own time.
 
     What its turns take longer with messages than without is the time of their ends: calls, on a CPU also what threads
     of gloo's take of its processor, and the waking of the other rank.
     """
     alone = _turn_seconds(transport, None, size)
-    return ((_turn_seconds(transport, channel, size) - alone) / 2,)
+    return (_turn_seconds(transport, channel, size) - alone) / 2
 
 
 def _turn_seconds(transport: Transport, channel: int | None, size: int) -> float:
@@ -218,9 +215,9 @@ def _work(transport: Transport) -> None:
     _done(transport)
 
 
-def _timed(transport: Transport, run: Run, seconds: float) -> list[Timing]:
-    """Medians on rank 0; the others run as often as it does."""
-    found: list[tuple[float, ...]] = []
+def _timed(transport: Transport, run: Run, seconds: float) -> Timing:
+    """The median on rank 0; the others run as often as it does."""
+    found: list[float] = []
     started = time.perf_counter()
     again = torch.ones(1)
     while again.item():
@@ -229,7 +226,7 @@ def _timed(transport: Transport, run: Run, seconds: float) -> list[Timing]:
         short = time.perf_counter() - started < seconds
         again.fill_(float(len(found) < _LEAST + _WARM_UP or (len(found) < _MOST and short)))
         dist.broadcast(again, 0)
-    return [timing_of([max(1e-9, one) for one in each]) for each in zip(*found[_WARM_UP:], strict=True)]
+    return timing_of([max(1e-9, each) for each in found[_WARM_UP:]])
 
 
 if __name__ == "__main__":

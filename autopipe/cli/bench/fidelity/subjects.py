@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from autopipe.backends.torch.runtime.processors import processor_count
 from autopipe.cli.output import Output, Verbosity
 from autopipe.cli.profiling.exchanges import exchanges_of
 from autopipe.cli.profiling.session import Profiling
@@ -66,9 +65,7 @@ def operation_costs(subject: Subject, ranks: int) -> Costs:
         device="cpu",
         name=_DEVICE,
         threads=1,
-        company=processor_count() - 1,
         ranks=None,
-        crowd=ranks,
         source="torch",
         seconds=_OPERATIONS_S,
     )
