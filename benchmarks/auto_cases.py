@@ -1,7 +1,7 @@
 """The main cases of four papers, chosen without naming a strategy: runs them, and writes the page about them.
 
     python benchmarks/auto_cases.py --log /tmp/cases.jsonl --only gpt-11b --only vgg19
-    python benchmarks/auto_cases.py --log /tmp/cases.jsonl --table docs/auto-cases.md
+    python benchmarks/auto_cases.py --log /tmp/cases.jsonl --table /tmp/auto-cases.md
 
 It is `autopipe bench auto`, a case after the other; each is a line of the log, and what the log has is not run again.
 """
@@ -38,7 +38,7 @@ The shape that a paper is about comes out where it is fastest. Where another pla
 gradients are costly to exchange is better split, and then all devices are busy with no branches beside one another.
 
     python benchmarks/auto_cases.py --log /tmp/cases.jsonl
-    python benchmarks/auto_cases.py --log /tmp/cases.jsonl --table docs/auto-cases.md
+    python benchmarks/auto_cases.py --log /tmp/cases.jsonl --table /tmp/auto-cases.md
 """
 
 SHAPES = {

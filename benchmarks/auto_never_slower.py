@@ -1,7 +1,7 @@
 """The plan chosen by itself against every strategy under every schedule, on the zoo's small models, in the simulator.
 
-    python benchmarks/auto_never_slower.py --log docs/auto-table.jsonl --minutes 60
-    python benchmarks/auto_never_slower.py --log docs/auto-table.jsonl --table docs/auto-table.md
+    python benchmarks/auto_never_slower.py --log /tmp/auto-table.jsonl --minutes 60
+    python benchmarks/auto_never_slower.py --log /tmp/auto-table.jsonl --table /tmp/auto-table.md
 
 A cell is a model of the zoo, a preset of a cluster and a number of devices. Single strategies are planned with one by
 one, as if each were named: with their defaults, in the shapes that named schedules ask for, and under every schedule

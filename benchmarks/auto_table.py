@@ -23,8 +23,8 @@ is its step over that of the chosen plan: below 1 the search has missed somethin
 roofline, in the same micro-batches, over the step; it is small because such small models mostly launch kernels, which
 does not get less with more devices. `mb` counts micro-batches.
 
-    python benchmarks/auto_never_slower.py --log docs/auto-table.jsonl
-    python benchmarks/auto_never_slower.py --log docs/auto-table.jsonl --table docs/auto-table.md
+    python benchmarks/auto_never_slower.py --log /tmp/auto-table.jsonl
+    python benchmarks/auto_never_slower.py --log /tmp/auto-table.jsonl --table /tmp/auto-table.md
 """
 
 COLUMNS = ("model", "preset", "devices", "chosen", "step", "best single", "its step", "ratio", "samples/s", "of ideal")

@@ -5,9 +5,9 @@ models: the round in the middle counts, since a machine may be faster or slower 
 profiled. A round takes about 20 minutes on two quiet cores, and rounds may be run at different hours: their rows are
 lines of a log, and the page is of all that it has.
 
-    OMP_NUM_THREADS=1 python benchmarks/fidelity.py --log docs/fidelity.jsonl --write docs/fidelity.md
+    OMP_NUM_THREADS=1 python benchmarks/fidelity.py --log /tmp/fidelity.jsonl --write /tmp/fidelity.md
     OMP_NUM_THREADS=1 python benchmarks/fidelity.py --log /tmp/rows.jsonl --only gpt --only dlrm
-    python benchmarks/fidelity.py --log docs/fidelity.jsonl --rounds 0 --write docs/fidelity.md
+    python benchmarks/fidelity.py --log /tmp/fidelity.jsonl --rounds 0 --write /tmp/fidelity.md
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
 """By ranks: what the table calls them, and the options that make the plans so."""
 TEXT = """# Predicted and measured step times
 
-Made by `OMP_NUM_THREADS=1 python benchmarks/fidelity.py --log docs/fidelity.jsonl --write docs/fidelity.md` from
+Made by `OMP_NUM_THREADS=1 python benchmarks/fidelity.py --log /tmp/fidelity.jsonl --write /tmp/fidelity.md` from
 {first} to {last} (UTC) on {cores} cores ({processor}), one thread a rank, ranks not more than cores.
 
 Every model of the zoo, as `autopipe zoo build` makes it, trains on {micro_batches} micro-batches of {size} samples.

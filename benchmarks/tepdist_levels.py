@@ -1,7 +1,7 @@
 """TePDist's levels of the search for splits against the exact search.
 
-    python benchmarks/tepdist_levels.py zoo --write docs/tepdist-levels.md
-    python benchmarks/tepdist_levels.py gpt3 --devices 8 16 64 --write docs/tepdist-levels.md
+    python benchmarks/tepdist_levels.py zoo --write /tmp/tepdist-levels.md
+    python benchmarks/tepdist_levels.py gpt3 --devices 8 16 64 --write /tmp/tepdist-levels.md
 
 `zoo`: every model of the zoo at its default size. `gpt3`: GPT-3 175B, 96 layers, nothing fused, its norms, activations
 and softmaxes in the operators that ONNX defines them by: over ten thousand in the file. Seconds are the processor's,

@@ -112,9 +112,9 @@ def _row(outcome: Outcome) -> list[str]:
         "dynamic" if export.dynamic else "static",
         "loss" if export.loss else "forward",
         journey.strategy,
-        f"{MICRO_BATCHES} × {size}" + (f" (file: {export.batch})" if size != export.batch else ""),
-        "{} → {}".format(*outcome.nodes) if outcome.nodes else "",
-        " + ".join(map(str, outcome.stages)),
+        f"{MICRO_BATCHES}×{size}" + (f" (file: {export.batch})" if size != export.batch else ""),
+        "{}→{}".format(*outcome.nodes) if outcome.nodes else "",
+        "+".join(map(str, outcome.stages)),
         *("" if value is None else f"{value:.1e}" for value in found),
         outcome.failure.replace("|", "/").replace("\n", " ") or PASSES,
     ]
@@ -134,15 +134,15 @@ def _write(rows: dict[str, list[str]], table: Path) -> None:
         total=len(journeys),
     )
     lines = [HEADER, ["---"] * len(HEADER), *ordered]
-    table.write_text(text + "".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8")
+    table.write_text(text + "".join(f"|{'|'.join(line)}|\n" for line in lines), encoding="utf-8")
 
 
 def _former_rows(table: Path) -> dict[str, list[str]]:
     """The rows that the table holds, by the journey's name: a journey and its row agree in the first six columns."""
     if not table.exists():
         return {}
-    lines = [line for line in table.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][2:]
-    rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines]
+    lines = [line for line in table.read_text(encoding="utf-8").splitlines() if line.startswith("|")][2:]
+    rows = [line.removeprefix("|").removesuffix("|").split("|") for line in lines]
     by_key = {tuple(row[:6]): row for row in rows}
     keys = {journey.name: tuple(_row(Outcome(journey))[:6]) for journey in all_journeys()}
     return {name: by_key[key] for name, key in keys.items() if key in by_key}
