@@ -84,9 +84,9 @@ class Recommender(nn.Module):
 
 
 def perturb(model: nn.Module) -> None:
-    """Move every parameter and statistic: biases of 0 hide mistakes, and the older exporter ties equal weights."""
+    """Move all that is trained and every statistic: biases of 0 hide mistakes, and exporters merge equal weights."""
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in filter(lambda each: each.requires_grad, model.parameters()):
             parameter.add_(0.05 * torch.randn_like(parameter))
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):

@@ -12,10 +12,8 @@ from tests.exports.traced import Traced, all_traced
 from tests.exports.trained_parameters import NOT_EXPORTED, compared, unexplained
 
 FAST = (
-    Traced("gpt2", "dynamo"),
-    Traced("gru", "dynamo"),
-    Traced("lstm", "torchscript"),
-    Traced("albert", "torchscript"),
+    *(Traced(model, "dynamo") for model in ("qwen3_moe", "mamba", "dinov2", "gru")),
+    *(Traced(model, "torchscript") for model in ("albert", "beit", "lstm", "dit")),
 )
 """A few of each exporter; the rest is slow."""
 REST = [each for fresh in (False, True) for each in all_traced(fresh) if each not in FAST]

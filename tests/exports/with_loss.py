@@ -62,7 +62,8 @@ def hugging_face(
         import transformers
 
         configured = getattr(transformers, configuration or f"{name}Config")(**settings)
-        model = getattr(transformers, f"{name}{head}")._from_config(configured, attn_implementation="eager")
+        experts = {"experts_implementation": "batched_mm"} if "num_experts_per_tok" in settings else {}
+        model = getattr(transformers, f"{name}{head}")._from_config(configured, attn_implementation="eager", **experts)
         return Loss(model, tuple(inputs()), of)
 
     return WithLoss(build, inputs, training)
