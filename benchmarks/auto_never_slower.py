@@ -39,13 +39,13 @@ from autopipe.configs.presets import cluster_names, cluster_preset
 from autopipe.ir.errors import AutopipeError, InfeasibleError
 from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.auto.choose import chosen, weigh
-from autopipe.passes.auto.search import Search
+from autopipe.passes.auto.search import PlanSearch
 from autopipe.passes.base import Strategy
 from autopipe.passes.explain.breakdown import breakdown
 from autopipe.passes.pipeline import Placed, make_plan, place, schedule
 from autopipe.passes.registry import scheduler_class, scheduler_names, strategy_class, strategy_names
 from autopipe.passes.request import Request
-from autopipe.passes.runner import Runner, Silent
+from autopipe.passes.runner import NullObserver, Runner
 from autopipe.passes.schedule.limits import lower_bound
 
 DEVICES = (4, 8, 16, 32)
@@ -99,7 +99,7 @@ def answered(cell: Cell) -> dict[str, object]:
         model_file(cell.model), build_cluster(cluster_preset(cell.preset), cell.devices, None, None), None, None
     )
     begin = processor_s()
-    runner = Runner(Silent())
+    runner = Runner(NullObserver())
     search = weigh(request, runner)
     found = chosen(search, runner)
     seconds = processor_s() - begin
@@ -131,7 +131,7 @@ def processor_s() -> float:
     return sum(os.times()[:4])
 
 
-def placed_by(search: Search) -> dict[Strategy, Placed]:
+def placed_by(search: PlanSearch) -> dict[Strategy, Placed]:
     """The placements of strategies that the search asked as they are when they are named."""
     plain = (each for each in search.tried if each.candidate == Candidate(each.candidate.strategy))
     return {each.candidate.strategy: each.origin.placed for each in plain if each.origin.placed is not None}
@@ -147,7 +147,7 @@ def singles_of(request: Request, known: dict[Strategy, Placed]) -> Iterator[tupl
     strategies = [strategy_class(name)() for name in names]
     shaped = [strategy_class("tessel_shapes")(**options) for options in SHAPES]
     placements: list[tuple[Strategy, Placed]] = []
-    least, runner = math.inf, Runner(Silent())
+    least, runner = math.inf, Runner(NullObserver())
     for strategy in (*strategies, *shaped):
         try:
             placed = known.get(strategy) or place(with_names(request, strategy, "1f1b"), strategy, runner)

@@ -23,9 +23,9 @@ from autopipe.backends.torch.runtime.checkpointing.optimizer_state import Optimi
 from autopipe.backends.torch.runtime.checkpointing.training_state import TrainingState
 from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry, Storage
-from autopipe.backends.torch.runtime.meeting import Meeting
+from autopipe.backends.torch.runtime.meeting import ControlGroup
 from autopipe.backends.torch.runtime.optimizers import make_optimizer
-from autopipe.backends.torch.runtime.pulse import Pulse
+from autopipe.backends.torch.runtime.pulse import Heartbeat
 
 SIDE = 1024
 ADAMW = {
@@ -57,7 +57,7 @@ def checkpointer(folder: Path, mebibytes: int) -> Checkpointer:
     optimizer.step()
     cpu = torch.device("cpu")
     state = TrainingState(manifest, 0, parameters, OptimizerState(manifest, 0, parameters, optimizer), cpu)
-    return Checkpointer(folder, manifest, state, Meeting(0, 1, 60.0, Pulse()), HostCopies(cpu), Pulse())
+    return Checkpointer(folder, manifest, state, ControlGroup(0, 1, 60.0, Heartbeat()), HostCopies(cpu), Heartbeat())
 
 
 def main() -> None:

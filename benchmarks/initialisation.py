@@ -13,7 +13,7 @@ import time
 
 from command_line import parse_arguments
 
-from autopipe.backends.torch.runtime.drawing import draw_block
+from autopipe.backends.torch.runtime.drawing import init_shard
 from autopipe.backends.torch.runtime.manifest import ParameterEntry, ShardEntry, Storage
 
 
@@ -36,7 +36,7 @@ def main() -> None:
             cpu, clock = [], []
             for _ in range(arguments.rounds):
                 began = time.process_time(), time.perf_counter()
-                draw_block(entry, ShardEntry(0, starts, stops, (0,)), 0, threads)
+                init_shard(entry, ShardEntry(0, starts, stops, (0,)), 0, threads)
                 cpu.append(time.process_time() - began[0])
                 clock.append(time.perf_counter() - began[1])
             print(f"{name:25} {threads} threads  {min(cpu):.3f} s processor time  {min(clock):.3f} s on the clock")

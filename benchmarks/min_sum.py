@@ -19,7 +19,7 @@ from math import prod
 import numpy as np
 from command_line import parse_arguments
 
-from autopipe.passes.solvers.min_sum import Answer, Edge, MinSum, TableTooLargeError, eliminate, solve
+from autopipe.passes.solvers.min_sum import Assignment, Edge, MinSum, TableTooLargeError, eliminate, solve
 from autopipe.passes.solvers.min_sum.ordering import ORDERINGS
 
 WORDS = 5000.0
@@ -173,7 +173,7 @@ def inception(devices: int, seed: int) -> MinSum:
     return network.model()
 
 
-def timed(function: Callable[[], Answer]) -> str:
+def timed(function: Callable[[], Assignment]) -> str:
     """Seconds, and the gap where nothing is proven; why not, where it is refused."""
     begin = time.process_time()
     try:
@@ -188,7 +188,7 @@ def row(model: MinSum, share: float) -> list[str]:
     best = solve(model)
     least = sum(float(memory.min()) for memory in model.memory or ())
     limit = least + share * (best.memory - least)
-    methods: list[Callable[[], Answer]] = [
+    methods: list[Callable[[], Assignment]] = [
         lambda: solve(model),
         *(lambda ordering=ordering: eliminate(model, ordering) for ordering in ORDERINGS),
         lambda: solve(model, memory_limit=limit, time_limit=60),

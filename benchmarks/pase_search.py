@@ -24,7 +24,7 @@ from autopipe.configs.load import load_configuration, resolve_cluster
 from autopipe.ir.placement import Placement
 from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.request import Request, first_problem
-from autopipe.passes.runner import Runner, Silent
+from autopipe.passes.runner import NullObserver, Runner
 
 _PAPER = {"alexnet": 128, "rnnlm": 64, "inceptionv3": 128, "transformer": 64}
 MODELS = (*_PAPER, "llama", "densenet121")
@@ -61,7 +61,7 @@ def _search(model: Path, batch: int, devices: int, preset: str, rounds: int, mic
     found: Placement | None = None
     for _ in range(rounds):
         request = Request(model, cluster, None, None, batch_size=batch, micro_batches=micro_batches)
-        _, problem = first_problem(request, Pase(), Runner(Silent()))
+        _, problem = first_problem(request, Pase(), Runner(NullObserver()))
         began = time.perf_counter()
         found = Pase().run(problem)
         took.append(time.perf_counter() - began)

@@ -31,10 +31,10 @@ from autopipe.passes.frontend import read, read_model
 from autopipe.passes.frontend.model import Model
 from autopipe.passes.placement.tepdist.level_o2 import O2
 from autopipe.passes.placement.tepdist.level_o3 import O3
-from autopipe.passes.solvers.min_sum import Answer
+from autopipe.passes.solvers.min_sum import Assignment
 from autopipe.passes.spmd.search.exact import Exact
 from autopipe.passes.spmd.search.fitting import Solver
-from autopipe.passes.spmd.search.ground import Terms
+from autopipe.passes.spmd.search.ground import StageOptions
 from autopipe.passes.spmd.search.tables import Tables, make_tables
 
 BATCH = 64
@@ -75,7 +75,7 @@ def gpt3() -> Model:
             return read_model(path, batch=BATCH)
 
 
-def timed(make: Callable[[], Solver], tables: Tables) -> tuple[Answer, float]:
+def timed(make: Callable[[], Solver], tables: Tables) -> tuple[Assignment, float]:
     """An answer without a limit, and the processor's seconds."""
     begin = time.process_time()
     answer = make()(tables, None)
@@ -88,7 +88,7 @@ def row(name: str, model: Model, devices: int, cluster: str) -> list[str]:
     problem = Problem(model.graph, annotate(model.graph), links, BATCH, 1, Mode.TRAIN, model.loss)
     begin = time.process_time()
     nodes = range(len(model.graph.nodes))
-    tables = make_tables(problem, nodes, tuple(range(devices)), Terms(given=frozenset(model.graph.outputs)))
+    tables = make_tables(problem, nodes, tuple(range(devices)), StageOptions(given=frozenset(model.graph.outputs)))
     made = time.process_time() - begin
     (exact, exact_s), (second, second_s), (third, third_s) = (
         timed(make, tables) for make in (lambda: Exact(None), O2, O3)

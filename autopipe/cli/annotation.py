@@ -7,10 +7,10 @@ from pathlib import Path
 from autopipe.cli.output import Output
 from autopipe.passes.annotations.placed import annotated
 from autopipe.passes.annotations.write import write_annotated
-from autopipe.passes.pipeline import Planned
+from autopipe.passes.pipeline import PlanResult
 
 
-def annotate_model(planned: Planned, target: Path) -> tuple[str, ...]:
+def annotate_model(planned: PlanResult, target: Path) -> tuple[str, ...]:
     """Write the model of `planned` to `target` with annotations that say where its nodes run.
 
     Returns the names of the graph's nodes that the annotations do not tell all of. Raises ConfigurationError where
@@ -23,7 +23,7 @@ def annotate_model(planned: Planned, target: Path) -> tuple[str, ...]:
     return found.left_out
 
 
-def warn_of_untold(output: Output, planned: Planned, left_out: tuple[str, ...]) -> None:
+def warn_of_untold(output: Output, planned: PlanResult, left_out: tuple[str, ...]) -> None:
     """Warn of what the annotations of `planned` do not tell; `left_out` is what `annotate_model` gave."""
     if left_out:
         output.warn(

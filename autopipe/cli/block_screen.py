@@ -1,4 +1,4 @@
-"""What a person reads about a schedule of blocks: one screen."""
+"""One screen about a schedule of blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def block_screen(schedule: BlockSchedule, title: str, width: int, colour: bool) 
 
 
 def block_title(schedule: BlockSchedule, source: str) -> str:
-    """What is scheduled."""
+    """Title: the blocks and their file."""
     graph = schedule.graph
     per_unit = f" of {graph.micro_batches_per_unit} micro-batches" if graph.micro_batches_per_unit > 1 else ""
     return f"{source}: {len(graph.blocks)} blocks on {graph.devices} devices, {schedule.units} units{per_unit}"
@@ -45,7 +45,7 @@ def _quality(schedule: BlockSchedule) -> Iterator[str]:
 
 
 def _proof(schedule: BlockSchedule) -> str:
-    """What is known of how good the figure before it is."""
+    """How good the figure before it is proven to be."""
     if schedule.optimal:
         return "optimal, proven"
     return f"at least {schedule.lower_bound}, gap {schedule.gap:.1%}" if schedule.lower_bound else "no bound known"

@@ -16,7 +16,7 @@ from autopipe.passes.placement.given.strategy import Given
 from autopipe.passes.registry import scheduler_class, strategy_class, strategy_names
 
 AUTO = "auto"
-"""What leaves the strategy, or the schedule, to the search over all of them."""
+"""Name that leaves the strategy, or the schedule, to the search over all of them."""
 
 _SEARCHED = "tessel"
 """The scheduler of a strategy that is named where the schedule is left open."""
@@ -51,9 +51,9 @@ def chosen_scheduler(configuration: Configuration) -> Scheduler | None:
 
 
 def choice_of(chosen: Strategy | Scheduler | None) -> Choice:
-    """What a configuration says of a strategy or a scheduler: its name with all of its options.
+    """Choice of a strategy or a scheduler: its name with all of its options.
 
-    The stages of a given placement are no part of it: they stand in a file of their own.
+    Stages of a given placement are not part of it: they stand in a file of their own.
     """
     if chosen is None:
         return Choice(AUTO)

@@ -11,7 +11,7 @@ from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
 
 if TYPE_CHECKING:
-    from autopipe.cli.compared import Compared
+    from autopipe.cli.compared import ComparedPlan
 
 _FILE = click.Path(path_type=Path)
 
@@ -31,8 +31,8 @@ def compare(output: Output, plans: tuple[Path, ...], html: Path | None) -> None:
       autopipe compare gpt.1f1b.plan gpt.gpipe.plan --html compared.html
     """
     from autopipe.cli.compare_screen import compare_screen
-    from autopipe.cli.compared import Compared, speedup
-    from autopipe.cli.differences import Contrast
+    from autopipe.cli.compared import ComparedPlan, speedup
+    from autopipe.cli.differences import PlanDiff
     from autopipe.cli.drawing.compare_report import compare_report
     from autopipe.cli.drawing.report import report_page
     from autopipe.cli.files import check_writable, write_texts
@@ -40,9 +40,9 @@ def compare(output: Output, plans: tuple[Path, ...], html: Path | None) -> None:
 
     if html is not None:
         check_writable(html)
-    found = [Compared.open(folder) for folder in plans]
+    found = [ComparedPlan.open(folder) for folder in plans]
     _warn_of_unlike(output, found)
-    contrasts = Contrast.with_first(found)
+    contrasts = PlanDiff.with_first(found)
     if html is not None:
         write_texts({html: report_page(compare_report(found, contrasts))})
     data = [
@@ -62,7 +62,7 @@ def compare(output: Output, plans: tuple[Path, ...], html: Path | None) -> None:
     output.result({"plans": data, "html": html}, *shown)
 
 
-def _warn_of_unlike(output: Output, found: list[Compared]) -> None:
+def _warn_of_unlike(output: Output, found: list[ComparedPlan]) -> None:
     for what, values in (
         ("models", {each.plan.model for each in found}),
         ("batches", {each.plan.batch_size for each in found}),

@@ -1,4 +1,4 @@
-"""What a person reads about plans side by side."""
+"""Plans side by side, for the terminal."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopipe.cli.compared import Compared, Row, breakdown_rows, figure_rows
-from autopipe.cli.differences import Contrast
+from autopipe.cli.compared import ComparedPlan, ComparisonRow, breakdown_rows, figure_rows
+from autopipe.cli.differences import PlanDiff
 from autopipe.cli.drawing.aligned import draw_memories, draw_timelines
 from autopipe.cli.drawing.alike import one_of_each
 from autopipe.cli.drawing.picture import plan_picture
 
 
 def compare_screen(
-    plans: Sequence[Compared], contrasts: Sequence[Contrast], width: int, colour: bool
+    plans: Sequence[ComparedPlan], contrasts: Sequence[PlanDiff], width: int, colour: bool
 ) -> Iterator[RenderableType]:
     """Figures, what a step's time goes to, what is decided differently, timelines and memory."""
     folders = [each.folder for each in plans]
@@ -37,7 +37,7 @@ def compare_screen(
     yield from draw_memories(steps, width, colour)
 
 
-def _table(head: str, folders: Sequence[Path], rows: Iterable[Row]) -> Table:
+def _table(head: str, folders: Sequence[Path], rows: Iterable[ComparisonRow]) -> Table:
     table = Table(head, *map(str, folders), box=None, pad_edge=False)
     for row in rows:
         cells = (Text(text, "bold green" if place in row.best else "") for place, text in enumerate(row.texts))

@@ -1,4 +1,4 @@
-"""What two plans of one model decide differently, in a few lines."""
+"""Differences between the decisions of two plans of one model, in a few lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopipe.cli.compared import Compared
+from autopipe.cli.compared import ComparedPlan
 from autopipe.cli.figures import devices_text
 from autopipe.cli.plan_folder import CONFIGURATION_FILE
 from autopipe.cli.request import request_of
@@ -35,7 +35,7 @@ class Change:
     after: str
     nodes: tuple[int, ...]
     entries: tuple[NodeEntry, ...]
-    """What names them, in few words."""
+    """Short names of the nodes."""
 
     def __str__(self) -> str:
         named = [f"{each[0]} to {each[1]}" if isinstance(each, tuple) else str(each) for each in self.entries]
@@ -58,7 +58,7 @@ class Difference:
 
     @property
     def lines(self) -> Iterator[str]:
-        """What a person reads: the largest changes, and how many more there are."""
+        """Lines for the terminal: the largest changes, and how many more there are."""
         yield f"{self.what} of {_nodes_text(self.count)}"
         yield from (f"  {change}" for change in self.changes[:_MOST_LINES])
         rest = self.changes[_MOST_LINES:]
@@ -68,19 +68,19 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Contrast:
-    """What a plan decides otherwise than the one it is compared with."""
+class PlanDiff:
+    """Decisions of a plan that differ from those of the plan it is compared with."""
 
     same: bool
-    """Whether the decisions and their predictions are the same."""
+    """True if the decisions and their predictions are equal."""
     known: bool
-    """Whether their nodes can be compared: both models are there, and have the same nodes."""
+    """True if their nodes can be compared: both models are there, and have the same nodes."""
     orders: bool
-    """Whether tasks are in another order, though stages are the same."""
+    """True if tasks are in another order, though stages are equal."""
     differences: tuple[Difference, ...] = ()
 
     @staticmethod
-    def with_first(plans: Sequence[Compared]) -> tuple[Contrast, ...]:
+    def with_first(plans: Sequence[ComparedPlan]) -> tuple[PlanDiff, ...]:
         """How each plan differs from the first; their models are read, each once, where there is more than one."""
         graphs: dict[tuple[str, str], Graph | None] = {}
         for each in plans if len(plans) > 1 else ():
@@ -95,7 +95,7 @@ class Contrast:
 
     @property
     def lines(self) -> Iterator[str]:
-        """What a person reads."""
+        """Lines for the terminal."""
         if self.same:
             yield "the same decisions"
         elif not self.known:
@@ -117,13 +117,13 @@ class Contrast:
         return {"same": self.same, "known": self.known, **kinds}
 
 
-def _contrast(first: Plan, plan: Plan, before: Graph | None, after: Graph | None) -> Contrast:
+def _contrast(first: Plan, plan: Plan, before: Graph | None, after: Graph | None) -> PlanDiff:
     orders = plan.schedule.tasks != first.schedule.tasks
     if plan_digest(plan) == plan_digest(first):
-        return Contrast(True, True, False)
+        return PlanDiff(True, True, False)
     if before is None or after is None or NodeNames(before).names != NodeNames(after).names:
-        return Contrast(False, False, orders)
-    return Contrast(False, True, orders, tuple(differences(before, first.placement, plan.placement)))
+        return PlanDiff(False, False, orders)
+    return PlanDiff(False, True, orders, tuple(differences(before, first.placement, plan.placement)))
 
 
 def _graph_of(folder: Path, plan: Plan) -> Graph | None:
@@ -138,17 +138,19 @@ def _graph_of(folder: Path, plan: Plan) -> Graph | None:
 
 
 def differences(graph: Graph, before: Placement, after: Placement) -> Iterator[Difference]:
-    """What the placements do differently with nodes of `graph`: where, split how, and which are computed again."""
+    """Differences of two placements by node of `graph`: where it runs, how it is split, and whether it is computed
+    again.
+    """
     names = NodeNames(graph)
     samples = sample_axes(graph)
-    one, other = _Decided(samples, before), _Decided(samples, after)
+    one, other = _NodeDecisions(samples, before), _NodeDecisions(samples, after)
     yield from _grouped("devices", names, one.devices, other.devices, layer_globs)
     yield from _grouped("splits", names, one.splits, other.splits, role_globs)
     yield from _grouped("recompute", names, one.recompute, other.recompute, layer_globs)
 
 
-class _Decided:
-    """What a placement says of each node, as texts; of several pipelines, of each of them."""
+class _NodeDecisions:
+    """Decisions of a placement for each node, as texts; of several pipelines, of each of them."""
 
     def __init__(self, samples: SampleAxes, placement: Placement) -> None:
         self._samples = samples

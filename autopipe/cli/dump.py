@@ -1,4 +1,4 @@
-"""What a pass gave, as text for a person."""
+"""Results of passes as text."""
 
 from __future__ import annotations
 

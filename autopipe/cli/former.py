@@ -22,16 +22,16 @@ _DECIDED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Former:
+class BasePlan:
     """The folder that a plan is made again from, and the plan that it held."""
 
     folder: Path
     plan: Plan
 
     @staticmethod
-    def read(folder: Path) -> Former:
+    def read(folder: Path) -> BasePlan:
         """The plan of `folder`. Raises ConfigurationError for a folder that holds none."""
-        return Former(folder, read_plan(folder))
+        return BasePlan(folder, read_plan(folder))
 
     def check_kept(self, configuration: Configuration, request: Request) -> None:
         """Raise ConfigurationError for a setting that a placement which is kept cannot bear, or has no use for."""

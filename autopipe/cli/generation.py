@@ -16,13 +16,13 @@ from autopipe.passes.frontend.inference import without_dropout
 from autopipe.passes.lower.alone import one_device_program
 from autopipe.passes.lower.assemble import lower
 from autopipe.passes.lower.buckets import held_together
-from autopipe.passes.pipeline import Planned
+from autopipe.passes.pipeline import PlanResult
 
 _ROW_TASKS = 24
 """Tasks of a rank's row that its docstring shows, from the start and from the end."""
 
 
-def generate(planned: Planned, folder: Path, ranks: Sequence[int] = ()) -> Program:
+def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Program:
     """Write the program of `planned` into `folder` and return it. Raises CodegenError or ConfigurationError.
 
     With `ranks` only theirs are written, for looking at and for dry runs: without the one-device programs, and without
@@ -49,7 +49,7 @@ def _check_ranks(ranks: Sequence[int], devices: int) -> None:
             raise ConfigurationError(f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}")
 
 
-def _one_device(planned: Planned, name: str, loss: str | None) -> ProgramFiles:
+def _one_device(planned: PlanResult, name: str, loss: str | None) -> ProgramFiles:
     """The same steps on one device: training with `loss`, the whole forward without."""
     problem = planned.problem
     # ONNX Runtime, which the forward is compared with, would drop other elements.
@@ -60,7 +60,7 @@ def _one_device(planned: Planned, name: str, loss: str | None) -> ProgramFiles:
     return ProgramFiles(name, program, (title,), (title,))
 
 
-def _provenance(planned: Planned) -> Provenance:
+def _provenance(planned: PlanResult) -> Provenance:
     plan, problem = planned.plan, planned.problem
     return Provenance(
         model=str(Path(plan.model).absolute()),
@@ -74,7 +74,7 @@ def _provenance(planned: Planned) -> Provenance:
     )
 
 
-def _stage_titles(planned: Planned, program: Program) -> tuple[str, ...]:
+def _stage_titles(planned: PlanResult, program: Program) -> tuple[str, ...]:
     return tuple(_stage_title(program, stage) for stage in program.stages)
 
 
@@ -93,7 +93,7 @@ def _portions(program: Program, stage: StageCode) -> str:
     return f"{program.micro_batches * stage.turns} micro-batches of {program.micro_batch_size // stage.turns}"
 
 
-def _rank_titles(planned: Planned, program: Program, ranks: Sequence[int]) -> tuple[str | None, ...]:
+def _rank_titles(planned: PlanResult, program: Program, ranks: Sequence[int]) -> tuple[str | None, ...]:
     return tuple(
         _rank_title(planned, program, rank) if not ranks or rank.rank in ranks else None for rank in program.ranks
     )
@@ -108,8 +108,8 @@ def _shares(program: Program, rank: RankCode) -> str:
     return f"Gradients and the optimizer's state are shared out over ranks {names} (ZeRO-1)."
 
 
-def _rank_title(planned: Planned, program: Program, rank: RankCode) -> str:
-    """What a reader needs to check the rank against the timeline."""
+def _rank_title(planned: PlanResult, program: Program, rank: RankCode) -> str:
+    """Docstring of a rank's file: the figures to check the rank against the timeline."""
     summary = planned.plan.summary
     stages = ", ".join(_named(program, program.stages[each.stage]) for each in rank.stages) or "none"
     memory = summary.peak_memory_bytes[rank.rank] / 2**20

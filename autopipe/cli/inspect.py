@@ -114,8 +114,8 @@ def _screen(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...], 
     row = _Rows(table)
     row.add("model", f"{model.path} (opset {graph.opset}{samples})")
     row.add("mode", f"train, loss {model.loss!r}" if model.loss else model.mode.value)
-    row.many("inputs", [_shown(value, dict(graph.batch_axes)) for value in graph.inputs])
-    row.many("outputs", [_shown(graph.type_of(name), {}) for name in graph.outputs])
+    row.many("inputs", [_value_text(value, dict(graph.batch_axes)) for value in graph.inputs])
+    row.many("outputs", [_value_text(graph.type_of(name), {}) for name in graph.outputs])
     row.add("parameters", _parameters(model))
     for word, text in trained_lines(model.tensors, every):
         row.add(word, text)
@@ -159,7 +159,7 @@ class _Rows:
             self.add(name if not number else "", line)
 
 
-def _shown(value: Value, batch_axes: dict[str, int]) -> str:
+def _value_text(value: Value, batch_axes: dict[str, int]) -> str:
     axis = batch_axes.get(value.name)
     samples = "" if axis is None else f", samples on axis {axis}"
     return f"{value.name!r} {value.dtype.value}{list(value.shape)}{samples}"

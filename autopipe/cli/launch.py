@@ -85,14 +85,14 @@ def launch(
     # Rendezvous on a free port logs warnings from C++ that say nothing to a user; torch reads this when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-    from autopipe.backends.torch.launcher import Gang
+    from autopipe.backends.torch.launcher import LaunchConfig
     from autopipe.backends.torch.runtime.manifest import read_manifest
     from autopipe.backends.torch.runtime.pulse import Timeouts
     from autopipe.cli.launching import Launch, rehearsal_table
 
     manifest = read_manifest(program.absolute())
     restarts = max_restarts if max_restarts is not None else 3 if checkpoint is not None else 0
-    gang = Gang(
+    gang = LaunchConfig(
         nodes=_nodes(nnodes),
         ranks_per_node=nproc_per_node,
         rendezvous_endpoint=rdzv_endpoint,

@@ -1,4 +1,4 @@
-"""What a launch asks of the ranks, and what it makes of what they leave."""
+"""Arguments of the ranks for a launch, and the results they leave."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from autopipe.backends.torch.checkpoint.folder import check_unused
 from autopipe.backends.torch.emission.rank import rank_module
-from autopipe.backends.torch.launcher import Gang, launch_program, local_ranks, read_reports, run_alone
+from autopipe.backends.torch.launcher import LaunchConfig, launch_program, local_ranks, read_reports, run_alone
 from autopipe.backends.torch.runtime.data import check_data
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.pulse import Timeouts
@@ -39,7 +39,7 @@ class Launch:
     outputs: Path | None
     blocking: bool
 
-    def start(self, gang: Gang, note: Callable[[str], None]) -> list[dict[str, object]]:
+    def start(self, gang: LaunchConfig, note: Callable[[str], None]) -> list[dict[str, object]]:
         """Run the ranks and return their step reports. Raises as `launch_program`."""
         self._check()
         steps = self._checked_steps(note)
@@ -71,7 +71,7 @@ class Launch:
             return found
 
     def _has(self, rank: int) -> bool:
-        """Whether the rank's program was written: `codegen --ranks` leaves others out."""
+        """True if the rank's program was written: `codegen --ranks` leaves others out."""
         return (self.manifest.folder / f"{rank_module(rank)}.py").is_file()
 
     def _check(self) -> None:
@@ -149,7 +149,7 @@ def placement_note(device: str, ranks: int) -> str:
 
 
 def rehearsal_table(report: Mapping[str, Any]) -> Table:
-    """What a rank's dry run did, for a person."""
+    """Table of a rank's dry run."""
     table = Table("one step of", f"rank {report['rank']} of {report['world_size']}")
     table.add_row("stages", ", ".join(map(str, report["stages"])))
     table.add_row("tasks", " ".join(report["tasks"]))

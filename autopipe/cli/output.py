@@ -1,4 +1,4 @@
-"""What a command says: results on stdout, progress and warnings on stderr."""
+"""Terminal output: results on stdout, progress and warnings on stderr."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Output:
 
     @property
     def coloured(self) -> bool:
-        """Whether stdout shows colours."""
+        """True if stdout shows colours."""
         return self.stdout.is_terminal and not self.stdout.no_color
 
     def result(self, data: Mapping[str, object], *shown: RenderableType) -> None:

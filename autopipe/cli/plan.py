@@ -61,7 +61,7 @@ def plan(
       autopipe plan --from gpt.onnx.plan --schedule gpipe -o gpipe.plan
     """
     from autopipe.cli.files import check_writable
-    from autopipe.cli.former import Former
+    from autopipe.cli.former import BasePlan
     from autopipe.cli.plan_folder import check_target, write_plan_folder
     from autopipe.cli.progress import Watcher, names_of
     from autopipe.cli.request import request_of
@@ -69,7 +69,7 @@ def plan(
     from autopipe.passes.auto.store import answers
     from autopipe.passes.pipeline import make_plan
 
-    held = None if former is None else Former.read(former)
+    held = None if former is None else BasePlan.read(former)
     if model is None:
         if held is None:
             raise click.UsageError("Missing argument 'MODEL'.")
@@ -92,7 +92,7 @@ def plan(
     # What shows a plan is loaded once there is one.
     from autopipe.cli.annotation import annotate_model, warn_of_untold
     from autopipe.cli.plan_screen import plan_screen
-    from autopipe.cli.price import Price
+    from autopipe.cli.price import PlanDelta
     from autopipe.ir.serial.alternatives_form import alternatives_form
     from autopipe.ir.serial.plan_file import summary_form
 
@@ -102,7 +102,7 @@ def plan(
         output.warn(warning)
     if annotate is not None:
         warn_of_untold(output, planned, left_out)
-    price = None if held is None else Price(held, planned.plan)
+    price = None if held is None else PlanDelta(held, planned.plan)
     schedule = planned.plan.schedule
     data = {
         "plan": target,

@@ -16,14 +16,14 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.plan import Plan
 from autopipe.ir.serial.plan_file import PLAN_FILE, read_plan, write_plan
 from autopipe.ir.timeline import Timeline
-from autopipe.passes.pipeline import Planned, reopen
+from autopipe.passes.pipeline import PlanResult, reopen
 from autopipe.passes.schedule.simulate import simulate
 
 CONFIGURATION_FILE = "config.yaml"
 PLACEMENT_FILE = "placement.yaml"
 
 
-def open_plan(folder: Path) -> Planned:
+def open_plan(folder: Path) -> PlanResult:
     """The plan in `folder`, its problem made anew from the model's file and the effective configuration.
 
     Raises ConfigurationError for a folder that holds no plan, a file of it that cannot be taken, or a plan that does
@@ -85,7 +85,7 @@ def check_target(folder: Path) -> None:
         raise ConfigurationError(f"{parent} cannot be written to", hint="choose another one with -o")
 
 
-def write_plan_folder(folder: Path, planned: Planned, configuration: Configuration) -> None:
+def write_plan_folder(folder: Path, planned: PlanResult, configuration: Configuration) -> None:
     """Write the plan, its effective configuration and its placement, to be edited, to `folder`.
 
     All are written under a temporary name beside it, which is then put there. Raises ConfigurationError where that

@@ -1,4 +1,4 @@
-"""What a person reads about a plan: one screen."""
+"""One screen about a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopipe.cli.figures import bytes_text, counted_text, devices_text, kinds_t
 from autopipe.cli.roles import trained_lines
 from autopipe.ir.placement import SplitProof
 from autopipe.ir.plan import CostCoverage, Plan, Summary
-from autopipe.passes.pipeline import Planned
+from autopipe.passes.pipeline import PlanResult
 from autopipe.passes.request import Request
 
 _MOST_ROWS = 16
@@ -24,7 +24,7 @@ _FEW_ROWS = 6
 """The same where there is more to be read on the screen."""
 
 
-def plan_screen(planned: Planned, request: Request, folder: Path, every: bool) -> Iterator[RenderableType]:
+def plan_screen(planned: PlanResult, request: Request, folder: Path, every: bool) -> Iterator[RenderableType]:
     """The decisions, a table of the stages, the predictions, where the plan lies and what to type next."""
     plan, problem = planned.plan, planned.problem
     summary = plan.summary
@@ -77,7 +77,7 @@ def _room(plan: Plan) -> str:
 
 
 def prediction_line(summary: Summary) -> str:
-    """What a step is expected to take."""
+    """Predicted step, throughput, bubble and memory."""
     return (
         f"step {seconds_text(summary.step_time_s)} ({summary.samples_per_s:,.1f} samples/s, at best"
         f" {seconds_text(summary.lower_bound_s)}), bubble {summary.bubble_rate:.1%}, peak memory"
@@ -86,7 +86,7 @@ def prediction_line(summary: Summary) -> str:
 
 
 def traffic_line(summary: Summary) -> str:
-    """What the devices tell one another in a step."""
+    """Bytes that devices exchange in a step."""
     if summary.communication_bytes is None:
         return "exchanged in a step: unknown, as some of the splits cannot be executed"
     parts = (f"{kind.replace('_', '-')} {bytes_text(size)}" for kind, size in summary.communication_bytes if size)
@@ -94,7 +94,7 @@ def traffic_line(summary: Summary) -> str:
 
 
 def splits_line(proof: SplitProof) -> str:
-    """What is proven of the splits."""
+    """Proof of the splits."""
     counted = seconds_text(proof.cost) if proof.unit == "s" else f"{proof.cost:.6g} {proof.unit}"
     if proof.optimal:
         return f"splits: {counted} a step as the search counts, proven the least"

@@ -1,4 +1,4 @@
-"""What a plan takes against the one that it was made from."""
+"""Comparison of a plan with the one that it was made from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopipe.cli.figures import bytes_text, seconds_text
-from autopipe.cli.former import Former
+from autopipe.cli.former import BasePlan
 from autopipe.ir.plan import Plan
 from autopipe.ir.serial.plan_file import plan_digest, summary_form
 
@@ -18,15 +18,15 @@ _SAME = 5e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class PlanDelta:
     """A plan, and the one that its folder held before."""
 
-    former: Former
+    former: BasePlan
     now: Plan
 
     @property
     def same(self) -> bool:
-        """Whether the decisions and what they are predicted to take are the same."""
+        """True if the decisions and their predictions are equal."""
         return plan_digest(self.former.plan) == plan_digest(self.now)
 
     @property

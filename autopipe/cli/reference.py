@@ -158,7 +158,7 @@ def _option_row(option: click.Option, context: click.Context) -> str:
 
 
 def _value(option: click.Option, context: click.Context) -> str:
-    """What stands behind the flag."""
+    """Metavar of the flag."""
     kind = option.type
     if option.is_flag:
         return ""

@@ -1,4 +1,4 @@
-"""What the pipeline is asked for by a configuration."""
+"""Translate a configuration into a request to the pipeline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopipe.ir.problem import Mode
 from autopipe.ir.serial.cost_file import read_costs
 from autopipe.passes.cost.measured import measured_cluster
 from autopipe.passes.frontend import CrossEntropy
-from autopipe.passes.pipeline import Planned
+from autopipe.passes.pipeline import PlanResult
 from autopipe.passes.request import Request
 
 
@@ -50,7 +50,7 @@ def request_of(configuration: Configuration, model: Path) -> Request:
 
 
 def _costs(configuration: Configuration) -> Costs | None:
-    """What was measured, where plans are not made with the roofline alone."""
+    """Measured costs, where plans are not made with the roofline alone."""
     if configuration.costs == "roofline":
         return None
     if configuration.costs == "pase-paper":
@@ -65,7 +65,7 @@ def _loss(configuration: Configuration) -> str | CrossEntropy | None:
     return configuration.loss
 
 
-def effective(configuration: Configuration, planned: Planned) -> Configuration:
+def effective(configuration: Configuration, planned: PlanResult) -> Configuration:
     """The configuration with everything decided that the pipeline chose."""
     problem = planned.problem
     return dataclasses.replace(

@@ -53,8 +53,8 @@ def show(
     from autopipe.cli.drawing.svg import timeline_svg
     from autopipe.cli.drawing.trace import chrome_trace
     from autopipe.cli.files import check_writable, write_texts
-    from autopipe.cli.shown import open_shown
-    from autopipe.cli.tasks import ShownTasks
+    from autopipe.cli.shown import open_view
+    from autopipe.cli.tasks import TaskView
 
     if rank is not None and not tasks:
         raise click.UsageError("--rank goes with --tasks")
@@ -65,12 +65,12 @@ def show(
     if tasks:
         if files:
             raise click.UsageError(f"--tasks is shown here: leave out --{next(iter(files))}")
-        graphs = ShownTasks.open(plan, rank)
+        graphs = TaskView.open(plan, rank)
         output.result(graphs.data() if output.as_json else {}, *graphs.screen())
         return
     for path in files.values():
         check_writable(path)
-    found = open_shown(plan)
+    found = open_view(plan)
     writers = {
         "html": lambda: report_page(found.report(output)),
         "trace": lambda: chrome_trace(found.picture, () if measured is None else read_measured(measured)),

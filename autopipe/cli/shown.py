@@ -1,4 +1,4 @@
-"""What `autopipe show` can show: a plan, or a schedule of blocks."""
+"""View of a plan or of a schedule of blocks, for `autopipe show`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autopipe.cli.drawing.report import Report
 
 
-class Shown(Protocol):
+class View(Protocol):
     """Something to draw."""
 
     @property
@@ -39,18 +39,18 @@ class Shown(Protocol):
         """Its page; compared with every other schedule, which may take a while."""
 
     def screen(self, output: Output) -> Iterator[RenderableType]:
-        """What a person reads in the terminal."""
+        """Lines for the terminal."""
 
     def data(self) -> dict[str, object]:
         """The same for a program."""
 
 
-def open_shown(path: Path) -> Shown:
+def open_view(path: Path) -> View:
     """The plan of a folder, or the schedule of blocks of a file. Raises ConfigurationError."""
     if path.is_file():
         _check_json(path)
-        return ShownBlocks(path, read_block_schedule(path))
-    return ShownPlan(path, *open_prediction(path))
+        return BlockView(path, read_block_schedule(path))
+    return PlanView(path, *open_prediction(path))
 
 
 def _check_json(path: Path) -> None:
@@ -66,7 +66,7 @@ def _check_json(path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class ShownPlan:
+class PlanView:
     """A plan and the step that its predictions make."""
 
     folder: Path
@@ -81,14 +81,14 @@ class ShownPlan:
     def report(self, output: Output) -> Report:
         """Its page. Other schedules need the model; where it is gone or changed, a warning says so."""
         from autopipe.cli.drawing.plan_report import plan_report
-        from autopipe.cli.rivals import plan_rivals
+        from autopipe.cli.rivals import compare_plan_schedules
 
         try:
             planned = open_plan(self.folder)
         except AutopipeError as error:
             output.warn(f"no other schedules on the page: {error.message}", error.hint)
             return plan_report(self.plan, self.timeline, ())
-        return plan_report(self.plan, self.timeline, plan_rivals(self.plan, self.timeline, planned, output))
+        return plan_report(self.plan, self.timeline, compare_plan_schedules(self.plan, self.timeline, planned, output))
 
     def screen(self, output: Output) -> Iterator[RenderableType]:
         """The decisions, the timeline, the memory, the stages."""
@@ -108,7 +108,7 @@ class ShownPlan:
         yield stage_table(plan)
 
     def data(self) -> dict[str, object]:
-        """What was decided and predicted, and each device's tasks."""
+        """Decisions, predictions, and each device's tasks."""
         plan = self.plan
         stages = zip(plan.placement.stages, plan.prediction.stages, strict=True)
         return {
@@ -132,7 +132,7 @@ class ShownPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class ShownBlocks:
+class BlockView:
     """A schedule of blocks and the file that it is from."""
 
     file: Path
@@ -150,9 +150,9 @@ class ShownBlocks:
     def report(self, output: Output) -> Report:
         """Its page."""
         from autopipe.cli.drawing.block_report import block_report
-        from autopipe.cli.rivals import block_rivals
+        from autopipe.cli.rivals import compare_block_schedules
 
-        return block_report(self.schedule, self._title, str(self.file), block_rivals(self.schedule, output))
+        return block_report(self.schedule, self._title, str(self.file), compare_block_schedules(self.schedule, output))
 
     def screen(self, output: Output) -> Iterator[RenderableType]:
         """How good it is, the timeline, the memory."""

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopipe.cli.figures import bytes_text, devices_text
-from autopipe.ir.task_graph import MessageEnd, Stretch, TaskGraph, TaskNode
+from autopipe.ir.task_graph import LoopedTasks, MessageEnd, TaskGraph, TaskNode
 
 _MOST_ROWS = 48
 """Tasks shown of what stands in a row, or in one loop."""
@@ -20,7 +20,7 @@ _HEADS = ("task", "does", "bytes", "memory", "after", "frees")
 _RIGHT = ("bytes", "memory")
 
 
-def shown_ranks(count: int) -> tuple[int, ...]:
+def selected_ranks(count: int) -> tuple[int, ...]:
     """The ranks of the table of ranks: of many, the first and the last ones."""
     half = _MOST_RANKS // 2
     return tuple(range(count)) if count <= _MOST_RANKS else (*range(half), *range(count - half, count))
@@ -50,7 +50,7 @@ def rank_table(graphs: Sequence[TaskGraph], count: int) -> Table:
 
 
 def task_screen(graph: TaskGraph, buffers: str) -> Iterator[RenderableType]:
-    """What a person reads of one rank's tasks; `buffers` tells of the memory for messages."""
+    """Table of one rank's tasks; `buffers` describes the memory for messages."""
     held, peak = bytes_text(graph.static_bytes), bytes_text(graph.peak_bytes)
     yield f"rank {graph.rank}: {len(graph.nodes):,} tasks a step; {held} all through it, at most {peak}{buffers}"
     yield ""
@@ -75,7 +75,7 @@ def _aligned(rows: Sequence[_Row]) -> Iterator[str]:
         ).rstrip()
 
 
-def _title(section: str, stretch: Stretch) -> str:
+def _title(section: str, stretch: LoopedTasks) -> str:
     if stretch.count == 1:
         return section
     several = "micro-batch" if stretch.stride == 1 else "micro-batches"
@@ -94,7 +94,7 @@ def _bounded(rows: list[_Row]) -> Iterator[_Row]:
     yield from rows[-half:]
 
 
-def _rows(graph: TaskGraph, stretch: Stretch, frees: dict[int, list[TaskNode]]) -> Iterator[_Row]:
+def _rows(graph: TaskGraph, stretch: LoopedTasks, frees: dict[int, list[TaskNode]]) -> Iterator[_Row]:
     inside: list[TaskNode] = []
     for place in range(stretch.start, stretch.end):
         node = graph.nodes[place]
@@ -150,7 +150,7 @@ def _peers(messages: tuple[MessageEnd, ...]) -> str:
 
 
 def _after(graph: TaskGraph, node: TaskNode) -> str:
-    """What a task waits for: of a receive, on the other rank."""
+    """Dependencies of a task: of a receive, on the other rank."""
     if node.kind == "receive":
         return _names(list(dict.fromkeys(each.task for each in node.messages)))
     return _names([graph.nodes[place].name for place in node.after])
@@ -162,14 +162,14 @@ def _names(names: Sequence[str]) -> str:
     return f"{', '.join(names[: _MOST_NAMES - 1])} and {len(names) - _MOST_NAMES + 1} more"
 
 
-def _memory(graph: TaskGraph, stretch: Stretch, place: int) -> str:
+def _memory(graph: TaskGraph, stretch: LoopedTasks, place: int) -> str:
     """Memory in use during or, but for computations, after a task; the first and the last time of a loop."""
     first, last = graph.held[place], graph.held[stretch.last + place - stretch.start]
     return bytes_text(first) if first == last else f"{bytes_text(first)} … {bytes_text(last)}"
 
 
 def _frees(graph: TaskGraph) -> dict[int, list[TaskNode]]:
-    """What is freed behind each task."""
+    """Nodes freed after each task."""
     found: dict[int, list[TaskNode]] = {}
     for node in graph.nodes:
         if node.kind == "free":

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from autopipe.cli.figures import bytes_text
 from autopipe.cli.plan_folder import open_plan
 from autopipe.cli.task_form import task_graph_form
-from autopipe.cli.task_screen import rank_table, shown_ranks, task_screen
+from autopipe.cli.task_screen import rank_table, selected_ranks, task_screen
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.program import Program
 from autopipe.passes.lower.assemble import lower
@@ -19,7 +19,7 @@ from autopipe.passes.lower.task_graph import TaskSource
 
 
 @dataclass(frozen=True, slots=True)
-class ShownTasks:
+class TaskView:
     """The task graphs of one rank, or of all."""
 
     folder: Path
@@ -27,10 +27,11 @@ class ShownTasks:
     rank: int | None
 
     @staticmethod
-    def open(folder: Path, rank: int | None) -> ShownTasks:
-        """Those of the plan in `folder`, lowered again from its model.
+    def open(folder: Path, rank: int | None) -> TaskView:
+        """Tasks of the plan in `folder`, lowered again from its model.
 
-        Raises ConfigurationError for a folder without a plan, or a rank that it has not; ModelError for its model.
+        Raises ConfigurationError for a folder without a plan, or a rank that it does not have; ModelError for its
+        model.
         """
         planned = open_plan(folder)
         plan, problem = planned.plan, planned.problem
@@ -39,13 +40,15 @@ class ShownTasks:
             raise ConfigurationError(f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}")
         loss = problem.loss if problem.train else None
         program = lower(problem.graph, plan.placement, plan.schedule, loss, problem.optimizer.shard)
-        return ShownTasks(folder, TaskSource.of(program, problem.graph, plan.placement, plan.prediction.stages), rank)
+        return TaskView(folder, TaskSource.of(program, problem.graph, plan.placement, plan.prediction.stages), rank)
 
     def screen(self) -> Iterator[RenderableType]:
         """A table of the ranks and the tasks of rank 0, or those of the rank that was asked for."""
         program = self.source.program
         if self.rank is None and program.world_size > 1:
-            yield rank_table([self.source.graph(rank) for rank in shown_ranks(program.world_size)], program.world_size)
+            yield rank_table(
+                [self.source.graph(rank) for rank in selected_ranks(program.world_size)], program.world_size
+            )
             yield ""
         rank = self.rank or 0
         yield from task_screen(self.source.graph(rank), _buffers(program, rank))
@@ -57,7 +60,7 @@ class ShownTasks:
 
 
 def _buffers(program: Program, rank: int) -> str:
-    """What a rank receives into."""
+    """Receive buffers of a rank, in words."""
     sizes = {
         piece.channel: piece.sent.elements * value.dtype.itemsize
         for code in program.ranks

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from autopipe.backends.onnxruntime.reference import ReferenceModel, precision_of
-from autopipe.backends.torch.launcher import Gang, launch_program, run_alone
+from autopipe.backends.torch.launcher import LaunchConfig, launch_program, run_alone
 from autopipe.backends.torch.runtime.data import open_source
 from autopipe.backends.torch.runtime.manifest import Manifest, ShardEntry, read_manifest
 from autopipe.backends.torch.verification import (
@@ -83,7 +83,7 @@ class Verification:
         """The checks, as they are done."""
         folder = self.manifest.folder
         self._record("ranks")
-        launch_program(self.manifest, self._run_arguments("ranks"), Gang())
+        launch_program(self.manifest, self._run_arguments("ranks"), LaunchConfig())
         advance()
         if self.manifest.train:
             run_alone(folder / REFERENCE, self._run_arguments("one"))
@@ -235,13 +235,13 @@ def _averaged(outputs: dict[str, np.ndarray], manifest: Manifest) -> dict[str, n
 
 def _drawn_weights(manifest: Manifest, seed: int) -> dict[str, np.ndarray]:
     """Numbers for the parameters that the model file does not store."""
-    from autopipe.backends.torch.runtime.drawing import draw_block  # Loads torch, which a check of data need not.
+    from autopipe.backends.torch.runtime.drawing import init_shard  # Loads torch, which a check of data need not.
 
     found = {}
     for index, entry in enumerate(manifest.parameters):
         if entry.storage.kind == "draw":
             whole = ShardEntry(index, (0,) * len(entry.shape), entry.shape, (0,))
-            drawn = draw_block(entry, whole, seed)
+            drawn = init_shard(entry, whole, seed)
             found[entry.name] = (drawn.float() if entry.dtype == "bfloat16" else drawn).numpy()
     return found
 

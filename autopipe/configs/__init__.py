@@ -1,1 +1,1 @@
-"""What users write and what ships with autopipe: YAML schemas, clusters, recipes and the model zoo."""
+"""Files that users write and that ship with autopipe: YAML schemas, clusters, recipes and the model zoo."""

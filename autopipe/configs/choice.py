@@ -12,7 +12,7 @@ from autopipe.configs.source import Entry, Place
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is chosen and the options it is to have, not checked yet."""
+    """A name and its options, not checked yet."""
 
     selectors: ClassVar[tuple[str, ...]] = ("name",)
 

@@ -1,4 +1,4 @@
-"""What a user can configure: the declaration that YAML, flags, `--set` and the reference are all made from."""
+"""Schema of the configuration, from which YAML keys, flags, `--set` and the reference are all made."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class ClusterChoice:
     """Number of devices in each node, in place of the cluster's own."""
 
     straddle: bool = False
-    """Whether a stage may have devices of different kinds. Otherwise none does but where constraints ask for it."""
+    """True if a stage may have devices of different kinds. Otherwise none does but where constraints ask for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +190,9 @@ class Configuration:
     costs: Literal["roofline", "pase-paper"] | Annotated[str, FilePath()] = field(
         default="roofline", metadata={"flag": "--costs"}
     )
-    """What operators and exchanges cost: `roofline`, operations and bytes against the cluster's figures, or a file that
-    `autopipe profile` wrote."""
+    """Source of costs: `roofline`, operations and bytes against the cluster's figures, or a file that `autopipe
+    profile` wrote.
+    """
 
     strategy: Choice = field(default=Choice("auto"), metadata={"flag": "--strategy"})
     """The strategy that makes the placement, with its options; `auto` takes the one with the shortest step."""

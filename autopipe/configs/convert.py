@@ -185,7 +185,7 @@ def _file_path(entry: Entry, text: str, path: str) -> str:
 
 
 def _accepts(entry: Entry, hint: Any) -> bool:
-    """Whether an entry of this kind can be of this type at all, whatever it holds."""
+    """True if an entry of this kind can be of this type at all, whatever it holds."""
     base, marks = unwrap(hint)
     value = entry.value
     origin = typing.get_origin(base)
@@ -210,7 +210,7 @@ def _accepts(entry: Entry, hint: Any) -> bool:
 
 
 def _reads_as_text(entry: Entry) -> bool:
-    """Whether a scalar that YAML reads as something else is text here: on a command line nobody writes quotes."""
+    """True if a scalar that YAML reads as something else is text here: on a command line nobody writes quotes."""
     return entry.place.is_flag and isinstance(entry.value, str | int | float | bool) and bool(entry.text)
 
 
@@ -236,7 +236,7 @@ def _refuse(entry: Entry, path: str, expected: str) -> NoReturn:
 
 
 def _number_hint(entry: Entry, expected: str) -> str:
-    """What to write instead of a number that YAML reads as text, or nothing where the text is no number."""
+    """Suggest a spelling for a number that YAML reads as text; nothing where the text is no number."""
     if "number" not in expected or not re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", entry.text, re.ASCII):
         return ""
     if entry.quoted:

@@ -92,7 +92,7 @@ class LevelDescription:
     """One level of the hierarchy of links."""
 
     name: str
-    """What the level forms, such as `node` or `cluster`."""
+    """Kind of group, such as `node` or `cluster`."""
 
     latency: Latency
     """Time before the first byte arrives."""
@@ -105,7 +105,7 @@ class LevelDescription:
 
 
 def level_of(description: LevelDescription, size: int) -> Level:
-    """The level with so many members in one group."""
+    """The level with `size` members in one group."""
     return Level(description.name, size, Link(description.latency, description.bandwidth))
 
 

@@ -43,7 +43,7 @@ def dump(value: Dataclass) -> dict[str, object]:
 
 
 def _holds(value: object, hint: Any) -> bool:
-    """Whether a value made by `convert_value` came from this member of a union."""
+    """True if a value made by `convert_value` came from this member of a union."""
     base, _ = unwrap(hint)
     origin = typing.get_origin(base)
     if base is type(None):

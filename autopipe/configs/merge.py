@@ -34,7 +34,7 @@ def flags() -> dict[str, str]:
 
 
 def settings(words: Mapping[str, str], dims: Sequence[str], assignments: Sequence[str]) -> list[Setting]:
-    """What a command line sets, the later over the earlier.
+    """Settings of a command line, the later over the earlier.
 
     `words` are flags, of `OPTION_FLAGS` too, with their words, `dims` the words of `--dim NAME=EXTENT`, `assignments`
     those of `--set KEY=VALUE`. Raises ConfigurationError for a word without `=` or a key without a name.

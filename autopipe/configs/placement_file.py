@@ -38,7 +38,7 @@ class BlockDescription:
     """How long it takes, in units of your choice."""
 
     memory: Change = 0
-    """What it adds to the memory in use on each of its devices when it starts; below 0 where it frees."""
+    """Change of the memory in use on each of its devices when it starts; below 0 where it frees."""
 
     after: tuple[str, ...] = ()
     """Names of the blocks of the same unit that must have ended before it starts."""
@@ -55,7 +55,7 @@ class PlacementDescription:
     """The blocks of one unit, and the devices that run them."""
 
     format: Literal["autopipe.placement/1"]
-    """What the file is."""
+    """Format of the file."""
 
     devices: Annotated[int, AtLeast(1), AtMost(MOST_DEVICES)]
     """Number of devices."""

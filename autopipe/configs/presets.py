@@ -59,6 +59,6 @@ def _with_preset(group: GroupDescription, where: str) -> GroupDescription:
 
 
 def is_cluster(path: str | Path) -> bool:
-    """Whether a YAML file describes a cluster rather than a configuration, by the keys it has."""
+    """True if a YAML file describes a cluster rather than a configuration, by the keys it has."""
     document = read_file(path).value
     return isinstance(document, dict) and not {"device", "levels", "groups"}.isdisjoint(document)

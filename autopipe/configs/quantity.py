@@ -17,16 +17,16 @@ class Unit:
     """A unit with the prefixes that may stand before it."""
 
     symbol: str
-    """What is written after the prefix, such as `B`."""
+    """Unit after the prefix, such as `B`."""
 
     noun: str
-    """What it measures, with its article."""
+    """Name of the quantity, with its article."""
 
     example: str
     """A quantity that shows how it is written."""
 
     whole: bool = False
-    """Whether a quantity is a whole number of units."""
+    """True if a quantity is a whole number of units."""
 
     def parse(self, text: str) -> float | None:
         """The quantity in plain units, or None where `text` is none of this unit; a bare number counts plain units."""

@@ -88,7 +88,7 @@ class Key:
 
     @property
     def required(self) -> bool:
-        """Whether it has no default."""
+        """True if it has no default."""
         return self.default is dataclasses.MISSING
 
 
@@ -172,7 +172,7 @@ def find(marks: tuple[object, ...], kind: type[Mark]) -> Mark | None:
 
 
 def is_mapping(base: Any) -> bool:
-    """Whether a type is a tuple of named values."""
+    """True if a type is a tuple of named values."""
     members = typing.get_args(base)
     return typing.get_origin(base) is tuple and members[-1] is Ellipsis and typing.get_args(members[0])[:1] == (str,)
 

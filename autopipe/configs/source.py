@@ -38,7 +38,7 @@ class Place:
 
     @property
     def is_flag(self) -> bool:
-        """Whether it was given on the command line."""
+        """True if it was given on the command line."""
         return self.line is None
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Entry:
     """A scalar as it was written."""
 
     quoted: bool = field(default=False, compare=False)
-    """Whether a scalar was written in quotes or as a block."""
+    """True if a scalar was written in quotes or as a block."""
 
     def plain(self) -> object:
         """The value without places, as lists, dicts and scalars."""

@@ -1,4 +1,4 @@
-"""What was weighed when a plan was chosen: every choice with what came of it."""
+"""Candidates of a plan's search, each with its result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Choice:
     """None where they are left to the strategy, or to what it wants."""
     recompute: str = "none"
     shard: bool = False
-    """Whether replicas hold the optimizer's state in shares."""
+    """True if replicas hold the optimizer's state in shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Alternative:
     lower_bound_s: float | None = None
     """No schedule of its placement takes less; None where there is no placement."""
     micro_batches: int | None = None
-    """Those of its placement."""
+    """Micro-batches of its placement."""
     stages: int | None = None
     bubble_rate: float | None = None
     peak_memory_bytes: int | None = None
@@ -52,7 +52,7 @@ class Alternative:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether it was left out because no schedule of its placement could be the shortest."""
+        """True if it was left out because no schedule of its placement could be the shortest."""
         return self.choice.schedule is None and self.lower_bound_s is not None
 
 

@@ -84,7 +84,7 @@ def batch_axes_of(graph: Graph) -> BatchAxes:
     values: dict[str, set[Samples]] = {name: {Samples(axis)} for name, axis in graph.batch_axes}
     nodes: list[tuple[NodeSamples, ...]] = [()] * len(graph.nodes)
     if batch <= 1:
-        return BatchAxes(batch, tuple(nodes), _ordered(values))
+        return BatchAxes(batch, tuple(nodes), _in_graph_order(values))
     spaces = Spaces(graph)
     fixed = {value.name for value in graph.inputs}
     consumers = graph.consumers()
@@ -111,10 +111,10 @@ def batch_axes_of(graph: Graph) -> BatchAxes:
                 if other != index and other not in queued:
                     queued.add(other)
                     waiting.append(other)
-    return BatchAxes(batch, tuple(nodes), _ordered(values))
+    return BatchAxes(batch, tuple(nodes), _in_graph_order(values))
 
 
-def _ordered(values: dict[str, set[Samples]]) -> dict[str, tuple[Samples, ...]]:
+def _in_graph_order(values: dict[str, set[Samples]]) -> dict[str, tuple[Samples, ...]]:
     return {name: tuple(sorted(found)) for name, found in values.items() if found}
 
 

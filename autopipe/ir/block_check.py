@@ -1,4 +1,4 @@
-"""Whether a schedule of blocks can run: devices one at a time, dependencies, memory. Shares nothing with any search."""
+"""True if a schedule of blocks can run: devices one at a time, dependencies, memory. Shares nothing with any search."""
 
 from __future__ import annotations
 

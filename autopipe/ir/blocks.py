@@ -144,7 +144,7 @@ class BlockSchedule:
     still take less time a unit.
     """
     optimal: bool = False
-    """Whether the period (the makespan's where `repetend` is None) is proven to be the least."""
+    """True if the period (the makespan's where `repetend` is None) is proven to be the least."""
     repetend: BlockRepetend | None = None
     search_time_s: float = 0.0
 

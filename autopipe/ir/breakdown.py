@@ -1,4 +1,4 @@
-"""What a step is made of: the ideal, and all that comes on top of it."""
+"""Breakdown of a step: the ideal, and all losses on top of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Breakdown:
     imbalance_s: float = 0.0
     """Devices have less to do than the busiest."""
     messages_s: float = 0.0
-    """What stages send one another, as far as no computation hides it."""
+    """Messages between stages, as far as no computation hides them."""
     collectives_s: float = 0.0
     """Exchanges inside stages, where operators are split."""
     gradients_s: float = 0.0
@@ -45,7 +45,7 @@ class Breakdown:
 
     @property
     def losses(self) -> tuple[tuple[str, float], ...]:
-        """What comes on top of the ideal, by name, the largest first."""
+        """Losses on top of the ideal, by name, the largest first."""
         found = ((field.name.removesuffix("_s"), getattr(self, field.name)) for field in dataclasses.fields(self)[1:])
         return tuple(sorted(found, key=lambda each: -each[1]))
 

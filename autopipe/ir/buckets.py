@@ -36,7 +36,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ElementRange:
     """Neighbouring elements, row by row, of a parameter's block: from `start` up to `stop`, at `at` of the share."""
 
     parameter: int
@@ -111,14 +111,14 @@ class Bucket:
     def _step(self) -> int:
         return max(1, _ALIGNMENT // self.blocks[0].itemsize)
 
-    def runs(self, rank: int) -> Iterator[Run]:
-        """What a rank's share has of the blocks, in order."""
+    def runs(self, rank: int) -> Iterator[ElementRange]:
+        """Ranges of a rank's shard in each block, in order."""
         first = self.ranks.index(rank) * self.share
         last = first + self.share
         for block, begin in zip(self.blocks, self.starts, strict=True):
             start, stop = max(first, begin), min(last, begin + block.elements)
             if start < stop:
-                yield Run(block.parameter, start - begin, stop - begin, start - first)
+                yield ElementRange(block.parameter, start - begin, stop - begin, start - first)
 
 
 def buckets_of(blocks: Iterable[Block]) -> tuple[Bucket, ...]:

@@ -40,16 +40,16 @@ class Device:
     """Fraction of the peak (or of the bandwidth) reached, by operator class; above 0, at most 1."""
 
     tasks: TaskCosts | None = None
-    """What tasks take besides their operators, where that was measured."""
+    """Measured cost of tasks besides their operators."""
 
     collectives: tuple[ExchangeCost, ...] = ()
-    """What collectives of ranks in one node of such devices take, where that was measured."""
+    """Measured cost of collectives of ranks in one node."""
 
     post: Affine | None = None
-    """What either end of a message takes of the device's own time, where that was measured."""
+    """Measured CPU time of posting a message at either end."""
 
     follow: Affine | None = None
-    """What it takes of each further message of the same task, where that was measured."""
+    """Measured CPU time of each further message of the same task."""
 
     def __hash__(self) -> int:
         # Devices are keys of many tables, and what tells them apart is at the front.
@@ -104,7 +104,7 @@ class Level:
     """One level of the hierarchy: `size` groups of the level below (devices, at the lowest) joined by `link`."""
 
     name: str
-    """What the level forms, such as `node` or `cluster`."""
+    """Kind of group, such as `node` or `cluster`."""
 
     size: int
     """How many members of the level below one group holds."""
@@ -118,7 +118,7 @@ class Group:
     """Neighbouring devices of a cluster that have nodes and links of their own."""
 
     name: str = field(compare=False)
-    """What it is called in reports."""
+    """Name in reports."""
 
     size: int
     """Number of devices."""
@@ -151,7 +151,7 @@ class Cluster:
     """Where nodes or links are not everywhere alike: the parts within which they are."""
 
     straddle: bool = False
-    """Whether a stage may have devices of different kinds without being asked for one by one."""
+    """True if a stage may have devices of different kinds without being asked for one by one."""
 
     def __post_init__(self) -> None:
         _check_room(f"cluster {self.name}", len(self.groups or self.devices), self.levels)
@@ -278,7 +278,7 @@ def slower(links: Iterable[Link]) -> Link:
 
 
 def _check_room(who: str, count: int, levels: Sequence[Level]) -> None:
-    """Raise ConfigurationError unless so many devices, or groups, have places in the levels."""
+    """Raise ConfigurationError unless `count` devices, or groups, have places in the levels."""
     if count < 1 or not levels:
         raise ConfigurationError(f"{who} needs at least one device and one level")
     if any(level.size < 1 for level in levels):

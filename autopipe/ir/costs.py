@@ -1,6 +1,5 @@
-"""What was measured on devices: seconds by operator and local shapes, by exchange and size, and what else tasks take.
-
-`autopipe profile` makes it, `plan --costs` uses it, `ir/serial/cost_file.py` writes and reads it.
+"""Measured costs of devices: seconds by operator and local shapes, by exchange and size, and of tasks besides
+operators. `autopipe profile` makes it, `plan --costs` uses it.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 MESSAGES = ("send", "post", "follow")
-"""What is measured of messages between ranks: on their way, what an end of one takes of its rank's own time, and what
-one of each further message along with it does."""
+"""Measurements of messages between ranks: on their way, the CPU time of one end, and of each further message along with
+it.
+"""
 EXCHANGES = (*MESSAGES, *COLLECTIVES)
-"""What is measured between ranks: messages, and collectives by the size of their group."""
+"""Measurements between ranks: messages, and collectives by the size of their group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def _type_text(value: Value | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OperationCost:
-    """What one operation took, with the figures that a roofline goes by: what other operators are judged by."""
+    """Measured time of an operator, with the roofline's figures, by which other operators are judged."""
 
     operation: Operation
     kind: str
@@ -119,25 +119,25 @@ class Sample:
     moved_bytes: tuple[float, float]
 
     def cost(self, forward: Timing, backward: Timing | None) -> OperationCost:
-        """What it took, measured."""
+        """Cost with these measured times."""
         return OperationCost(self.operation, self.kind, self.flops, self.moved_bytes, forward, backward)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorCosts:
-    """What something done to tensors one by one takes."""
+    """Cost of an operation on tensors one by one: a time for each and a time for each byte."""
 
     per_tensor_s: float
     per_byte_s: float
 
     def seconds(self, tensors: int, size_bytes: float) -> float:
-        """Seconds for so many tensors of `size_bytes` bytes together."""
+        """Seconds for `tensors` tensors of `size_bytes` bytes together."""
         return self.per_tensor_s * tensors + self.per_byte_s * size_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TaskCosts:
-    """What a rank's step takes besides its operators."""
+    """Cost of a rank's step besides its operators."""
 
     forward_s: float
     """Of one stage's forward of one micro-batch: finding the arguments, handing over the results."""
@@ -170,7 +170,7 @@ class ExchangeCost:
     ranks: int
     fit: Affine
     samples: tuple[tuple[int, Timing], ...]
-    """What was measured, by bytes."""
+    """Measured times by bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class Costs:
     devices: tuple[DeviceCosts, ...]
 
     def of(self, device: str) -> DeviceCosts | None:
-        """What was measured on the device called `device`; on the only one where there is but one."""
+        """Costs measured on the device called `device`; on the only one where there is but one."""
         if len(self.devices) == 1:
             return self.devices[0]
         return next((each for each in self.devices if each.device == device), None)

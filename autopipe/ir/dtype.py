@@ -31,12 +31,12 @@ class DType(enum.Enum):
 
     @property
     def is_floating(self) -> bool:
-        """Whether gradients can flow through values of this type."""
+        """True if gradients can flow through values of this type."""
         return self in _FLOATING
 
     @property
     def is_integer(self) -> bool:
-        """Whether values are whole numbers (bool is not counted)."""
+        """True if values are whole numbers (bool is not counted)."""
         return self.value.startswith(("int", "uint"))
 
 

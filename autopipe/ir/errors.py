@@ -1,4 +1,4 @@
-"""What can go wrong, as one small family of exceptions; only the command line catches them."""
+"""Exceptions of autopipe, one small family; only the command line catches them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class OutOfMemoryError(InfeasibleError):
 
 
 REFUSALS = (ConfigurationError, InfeasibleError, ModelError)
-"""What speaks against one choice where there are others to try; anything else is nobody's choice."""
+"""Errors that refuse one choice where there are others to try."""
 
 
 class LaunchError(AutopipeError):

@@ -159,7 +159,7 @@ class Node:
         return tuple(self._attribute(name, tuple, default))
 
     def has(self, name: str) -> bool:
-        """Whether the file states the attribute."""
+        """True if the file states the attribute."""
         return any(key == name for key, _ in self.attributes)
 
     def _attribute(self, name: str, kind: type | tuple[type, ...], default: Any) -> Any:
@@ -217,7 +217,7 @@ class Graph:
         return self._types[name]
 
     def has(self, name: str) -> bool:
-        """Whether there is a value called `name`."""
+        """True if there is a value called `name`."""
         return name in self._types
 
     def producer(self, name: str) -> int | None:

@@ -37,7 +37,7 @@ class Box:
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """What both hold; None where that is nothing."""
+        """Intersection of both; None where it is empty."""
         starts = tuple(map(max, self.starts, other.starts))
         stops = tuple(map(min, self.stops, other.stops))
         if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
@@ -140,8 +140,8 @@ def members(axes: MeshAxes, position: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """What each block has of a dimension: block i the `length` elements from i · step + offset on.
+class WindowedBlocks:
+    """Blocks of a dimension: block i is the `length` elements from i · step + offset on.
 
     Blocks may overlap, leave elements out, and stick out of the tensor at its ends.
     """
@@ -150,12 +150,12 @@ class Window:
     offset: int
     length: int
 
-    def joined(self, count: int) -> Window:
+    def joined(self, count: int) -> WindowedBlocks:
         """The same for `count` neighbouring blocks taken as one."""
-        return Window(self.step * count, self.offset, (count - 1) * self.step + self.length)
+        return WindowedBlocks(self.step * count, self.offset, (count - 1) * self.step + self.length)
 
     def sticks_out(self, blocks: int, extent: int) -> bool:
-        """Whether one of `blocks` lies in part outside of a dimension of that extent."""
+        """True if one of `blocks` lies in part outside of a dimension of that extent."""
         return self.offset < 0 or (blocks - 1) * self.step + self.offset + self.length > extent
 
 
@@ -175,7 +175,7 @@ class Layout:
     cuts: tuple[MeshAxes, ...]
     sums: MeshAxes = ()
     means: MeshAxes = ()
-    windows: tuple[Window | None, ...] = ()
+    windows: tuple[WindowedBlocks | None, ...] = ()
     fill: float = 0.0
     _hash: int | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -189,12 +189,12 @@ class Layout:
 
     @property
     def is_partial(self) -> bool:
-        """Whether devices hold but shares of the value."""
+        """True if devices hold but shares of the value."""
         return bool(self.sums or self.means)
 
     @property
     def is_whole(self) -> bool:
-        """Whether every device holds all of the value."""
+        """True if every device holds all of the value."""
         return not self.is_partial and not any(self.cuts)
 
     @property
@@ -219,11 +219,11 @@ class Layout:
         cuts = (() if window and extent % degree_of(axes) else axes for extent, axes, window in dimensions)
         return Layout(self.shape, tuple(cuts))
 
-    def blocks(self) -> tuple[Window, ...]:
+    def blocks(self) -> tuple[WindowedBlocks, ...]:
         """For each dimension what each block along it has."""
         even = [extent // degree_of(axes) for extent, axes in zip(self.shape, self.cuts, strict=True)]
         windows = self.windows or (None,) * len(even)
-        return tuple(window or Window(extent, 0, extent) for window, extent in zip(windows, even, strict=True))
+        return tuple(window or WindowedBlocks(extent, 0, extent) for window, extent in zip(windows, even, strict=True))
 
     def local_shape(self) -> tuple[int, ...]:
         """Shape of one device's block."""
@@ -245,7 +245,7 @@ class Layout:
         return tuple(np.flatnonzero(same).tolist())
 
     def box(self, position: int) -> Box:
-        """What the device at `position` of the group holds; blocks read through windows may stick out of the tensor."""
+        """Box held by the device at `position` of the group; blocks read through windows may exceed the tensor."""
         starts, stops = [], []
         for block, axes in zip(self.blocks(), self.cuts, strict=True):
             starts.append(place_along(axes, position) * block.step + block.offset)
@@ -277,7 +277,7 @@ def operand_layout(
     group: int,
     windows: Sequence[Windowed] = (),
 ) -> Layout:
-    """What a device needs of an operand, or holds of a result, under `splits` of the node's iteration space.
+    """Layout in which devices need an operand, or hold a result, under `splits` of the node's iteration space.
 
     `windows` are the operand's (`Space.windows_of`). A cut inside a merged dimension is a block only where `is_block`
     says so; callers keep to such splits.
@@ -295,15 +295,15 @@ def operand_under(
     cuts = [merged([axes[name] for name in dimension if name in axes]) for dimension in dimensions]
     if not windows:
         return Layout(shape, tuple(cuts))
-    found: list[Window | None] = [None] * len(shape)
+    found: list[WindowedBlocks | None] = [None] * len(shape)
     fill = 0.0
     for each in windows:
         if each.axis not in axes or axes[each.axis].degree == 1:
             continue
         degree, extent = axes[each.axis].degree, shape[each.dimension]
-        block = Window(each.stride, each.offset, each.reach).joined(each.count // degree)
+        block = WindowedBlocks(each.stride, each.offset, each.reach).joined(each.count // degree)
         cuts[each.dimension] = merged([axes[each.axis]])
-        is_even = block == Window(extent // degree, 0, extent // degree) and extent % degree == 0
+        is_even = block == WindowedBlocks(extent // degree, 0, extent // degree) and extent % degree == 0
         found[each.dimension] = None if is_even else block
         fill = each.fill if block.sticks_out(degree, extent) else fill
     return Layout(shape, tuple(cuts), windows=tuple(found) if any(found) else (), fill=fill)
@@ -336,7 +336,7 @@ def result_under(
 
 
 def even_degree_hint(extent: int, degree: int) -> str:
-    """What would let `degree` devices share an axis of `extent` equally."""
+    """Suggest an extent that `degree` devices can share equally."""
     divisors = [count for count in range(2, min(degree, extent) + 1) if extent % count == 0]
     padded = -(-extent // degree) * degree
     others = f", or take {divisors[-1]} devices" if divisors else ""
@@ -344,12 +344,12 @@ def even_degree_hint(extent: int, degree: int) -> str:
 
 
 def is_block(space: Space, axis: str, degree: int) -> bool:
-    """Whether cutting `axis` leaves every device one block of each tensor: it is the outermost of its dimensions."""
+    """True if cutting `axis` leaves every device one block of each tensor: it is the outermost of its dimensions."""
     return are_blocks(space, (Split(axis, degree),))
 
 
 def are_blocks(space: Space, splits: Sequence[Split]) -> bool:
-    """Whether `splits` together leave every device one block of each tensor, equal to the others'.
+    """True if `splits` together leave every device one block of each tensor, equal to the others'.
 
     In a dimension made of several axes an inner one may be cut where all those outside it are cut to extent one.
     """
@@ -368,7 +368,7 @@ def mixed_dimensions(space: Space) -> tuple[Dimension, ...]:
 
 
 def is_one_block(dimension: Dimension, extents: Mapping[str, int], degrees: Mapping[str, int]) -> bool:
-    """Whether `degrees`, which divide `extents`, cut no axis of a dimension inside of one not down to extent one."""
+    """True if `degrees`, which divide `extents`, cut no axis of a dimension inside of one not down to extent one."""
     outside = 1
     for name in dimension:
         degree = degrees.get(name, 1)

@@ -1,4 +1,4 @@
-"""Whether a schedule can run: every task there once, and no circle of waiting."""
+"""True if a schedule can run: every task there once, and no circle of waiting."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class _Needs:
 
 
 def _together(task: Task, groups: Sequence[Sequence[int]], waiting: list[deque[Task]]) -> bool:
-    """Whether the task is next on all lanes of its stage: a group computes together."""
+    """True if the task is next on all lanes of its stage: a group computes together."""
     return all(waiting[lane] and waiting[lane][0] == task for lane in groups[task.stage])
 
 
@@ -109,7 +109,7 @@ def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, devices: Se
             phases = seen.get((task.stage, task.micro_batch), frozenset())
             if task.phase in phases:
                 raise WrongScheduleError(schedule, device, position, f"{task} stands twice")
-            if not 0 <= task.micro_batch < schedule.micro_batches * graph.turns_at(task.stage):
+            if not 0 <= task.micro_batch < schedule.micro_batches * graph.micro_batch_ratio_at(task.stage):
                 raise WrongScheduleError(schedule, device, position, f"there is no micro-batch {task.micro_batch}")
             if task.micro_batch not in graph.micro_batches_of(task.stage, schedule.micro_batches):
                 reason = f"micro-batch {task.micro_batch} does not run on the pipeline of stage {task.stage}"

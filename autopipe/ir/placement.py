@@ -50,15 +50,15 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class SplitProof:
-    """What a search over splits knows of how good its answer is, by its own count of what a step costs."""
+    """Quality of a search over splits, by its own count of a step's cost."""
 
     cost: float
     lower_bound: float
     """No other splits, of the same stages, cost less."""
     optimal: bool
-    """Whether none do, beyond what numbers are rounded by."""
+    """True if none do, beyond what numbers are rounded by."""
     unit: str = "s"
-    """What both are counted in."""
+    """Unit of both."""
 
     @property
     def gap(self) -> float:
@@ -76,9 +76,9 @@ class Placement:
 
     stages: tuple[Stage, ...]
     proof: SplitProof | None = field(default=None, compare=False)
-    """What is known of the splits, where they were searched."""
+    """Proof of the splits, where they were searched."""
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """What the strategy has to say of the model, a line each."""
+    """Remarks of the strategy on the model, a line each."""
 
     @property
     def devices(self) -> int:
@@ -92,7 +92,7 @@ class Placement:
 
     @property
     def length(self) -> int:
-        """Number of stages of a pipeline: so many micro-batches, about, has its first stage under way at a time."""
+        """Number of stages of a pipeline; the first stage has about as many micro-batches in flight."""
         return len(self.stages) // self.pipelines
 
     def stage_of(self, pipeline: int = 0) -> dict[int, int]:

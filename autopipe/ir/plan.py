@@ -42,15 +42,17 @@ class Summary:
     lower_bound_s: float
     """No schedule of this placement can take less."""
     optimal: bool
-    """Whether the schedule is proven the best for the placement: in its period, where a search found a steady state
-    (but for the rounding it states), in its step otherwise."""
+    """True if the schedule is proven the best for the placement: in its period, where a search found a steady state
+    (but for the rounding it states), in its step otherwise.
+    """
     gap: float | None
     """Share of the period, or the step, that lies above what is proven; 0 where it is optimal."""
     communication_bytes: tuple[tuple[str, int], ...] | None
-    """What a step's exchanges move over all devices, by kind (`ir/traffic.py`); None where the placement cannot be
-    executed."""
+    """Bytes that a step's exchanges move over all devices, by kind (`ir/traffic.py`); None where the placement cannot
+    be executed.
+    """
     splits: SplitProof | None = None
-    """What is proven of the splits, where they were searched."""
+    """Proof of the splits, where they were searched."""
     costs: CostCoverage | None = None
     """How far measured costs went, where the plan was made with some."""
 
@@ -68,17 +70,17 @@ class Plan:
     schedule: Schedule
     summary: Summary
     prediction: Prediction = field(default_factory=Prediction)
-    """What the summary was simulated from."""
+    """Prediction that the summary was simulated from."""
     memory_limits: tuple[int, ...] = ()
     """Bytes that may be used on each device."""
     device_names: tuple[str, ...] = ()
     """The name of each device's kind, in a cluster of groups of devices."""
     alternatives: tuple[Alternative, ...] = ()
-    """What else was weighed, and what came of it; () where the strategy was named."""
+    """Candidates of the search and their results; () where the strategy was named."""
     breakdown: Breakdown | None = None
-    """What the step is made of."""
+    """Breakdown of the step."""
 
     @property
     def has_own_sizes(self) -> bool:
-        """Whether stages have micro-batches of their own, other than the step's."""
+        """True if stages have micro-batches of their own, other than the step's."""
         return any(stage.micro_batch_size != self.summary.micro_batch_size for stage in self.placement.stages)

@@ -1,16 +1,16 @@
-"""What a plan's stages and messages are expected to take: all that a step is simulated from."""
+"""Predicted times of a plan's stages and messages: the input of the simulated step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from autopipe.ir.schedule import Phase
-from autopipe.ir.turn import Turn
+from autopipe.ir.turn import MicroBatchSlice
 
 
 @dataclass(frozen=True, slots=True)
 class StagePrediction:
-    """What a stage takes on each of its devices, for one micro-batch where nothing else is said."""
+    """Predicted times of a stage on each of its devices, for one micro-batch where nothing else is said."""
 
     forward_s: float
     backward_s: float = 0.0
@@ -49,15 +49,14 @@ class StagePrediction:
                 return self.weight_gradient_s
 
 
-_EVERY = Turn()
+_EVERY = MicroBatchSlice()
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a device of one stage sends to a device of a later one after a forward, and gets back after its backward.
-
-    Where the stages have micro-batches of different sizes it is for the samples that those of one turn of the source
-    and those of one turn of the target have in common: the number of the message is the same for both.
+    """Message from a device of one stage to a device of a later one after a forward; its gradient comes back after the
+    backward. Where the stages have micro-batches of different sizes it is for the samples that those of one slice of
+    the source and those of one slice of the target have in common: the number of the message is the same for both.
     """
 
     source_stage: int
@@ -68,8 +67,8 @@ class Message:
     backward_bytes: int
     forward_s: float
     backward_s: float
-    source_turn: Turn = _EVERY
-    target_turn: Turn = _EVERY
+    source_turn: MicroBatchSlice = _EVERY
+    target_turn: MicroBatchSlice = _EVERY
 
 
 @dataclass(frozen=True, slots=True)

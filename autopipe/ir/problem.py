@@ -1,4 +1,4 @@
-"""What a strategy and a scheduler are given: everything that is known and nothing that is decided."""
+"""Input of strategies and schedulers: the model, cluster and request, and no decision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopipe.ir.graph import Graph
 
 
 class Mode(enum.Enum):
-    """Whether a step trains (forward, backward, update) or infers (forward alone)."""
+    """True if a step trains (forward, backward, update) or infers (forward alone)."""
 
     TRAIN = "train"
     INFER = "infer"
@@ -20,22 +20,22 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one node takes on one kind of device: as measured, or as the roofline says but for a factor."""
+    """Time of one node on one kind of device: measured, or the roofline's times a factor."""
 
     device: str
     """Name of the device in the cluster."""
     known: bool
-    """Whether the node's own operation was measured."""
+    """True if the node's own operation was measured."""
     points: tuple[tuple[float, float, float], ...] = ()
     """The part of the node that a device does, its seconds of forward and of backward; ascending. () where the
     roofline's count."""
     scale: tuple[float, float] = (1.0, 1.0)
-    """What the roofline's seconds of forward and backward are multiplied by."""
+    """Factors on the roofline's seconds of forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one evaluation of one node costs, whatever the device: the annotation that makes a graph a costed graph.
+    """Cost of one evaluation of one node, whatever the device: the annotation that makes a graph a costed graph.
 
     All figures are for the whole node on one micro-batch; a node split into n equal parts does a share of 1/n each.
     """
@@ -50,7 +50,7 @@ class Work:
     kept_bytes: int
     """Bytes of values that this node makes backward keep, counted at the first node that does."""
     measured: tuple[Measured, ...] = ()
-    """What it takes on each kind of device, where measured costs are planned with."""
+    """Measured time on each kind of device, where plans use measured costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,10 @@ class Optimizer:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     shard: bool = False
-    """Whether devices that hold the same block of a parameter keep a share of its state each, and update that share
+    """True if devices that hold the same block of a parameter keep a share of its state each, and update that share
     (ZeRO-1: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", SC 2020,
-    section 5.1); else each keeps all of it."""
+    section 5.1); else each keeps all of it.
+    """
 
     @property
     def states(self) -> int:
@@ -124,7 +125,7 @@ class Problem:
     """Sizes that a strategy may choose its stages' micro-batches from: divisors of the graph's samples, ascending. ()
     where the size is given; stages then have the graph's."""
     costs: Costs | None = None
-    """What was measured, where plans are not made with the roofline alone."""
+    """Measured costs, where plans are not made with the roofline alone."""
     known_s: float = math.inf
     """Seconds of a step that is known already: a strategy may raise InfeasibleError where it has nothing shorter."""
 
@@ -135,7 +136,7 @@ class Problem:
 
     @property
     def train(self) -> bool:
-        """Whether backward and update are part of a step."""
+        """True if backward and update are part of a step."""
         return self.mode is Mode.TRAIN
 
     def memory_of(self, device: int) -> int:

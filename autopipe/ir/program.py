@@ -1,7 +1,7 @@
-"""What each rank does, as data: the last value before Python text.
+"""Instructions of each rank, as data: the last value before Python text.
 
-A program has two halves. The *what*: for each stage, the operations of its forward on local shards (`StageCode`).
-The *when*: for each rank, a list of instructions, loops rolled up (`RankCode`). Backward is autograd's.
+A program has two halves. The *what*: for each stage, the operations of its forward on local shards (`StageCode`). The
+*when*: for each rank, a list of instructions, loops rolled up (`RankCode`). Backward is autograd's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopipe.ir.layout import Box, MeshAxes, merged
 from autopipe.ir.ops.row import Signature
 from autopipe.ir.placement import Split
 from autopipe.ir.relayout import Relayout
-from autopipe.ir.turn import EVERY, Turn
+from autopipe.ir.turn import EVERY, MicroBatchSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Collective:
 
     @property
     def kind(self) -> str:
-        """What the group does: see `Relayout`."""
+        """Kind of the change of layout: see `Relayout`."""
         return self.relayout.kind
 
     @property
@@ -87,8 +87,7 @@ class Segment:
 
     nodes: tuple[int, ...]
     flowing: frozenset[str]
-    """What they write, by their local names, that gradients come back to. A segment that gives nothing of it does not
-    run again."""
+    """Local names of results that gradients come back to. A segment that gives none of them does not run again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +132,7 @@ class StageCode:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MessageBlock:
     """A block of a tensor that one rank sends to another when a task is done.
 
     `channel` numbers the pieces of a program: messages of one channel arrive in the order in which they are sent.
@@ -151,13 +150,13 @@ class Piece:
     sent: Box
     received: Box
     needs_gradient: bool
-    source_turn: Turn = EVERY
-    target_turn: Turn = EVERY
+    source_turn: MicroBatchSlice = EVERY
+    target_turn: MicroBatchSlice = EVERY
 
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """What passes from one rank to another: one piece of every micro-batch of its turn, and its gradient back.
+    """Messages from one rank to another: one block of each micro-batch of its slice, and its gradient back.
 
     `buffers` and `gradient_buffers` are how many messages the target, and of gradients the source, holds at once.
     """
@@ -192,7 +191,7 @@ class Shard:
 
 
 class Verb(enum.Enum):
-    """What one line of a rank's program does, always for one stage and one micro-batch.
+    """Action of one line of a rank's program, for one stage and one micro-batch.
 
     `input_gradient` and `weight_gradient` are the two halves of a backward that is split.
     """
@@ -246,8 +245,8 @@ class StageOnRank:
 
     stage: int
     data: tuple[DataInput, ...]
-    receives: tuple[Piece, ...]
-    sends: tuple[Piece, ...]
+    receives: tuple[MessageBlock, ...]
+    sends: tuple[MessageBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,10 +335,11 @@ class Program:
     stages: tuple[StageCode, ...]
     ranks: tuple[RankCode, ...]
     channels: tuple[Channel, ...]
-    """Those between different ranks, by number."""
+    """Channels between different ranks, by number."""
     shard: bool = False
-    """Whether ranks that hold the same block of a parameter update a share of it each, and gather it again: see
-    `Optimizer.shard`."""
+    """True if ranks that hold the same block of a parameter update a share of it each, and gather it again: see
+    `Optimizer.shard`.
+    """
 
     def micro_batches_of(self, stage: int) -> range:
         """The micro-batches that a stage runs in a step: m runs on pipeline m mod their number."""

@@ -27,5 +27,5 @@ class Relayout:
 
     @property
     def divisor(self) -> int:
-        """What a sum is divided by for the mean that it stands for."""
+        """Divisor of a sum that stands for a mean."""
         return degree_of(self.source.means) // degree_of(self.result.means)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Phase(enum.Enum):
-    """What a task does: a forward, a whole backward, or the two halves of a split backward."""
+    """Phase of a task: a forward, a whole backward, or the two halves of a split backward."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -66,14 +66,14 @@ class Repetend:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a search knows of how good its schedule is for its placement."""
+    """Quality of a schedule for its placement, as its search proved it."""
 
     order: str
     """Name of the schedule whose order it is: the searched one's own, or a published one that was no worse."""
     lower_bound: float
     """No period is shorter, in the period's own units (no step, where the schedule has no period)."""
     optimal: bool
-    """Whether the period (the step, where there is none) is proven to be the least, but for `rounding`."""
+    """True if the period (the step, where there is none) is proven to be the least, but for `rounding`."""
     rounding: float = 0.0
     """Share of the period by which the search may have overstated it, by rounding times to whole numbers."""
 
@@ -100,7 +100,7 @@ class Schedule:
         return len(self.tasks)
 
     def has_orders_of(self, other: Schedule) -> bool:
-        """Whether each device runs the same tasks in the same order."""
+        """True if each device runs the same tasks in the same order."""
         # Devices of a group mostly have one list.
         pairs = {(id(own), id(its)): (own, its) for own, its in zip(self.tasks, other.tasks, strict=False)}
         same = (self.micro_batches, self.devices) == (other.micro_batches, other.devices)

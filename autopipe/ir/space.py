@@ -40,7 +40,7 @@ Dimension = tuple[str, ...]
 
 
 class AxisKind(enum.Enum):
-    """What a split along the axis means."""
+    """Meaning of a split along the axis."""
 
     PARALLEL = "parallel"
     """Indexes every result: shards are independent."""
@@ -57,7 +57,7 @@ class AxisKind(enum.Enum):
 
     @property
     def is_joint(self) -> bool:
-        """Whether the operator itself knows its part and exchanges what it needs of the others."""
+        """True if the operator itself knows its part and exchanges what it needs of the others."""
         return self in (AxisKind.JOINT, AxisKind.AGREED)
 
 

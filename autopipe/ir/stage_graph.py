@@ -1,4 +1,4 @@
-"""What a scheduler needs of a placement: the DAG of stages and the devices of each."""
+"""A placement as schedulers see it: the DAG of stages and the devices of each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StageGraph:
             tuple(stage.devices for stage in placement.stages),
             stage_edges(problem.graph, placement),
             pipelines_of(placement),
-            turns_of(placement, problem.micro_batch_size),
+            micro_batch_ratios(placement, problem.micro_batch_size),
         )
 
     @property
@@ -49,13 +49,13 @@ class StageGraph:
         """Number of pipelines that take micro-batches in turn."""
         return 1 + max(self.pipelines, default=0)
 
-    def turns_at(self, stage: int) -> int:
+    def micro_batch_ratio_at(self, stage: int) -> int:
         """Micro-batches that a stage runs for one of the problem's."""
         return self.turns[stage] if self.turns else 1
 
     def sharing(self, stage: int, micro_batch: int, other: int) -> range:
         """The micro-batches of another stage that have samples of a stage's micro-batch."""
-        return sharing(micro_batch, self.turns_at(stage), self.turns_at(other))
+        return sharing(micro_batch, self.micro_batch_ratio_at(stage), self.micro_batch_ratio_at(other))
 
     def micro_batches_of(self, stage: int, micro_batches: int) -> range:
         """The micro-batches that a stage runs where the problem has `micro_batches`.
@@ -73,7 +73,7 @@ def pipelines_of(placement: Placement) -> tuple[int, ...]:
     return tuple(stage.pipeline for stage in placement.stages) if placement.pipelines > 1 else ()
 
 
-def turns_of(placement: Placement, micro_batch_size: int) -> tuple[int, ...]:
+def micro_batch_ratios(placement: Placement, micro_batch_size: int) -> tuple[int, ...]:
     """Micro-batches that each stage runs for one of `micro_batch_size` samples; () where it is one for each.
 
     Number n of a stage with micro-batches of b samples has the step's samples from n * b on, b of them. Raises

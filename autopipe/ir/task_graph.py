@@ -50,7 +50,7 @@ class TaskNode:
     stage: int | None = None
     micro_batch: int | None = None
     bytes: int = 0
-    """What is moved, added, updated or freed."""
+    """Bytes moved, added, updated or freed."""
     after: tuple[int, ...] = ()
     """Tasks of this rank, by place, that must be done before: nothing but what is really waited for."""
     messages: tuple[MessageEnd, ...] = ()
@@ -60,11 +60,11 @@ class TaskNode:
     inside: int | None = None
     """The task during which a collective is done."""
     what: str = ""
-    """What is freed, the kind of the collective and the value, or `shares` of a reduction that gives each rank one."""
+    """Value freed; or kind and value of a collective; or `shares` for a reduction that gives each rank one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class LoopedTasks:
     """Tasks that stand in the program once: `count` times as many as those from `start` to `end`, as a loop.
 
     `last` is where those of its last time start; the micro-batches of one time are `stride` further than those of the
@@ -90,7 +90,7 @@ class TaskGraph:
     """Bytes in use after each task, by the predictions of the plan; those of a forward or backward while it runs."""
     static_bytes: int
     """Of that, what is there all through a step: parameters, gradients, optimizer state, message buffers."""
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[LoopedTasks, ...]
 
     @property
     def peak_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What a simulated or measured step looks like over time."""
+"""A simulated or measured step over time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step's exchanges move, in bytes by kind: one definition, for what is predicted and for what is counted.
+"""Bytes of a step's exchanges by kind: one definition, for predictions and for counts.
 
 Each device counts every exchange that it takes part in, forwards and backwards; a total is over all devices.
 
@@ -7,8 +7,8 @@ Each device counts every exchange that it takes part in, forwards and backwards;
 * `all_gather`: the tensor that comes out;
 * `all_to_all`: the block of which each device sends a part to every other;
 * `redistribute`: what arrives from other devices;
-* `gradient`: gradients of parameters that are added up over devices, once a step, whole or in shares;
-* `parameter`: parameters that are gathered once a step, where each device has updated a share;
+* `gradient`: gradients of parameters that are added up over devices, once a step, whole or in shards;
+* `parameter`: parameters that are gathered once a step, where each device has updated a shard;
 * `send`: what goes to another device's stage, activations and their gradients.
 
 The transpose of an all-gather is a reduce-scatter of as many bytes, and the reverse; all other kinds are their own.

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class MicroBatchSlice:
     """Every `of`-th micro-batch of a stage, from number `index` on: those of which a channel carries something."""
 
     index: int = 0
     of: int = 1
 
     def has(self, micro_batch: int) -> bool:
-        """Whether it is one of them."""
+        """True if it is one of them."""
         return micro_batch % self.of == self.index
 
     def message(self, micro_batch: int) -> int:
@@ -25,5 +25,5 @@ class Turn:
         return message * self.of + self.index
 
 
-EVERY = Turn()
+EVERY = MicroBatchSlice()
 """All of them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.layout import Layout, MeshAxes, MeshAxis, Window, degree_of, merged, place_along
+from autopipe.ir.layout import Layout, MeshAxes, MeshAxis, WindowedBlocks, degree_of, merged, place_along
 
 
 def lacking(source: Layout, target: Layout, group: int) -> NDArray[np.int64]:
@@ -34,7 +34,9 @@ def of_neighbours(layout: Layout, size: int) -> Layout:
     return Layout(layout.shape, cuts, windows=tuple(window for _, window in cut) if layout.windows else ())
 
 
-def cut_by_neighbours(axes: MeshAxes, window: Window | None, size: int) -> tuple[MeshAxes, Window | None]:
+def cut_by_neighbours(
+    axes: MeshAxes, window: WindowedBlocks | None, size: int
+) -> tuple[MeshAxes, WindowedBlocks | None]:
     """The same along one dimension, cut by `axes` and read through `window`, if by any."""
     outer = _outer(axes, size)
     if window is None or not outer:

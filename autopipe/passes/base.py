@@ -1,4 +1,4 @@
-"""What strategies and schedulers are, and how they are run.
+"""Interfaces of strategies and schedulers, and how they are run.
 
 Each is a frozen dataclass with a `name` whose other fields are its options: the YAML key, the command line's help and
 the documentation come from that one declaration.

@@ -21,7 +21,7 @@ class Division(enum.Enum):
     """How a strategy wants a step's samples divided where the user leaves it open."""
 
     MANY = "many"
-    """Into so many micro-batches that a pipeline is busy."""
+    """Enough micro-batches to keep a pipeline busy."""
     FEW = "few"
     """Into as few as memory takes: nothing is pipelined."""
     OWN = "own"

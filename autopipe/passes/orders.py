@@ -19,20 +19,20 @@ from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.lower.stages import assign_nodes
-from autopipe.passes.schedule.trial import fitting_step_s
+from autopipe.passes.schedule.trial import quick_step_seconds
 
 _FEW_KINDS = 3
-"""Of so many kinds at most all orders are tried; of more the one that is given, and its reverse."""
+"""Up to this many kinds all orders are tried; of more the given one, and its reverse."""
 
 
 def best_order(problem: Problem, place: Callable[[Problem], Placement], parts: bool = True) -> Placement:
-    """What `place` makes of the problem with its cluster's groups in the order whose simulated step is shortest.
+    """Place the problem with its cluster's groups in the order whose simulated step is shortest.
 
     With `parts` the groups of some kinds are tried without the others first, where no constraint names devices: fewer
-    devices are searched sooner, and what they take ends the search among all of them early. It is not for what leaves
-    devices out by itself. The placement's devices are those of the problem as it is given. Of equal steps the first
-    counts. Raises what `place` raises for the given order where none has a placement, and InfeasibleError for a stage
-    that straddles kinds without being asked to.
+    devices are searched sooner, and their step ends the search among all of them early. It is not for strategies that
+    leave devices out by themselves. The placement's devices are those of the problem as it is given. Of equal steps the
+    first counts. Raises what `place` raises for the given order where none has a placement, and InfeasibleError for a
+    stage that straddles kinds without being asked to.
     """
     if len(problem.cluster.groups) < 2:
         found = place(problem)
@@ -151,4 +151,4 @@ def _on_devices(placement: Placement, devices: Sequence[int]) -> Placement:
 def _step_s(problem: Problem, placement: Placement) -> float:
     """Seconds of a step under 1F1B. Raises InfeasibleError where memory does not hold it."""
     sized = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
-    return fitting_step_s(sized, placement, stage_costs(sized, placement))
+    return quick_step_seconds(sized, placement, stage_costs(sized, placement))

@@ -22,24 +22,24 @@ from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.uses import uses_of
 from autopipe.passes.frontend import Model
 from autopipe.passes.lower.portions import check_portions
-from autopipe.passes.request import Request, costed, divided, posed, problems_of, read_for, work_of
-from autopipe.passes.runner import Observer, Runner, Silent
+from autopipe.passes.request import Request, at_batching, build_problem, costed, problems_of, read_for, work_of
+from autopipe.passes.runner import NullObserver, Observer, Runner
 from autopipe.passes.schedule.limits import check_memory, lower_bound, quality
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlanResult:
     """A plan with the problem it answers and the step it is expected to take."""
 
     plan: Plan
     problem: Problem
     timeline: Timeline
     model: Model
-    """What the plan's graph was read from."""
+    """The model that the plan's graph was read from."""
     request: Request
-    """What makes this plan: the strategy and the scheduler are named in it."""
+    """The request that gives this plan again: the strategy and the scheduler are named in it."""
 
     @property
     def digest(self) -> str:
@@ -68,31 +68,31 @@ class Scheduled:
 
 def pass_names(request: Request) -> tuple[str, ...]:
     """The passes of `make_plan`, in the order in which they run."""
-    strategy, scheduler = named(request)
+    strategy, scheduler = strategy_and_scheduler(request)
     return ("read", "cost", strategy.name, "predict", scheduler.name, "simulate")
 
 
-def named(request: Request) -> tuple[Strategy, Scheduler]:
+def strategy_and_scheduler(request: Request) -> tuple[Strategy, Scheduler]:
     """The strategy and the scheduler of a request that names both."""
     if request.strategy is None or request.scheduler is None:
         raise ValueError("the request leaves open by which strategy or scheduler")
     return request.strategy, request.scheduler
 
 
-def make_plan(request: Request, observer: Observer | None = None) -> Planned:
+def make_plan(request: Request, observer: Observer | None = None) -> PlanResult:
     """Read the model, cost it, place it, schedule it and simulate a step, as the request names strategy and scheduler.
 
     Raises ConfigurationError, ModelError or InfeasibleError, naming the pass where the message itself names no place.
     """
-    runner = Runner(observer or Silent())
-    strategy, scheduler = named(request)
+    runner = Runner(observer or NullObserver())
+    strategy, scheduler = strategy_and_scheduler(request)
     placed = place(request, strategy, runner)
-    return planned(request, strategy, scheduler, placed, schedule(placed, scheduler, runner), runner)
+    return assemble_plan(request, strategy, scheduler, placed, schedule(placed, scheduler, runner), runner)
 
 
 def place(request: Request, strategy: Strategy, runner: Runner) -> Placed:
     """The placement that a strategy makes, and what it is expected to take. Raises as `make_plan` does."""
-    return foreseen(*decide(request, strategy, runner), runner)
+    return predict_placement(*run_strategy(request, strategy, runner), runner)
 
 
 def place_as(request: Request, batching: Batching, placement: Placement, runner: Runner) -> Placed:
@@ -100,14 +100,14 @@ def place_as(request: Request, batching: Batching, placement: Placement, runner:
 
     Raises as `make_plan` does, InfeasibleError where the placement does not fit the graph.
     """
-    model, problem = posed(request, runner, batching)
+    model, problem = build_problem(request, runner, batching)
     if placement.devices > problem.cluster.size:
         raise InfeasibleError(f"the placement is for {placement.devices} devices, of which not all are there")
     placement.verify(problem.graph)
-    return foreseen(model, problem, placement, runner)
+    return predict_placement(model, problem, placement, runner)
 
 
-def foreseen(model: Model, problem: Problem, placement: Placement, runner: Runner) -> Placed:
+def predict_placement(model: Model, problem: Problem, placement: Placement, runner: Runner) -> Placed:
     """A placement that fits a problem's graph, and what it is expected to take.
 
     Raises ConfigurationError or InfeasibleError where a stage cannot run on micro-batches of its size.
@@ -122,10 +122,10 @@ def schedule(placed: Placed, scheduler: Scheduler, runner: Runner, known: tuple[
 
     Raises InfeasibleError where it cannot take the placement, or where memory does not hold what it keeps.
     """
-    return _timed(placed, ordered(placed, scheduler, runner), runner, known)
+    return _timed(placed, run_scheduler(placed, scheduler, runner), runner, known)
 
 
-def ordered(placed: Placed, scheduler: Scheduler, runner: Runner) -> Schedule:
+def run_scheduler(placed: Placed, scheduler: Scheduler, runner: Runner) -> Schedule:
     """The schedule that a scheduler makes. Raises InfeasibleError where it cannot take the placement."""
     return runner.run(
         scheduler.name,
@@ -135,7 +135,9 @@ def ordered(placed: Placed, scheduler: Scheduler, runner: Runner) -> Schedule:
     )
 
 
-def checked(placed: Placed, schedule: Schedule, runner: Runner, known: tuple[Scheduled, ...] = ()) -> Scheduled:
+def verify_and_simulate(
+    placed: Placed, schedule: Schedule, runner: Runner, known: tuple[Scheduled, ...] = ()
+) -> Scheduled:
     """A schedule that is at hand, simulated. Raises InfeasibleError where it cannot run or memory does not hold it."""
     schedule.verify(placed.graph, placed.problem.train)
     return _timed(placed, schedule, runner, known)
@@ -152,9 +154,9 @@ def _simulated(placed: Placed, schedule: Schedule, runner: Runner) -> Scheduled:
     return Scheduled(schedule, timeline)
 
 
-def planned(
+def assemble_plan(
     request: Request, strategy: Strategy, scheduler: Scheduler, placed: Placed, scheduled: Scheduled, runner: Runner
-) -> Planned:
+) -> PlanResult:
     """The plan that a placement and its schedule are."""
     from autopipe.passes.explain.breakdown import breakdown  # Only the plan that is chosen is explained.
 
@@ -172,11 +174,11 @@ def planned(
         device_names=tuple(device.name for device in problem.cluster.devices) if problem.cluster.groups else (),
         breakdown=breakdown(problem, placed.placement, scheduled.schedule, prediction, scheduled.timeline.end),
     )
-    named = dataclasses.replace(request, strategy=strategy, scheduler=scheduler)
-    return Planned(plan, problem, scheduled.timeline, placed.model, named)
+    strategy_and_scheduler = dataclasses.replace(request, strategy=strategy, scheduler=scheduler)
+    return PlanResult(plan, problem, scheduled.timeline, placed.model, strategy_and_scheduler)
 
 
-def reopen(request: Request, plan: Plan) -> Planned:
+def reopen(request: Request, plan: Plan) -> PlanResult:
     """The plan again, with its problem made anew from the model's file and its step simulated from its predictions.
 
     `request` must fix what the plan was made with: mode, batch and micro-batches. Raises ConfigurationError where the
@@ -191,7 +193,7 @@ def reopen(request: Request, plan: Plan) -> Planned:
         )
     _check_decisions(problem, plan)
     stage_devices = tuple(stage.devices for stage in plan.placement.stages)
-    return Planned(plan, problem, simulate(plan.schedule, stage_devices, plan.prediction), model, request)
+    return PlanResult(plan, problem, simulate(plan.schedule, stage_devices, plan.prediction), model, request)
 
 
 def _check_decisions(problem: Problem, plan: Plan) -> None:
@@ -210,7 +212,7 @@ def _check_decisions(problem: Problem, plan: Plan) -> None:
         raise ConfigurationError(error.message, hint="plan again", where="placement") from error
 
 
-def decide(request: Request, strategy: Strategy, runner: Runner) -> tuple[Model, Problem, Placement]:
+def run_strategy(request: Request, strategy: Strategy, runner: Runner) -> tuple[Model, Problem, Placement]:
     """The placement, of the first division that has one: smaller micro-batches help where memory is short.
 
     They do so for a strategy that wants as few as there can be, and therefore begins with the largest. Raises as
@@ -231,7 +233,7 @@ def decide(request: Request, strategy: Strategy, runner: Runner) -> tuple[Model,
 
 
 def _answer(strategy: Strategy, runner: Runner, problem: Problem) -> Placement:
-    """What the strategy says."""
+    """Run the strategy."""
     return runner.run(
         strategy.name,
         lambda: strategy.run(problem),
@@ -253,7 +255,7 @@ def _with_chosen_size(
             break
         sizes = tuple(each for each in problem.micro_batch_sizes if size % each == 0)
         batching = Batching(problem.batch_size, problem.batch_size // size, sizes)
-        model, smaller = divided(request, runner, model, batching)
+        model, smaller = at_batching(request, runner, model, batching)
         known, problem = _nodes(problem), smaller
         if _nodes(problem) != known:
             placement = _answer(strategy, runner, problem)
@@ -261,7 +263,7 @@ def _with_chosen_size(
 
 
 def _nodes(problem: Problem) -> list[tuple[str, str, tuple[str, ...]]]:
-    """What tells the nodes of a graph from those of another, whatever their shapes."""
+    """Signature of a graph's nodes, whatever their shapes."""
     return [(node.op, node.name, node.outputs) for node in problem.graph.nodes]
 
 
@@ -296,7 +298,7 @@ def _summary(
 
 
 def _communication_bytes(problem: Problem, placement: Placement) -> tuple[tuple[str, int], ...] | None:
-    """What a step's exchanges move, by kind; None where the placement cannot be executed."""
+    """Bytes that a step's exchanges move, by kind; None where the placement cannot be executed."""
     from autopipe.passes.lower.traffic import communication_bytes  # All of lowering, for the plan that is chosen.
 
     widths = element_bytes(problem.graph, uses_of(problem.graph), problem.precision)

@@ -39,7 +39,7 @@ class Request:
     micro_batch_size: int | None = None
     optimizer: Optimizer = field(default=Optimizer())
     shard_open: bool = True
-    """Whether the search for the best plan may share out the optimizer's state where `optimizer` does not."""
+    """True if the search for the best plan may share out the optimizer's state where `optimizer` does not."""
     precision: str = "fp32"
     recompute: str | None = None
     memory_limit: int | None = None
@@ -47,7 +47,7 @@ class Request:
     time_limit: float | None = None
     seed: int = 0
     costs: Costs | None = None
-    """What was measured on the cluster's devices; their figures alone count where None."""
+    """Measured costs of the cluster's devices; the data sheet alone counts where None."""
 
 
 def first_problem(request: Request, strategy: Strategy, runner: Runner) -> tuple[Model, Problem]:
@@ -72,7 +72,7 @@ def problems_of(request: Request, strategy: Strategy, runner: Runner) -> Iterato
                     # What it asks of the division alone is known before the model is read on so many samples.
                     strategy.requires(replace(last, micro_batches=batching.micro_batches))
                     last = None
-                model, problem = divided(request, runner, read, batching)
+                model, problem = at_batching(request, runner, read, batching)
             except REFUSALS as error:
                 (refused if last is None else declined).append(error)
                 continue
@@ -99,7 +99,7 @@ def open_problem(request: Request, runner: Runner) -> Problem:
     refused: AutopipeError | None = None
     for batching in _divisions(request, Division.OWN, read):
         try:
-            _, problem = divided(request, runner, read, batching)
+            _, problem = at_batching(request, runner, read, batching)
         except REFUSALS as error:
             refused = refused or error
             continue
@@ -109,9 +109,9 @@ def open_problem(request: Request, runner: Runner) -> Problem:
     raise refused
 
 
-def posed(request: Request, runner: Runner, batching: Batching) -> tuple[Model, Problem]:
+def build_problem(request: Request, runner: Runner, batching: Batching) -> tuple[Model, Problem]:
     """The model on micro-batches of a division that is known, and its problem."""
-    return divided(request, runner, first_model(request, runner), batching)
+    return at_batching(request, runner, first_model(request, runner), batching)
 
 
 def first_model(request: Request, runner: Runner) -> Model:
@@ -124,12 +124,12 @@ def operators_of(request: Request, runner: Runner) -> int:
     return len(first_model(request, runner).graph.nodes)
 
 
-def divided(request: Request, runner: Runner, read: Model, batching: Batching) -> tuple[Model, Problem]:
+def at_batching(request: Request, runner: Runner, read: Model, batching: Batching) -> tuple[Model, Problem]:
     """The model on micro-batches of a division, and its problem."""
     model = read
     if read.batch not in (None, batching.micro_batch_size):
         model = _read(request, runner, batching.micro_batch_size)
-    return model, _posed(request, runner, model, batching)
+    return model, _build_problem(request, runner, model, batching)
 
 
 def _read(request: Request, runner: Runner, micro_batch_size: int | None) -> Model:
@@ -138,7 +138,7 @@ def _read(request: Request, runner: Runner, micro_batch_size: int | None) -> Mod
     return runner.once("read", micro_batch_size, lambda: read_for(request, micro_batch_size, source))
 
 
-def _posed(request: Request, runner: Runner, model: Model, batching: Batching) -> Problem:
+def _build_problem(request: Request, runner: Runner, model: Model, batching: Batching) -> Problem:
     """The problem that the model poses, its operators costed once a run: so are requests for one cluster.
 
     Requests that differ in nothing of a problem pose one and the same, so that what is known of it is known of theirs.

@@ -27,7 +27,7 @@ class Observer(Protocol):
         """What was tried, one of several, ended with a mistake of ours, and is left out unless this raises."""
 
 
-class Silent:
+class NullObserver:
     """An observer that does nothing."""
 
     def started(self, name: str) -> None:
@@ -55,7 +55,7 @@ class Runner:
 
     def silenced(self) -> Runner:
         """A runner that knows what this one does, and tells nobody."""
-        quiet = Runner(Silent())
+        quiet = Runner(NullObserver())
         quiet._known = self._known
         return quiet
 

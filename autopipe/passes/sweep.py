@@ -13,20 +13,20 @@ from autopipe.passes.cost.resized import resized
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SweepResult:
     """A placement and the seconds that its step is estimated to take."""
 
     placement: Placement
     step_s: float
 
 
-def best_size(problem: Problem, answer: Callable[[Problem, float], Answer]) -> Placement:
+def best_size(problem: Problem, answer: Callable[[Problem, float], SweepResult]) -> Placement:
     """Of the answers for each size that the problem leaves open the one with the shortest step.
 
     `answer` is also told the seconds of the shortest step so far: it may raise InfeasibleError where it has none that
     takes less. Raises the InfeasibleError of the smallest micro-batches where there is no answer for any size.
     """
-    best: Answer | None = None
+    best: SweepResult | None = None
     refused: InfeasibleError | None = None
     for size in problem.micro_batch_sizes or (problem.micro_batch_size,):
         try:

@@ -12,7 +12,7 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.crew.crew import Observed
+from autopipe.backends.torch.crew.crew import ProgramRun
 from autopipe.cli.bench.fidelity import measuring, subjects
 from autopipe.cli.bench.fidelity.candidates import candidates_of
 from autopipe.cli.bench.fidelity.correlation import spearman
@@ -93,7 +93,7 @@ class Ranks:
         if program == self.broken:
             raise LaunchError("it hangs", where="rank 1")
         scale = 10 if program in self.slow else 1
-        return Observed(tuple(scale * (100 + each) for each in range(steps)), 7, 100 if recorded[1] else 0, 0.5)
+        return ProgramRun(tuple(scale * (100 + each) for each in range(steps)), 7, 100 if recorded[1] else 0, 0.5)
 
 
 def test_candidates_differ_and_one_that_fails_stops_no_other(candidates, tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autopipe.backends.torch.interfaces import Endpoint, endpoint_of
-from autopipe.backends.torch.launcher import Gang, local_ranks, read_reports
+from autopipe.backends.torch.launcher import LaunchConfig, local_ranks, read_reports
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.main import main
 from autopipe.ir.errors import ConfigurationError
@@ -73,14 +73,14 @@ def test_inference_has_nothing_to_save(tmp_path: Path, capfd: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("gang", "expected"),
     [
-        (Gang(), (1, 4)),
-        (Gang((2, 2), rendezvous_endpoint="x:1", rendezvous_key=b"k"), (2, 2)),
-        (Gang((1, 4), 2, "x:1", rendezvous_key=b"k"), (2, 2)),
-        (Gang((1, 4), rendezvous_endpoint="x:1", rendezvous_key=b"k"), (4, 1)),
-        (Gang((1, 4), 4), (1, 4)),
+        (LaunchConfig(), (1, 4)),
+        (LaunchConfig((2, 2), rendezvous_endpoint="x:1", rendezvous_key=b"k"), (2, 2)),
+        (LaunchConfig((1, 4), 2, "x:1", rendezvous_key=b"k"), (2, 2)),
+        (LaunchConfig((1, 4), rendezvous_endpoint="x:1", rendezvous_key=b"k"), (4, 1)),
+        (LaunchConfig((1, 4), 4), (1, 4)),
     ],
 )
-def test_ranks_are_shared_among_nodes(program: Path, gang: Gang, expected: tuple[int, int]) -> None:
+def test_ranks_are_shared_among_nodes(program: Path, gang: LaunchConfig, expected: tuple[int, int]) -> None:
     assert local_ranks(read_manifest(program), gang) == expected
 
 
@@ -118,7 +118,7 @@ def test_an_endpoint_of_this_machine_is_known_as_such() -> None:
 
 def test_nodes_outside_the_limits_are_refused(program: Path) -> None:
     with pytest.raises(ConfigurationError, match="do not fit"):
-        local_ranks(read_manifest(program), Gang((3, 4), 2, "x:1"))
+        local_ranks(read_manifest(program), LaunchConfig((3, 4), 2, "x:1"))
 
 
 def test_a_step_done_again_is_reported_once(tmp_path: Path) -> None:

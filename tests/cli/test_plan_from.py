@@ -12,7 +12,7 @@ import pytest
 from autopipe.cli.main import main
 from autopipe.cli.plan_folder import open_plan
 from autopipe.configs.zoo import build, configure
-from autopipe.passes.pipeline import Planned
+from autopipe.passes.pipeline import PlanResult
 from tests.cli.command_line import CommandLine
 
 GPT = {"layers": "4", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
@@ -99,7 +99,7 @@ def edited(*changes: tuple[str, str], name: str = "placement.yaml") -> None:
     Path("edit", name).write_text(text)
 
 
-def again(line: CommandLine, *words: object) -> tuple[Planned, dict[str, object]]:
+def again(line: CommandLine, *words: object) -> tuple[PlanResult, dict[str, object]]:
     """The plan made again from `edit`, in its place, and what the command says of it."""
     data = json.loads(line.done("plan", "--from", "edit", *words, "--json").out)
     return open_plan(Path("edit")), data

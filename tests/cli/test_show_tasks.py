@@ -10,7 +10,7 @@ import pytest
 
 from autopipe.cli.main import main
 from autopipe.cli.plan_folder import open_prediction
-from autopipe.cli.task_screen import shown_ranks, task_screen
+from autopipe.cli.task_screen import selected_ranks, task_screen
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.prediction import StagePrediction
@@ -36,8 +36,8 @@ def test_a_rank_on_the_screen(golden: Callable[[str, str], None], micro_batches:
 
 
 def test_of_many_ranks_the_first_and_the_last_are_shown() -> None:
-    assert shown_ranks(4) == (0, 1, 2, 3)
-    assert shown_ranks(512) == (*range(8), *range(504, 512))
+    assert selected_ranks(4) == (0, 1, 2, 3)
+    assert selected_ranks(512) == (*range(8), *range(504, 512))
 
 
 @pytest.fixture(scope="module")

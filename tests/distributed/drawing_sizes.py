@@ -63,5 +63,7 @@ def unequal_cases(draw: st.DrawFn, train: bool) -> Case:
     placement = unequal_placement(random, graph, random.choice((2, 4)), (1, 2, 4))
     placement.verify(graph)
     turns = stage_graph(graph, placement)
-    assume(any(turns.turns_at(source) != turns.turns_at(target) for source, target in turns.edges))
+    assume(
+        any(turns.micro_batch_ratio_at(source) != turns.micro_batch_ratio_at(target) for source, target in turns.edges)
+    )
     return Case(graph, placement, unequal_schedule(random, graph, placement, random.randint(1, 3), train), loss)

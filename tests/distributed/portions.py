@@ -14,7 +14,7 @@ Samples = range
 
 def samples_of(stages: StageGraph, task: Task) -> Samples:
     """The samples of a task, in units of which every stage's micro-batches are whole numbers."""
-    units = math.lcm(*(stages.turns or (1,))) // stages.turns_at(task.stage)
+    units = math.lcm(*(stages.turns or (1,))) // stages.micro_batch_ratio_at(task.stage)
     return range(task.micro_batch * units, (task.micro_batch + 1) * units)
 
 
@@ -61,7 +61,7 @@ def forwards_first(stages: StageGraph, micro_batches: int, train: bool = True) -
     for phase, step in ((Phase.FORWARD, 1), (Phase.BACKWARD, -1))[: 1 + train]:
         for micro_batch in range(micro_batches):
             for stage in range(len(stages.stage_devices))[::step]:
-                turns = stages.turns_at(stage)
+                turns = stages.micro_batch_ratio_at(stage)
                 for each in range(micro_batch * turns, (micro_batch + 1) * turns):
                     for device in stages.stage_devices[stage]:
                         rows[device].append(Task(stage, phase, each))

@@ -14,7 +14,7 @@ import torch
 
 from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
 from autopipe.backends.torch.emission.manifest import Provenance
-from autopipe.backends.torch.runtime.drawing import draw_block
+from autopipe.backends.torch.runtime.drawing import init_shard
 from autopipe.backends.torch.runtime.manifest import ShardEntry, read_manifest
 from autopipe.backends.torch.verification import Difference, difference, read_losses, read_outputs
 from autopipe.ir.graph import Graph
@@ -22,7 +22,7 @@ from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.ir.stage_graph import StageGraph, pipelines_of, turns_of
+from autopipe.ir.stage_graph import StageGraph, micro_batch_ratios, pipelines_of
 from autopipe.passes.lower.assemble import lower
 from autopipe.passes.schedule.named.gpipe import order_gpipe
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
@@ -63,7 +63,7 @@ def stage_graph(graph: Graph, placement: Placement) -> StageGraph:
     """The stage graph of a placement on as many devices as it uses."""
     groups = tuple(stage.devices for stage in placement.stages)
     samples = next(graph.type_of(name).shape[axis] for name, axis in graph.batch_axes)
-    turns = turns_of(placement, samples)
+    turns = micro_batch_ratios(placement, samples)
     return StageGraph(placement.devices, groups, stage_edges(graph, placement), pipelines_of(placement), turns)
 
 
@@ -120,7 +120,7 @@ def drawn_parameters(graph: Graph, folder: Path) -> dict[str, torch.Tensor]:
     found = {}
     for index, entry in enumerate(read_manifest(folder).parameters):
         whole = ShardEntry(index, (0,) * len(entry.shape), entry.shape, (0,))
-        found[entry.name] = draw_block(entry, whole, SEED)
+        found[entry.name] = init_shard(entry, whole, SEED)
     return found
 
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopipe.backends.torch.runtime.later import Later, Waiting, compute_all
+from autopipe.backends.torch.runtime.later import Waiting, WeightGradQueue, compute_all
 from autopipe.backends.torch.runtime.parameters import Arguments
 from autopipe.backends.torch.runtime.weight_formulas import FormulaGradient
 from autopipe.ir.dtype import DType
@@ -61,9 +61,9 @@ def test_work_and_memory_of_both_halves(tmp_path: Path) -> None:
     parameters = list(drawn_parameters(graph, tmp_path / "program").values())
     for each in parameters:
         each.requires_grad_(True)
-    later = Later(parameters)
+    later = WeightGradQueue(parameters)
     named = {f"w{index}": tensor for index, tensor in enumerate(parameters)}
-    arguments = Arguments(device=torch.device("cpu"), later=later, **named)
+    arguments = Arguments(device=torch.device("cpu"), weight_grads=later, **named)
     (ids,) = (torch.from_numpy(array) for array in batch_of(graph, 1).values())
     (result,) = module.forward(arguments, ids)
     with FlopCounterMode(display=False) as counter:

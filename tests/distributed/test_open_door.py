@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from autopipe.backends.torch.child import python_command
-from autopipe.backends.torch.crew.crew import Crew
+from autopipe.backends.torch.crew.crew import WorkerPool
 from autopipe.backends.torch.launcher import rank_environment
 from tests.distributed.attacking import attack, attack_store, doors
 from tests.distributed.launching import (
@@ -209,7 +209,7 @@ def test_a_child_whose_parent_has_gone_already_ends() -> None:
 
 @pytest.mark.distributed
 def test_a_crews_ranks_end_with_the_process_that_they_are_copies_of() -> None:
-    with Crew(2) as crew:
+    with WorkerPool(2) as crew:
         crew._start()
         assert crew._process is not None
         pids = descendants(crew._process.pid)

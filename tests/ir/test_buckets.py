@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.ir import buckets
-from autopipe.ir.buckets import Block, Bucket, Run, buckets_of
+from autopipe.ir.buckets import Block, Bucket, ElementRange, buckets_of
 
 WIDTHS = {"float32": 4, "float64": 8, "float16": 2}
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -48,7 +48,7 @@ def test_a_run_is_its_boxes_in_order(shape: tuple[int, ...], data: st.DataObject
     start = data.draw(st.integers(0, size - 1))
     stop = data.draw(st.integers(start + 1, size))
     numbers = np.arange(size).reshape(shape)
-    boxes = list(Run(0, start, stop, 0).boxes(shape))
+    boxes = list(ElementRange(0, start, stop, 0).boxes(shape))
     found = [
         numbers[tuple(slice(*each) for each in zip(box.starts, box.stops, strict=True))].reshape(-1) for box in boxes
     ]

@@ -13,7 +13,7 @@ from autopipe.ir.layout import (
     Box,
     Layout,
     MeshAxis,
-    Window,
+    WindowedBlocks,
     are_blocks,
     degree_of,
     is_block,
@@ -234,7 +234,7 @@ def test_windows_that_read_even_blocks_are_these() -> None:
     halved = operand_layout(((),), (8,), (Split("o", 2),), 2, (Windowed(0, 0, "o", 4, 2, 0, 2),))
     assert halved == operand_layout((("o",),), (8,), (Split("o", 2),), 2)
     wider = operand_layout(((),), (9,), (Split("o", 2),), 2, (Windowed(0, 0, "o", 4, 2, 0, 2),))
-    assert wider.windows == (Window(4, 0, 4),)
+    assert wider.windows == (WindowedBlocks(4, 0, 4),)
     assert wider.even().is_whole
 
 

@@ -18,7 +18,7 @@ from autopipe.ir.prediction import Message, Prediction, StagePrediction
 from autopipe.ir.schedule import Repetend, Schedule, Task
 from autopipe.ir.serial.placement_form import placement_form, placement_of
 from autopipe.ir.serial.plan_file import plan_digest, read_plan, write_plan
-from autopipe.ir.serial.record import Record
+from autopipe.ir.serial.record import JsonRecord
 from autopipe.ir.timeline import Span, Timeline
 from autopipe.ir.traffic import KINDS
 
@@ -237,13 +237,13 @@ def test_any_stage_is_read_as_it_was_written(indices, devices, one, other, recom
     chosen = tuple((node, one if node % 3 else other) for node in indices)
     placement = Placement((Stage(indices, tuple(devices), 2, chosen, recompute, pipeline),))
     form = json.loads(json.dumps(placement_form(placement)))
-    assert placement_of(Record(form, "plan.json")) == placement
+    assert placement_of(JsonRecord(form, "plan.json")) == placement
 
 
 def test_notes_are_read_as_they_were_written_and_stand_only_where_there_are_some():
     placement = Placement((Stage((0,), (0,), 2),), notes=("one", "two"))
     form = json.loads(json.dumps(placement_form(placement)))
-    assert placement_of(Record(form, "plan.json")).notes == ("one", "two")
+    assert placement_of(JsonRecord(form, "plan.json")).notes == ("one", "two")
     assert "notes" not in placement_form(Placement(placement.stages))
 
 

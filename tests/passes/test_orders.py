@@ -16,7 +16,7 @@ from autopipe.ir.problem import Constraint, Mode, Problem
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.orders import best_order, ideal_s, orders_of, parts_of
 from autopipe.passes.placement.pipedream.strategy import PipeDream
-from autopipe.passes.schedule.trial import fitting_step_s
+from autopipe.passes.schedule.trial import quick_step_seconds
 from tests.passes.cost.graphs import cluster, perceptron, problem
 from tests.passes.cost.mixed import kind, mixed_cluster
 
@@ -60,7 +60,7 @@ def test_no_step_is_shorter_than_the_ideal(
     given = problem(perceptron(widths), cluster_, micro_batches, mode)
     placements = [PipeDream().run(given), PipeDream(replicate=False).run(given)]
     for placement in placements:
-        step = fitting_step_s(given, placement, stage_costs(given, placement))
+        step = quick_step_seconds(given, placement, stage_costs(given, placement))
         assert 0 < ideal_s(given) <= step
 
 
@@ -81,8 +81,8 @@ def test_the_best_order_is_the_one_with_the_shortest_step(widths: list[int], kin
     for order in itertools.permutations(range(3)):
         stages = tuple(replace(stage, devices=(order[i],)) for i, stage in enumerate(one_each(given).stages))
         placement = Placement(stages)
-        steps.append(fitting_step_s(given, placement, stage_costs(given, placement)))
-    assert fitting_step_s(given, best, stage_costs(given, best)) == min(steps)
+        steps.append(quick_step_seconds(given, placement, stage_costs(given, placement)))
+    assert quick_step_seconds(given, best, stage_costs(given, best)) == min(steps)
 
 
 def test_constraints_speak_of_the_devices_that_are_given() -> None:

@@ -1,4 +1,4 @@
-"""What operations take under ONNX Runtime, by its own profiler: a second source of measured costs, for inference."""
+"""Operator costs measured by ONNX Runtime's own profiler: a second source of measured costs, for inference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ONNX_NAMES = {DType.FLOAT32: "FLOAT", DType.FLOAT64: "DOUBLE"}
 def measure_operations(
     lap: Sequence[Sample], folder: Path, threads: int, seconds: float
 ) -> tuple[tuple[OperationCost, ...], tuple[str, ...]]:
-    """What each distinct sample of `lap` takes forward, for at most about `seconds`, and why some could not be run.
+    """Measure the forward of each distinct sample of `lap` for at most about `seconds`, and say why some could not run.
 
     Each is a model of one node; the figure is the median of its kernel's times. Files go to `folder`.
     """

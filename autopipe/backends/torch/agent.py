@@ -28,7 +28,7 @@ from autopipe.backends.torch.runtime.failures import STACKS, Failure, read_failu
 from autopipe.backends.torch.runtime.pulse import PULSES, Timeouts, phase_of
 from autopipe.backends.torch.runtime.signed_store import KEY
 from autopipe.backends.torch.runtime.transport import ATTEMPT
-from autopipe.backends.torch.watch import Hang, Watch
+from autopipe.backends.torch.watch import HungRank, Watchdog
 from autopipe.ir.errors import LaunchError
 
 _POLL_S = 0.1
@@ -51,8 +51,8 @@ class Agent(LocalElasticAgent):
         self._logs = logs
         self._timeouts = timeouts
         self._note = note
-        self._watch: Watch | None = None
-        self._hang: Hang | None = None
+        self._watch: Watchdog | None = None
+        self._hang: HungRank | None = None
         self.failure: Failure | None = None
         """The one that ended the latest attempt."""
 
@@ -73,7 +73,7 @@ class Agent(LocalElasticAgent):
         finally:
             del os.environ[PULSES]
         ranks = tuple(worker.global_rank for worker in worker_group.workers)
-        self._watch = Watch(pulses, ranks, self._timeouts, worker_group.group_world_size or 1)
+        self._watch = Watchdog(pulses, ranks, self._timeouts, worker_group.group_world_size or 1)
         return started
 
     def _started(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -172,7 +172,7 @@ def first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> Failure
     return min(found, key=lambda failure: (failure.consequence, failure.time))
 
 
-def _failed(hang: Hang, logs: Path) -> Failure:
+def _failed(hang: HungRank, logs: Path) -> Failure:
     hint = f"--{phase_of(hang.task)}-timeout allows more time; what each rank wrote, and was doing, is in {logs}"
     code = LaunchError.exit_code
     return Failure(hang.rank, hang.task, hang.message(), hint, "", time.time(), code, final=False, consequence=False)

@@ -28,7 +28,7 @@ def _say_nothing(text: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Gang:
+class LaunchConfig:
     """How the ranks of a program are spread and tied together."""
 
     nodes: tuple[int, int] = (1, 1)
@@ -48,7 +48,7 @@ class Gang:
     """Elastic's own log lines are shown."""
 
 
-def local_ranks(manifest: Manifest, gang: Gang) -> tuple[int, int]:
+def local_ranks(manifest: Manifest, gang: LaunchConfig) -> tuple[int, int]:
     """(nodes, ranks on each). Raises ConfigurationError where they do not make up the program's world size."""
     low, high = gang.nodes
     world = manifest.world_size
@@ -69,7 +69,7 @@ def local_ranks(manifest: Manifest, gang: Gang) -> tuple[int, int]:
 
 
 def launch_program(
-    manifest: Manifest, arguments: list[str], gang: Gang, note: Callable[[str], None] = _say_nothing
+    manifest: Manifest, arguments: list[str], gang: LaunchConfig, note: Callable[[str], None] = _say_nothing
 ) -> None:
     """Run the program's ranks of this node to their end. `arguments` are those of a rank's file.
 

@@ -1,4 +1,4 @@
-"""Whether ranks computed what one device computes: losses and gradients that two runs have recorded."""
+"""Compare losses and gradients that two runs have recorded: ranks against one device."""
 
 from __future__ import annotations
 

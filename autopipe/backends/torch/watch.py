@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autopipe.backends.torch.runtime.pulse import ENDED, Beat, Timeouts, pulse_file, read_pulse
+from autopipe.backends.torch.runtime.pulse import ENDED, HeartbeatRecord, Timeouts, heartbeat_file, read_heartbeat
 
 _LOOKS_S = 0.25
 _ABSENCE_S = 5.0
@@ -20,8 +20,8 @@ _ABSENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Hang:
-    """A rank that hangs in a task for so many seconds."""
+class HungRank:
+    """A rank that has hung in a task for `seconds`."""
 
     rank: int
     task: str
@@ -38,9 +38,9 @@ class Hang:
         return f"rank {self.rank} hangs in {where} for {self.seconds:.0f} s"
 
 
-def find_hang(
-    beats: Mapping[int, Beat | None], began: float, now: float, timeouts: Timeouts, nodes: int
-) -> Hang | None:
+def find_hung_rank(
+    beats: Mapping[int, HeartbeatRecord | None], began: float, now: float, timeouts: Timeouts, nodes: int
+) -> HungRank | None:
     """The rank that hangs, of those that began at `began`, by rank; of several the one that has done so longest.
 
     Where other nodes have ranks too, all of this one's may wait twice as long, for theirs to be found there.
@@ -49,10 +49,10 @@ def find_hang(
     found = []
     for rank, beat in running.items():
         if beat is None:
-            hang, limit = Hang(rank, "", now - began), timeouts.start_s
+            hang, limit = HungRank(rank, "", now - began), timeouts.start_s
         else:
             last = beat.at if beat.waits else min(beat.at, beat.since)
-            hang, limit = Hang(rank, beat.task, now - last), timeouts.of(beat.task)
+            hang, limit = HungRank(rank, beat.task, now - last), timeouts.of(beat.task)
         if hang.seconds > limit:
             found.append(hang)
     if not found:
@@ -60,19 +60,21 @@ def find_hang(
     return max(found, key=lambda hang: hang.seconds, default=None)
 
 
-def _all_waiting(running: Mapping[int, Beat | None], now: float, timeouts: Timeouts, nodes: int) -> list[Hang]:
+def _all_waiting(
+    running: Mapping[int, HeartbeatRecord | None], now: float, timeouts: Timeouts, nodes: int
+) -> list[HungRank]:
     """All ranks, where each of them waits and has done so for too long."""
     patience = 1 if nodes == 1 else 2
     found = []
     for rank, beat in running.items():
         if beat is None or not beat.waits or now - beat.since <= patience * timeouts.of(beat.task):
             return []
-        found.append(Hang(rank, beat.task, now - beat.since, waits=True))
+        found.append(HungRank(rank, beat.task, now - beat.since, waits=True))
     return found
 
 
 @dataclass(slots=True)
-class Watch:
+class Watchdog:
     """Looks at the pulses of ranks, from when they were started."""
 
     folder: Path
@@ -82,7 +84,7 @@ class Watch:
     _began: float = field(default_factory=time.monotonic)
     _looked: float = field(default_factory=time.monotonic)
 
-    def look(self) -> Hang | None:
+    def look(self) -> HungRank | None:
         """The rank that hangs, if one does."""
         now = time.monotonic()
         if now - self._looked < _LOOKS_S:
@@ -91,11 +93,11 @@ class Watch:
             self._began = now
         self._looked = now
         beats = {rank: self._beat(rank) for rank in self.ranks}
-        return find_hang(beats, self._began, now, self.timeouts, self.nodes)
+        return find_hung_rank(beats, self._began, now, self.timeouts, self.nodes)
 
-    def _beat(self, rank: int) -> Beat | None:
-        """What a rank says; nothing of it counts as older than the time that is watched."""
-        beat = read_pulse(pulse_file(self.folder, rank))
+    def _beat(self, rank: int) -> HeartbeatRecord | None:
+        """Latest record of a rank; nothing in it counts as older than the time since watching began."""
+        beat = read_heartbeat(heartbeat_file(self.folder, rank))
         if beat is None:
             return None
-        return Beat(max(beat.at, self._began), max(beat.since, self._began), beat.waits, beat.task)
+        return HeartbeatRecord(max(beat.at, self._began), max(beat.since, self._began), beat.waits, beat.task)

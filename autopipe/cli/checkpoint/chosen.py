@@ -12,7 +12,7 @@ from autopipe.ir.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCheckpoint:
     """A committed checkpoint and the folder in which it lies."""
 
     path: Path
@@ -44,7 +44,7 @@ def found_paths(folder: Path, step: int | None) -> list[Path]:
     return [checkpoint_path(folder, each) for each in (steps if step is None else [step])]
 
 
-def newest(folder: Path, step: int | None) -> Found:
+def newest(folder: Path, step: int | None) -> FoundCheckpoint:
     """The newest checkpoint in `folder`, or that of `step`."""
     path = found_paths(folder, step)[-1]
-    return Found(path, read_checkpoint(path))
+    return FoundCheckpoint(path, read_checkpoint(path))

@@ -37,12 +37,12 @@ def inspect(output: Output, folder: Path, step: int | None) -> None:
       autopipe checkpoint inspect ckpt --step 20
     """
     from autopipe.backends.torch.checkpoint.document import read_checkpoint
-    from autopipe.cli.checkpoint.chosen import Found, found_paths
+    from autopipe.cli.checkpoint.chosen import FoundCheckpoint, found_paths
     from autopipe.cli.checkpoint.inspection import as_json, screen
 
     paths = found_paths(folder, None)
     chosen = found_paths(folder, step)[-1]
-    found = [Found(path, read_checkpoint(path)) for path in paths]
+    found = [FoundCheckpoint(path, read_checkpoint(path)) for path in paths]
     shown = next(each for each in found if each.path == chosen)
     output.result(as_json(found, shown), *screen(found, shown))
 
@@ -62,15 +62,15 @@ def verify(output: Output, folder: Path, step: int | None) -> None:
     """
     from autopipe.backends.torch.checkpoint.check import check_checkpoint
     from autopipe.backends.torch.checkpoint.document import read_checkpoint
-    from autopipe.cli.checkpoint.chosen import Found, found_paths
+    from autopipe.cli.checkpoint.chosen import FoundCheckpoint, found_paths
     from autopipe.cli.checkpoint.inspection import step_json, step_line
     from autopipe.ir.errors import LaunchError
 
-    whole: list[Found] = []
+    whole: list[FoundCheckpoint] = []
     damage: list[LaunchError] = []
     for path in found_paths(folder, step):
         try:
-            found = Found(path, read_checkpoint(path))
+            found = FoundCheckpoint(path, read_checkpoint(path))
             with output.progress(f"reading {path.name}", total=found.bytes) as bar:
                 check_checkpoint(path, found.checkpoint, bar.advance)
         except LaunchError as error:

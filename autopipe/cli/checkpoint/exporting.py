@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from autopipe.backends.torch.checkpoint.reading import Reader
-from autopipe.cli.checkpoint.chosen import Found
+from autopipe.cli.checkpoint.chosen import FoundCheckpoint
 from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Value
@@ -14,7 +14,7 @@ from autopipe.passes.export import Numbers
 from autopipe.passes.frontend.load import load
 
 
-def model_of(found: Found, model: Path | None) -> Path:
+def model_of(found: FoundCheckpoint, model: Path | None) -> Path:
     """The ONNX file that was trained: `model`, or the one that the checkpoint names.
 
     Raises ConfigurationError where it is not there, or is another model.
@@ -32,7 +32,7 @@ def model_of(found: Found, model: Path | None) -> Path:
     return path
 
 
-def numbers_of(found: Found) -> dict[str, Numbers]:
+def numbers_of(found: FoundCheckpoint) -> dict[str, Numbers]:
     """Each parameter's trained numbers, by name."""
     reader = Reader(found.path, found.checkpoint)
     return {

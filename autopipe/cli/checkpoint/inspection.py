@@ -1,4 +1,4 @@
-"""What checkpoints hold, for a person and as JSON."""
+"""Contents of checkpoints, for the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from autopipe.backends.torch.checkpoint.element_types import numpy_type
 from autopipe.backends.torch.checkpoint.form import Checkpoint, StoredParameter, StoredTensor
-from autopipe.cli.checkpoint.chosen import Found
+from autopipe.cli.checkpoint.chosen import FoundCheckpoint
 from autopipe.cli.figures import bytes_text
 from autopipe.ir.layout import whole
 
@@ -21,7 +21,7 @@ DIGITS: Final = 12
 """Characters of a digest that tell plans apart."""
 
 
-def step_json(found: Found) -> dict[str, object]:
+def step_json(found: FoundCheckpoint) -> dict[str, object]:
     """A checkpoint without its parameters."""
     checkpoint = found.checkpoint
     return {
@@ -34,14 +34,14 @@ def step_json(found: Found) -> dict[str, object]:
     }
 
 
-def step_line(found: Found) -> str:
+def step_line(found: FoundCheckpoint) -> str:
     """The same in a line."""
     checkpoint = found.checkpoint
     ranks = "1 rank" if checkpoint.world_size == 1 else f"{checkpoint.world_size} ranks"
     return f"step {checkpoint.step}: {checkpoint.samples:,} samples, {ranks}, {bytes_text(found.bytes)}"
 
 
-def as_json(all_found: Sequence[Found], shown: Found) -> dict[str, object]:
+def as_json(all_found: Sequence[FoundCheckpoint], shown: FoundCheckpoint) -> dict[str, object]:
     """All checkpoints of a folder, and everything of the one that is shown."""
     checkpoint = shown.checkpoint
     return {
@@ -70,7 +70,7 @@ def _parameter_json(parameter: StoredParameter, checkpoint: Checkpoint) -> dict[
     }
 
 
-def screen(all_found: Sequence[Found], shown: Found) -> Iterator[RenderableType]:
+def screen(all_found: Sequence[FoundCheckpoint], shown: FoundCheckpoint) -> Iterator[RenderableType]:
     """The checkpoints, a line each, and the one that is shown."""
     for each in all_found:
         yield Text(step_line(each))

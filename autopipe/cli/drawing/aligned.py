@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from autopipe.cli.drawing.axis import TimeAxis, Window
+from autopipe.cli.drawing.axis import TimeAxis, TimeWindow
 from autopipe.cli.drawing.picture import Bar, Picture
 from autopipe.cli.drawing.sparkline import bar_of, highest_of
 from autopipe.cli.drawing.terminal import task_row
@@ -25,7 +25,7 @@ def draw_timelines(steps: Sequence[Named], width: int, colour: bool) -> Iterator
     Tasks are drawn where all of them are wide enough; of finer ones each column is as high as its device is busy.
     """
     end, margin, columns = _space(steps, width)
-    axis = TimeAxis((Window(0.0, end, 0, columns),), columns)
+    axis = TimeAxis((TimeWindow(0.0, end, 0, columns),), columns)
     lengths = sorted(bar.end - bar.start for _, picture in steps for bar in picture.bars)
     as_tasks = not lengths or lengths[len(lengths) // 2] * columns >= _LEAST_WIDTH * end
     yield Text("timelines on one scale" + ("" if as_tasks else " (a full bar is a busy device)"))
@@ -47,7 +47,7 @@ def draw_memories(steps: Sequence[Named], width: int, colour: bool) -> Iterator[
     end, margin, columns = _space(steps, width - 1 - max(map(len, peaks), default=0))
     full = max((peak for _, picture in steps for peak in picture.peaks), default=0)
     yield Text(f"memory on one scale (a full bar is {steps[0][1].memory_text(full)})")
-    axis = TimeAxis((Window(0.0, end, 0, columns),), columns)
+    axis = TimeAxis((TimeWindow(0.0, end, 0, columns),), columns)
     for name, picture in steps:
         yield from _heading(name, picture, axis, margin)
         own = max(1, axis.column_of(picture.end))

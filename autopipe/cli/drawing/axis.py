@@ -14,11 +14,11 @@ _LEAST_WIDTH = 3
 _GAP = 3
 """Columns that stand for time left out."""
 _REPETEND_SHARE = 6
-"""One part in so many of the row belongs to repetitions, however long warm-up and cool-down are."""
+"""Least share of the row, as one part in N, for repetitions, however long warm-up and cool-down are."""
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TimeWindow:
     """A stretch of time that is shown, and the columns it takes."""
 
     start: float
@@ -32,7 +32,7 @@ class Window:
         return self.column + min(self.columns, max(0, round(share * self.columns)))
 
     def overlaps(self, start: float, end: float) -> bool:
-        """Whether some of a stretch is shown in this window."""
+        """True if a part of the interval is shown in this window."""
         return start < self.end and end > self.start
 
 
@@ -40,12 +40,12 @@ class Window:
 class TimeAxis:
     """Times to columns, through one window or several with `_GAP` columns between them."""
 
-    windows: tuple[Window, ...]
+    windows: tuple[TimeWindow, ...]
     columns: int
 
     @property
     def whole(self) -> bool:
-        """Whether all of the step is shown."""
+        """True if all of the step is shown."""
         return len(self.windows) == 1
 
     def hidden(self) -> Iterator[tuple[float, float]]:
@@ -66,7 +66,7 @@ def time_axis(picture: Picture, columns: int) -> TimeAxis:
         lengths.setdefault((bar.stage, bar.phase.value), bar.end - bar.start)
     typical = sorted(lengths.values())[len(lengths) // 4] if lengths else end
     if typical <= 0 or typical * columns / end >= _LEAST_WIDTH:
-        return TimeAxis((Window(0.0, end, 0, columns),), columns)
+        return TimeAxis((TimeWindow(0.0, end, 0, columns),), columns)
     state = picture.steady
     if state is None or state.period is None:
         scale = min(_LEAST_WIDTH / typical, 40 * columns / end)
@@ -75,7 +75,7 @@ def time_axis(picture: Picture, columns: int) -> TimeAxis:
     # One repetition takes at most half of the row, however fine its tasks are.
     scale = min(_LEAST_WIDTH / typical, columns // 2 / state.period)
     if scale * end <= columns:
-        return TimeAxis((Window(0.0, end, 0, columns),), columns)
+        return TimeAxis((TimeWindow(0.0, end, 0, columns),), columns)
     return _cut(state, end, scale, columns, 0 if picture.physical else scale)
 
 
@@ -114,6 +114,6 @@ def _axis(pieces: list[tuple[float, int]], scale: float, columns: int) -> TimeAx
         if index == len(pieces) - 1:
             width = max(1, columns - column) if len(pieces) == 1 else width
             column = columns - width
-        windows.append(Window(start, start + width / scale, column, width))
+        windows.append(TimeWindow(start, start + width / scale, column, width))
         column += width + _GAP
     return TimeAxis(tuple(windows), columns)

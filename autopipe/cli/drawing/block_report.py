@@ -1,11 +1,11 @@
-"""What a page says about a schedule of blocks."""
+"""Page about a schedule of blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from autopipe.cli.drawing.block_picture import block_kinds, block_picture
-from autopipe.cli.drawing.comparison import Rival, comparison_markup
+from autopipe.cli.drawing.comparison import ScheduleResult, comparison_markup
 from autopipe.cli.drawing.markup import markup_row, markup_table
 from autopipe.cli.drawing.palette import stage_colour
 from autopipe.cli.drawing.report import Report
@@ -14,7 +14,7 @@ from autopipe.cli.figures import devices_text
 from autopipe.ir.blocks import BlockSchedule
 
 
-def block_report(schedule: BlockSchedule, title: str, subtitle: str, rivals: Sequence[Rival]) -> Report:
+def block_report(schedule: BlockSchedule, title: str, subtitle: str, rivals: Sequence[ScheduleResult]) -> Report:
     """The page of a schedule of blocks. Without rivals nothing is compared."""
     graph = schedule.graph
     sections = [("Blocks", block_graph_svg(graph) + _blocks(schedule))]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from autopipe.cli.compared import PARTS, Compared, Row, breakdown_rows, figure_rows, parts_of
-from autopipe.cli.differences import Contrast
+from autopipe.cli.compared import PARTS, ComparedPlan, ComparisonRow, breakdown_rows, figure_rows, parts_of
+from autopipe.cli.differences import PlanDiff
 from autopipe.cli.drawing.alike import MOST_DEVICES, one_of_each
 from autopipe.cli.drawing.markup import escape, markup_table
 from autopipe.cli.drawing.picture import plan_picture
@@ -16,7 +16,7 @@ _HUES = (213, 4, 30, 138, 174, 96, 330, 53, 246, 290, 15, 195)
 """Hues of the parts of a step, in their order."""
 
 
-def compare_report(plans: Sequence[Compared], contrasts: Sequence[Contrast]) -> Report:
+def compare_report(plans: Sequence[ComparedPlan], contrasts: Sequence[PlanDiff]) -> Report:
     """Steps and memory on one axis of time, figures, what a step's time goes to, and what is decided otherwise."""
     names = [str(each.folder) for each in plans]
     bare = [each.plan for each in plans]
@@ -42,7 +42,7 @@ def compare_report(plans: Sequence[Compared], contrasts: Sequence[Contrast]) -> 
     )
 
 
-def _table(names: Sequence[str], rows: Iterable[Row]) -> str:
+def _table(names: Sequence[str], rows: Iterable[ComparisonRow]) -> str:
     """A row a figure, the best marked."""
     marked = []
     for row in rows:
@@ -54,7 +54,7 @@ def _table(names: Sequence[str], rows: Iterable[Row]) -> str:
     return f'<div class="compared">{markup_table(("", *names), marked)}</div>'
 
 
-def _bars(plans: Sequence[Compared]) -> str:
+def _bars(plans: Sequence[ComparedPlan]) -> str:
     """Each step as a bar of its parts, all on one scale, and what the colours are."""
     longest = max(each.plan.summary.step_time_s for each in plans)
     lines, shown = [], set()
@@ -75,7 +75,7 @@ def _bars(plans: Sequence[Compared]) -> str:
     return f'<div class="parts">{"".join(lines)}</div><p class="legend">{legend}</p>'
 
 
-def _contrasts(plans: Sequence[Compared], contrasts: Sequence[Contrast]) -> Iterator[str]:
+def _contrasts(plans: Sequence[ComparedPlan], contrasts: Sequence[PlanDiff]) -> Iterator[str]:
     for each, contrast in zip(plans[1:], contrasts[1:], strict=True):
         lines = "\n".join(contrast.lines)
         yield f"<h3>{escape(str(each.folder))}</h3><pre>{escape(lines)}</pre>"

@@ -9,8 +9,8 @@ from autopipe.cli.drawing.markup import escape, markup_table
 
 
 @dataclass(frozen=True, slots=True)
-class Rival:
-    """What a schedule makes of the placement, or why it does not take it."""
+class ScheduleResult:
+    """Result of a schedule on the placement, or why it does not take it."""
 
     schedule: str
     time: float = 0.0
@@ -23,7 +23,7 @@ class Rival:
 
 
 def comparison_markup(
-    rivals: Sequence[Rival],
+    rivals: Sequence[ScheduleResult],
     limits: Sequence[int | None],
     time_text: Callable[[float], str],
     memory_text: Callable[[float], str],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.serial.record import Record
+from autopipe.ir.serial.record import JsonRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class MeasuredTask:
 def read_measured(path: Path) -> tuple[MeasuredTask, ...]:
     """The tasks in a trace of `launch --trace`, in the file's order. Raises ConfigurationError for any other file."""
     try:
-        record = Record(json.loads(path.read_text(encoding="utf-8")), str(path))
+        record = JsonRecord(json.loads(path.read_text(encoding="utf-8")), str(path))
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -36,7 +36,7 @@ def read_measured(path: Path) -> tuple[MeasuredTask, ...]:
     return found
 
 
-def _task(event: Record) -> MeasuredTask:
+def _task(event: JsonRecord) -> MeasuredTask:
     return MeasuredTask(
         rank=event.at("tid").integer(),
         step=event.at("args").at("step").integer(),

@@ -1,4 +1,4 @@
-"""What is drawn: bars on devices over time, and the memory below them."""
+"""A picture: bars on devices over time, and the memory below them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autopipe.cli.drawing.steady import SteadyState, steady_state
 from autopipe.cli.figures import bytes_text, seconds_text
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Phase, Schedule
-from autopipe.ir.stage_graph import turns_of
+from autopipe.ir.stage_graph import micro_batch_ratios
 from autopipe.ir.timeline import Span, Timeline, Transfer
 
 Curve = tuple[tuple[float, int], ...]
@@ -25,7 +25,7 @@ class Bar:
     name: str
     """The task in full, such as 2F3."""
     stage: int
-    """What its colour stands for: tasks of one stage share a hue."""
+    """Stage that sets its colour: tasks of one stage share a hue."""
     phase: Phase
     unit: int
     """Its micro-batch, or its unit of several."""
@@ -51,7 +51,7 @@ class Picture:
     """Room on each device, where it is known."""
     end: float
     physical: bool
-    """Whether times are seconds and memory bytes; both are plain numbers in units of the user's choice otherwise."""
+    """True if times are seconds and memory bytes; else both are plain numbers in units of the user's choice."""
     steady: SteadyState | None = None
     transfers: tuple[Transfer, ...] = ()
     devices: tuple[int, ...] = ()
@@ -92,7 +92,9 @@ def plan_picture(plan: Plan, timeline: Timeline) -> Picture:
         f"bubble {summary.bubble_rate:.1%}"
     )
     limits = plan.memory_limits or (None,) * len(timeline.memory)
-    return step_picture(title, plan.schedule, timeline, limits, turns_of(plan.placement, summary.micro_batch_size))
+    return step_picture(
+        title, plan.schedule, timeline, limits, micro_batch_ratios(plan.placement, summary.micro_batch_size)
+    )
 
 
 def step_picture(

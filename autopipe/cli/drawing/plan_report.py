@@ -1,10 +1,10 @@
-"""What a page says about a plan."""
+"""Page about a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from autopipe.cli.drawing.comparison import Rival, comparison_markup
+from autopipe.cli.drawing.comparison import ScheduleResult, comparison_markup
 from autopipe.cli.drawing.markup import markup_row, markup_table
 from autopipe.cli.drawing.palette import stage_colour
 from autopipe.cli.drawing.picture import plan_picture
@@ -16,7 +16,7 @@ from autopipe.ir.schedule import Phase
 from autopipe.ir.timeline import Timeline
 
 
-def plan_report(plan: Plan, timeline: Timeline, rivals: Sequence[Rival]) -> Report:
+def plan_report(plan: Plan, timeline: Timeline, rivals: Sequence[ScheduleResult]) -> Report:
     """The page of a plan. Without rivals nothing is compared."""
     summary, picture = plan.summary, plan_picture(plan, timeline)
     sections = [("Stages", plan_graph_svg(plan) + _stages(plan))]
@@ -44,7 +44,7 @@ def plan_report(plan: Plan, timeline: Timeline, rivals: Sequence[Rival]) -> Repo
 
 
 def _stages(plan: Plan) -> str:
-    """What the cost model predicts, a stage a row; of a backward's halves where the schedule has them."""
+    """Predictions of the cost model, a stage a row; of a backward's halves where the schedule has them."""
     split = any(task.phase is Phase.INPUT_GRADIENT for order in plan.schedule.tasks for task in order)
     halves = ("input gradient", "weight gradient") if split else ()
     pipelines = ("pipeline",) if plan.placement.pipelines > 1 else ()

@@ -18,14 +18,14 @@ _MOST_TRANSFERS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a page shows. `sections` are a heading and markup each, in which every text is escaped already."""
+    """A page. `sections` are a heading and markup each, in which every text is escaped already."""
 
     title: str
     subtitle: str
     figures: tuple[tuple[str, str], ...]
     """(name, value)."""
     pictures: tuple[tuple[str, Picture], ...]
-    """What is drawn on one axis of time, each with its name; one alone needs none."""
+    """Pictures drawn on one time axis, each with its name; one alone needs none."""
     sections: tuple[tuple[str, str], ...]
 
 
@@ -84,7 +84,7 @@ def _embedded(data: object) -> str:
 
 
 def _data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
-    """What the page's script draws: each device's bars and memory as flat lists of numbers, which read fast."""
+    """Data for the page's script: each device's bars and memory as flat lists of numbers, which parse fast."""
     pictures = [picture for _, picture in named]
     kinds: dict[tuple[object, ...], int] = {}
     bars: list[list[float]] = []
@@ -121,7 +121,7 @@ def _transfer(each: Transfer, first: int) -> tuple[object, ...]:
 
 
 def _kind(bar: Bar) -> tuple[object, ...]:
-    """What bars of one phase of one stage share: name and letter before the unit, phase, colours, stage."""
+    """Common part of the bars of a stage and phase: name and letter before the micro-batch, phase, colours, stage."""
     return (
         bar.name.removesuffix(str(bar.unit)),
         bar.letter,

@@ -14,7 +14,7 @@ def row_margin(picture: Picture) -> int:
     return len(str(len(picture.memory) - 1)) + 1
 
 
-def shown_rows(picture: Picture) -> Iterator[tuple[int | None, str]]:
+def timeline_rows(picture: Picture) -> Iterator[tuple[int | None, str]]:
     """Devices with the label of their row; None for the row that stands for those left out in the middle."""
     count, width = len(picture.memory), row_margin(picture) - 1
     half = _MOST_ROWS // 2

@@ -18,14 +18,14 @@ _STYLE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Cloud:
+class PointSeries:
     """Points of one colour: (along, up), above 0."""
 
     name: str
     points: tuple[tuple[float, float], ...]
 
 
-def scatter_svg(title: str, axes: tuple[str, str], clouds: Sequence[Cloud]) -> str:
+def scatter_svg(title: str, axes: tuple[str, str], clouds: Sequence[PointSeries]) -> str:
     """A square with the same range on both axes; on the dashed line both figures are one."""
     values = [value for cloud in clouds for point in cloud.points for value in point]
     low, high = _range(values)

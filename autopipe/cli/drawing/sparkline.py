@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.text import Text
 
 from autopipe.cli.drawing.picture import Curve, Picture
-from autopipe.cli.drawing.rows import row_margin, shown_rows
+from autopipe.cli.drawing.rows import row_margin, timeline_rows
 
 _BARS = "▁▂▃▄▅▆▇█"
 _LEAST_COLUMNS = 10
@@ -32,7 +32,7 @@ def draw_memory(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
     if width - margin - max(map(len, labels), default=0) < _LEAST_COLUMNS:
         labels = [f" {picture.memory_text(peak)}" for peak in peaks]
     columns = max(4, width - margin - max(map(len, labels), default=0))
-    for device, start in shown_rows(picture):
+    for device, start in timeline_rows(picture):
         if device is None:
             yield Text(start)
             continue

@@ -10,10 +10,10 @@ from textwrap import wrap
 from rich.style import Style
 from rich.text import Text
 
-from autopipe.cli.drawing.axis import TimeAxis, Window, time_axis
+from autopipe.cli.drawing.axis import TimeAxis, TimeWindow, time_axis
 from autopipe.cli.drawing.palette import stage_colour, text_colour
 from autopipe.cli.drawing.picture import Bar, Picture
-from autopipe.cli.drawing.rows import row_margin, shown_rows
+from autopipe.cli.drawing.rows import row_margin, timeline_rows
 from autopipe.cli.drawing.steady import SteadyState
 from autopipe.ir.schedule import Phase
 
@@ -30,7 +30,7 @@ def draw_timeline(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
     margin = row_margin(picture)
     axis = time_axis(picture, max(20, width - margin))
     rows = picture.rows
-    for device, label in shown_rows(picture):
+    for device, label in timeline_rows(picture):
         yield Text(label) if device is None else task_row(label, rows[device], axis, colour)
     if picture.steady is not None:
         yield Text(" " * margin + _bracket(picture.steady, axis))
@@ -98,7 +98,7 @@ def _bracket(state: SteadyState, axis: TimeAxis) -> str:
     return " " * start + "└" + "".join(line) + ("─" if cut else "┘")
 
 
-def _ticks(state: SteadyState, period: float, window: Window) -> Iterator[int]:
+def _ticks(state: SteadyState, period: float, window: TimeWindow) -> Iterator[int]:
     """Columns at which repetitions after the first begin."""
     for index in range(1, state.count):
         time = state.start + index * period
@@ -120,7 +120,7 @@ def _scale(picture: Picture, axis: TimeAxis) -> str:
 
 
 def _left_out(picture: Picture, axis: TimeAxis) -> Iterator[str]:
-    """What the gaps stand for, in words."""
+    """The gaps in words."""
     parts = [part for start, end in axis.hidden() for part in _parts(picture, start, end)]
     if parts:
         yield f"⋯ left out: {', '.join(parts)}"

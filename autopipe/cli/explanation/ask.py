@@ -16,17 +16,17 @@ from autopipe.configs.load import load_configuration
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.passes.cost.parts import stage_parts
 from autopipe.passes.explain.device import device_report
-from autopipe.passes.explain.helps import Help, Wish, granted, is_quick, wishes
+from autopipe.passes.explain.helps import WhatIf, WhatIfResult, granted, is_quick, wishes
 from autopipe.passes.explain.node import node_report
 from autopipe.passes.explain.node_changes import move_changes, split_changes
 from autopipe.passes.explain.prices import cheapest
 from autopipe.passes.explain.stage_changes import stage_changes
-from autopipe.passes.pipeline import Planned
+from autopipe.passes.pipeline import PlanResult
 from autopipe.passes.placement.given.nodes import NodeNames
 from autopipe.passes.placement.given.strategy import Given
 
 
-def opened(folder: Path) -> Planned:
+def opened(folder: Path) -> PlanResult:
     """The plan in `folder`. Raises as `open_plan` does, and where the costs that it was made with are gone."""
     planned = open_plan(folder)
     if planned.plan.summary.costs is not None and planned.request.costs is None:
@@ -38,7 +38,7 @@ def opened(folder: Path) -> Planned:
     return planned
 
 
-def explained_plan(planned: Planned, folder: Path, output: Output) -> PlanExplanation:
+def explained_plan(planned: PlanResult, folder: Path, output: Output) -> PlanExplanation:
     """Why the plan was chosen; every wish is granted once, which may take a while."""
     again = is_quick(planned) and not isinstance(planned.request.strategy, Given)
     asked = list(wishes(planned))
@@ -53,7 +53,7 @@ def explained_plan(planned: Planned, folder: Path, output: Output) -> PlanExplan
     return PlanExplanation(folder, planned, helps)
 
 
-def _twice_the_devices(planned: Planned, folder: Path, again: bool) -> Help:
+def _twice_the_devices(planned: PlanResult, folder: Path, again: bool) -> WhatIfResult:
     what = "twice the devices"
     configuration = load_configuration(folder / CONFIGURATION_FILE)
     doubled = 2 * planned.problem.cluster.size
@@ -62,11 +62,11 @@ def _twice_the_devices(planned: Planned, folder: Path, again: bool) -> Help:
     try:
         request = request_of(replace(configuration, gpus=doubled, cluster=cluster), planned.request.model)
     except AutopipeError as error:
-        return Help(what, again, refused=" ".join(error.message.split()))
-    return granted(planned, Wish(what, request), again)
+        return WhatIfResult(what, again, refused=" ".join(error.message.split()))
+    return granted(planned, WhatIf(what, request), again)
 
 
-def explained_node(planned: Planned, name: str) -> NodeExplanation:
+def explained_node(planned: PlanResult, name: str) -> NodeExplanation:
     """Why a node is where it is. Raises ConfigurationError for a name that no node has, or several."""
     problem, placement = planned.problem, planned.plan.placement
     node = _node_called(planned, name)
@@ -76,7 +76,7 @@ def explained_node(planned: Planned, name: str) -> NodeExplanation:
     return NodeExplanation(planned.plan, node_report(problem, placement, node), prices)
 
 
-def _node_called(planned: Planned, name: str) -> int:
+def _node_called(planned: PlanResult, name: str) -> int:
     names = NodeNames(planned.problem.graph)
     entry = int(name) if name.isdecimal() and not names.has(name) else name
     try:
@@ -89,7 +89,7 @@ def _node_called(planned: Planned, name: str) -> int:
     return meant[0]
 
 
-def explained_stage(planned: Planned, stage: int) -> StageExplanation:
+def explained_stage(planned: PlanResult, stage: int) -> StageExplanation:
     """Why a stage is as it is. Raises ConfigurationError where there is none of that number."""
     problem, plan = planned.problem, planned.plan
     _check(stage, len(plan.placement.stages), "stage")
@@ -100,8 +100,8 @@ def explained_stage(planned: Planned, stage: int) -> StageExplanation:
     return StageExplanation(planned, stage, parts, busy_s, prices)
 
 
-def explained_device(planned: Planned, device: int) -> DeviceExplanation:
-    """What a device does. Raises ConfigurationError where there is none of that number."""
+def explained_device(planned: PlanResult, device: int) -> DeviceExplanation:
+    """Report of a device. Raises ConfigurationError where there is none of that number."""
     plan = planned.plan
     _check(device, planned.problem.cluster.size, "device")
     report = device_report(plan.placement, plan.prediction, planned.timeline, device)

@@ -12,10 +12,10 @@ from typing import Any, cast
 
 from autopipe.cli.plan_folder import CONFIGURATION_FILE
 from autopipe.ir.alternatives import Alternative, Choice
-from autopipe.passes.pipeline import Planned
+from autopipe.passes.pipeline import PlanResult
 
 
-def alternative_command(folder: Path, planned: Planned, alternative: Alternative) -> str:
+def alternative_command(folder: Path, planned: PlanResult, alternative: Alternative) -> str:
     """The command that plans what an alternative chose, all else as in the plan of `folder`."""
     choice = alternative.choice
     target = ".".join((str(folder), choice.strategy, *([choice.schedule] if choice.schedule else [])))
@@ -23,7 +23,7 @@ def alternative_command(folder: Path, planned: Planned, alternative: Alternative
     return shlex.join([*words, *_choice_words(planned, choice), "-o", target])
 
 
-def _choice_words(planned: Planned, choice: Choice) -> Iterator[str]:
+def _choice_words(planned: PlanResult, choice: Choice) -> Iterator[str]:
     """The flags that set what the effective configuration of the plan has otherwise."""
     problem = planned.problem
     yield from ("--strategy", choice.strategy)
@@ -40,7 +40,7 @@ def _choice_words(planned: Planned, choice: Choice) -> Iterator[str]:
         yield from ("--set", f"optimizer.shard={json.dumps(choice.shard)}")
 
 
-def _options(planned: Planned, choice: Choice) -> Iterator[tuple[str, str]]:
+def _options(planned: PlanResult, choice: Choice) -> Iterator[tuple[str, str]]:
     """The options of the choice, and of the plan's own strategy, whose options stay, the defaults of the others."""
     wanted = dict(choice.options)
     strategy = cast(Any, planned.request.strategy)

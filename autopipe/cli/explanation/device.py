@@ -1,4 +1,4 @@
-"""What a device does in a step."""
+"""Report of a device's step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DeviceExplanation:
     report: DeviceReport
 
     def screen(self) -> Iterator[RenderableType]:
-        """What a person reads."""
+        """Lines for the terminal."""
         report, step_s = self.report, self.plan.summary.step_time_s
         stages = f"stage{'s' if len(report.stages) > 1 else ''} {', '.join(map(str, report.stages))}"
         yield f"device {report.device}, {self.kind}: {stages if report.stages else 'no stage'}"

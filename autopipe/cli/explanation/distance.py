@@ -13,7 +13,7 @@ _EXCHANGES = ("messages", "collectives", "gradients")
 
 
 def distance_lines(breakdown: Breakdown, devices: int, kinds: int = 1) -> Iterator[str]:
-    """The ideal of so many devices of so many kinds, and the parts of the step on top of it, the largest first."""
+    """The ideal of the devices, by kind, and the parts of the step on top of it, the largest first."""
     ideal_s, step_s = breakdown.ideal_s, breakdown.step_s
     times = f"the step takes {step_s / ideal_s:.2f} times that" if ideal_s else "the step takes that and more"
     shared = f"one device's work at the roofline / {devices}" if devices > 1 else "the device's work at the roofline"

@@ -14,7 +14,7 @@ from autopipe.cli.figures import bytes_text, group_text, seconds_text
 from autopipe.cli.output import printable
 from autopipe.ir.plan import Plan
 from autopipe.passes.explain.node import Edge, NodeReport
-from autopipe.passes.explain.prices import Price
+from autopipe.passes.explain.prices import EditPrice
 
 _MOST_EDGES = 12
 
@@ -25,10 +25,10 @@ class NodeExplanation:
 
     plan: Plan
     report: NodeReport
-    prices: Sequence[Price]
+    prices: Sequence[EditPrice]
 
     def screen(self) -> Iterator[RenderableType]:
-        """What a person reads."""
+        """Lines for the terminal."""
         report, summary = self.report, self.plan.summary
         split = ", ".join(map(str, report.splits)) or ("not split" if len(report.devices) > 1 else "whole")
         each = "" if report.share == 1 else f": each computes {Fraction(report.share).limit_denominator(1 << 20)} of it"

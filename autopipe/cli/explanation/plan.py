@@ -17,8 +17,8 @@ from autopipe.cli.plan_screen import prediction_line, schedule_line
 from autopipe.ir.alternatives import Alternative
 from autopipe.ir.serial.alternatives_form import alternatives_form
 from autopipe.ir.serial.plan_file import summary_form
-from autopipe.passes.explain.helps import Help
-from autopipe.passes.pipeline import Planned
+from autopipe.passes.explain.helps import WhatIfResult
+from autopipe.passes.pipeline import PlanResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class PlanExplanation:
     """The explanation of a whole plan."""
 
     folder: Path
-    planned: Planned
-    helps: Sequence[Help]
+    planned: PlanResult
+    helps: Sequence[WhatIfResult]
 
     def screen(self) -> Iterator[RenderableType]:
-        """What a person reads."""
+        """Lines for the terminal."""
         plan, summary = self.planned.plan, self.planned.plan.summary
         yield f"{plan.model}: {summary.strategy} with {summary.schedule}, {plan.mode}, {summary.devices} devices"
         yield prediction_line(summary)
@@ -67,7 +67,7 @@ class PlanExplanation:
         }
 
     def _helps(self) -> Iterator[RenderableType]:
-        """What would help, the most helpful first."""
+        """Changes that would help, the most helpful first."""
         now = self.planned.plan.summary.samples_per_s
         again = any(each.planned_again for each in self.helps)
         how = "planned again, by the same strategy and schedule" if again else "the same placement, ordered anew"

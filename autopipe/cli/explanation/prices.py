@@ -1,4 +1,4 @@
-"""What other choices would have cost, as a table."""
+"""Prices of other choices, as a table."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from rich.table import Table
 
 from autopipe.cli.explanation.weighed import over_text
 from autopipe.cli.figures import bytes_text, seconds_text
-from autopipe.passes.explain.prices import Price
+from autopipe.passes.explain.prices import EditPrice
 
 
-def price_table(prices: Sequence[Price], chosen_s: float) -> Table:
+def price_table(prices: Sequence[EditPrice], chosen_s: float) -> Table:
     """A row a change: its step, how much longer than the chosen one, and the most memory on any device."""
     table = Table("what else", "step", "longer", "memory", box=None, pad_edge=False)
     for column in table.columns[1:]:
@@ -25,7 +25,7 @@ def price_table(prices: Sequence[Price], chosen_s: float) -> Table:
     return table
 
 
-def price_forms(prices: Sequence[Price], chosen_s: float) -> list[dict[str, object]]:
+def price_forms(prices: Sequence[EditPrice], chosen_s: float) -> list[dict[str, object]]:
     """The same for a program."""
     return [
         {

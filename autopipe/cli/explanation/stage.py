@@ -10,23 +10,23 @@ from rich.console import RenderableType
 from autopipe.cli.explanation.prices import price_forms, price_table
 from autopipe.cli.figures import bytes_text, group_text, seconds_text
 from autopipe.passes.cost.parts import StageParts
-from autopipe.passes.explain.prices import Price
-from autopipe.passes.pipeline import Planned
+from autopipe.passes.explain.prices import EditPrice
+from autopipe.passes.pipeline import PlanResult
 
 
 @dataclass(frozen=True, slots=True)
 class StageExplanation:
     """The explanation of a stage."""
 
-    planned: Planned
+    planned: PlanResult
     stage: int
     parts: StageParts
     busy_s: float
     """Seconds of a step in which its devices do something."""
-    prices: Sequence[Price]
+    prices: Sequence[EditPrice]
 
     def screen(self) -> Iterator[RenderableType]:
-        """What a person reads."""
+        """Lines for the terminal."""
         plan = self.planned.plan
         stage, predicted = plan.placement.stages[self.stage], plan.prediction.stages[self.stage]
         nodes = self.planned.problem.graph.nodes

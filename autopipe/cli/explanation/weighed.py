@@ -1,4 +1,4 @@
-"""What else was weighed when a plan was chosen: the best of each strategy, and by what it lost."""
+"""Other plans that were tried: the best of each strategy, and by how much it lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def weighed_screen(alternatives: Sequence[Alternative], chosen_s: float) -> Iter
 
 
 def _has_row(alternative: Alternative) -> bool:
-    """Whether there is a figure to show: a step, or what it cannot be shorter than."""
+    """True if there is a figure to show: a step, or a bound below it."""
     return alternative.step_time_s is not None or alternative.is_bounded
 
 

@@ -1,1 +1,1 @@
-"""What `autopipe profile` does."""
+"""Steps of `autopipe profile`."""

@@ -1,4 +1,4 @@
-"""What messages and collectives take between ranks of this machine."""
+"""Measure messages and collectives between ranks of this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autopipe.backends.torch.profiler.exchanges import measure_exchanges
-from autopipe.backends.torch.profiler.posts import Ends, Pairs, measure_ends, measure_period
+from autopipe.backends.torch.profiler.posts import PostOverhead, StagePairs, measure_period, measure_post_overhead
 from autopipe.cli.profiling.medley import MESSAGE_BYTES, write_pair
 from autopipe.cli.profiling.pipeline import Pipeline
 from autopipe.ir.costs import Affine, ExchangeCost
@@ -20,19 +20,20 @@ _RUNS = 3
 
 
 def exchanges_of(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost, ...]:
-    """Messages and collectives of up to so many ranks, for about `seconds`; of messages' ends what they take in small
-    pipelines. Raises LaunchError where a rank fails."""
+    """Messages and collectives of up to `ranks` ranks, for about `seconds`, and the CPU time of their ends in small
+    pipelines. Raises LaunchError where a rank fails.
+    """
     found = measure_exchanges(ranks, device, seconds)
     with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch:
         together, apart, laden = (Path(scratch) / name for name in ("together", "apart", "laden"))
         for folder, count, messages in ((together, 1, 1), (apart, 2, 1), (laden, 2, _MESSAGES)):
             write_pair(folder, count, messages)
-        ends = measure_ends(Pairs(together, apart, laden, _MESSAGES), device)
+        ends = measure_post_overhead(StagePairs(together, apart, laden, _MESSAGES), device)
     return tuple(part for each in found for part in (_posts(each, ends) if each.kind == "post" else (each,)))
 
 
-def _posts(post: ExchangeCost, ends: Ends) -> tuple[ExchangeCost, ExchangeCost]:
-    """What a first message's end and each other's take: in a pipeline, and by bytes as was measured of messages."""
+def _posts(post: ExchangeCost, ends: PostOverhead) -> tuple[ExchangeCost, ExchangeCost]:
+    """Costs of posting a first message and each further one: from a pipeline, and by bytes from messages alone."""
     first, following = (_through(post.fit, seconds, MESSAGE_BYTES) for seconds in (ends.first, ends.following))
     return replace(post, fit=first), ExchangeCost("follow", post.ranks, following, ())
 

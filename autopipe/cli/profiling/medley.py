@@ -34,7 +34,7 @@ MESSAGE_BYTES = 4 * math.prod(_SHAPE)
 """Of what one stage sends to another."""
 
 
-def write_medley(folder: Path) -> int:
+def write_overhead_stage(folder: Path) -> int:
     """Write a one-device program that trains two stages of the same layers of different operators.
 
     The backward of the second is split. Returns how many of its operators' parameters have gradients that wait.
@@ -59,9 +59,9 @@ def write_rows(folder: Path) -> tuple[Path, Path]:
 
 
 def write_pair(folder: Path, ranks: int, messages: int = 1) -> None:
-    """Write a program of two stages, of which the second is the slower one, on one rank or on two under 1F1B.
+    """Write a program of two stages, of which the second is slower, on one rank or on two under 1F1B.
 
-    The second gets so many results of the first, of `MESSAGE_BYTES` each.
+    The second reads `messages` results of the first, of `MESSAGE_BYTES` each.
     """
     numbers = range(_MANY_MICRO_BATCHES)
     if ranks == 1:
@@ -76,7 +76,9 @@ def write_pair(folder: Path, ranks: int, messages: int = 1) -> None:
 def _write(
     folder: Path, layers: tuple[int, ...], devices: tuple[int, ...], schedule: Schedule, messages: int = 1
 ) -> None:
-    """The program of stages of so many layers each, on these devices, that add up so many results of the one before."""
+    """Write the program of stages of these numbers of layers, on these devices; each adds up `messages` results of the
+    one before.
+    """
     weights = {"matrix": _SHAPE[-1:] * 2, "vector": _SHAPE[-1:]}
     operands = {"MatMul": ("matrix",), "Mul": ("vector",), "Add": ("vector",), "LayerNormalization": ("vector",)}
     nodes: list[Node] = []

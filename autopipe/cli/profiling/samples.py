@@ -62,7 +62,7 @@ def groups_of(models: Sequence[tuple[int, Model]], precision: str, degrees: Sequ
 
 
 def samples_of(model: Model, precision: str, degree: int = 1) -> Iterator[Sample]:
-    """What there is to measure of every node, in order; equal ones are put together once."""
+    """Samples to measure, of every node in order; equal ones are put together once."""
     operations = Operations.of(model.graph, precision)
     known: dict[Hashable, tuple[Sample, ...]] = {}
     work, absorbed = annotate(operations.graph, operations.precision), operations.absorbed

@@ -1,4 +1,4 @@
-"""What a person reads of measured costs."""
+"""Measured costs, for the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROWS = 12
 
 
 def costs_screen(costs: Costs, refused: Sequence[str], target: Path) -> Iterator[RenderableType]:
-    """What was measured on each device, what could not be, where the file lies and what to type next."""
+    """Measured costs of each device, refused operators, the file and the next command."""
     for device in costs.devices:
         yield device.device
         yield from (f"  {line}" for line in device.measured)

@@ -14,15 +14,15 @@ import torch
 
 from autopipe.backends.onnxruntime import profiler as onnxruntime_profiler
 from autopipe.backends.torch.profiler.operators import measure_operations
-from autopipe.backends.torch.profiler.tasks import Starts, measure_starts, measure_tasks
-from autopipe.backends.torch.profiler.watch import Watch
+from autopipe.backends.torch.profiler.tasks import TaskStartOverhead, measure_starts, measure_tasks
+from autopipe.backends.torch.profiler.watch import Stopwatch
 from autopipe.backends.torch.runtime.processors import processor_count
 from autopipe.cli.output import Bar
 from autopipe.cli.profiling.exchanges import exchanges_of, in_pipeline
-from autopipe.cli.profiling.medley import LONGER, write_medley, write_rows
+from autopipe.cli.profiling.medley import LONGER, write_overhead_stage, write_rows
 from autopipe.cli.profiling.pipeline import write_pipeline
 from autopipe.cli.profiling.samples import Group, groups_of, models_of
-from autopipe.cli.profiling.whole import Whole, measure_whole
+from autopipe.cli.profiling.whole import ModelCorrection, measure_whole
 from autopipe.ir.costs import DeviceCosts, ExchangeCost, OperationCost, TaskCosts
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.problem import Mode
@@ -38,7 +38,7 @@ _EXCHANGES = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Profiling:
-    """What to measure of a model, and on what."""
+    """Settings of a profile: the model, the device, and the parts to measure."""
 
     request: Request
     sizes: tuple[int, ...] | None
@@ -48,7 +48,7 @@ class Profiling:
     device: str
     """`auto`, `cuda` or `cpu`."""
     name: str | None
-    """What to call the device."""
+    """Name of the device."""
     threads: int
     ranks: int | None
     """How many exchange messages; exchanges are not measured where None."""
@@ -57,7 +57,7 @@ class Profiling:
     seconds: float
 
     def run(self, bar: Bar) -> tuple[DeviceCosts, tuple[str, ...]]:
-        """What was measured, and why some operators could not be.
+        """Measure; returns costs, and why some operators could not be measured.
 
         Raises ConfigurationError where the device is not there, AutopipeError as reading the model does.
         """
@@ -69,12 +69,12 @@ class Profiling:
         started = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch:
             measured, refused = self._operations(groups, device, train, Path(scratch), bar)
-            tasks, starts = None, Starts()
+            tasks, starts = None, TaskStartOverhead()
             if train:
                 bar.reach(time.perf_counter() - started, note="tasks")
-                starts = measure_starts(Watch(device), *write_rows(Path(scratch)), LONGER, _STARTS * self.seconds)
+                starts = measure_starts(Stopwatch(device), *write_rows(Path(scratch)), LONGER, _STARTS * self.seconds)
                 tasks = self._tasks(device, Path(scratch))
-            wholes: dict[int, Whole] = {}
+            wholes: dict[int, ModelCorrection] = {}
             if self.source == "torch":
                 bar.reach(time.perf_counter() - started, note="the whole model")
                 wholes = self._wholes(models, [cost for _, cost in measured], tasks, starts, device, Path(scratch))
@@ -82,7 +82,7 @@ class Profiling:
         costs = DeviceCosts(
             device=self.name or self._product(device),
             measured=(self._how(device, sizes, train), *(_told(size, whole) for size, whole in wholes.items())),
-            operations=tuple(wholes.get(size, Whole()).of(cost) for size, cost in measured),
+            operations=tuple(wholes.get(size, ModelCorrection()).of(cost) for size, cost in measured),
             tasks=None if tasks is None else _of_model(tasks, starts, wholes),
             exchanges=(),
         )
@@ -115,7 +115,7 @@ class Profiling:
             if self.source == "onnxruntime":
                 costs, reasons = onnxruntime_profiler.measure_operations(group.lap, folder, self.threads, each)
             else:
-                costs, reasons = measure_operations(group.lap, Watch(device), folder, train, each)
+                costs, reasons = measure_operations(group.lap, Stopwatch(device), folder, train, each)
             found += ((group.size, cost) for cost in costs)
             refused += reasons
         return found, refused
@@ -125,13 +125,13 @@ class Profiling:
         models: Sequence[tuple[int, Model]],
         costs: Sequence[OperationCost],
         tasks: TaskCosts | None,
-        starts: Starts,
+        starts: TaskStartOverhead,
         device: torch.device,
         scratch: Path,
-    ) -> dict[int, Whole]:
+    ) -> dict[int, ModelCorrection]:
         """How operators go in the model, by the size of its micro-batches, where that can be told."""
         each = _WHOLE * self.seconds / len(models)
-        found: dict[int, Whole] = {}
+        found: dict[int, ModelCorrection] = {}
         for size, model in models:
             folder = scratch / f"whole-{size}"
             whole = measure_whole(model, self.request.precision, costs, tasks, starts, device.type, folder, each)
@@ -158,8 +158,8 @@ class Profiling:
 
     def _tasks(self, device: torch.device, scratch: Path) -> TaskCosts:
         folder = scratch / "medley"
-        waiting = write_medley(folder)
-        return measure_tasks(Watch(device), folder, waiting, _TASKS * self.seconds)
+        waiting = write_overhead_stage(folder)
+        return measure_tasks(Stopwatch(device), folder, waiting, _TASKS * self.seconds)
 
     def _product(self, device: torch.device) -> str:
         if device.type == "cuda":
@@ -202,13 +202,14 @@ def _middling(models: Sequence[tuple[int, Model]]) -> Model:
     return model
 
 
-def _of_model(tasks: TaskCosts, starts: Starts, wholes: Mapping[int, Whole]) -> TaskCosts:
-    """What the model's own tasks take, on its smallest micro-batches, since it is there that this matters; any other's
-    where it was not run as a whole."""
+def _of_model(tasks: TaskCosts, starts: TaskStartOverhead, wholes: Mapping[int, ModelCorrection]) -> TaskCosts:
+    """Task costs of the model on its smallest micro-batches, where they matter most; those of the synthetic stage where
+    the model was not run as a whole.
+    """
     return wholes[min(wholes)].tasks(tasks) if wholes else starts.added_to(tasks)
 
 
-def _told(size: int, whole: Whole) -> str:
+def _told(size: int, whole: ModelCorrection) -> str:
     """One line for the file."""
     return (
         f"micro-batches of {size}: in the model operators take {whole.forward:.2f} (forward) and {whole.backward:.2f}"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopipe.backends.torch.profiler.tasks import Starts
+from autopipe.backends.torch.profiler.tasks import TaskStartOverhead
 from autopipe.backends.torch.profiler.worker import numbers_of
 from autopipe.cli.profiling.samples import samples_of
 from autopipe.cli.profiling.timed import is_small, write_timed
@@ -27,22 +27,22 @@ _MOST = 0.6
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class ModelCorrection:
     """How much longer operators take in the model than one by one."""
 
     forward: float = 1.0
     backward: float = 1.0
     forward_s: float = 0.0
-    """What its forward takes besides operators, with what the first ones take more."""
+    """Seconds of a forward besides its operators, with the extra of the first ones."""
     backward_s: float = 0.0
-    """What its backward takes besides them."""
+    """Seconds of a backward besides its operators."""
 
     def tasks(self, costs: TaskCosts) -> TaskCosts:
-        """Those of the model's size."""
+        """Task costs of the model's size."""
         return replace(costs, forward_s=self.forward_s, backward_s=self.backward_s)
 
     def of(self, cost: OperationCost) -> OperationCost:
-        """What the operation takes in the model."""
+        """Cost of the operator in the model."""
         backward = None if cost.backward is None else _times(cost.backward, self.backward)
         return replace(cost, forward=_times(cost.forward, self.forward), backward=backward)
 
@@ -52,11 +52,11 @@ def measure_whole(
     precision: str,
     costs: Iterable[OperationCost],
     tasks: TaskCosts | None,
-    starts: Starts,
+    starts: TaskStartOverhead,
     device: str,
     folder: Path,
     seconds: float,
-) -> Whole | None:
+) -> ModelCorrection | None:
     """Run the model for about `seconds` and compare; `costs` are what its operations took, `starts` what the first ones
     of a task take more. Files go to `folder`.
 
@@ -76,7 +76,7 @@ def measure_whole(
         backward -= _adding_seconds(model.graph, tasks)
     first, last = min(starts.forward_s, _MOST * forward), min(starts.backward_s, _MOST * max(0.0, backward))
     backwards = [each.backward for each in own if each.backward is not None]
-    return Whole(
+    return ModelCorrection(
         _ratio(forward - first, [each.forward for each in own]),
         _ratio(backward - last, backwards),
         around_forward + first,
@@ -102,7 +102,7 @@ def whole_program(model: Model, precision: str, folder: Path) -> Path | None:
 
 
 def _adding_seconds(graph: Graph, tasks: TaskCosts) -> float:
-    """What of a backward it takes to add its gradients to those of the ones before, on average over a step."""
+    """Average seconds of a backward, over a step, for adding its gradients to earlier ones."""
     sizes = [each.value.bytes for each in graph.parameters if each.trainable]
     return (1 - 1 / _MICRO_BATCHES) * tasks.accumulate.seconds(len(sizes), sum(sizes))
 

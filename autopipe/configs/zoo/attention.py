@@ -33,10 +33,10 @@ class Attention:
     """Width of a head; 0 for `hidden` / `heads`."""
 
     bias: bool = True
-    """Whether its four projections have one."""
+    """True if its four projections have one."""
 
     scaled: bool = True
-    """Whether scores are divided by the root of the head's width."""
+    """True if scores are divided by the root of the head's width."""
 
     init: Initializer = SPREAD
     """How its weights are drawn."""

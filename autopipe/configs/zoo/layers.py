@@ -107,5 +107,5 @@ def max_pool(graph: GraphBuilder, data: ir.Value, kernel: int, stride: int, padd
 
 
 def pooled(extent: int, kernel: int, stride: int, padding: int = 0) -> int:
-    """What a window of `kernel` moved by `stride` leaves of an axis of `extent`; 0 or less where it does not fit."""
+    """Extent of an axis of `extent` after a window of `kernel` with `stride`; 0 or less where it does not fit."""
     return (extent + 2 * padding - kernel) // stride + 1

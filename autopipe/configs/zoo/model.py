@@ -1,4 +1,4 @@
-"""What every model of the zoo has in common: the settings that are not sizes, and what it must be able to do."""
+"""Base of the zoo's models: the settings that are not sizes, and the methods each must have."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class ZooModel(ABC):
     """Extent of axis 0 of every data input; null leaves it a dimension called `batch`."""
 
     loss: bool = False
-    """Whether labels are an input and the scalar `loss` is the output."""
+    """True if labels are an input and the scalar `loss` is the output."""
 
     weights: Literal["random", "none"] = "random"
     """`random` initialises the parameters; `none` writes the graph without their data."""
 
     seed: Annotated[int, AtLeast(0), AtMost(2**63 - 1)] = 0
-    """What the initial values are drawn from."""
+    """Seed of the initial values."""
 
     opset: Annotated[int, AtLeast(20), AtMost(23)] = 20
     """Version of the operator set."""

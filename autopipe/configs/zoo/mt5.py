@@ -68,7 +68,7 @@ class Mt5(ZooModel):
     """Rows of the embedding that encoder and decoder share, and extent of the logits."""
 
     tied: bool = True
-    """Whether the head is the embedding as well, transposed."""
+    """True if the head is the embedding as well, transposed."""
 
     source: Count = 16
     """Tokens that the encoder reads."""

@@ -43,7 +43,7 @@ class BuiltModel:
     """All parameters in the order in which they were made."""
 
     seed: int | None
-    """What the initial values are drawn from; None leaves parameters without data."""
+    """Seed of the initial values; None leaves parameters without data."""
 
     @property
     def parameter_count(self) -> int:

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.ops.row import Line, Operator, Signature, signature_of
+from autopipe.ir.ops.row import NotationLine, Operator, Signature, signature_of
 from autopipe.ir.ops.table import OPERATORS
 from autopipe.ir.space import Space
 
-__all__ = ["OPERATORS", "Line", "Operator", "Signature", "operator_of", "signature_of", "space_of"]
+__all__ = ["OPERATORS", "NotationLine", "Operator", "Signature", "operator_of", "signature_of", "space_of"]
 
 
 def qualified_name(node: Node) -> str:

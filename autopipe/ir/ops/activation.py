@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopipe.ir.ops.elementwise import broadcast
 from autopipe.ir.ops.lines import names, spell
-from autopipe.ir.ops.row import Line, Operator, Signature, per_result
+from autopipe.ir.ops.row import NotationLine, Operator, Signature, per_result
 
 
 def _row(name: str, cost: float = 1.0, keeps: tuple[str, ...] = ("0",)) -> Operator:
@@ -16,7 +16,7 @@ def _step(name: str) -> Operator:
     return Operator(name, broadcast, "elementwise", per_result(1.0), 0.0)
 
 
-def per_channel(signature: Signature) -> Line:
+def per_channel(signature: Signature) -> NotationLine:
     """PRelu's slope: broadcasts from opset 7 on; before, one a channel (axis 1) or one for all."""
     slope = signature.operand(1).shape
     if signature.opset >= 7:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from autopipe.ir.ops.lines import aligned, spell
-from autopipe.ir.ops.row import Line, Operator, Signature, per_result
+from autopipe.ir.ops.row import NotationLine, Operator, Signature, per_result
 from autopipe.ir.space import Space
 
 
@@ -47,13 +47,13 @@ def heads_of(signature: Signature) -> Heads:
 
 
 def is_positional(signature: Signature) -> bool:
-    """Whether what a query may see depends on its place."""
+    """True if what a query may see depends on its place."""
     node = signature.node
     windows = (node.integer("left_window_size", -1), node.integer("right_window_size", -1))
     return bool(node.integer("is_causal")) or max(windows) >= 0
 
 
-def attention(signature: Signature) -> Line:
+def attention(signature: Signature) -> NotationLine:
     """`b (h r) q d, b h k d, b h k v -> b (h r) q v` with d and k whole.
 
     Where masks depend on places, a device with some of the queries knows which they are; all know all keys and values.
@@ -77,7 +77,7 @@ def attention(signature: Signature) -> Line:
     kept = [["b", "h", "t!", "d"], ["b", "h", "t", "v"], ["b", "(h r)", "q", "t"]]
     results = [None if value is None else kept[index] for index, value in enumerate(signature.results[1:])]
     line = spell([*first, *others], [result, *results])
-    return Line(line.text, (("h", heads.groups), ("r", heads.repeats), ("d", heads.depth), ("v", heads.values)))
+    return NotationLine(line.text, (("h", heads.groups), ("r", heads.repeats), ("d", heads.depth), ("v", heads.values)))
 
 
 def _attention_flops(signature: Signature, space: Space) -> float:
@@ -87,7 +87,7 @@ def _attention_flops(signature: Signature, space: Space) -> float:
     return 2.0 * scores * (heads.depth + heads.values)
 
 
-def rotary_embedding(signature: Signature) -> Line:
+def rotary_embedding(signature: Signature) -> NotationLine:
     """`b h s d, b s 1, b s 1, b s -> b h s d` with d whole; with positions the caches are tables that stay whole."""
     shape = signature.operand(0).shape
     cache = ["1", "1"] if signature.present(3) else ["b", "s", "1"]
@@ -95,7 +95,9 @@ def rotary_embedding(signature: Signature) -> Line:
     first = ["b", "h", "s", "d!"] if len(shape) == 4 else ["b", "s", "(h d!)"]
     line = spell([first, cache, cache, *positions], [first])
     heads = shape[1] if len(shape) == 4 else signature.node.integer("num_heads")
-    return Line(line.text, (("h", heads), ("d", math.prod(shape[2:]) // heads if len(shape) == 3 else shape[3])))
+    return NotationLine(
+        line.text, (("h", heads), ("d", math.prod(shape[2:]) // heads if len(shape) == 3 else shape[3]))
+    )
 
 
 ATTENTION = (

@@ -9,10 +9,10 @@ from autopipe.ir.ops.elementwise import broadcast
 from autopipe.ir.ops.lines import marked, names, spell
 from autopipe.ir.ops.normalization import layer_norm, moment_statistics, norm_statistics
 from autopipe.ir.ops.products import batched
-from autopipe.ir.ops.row import Line, Operator, Signature, per_point, per_result
+from autopipe.ir.ops.row import NotationLine, Operator, Signature, per_point, per_result
 
 
-def _fused_matmul(signature: Signature) -> Line:
+def _fused_matmul(signature: Signature) -> NotationLine:
     """MatMul of factors that may be transposed."""
     node = signature.node
     swapped = [bool(node.integer("transA")), bool(node.integer("transB"))]
@@ -25,7 +25,7 @@ def _fused_matmul(signature: Signature) -> Line:
     return spell(operands, [result])
 
 
-def _skip_layer_norm(signature: Signature) -> Line:
+def _skip_layer_norm(signature: Signature) -> NotationLine:
     """`*b x, *b x, x … -> *b x, *b 1, *b 1, *b x` with x=."""
     words = marked(names(len(signature.operand(0).shape)), [len(signature.operand(0).shape) - 1], "=")
     skip = words[len(words) - len(signature.operand(1).shape) :]
@@ -39,7 +39,7 @@ def _skip_layer_norm(signature: Signature) -> Line:
     )
 
 
-def _rotary_embedding(signature: Signature) -> Line:
+def _rotary_embedding(signature: Signature) -> NotationLine:
     """`b h s d, b s, 1 1, 1 1 -> b h s d`, or `b s (h d)`; where one position starts all, devices count on from it."""
     shape = signature.operand(0).shape
     table = signature.operand(2).shape
@@ -49,7 +49,7 @@ def _rotary_embedding(signature: Signature) -> Line:
     positions = ["1"] * len(signature.operand(1).shape) if starts else ["b", "s"]
     heads = shape[1] if len(shape) == 4 else signature.node.integer("num_heads") or shape[2] // (2 * table[1])
     line = spell([first, positions, ["1", "1"], ["1", "1"]], [first])
-    return Line(line.text, (("h", heads), ("d", shape[3] if len(shape) == 4 else shape[2] // heads)))
+    return NotationLine(line.text, (("h", heads), ("d", shape[3] if len(shape) == 4 else shape[2] // heads)))
 
 
 CONTRIB = (

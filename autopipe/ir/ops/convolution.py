@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autopipe.ir.ops.row import Line, Operator, Signature
+from autopipe.ir.ops.row import NotationLine, Operator, Signature
 from autopipe.ir.ops.windows import window_of
 from autopipe.ir.space import Space
 
@@ -14,7 +14,7 @@ def spatial(prefix: str, count: int) -> str:
     return " ".join(f"{prefix}{axis}!" for axis in range(count))
 
 
-def conv(signature: Signature) -> Line:
+def conv(signature: Signature) -> NotationLine:
     """`n (g c) *[o], (g m) c *k, (g m) -> n (g m) *o`, windows of the operand for each o.
 
     c adds up only without a bias, which would be added twice.
@@ -37,7 +37,7 @@ def conv(signature: Signature) -> Line:
     )
 
 
-def conv_transpose(signature: Signature) -> Line:
+def conv_transpose(signature: Signature) -> NotationLine:
     """`n (g c) *i, (g c) m *k, (g m) -> n (g m) *o`."""
     weight = signature.operand(1).shape
     groups = signature.node.integer("group", 1)
@@ -52,7 +52,7 @@ def conv_transpose(signature: Signature) -> Line:
     )
 
 
-def conv_integer(signature: Signature) -> Line:
+def conv_integer(signature: Signature) -> NotationLine:
     """As Conv, with zero points; channels are split only by batch and with one zero point for all."""
     groups, c, m = _quantized_channels(signature, 1)
     rank = len(signature.operand(1).shape) - 2
@@ -67,7 +67,7 @@ def conv_integer(signature: Signature) -> Line:
     )
 
 
-def conv_quantized(signature: Signature) -> Line:
+def conv_quantized(signature: Signature) -> NotationLine:
     """QLinearConv: as Conv with bias; scale and zero point of the weights may be one a channel."""
     groups, c, m = _quantized_channels(signature, 3)
     rank = len(signature.operand(3).shape) - 2
@@ -86,7 +86,7 @@ def conv_quantized(signature: Signature) -> Line:
     return _grouped(f"{', '.join(tensors)} -> n (g m) {spatial('o', rank)}", groups, c=c, m=m)
 
 
-def deform_conv(signature: Signature) -> Line:
+def deform_conv(signature: Signature) -> NotationLine:
     """`n c *i, m c *k, n *offset *o, m, n *mask *o -> n m *o`; m is split where there is one group."""
     weight = signature.operand(1).shape
     rank = len(weight) - 2
@@ -96,11 +96,11 @@ def deform_conv(signature: Signature) -> Line:
     tensors = [f"n c! {spatial('i', rank)}", f"{m} {'c!' if single else 'd!'} {spatial('k', rank)}"]
     for index, value in enumerate(signature.operands[2:]):
         tensors.append("?" if value is None else others[index])
-    return Line(f"{', '.join(tensors)} -> n {m} {spatial('o', rank)}")
+    return NotationLine(f"{', '.join(tensors)} -> n {m} {spatial('o', rank)}")
 
 
-def _grouped(text: str, groups: int, c: int, m: int) -> Line:
-    return Line(text, (("g", groups), ("c", c), ("m", m)))
+def _grouped(text: str, groups: int, c: int, m: int) -> NotationLine:
+    return NotationLine(text, (("g", groups), ("c", c), ("m", m)))
 
 
 def _quantized_channels(signature: Signature, weight: int) -> tuple[int, int, int]:

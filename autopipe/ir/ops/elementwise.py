@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from autopipe.ir.ops.lines import aligned, names, spell, unindexed
-from autopipe.ir.ops.row import Line, Operator, Signature, no_flops, per_result
+from autopipe.ir.ops.row import NotationLine, Operator, Signature, no_flops, per_result
 
 
-def broadcast(signature: Signature) -> Line:
+def broadcast(signature: Signature) -> NotationLine:
     """`*x, *x -> *x`: trailing dimensions aligned, extent one (or absence) broadcasts."""
     result = signature.result().shape
     words = names(len(result), "x")
@@ -14,7 +14,7 @@ def broadcast(signature: Signature) -> Line:
     return spell(operands, [None if value is None else words for value in signature.results])
 
 
-def first_operand(signature: Signature) -> Line:
+def first_operand(signature: Signature) -> NotationLine:
     """`*x, 1 … -> *x`: operands after the first are settings, or types to take over."""
     words = names(len(signature.operand(0).shape), "x")
     rest = [None if value is None else unindexed(value.shape) for value in signature.operands[1:]]

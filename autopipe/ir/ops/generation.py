@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopipe.ir.ops.lines import names, opaque, spell, unindexed
-from autopipe.ir.ops.row import Line, Operator, Signature, no_flops, per_result
+from autopipe.ir.ops.row import NotationLine, Operator, Signature, no_flops, per_result
 
 
-def _filled(signature: Signature) -> Line:
+def _filled(signature: Signature) -> NotationLine:
     operands = [unindexed(value.shape) for value in signature.operands if value is not None]
     return spell(operands, [names(len(signature.result().shape))])
 

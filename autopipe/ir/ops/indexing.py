@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopipe.ir.ops.lines import marked, names, opaque, positive, spell, unindexed
-from autopipe.ir.ops.row import Line, Operator, Signature
+from autopipe.ir.ops.row import NotationLine, Operator, Signature
 
 
 def indexed_axis(signature: Signature) -> int:
@@ -11,7 +11,7 @@ def indexed_axis(signature: Signature) -> int:
     return positive(signature.node.integer("axis"), len(signature.operand(0).shape))
 
 
-def _gather(signature: Signature) -> Line:
+def _gather(signature: Signature) -> NotationLine:
     """`a v& b, i -> a i b`: a device with some rows of the table gives those, and zeros for the others.
 
     Rows that are known while compiling are spelled as such, and those that are no numbers do not add up: v is whole.
@@ -24,7 +24,7 @@ def _gather(signature: Signature) -> Line:
     return spell([marked(data, [axis], mark), indices], [result])
 
 
-def _along_axis(signature: Signature, scatter: bool) -> Line:
+def _along_axis(signature: Signature, scatter: bool) -> NotationLine:
     """GatherElements and ScatterElements: dimensions of equal extent away from the axis go together.
 
     A device with some rows of the table gives those, and zeros for the others.
@@ -46,15 +46,15 @@ def _along_axis(signature: Signature, scatter: bool) -> Line:
     return spell([table, picked], [picked])
 
 
-def _gather_elements(signature: Signature) -> Line:
+def _gather_elements(signature: Signature) -> NotationLine:
     return _along_axis(signature, scatter=False)
 
 
-def _scatter_elements(signature: Signature) -> Line:
+def _scatter_elements(signature: Signature) -> NotationLine:
     return _along_axis(signature, scatter=True)
 
 
-def _gather_nd(signature: Signature) -> Line:
+def _gather_nd(signature: Signature) -> NotationLine:
     """`b v! t, b i 1 -> b i t`: the last dimension of the indices addresses as many of the data."""
     batch = signature.node.integer("batch_dims")
     data, indices = signature.operand(0).shape, signature.operand(1).shape
@@ -66,7 +66,7 @@ def _gather_nd(signature: Signature) -> Line:
     return spell([table, [*places, "1"]], [[*places, *rest]])
 
 
-def _scatter_nd(signature: Signature) -> Line:
+def _scatter_nd(signature: Signature) -> NotationLine:
     """`1 t, 1 1, 1 t -> 1 t`."""
     data, indices = signature.operand(0).shape, signature.operand(1).shape
     depth = indices[-1]
@@ -75,7 +75,7 @@ def _scatter_nd(signature: Signature) -> Line:
     return spell([table, unindexed(indices), [*unindexed(indices[:-1]), *rest]], [table])
 
 
-def _one_hot(signature: Signature) -> Line:
+def _one_hot(signature: Signature) -> NotationLine:
     """`*i, 1, 1 -> *i v&`: a device with some of the classes knows which they are."""
     rank = len(signature.result().shape)
     axis = positive(signature.node.integer("axis", -1), rank)
@@ -84,7 +84,7 @@ def _one_hot(signature: Signature) -> Line:
     return spell([words, *rest], [[*words[:axis], "v&", *words[axis:]]])
 
 
-def _tensor_scatter(signature: Signature) -> Line:
+def _tensor_scatter(signature: Signature) -> NotationLine:
     """A cache `b … s! …` written at one place a sample."""
     data = names(len(signature.operand(0).shape))
     axis = positive(signature.node.integer("axis", -2), len(data))

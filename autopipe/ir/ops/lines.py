@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from autopipe.ir.ops.row import Line, Signature
+from autopipe.ir.ops.row import NotationLine, Signature
 
 
-def spell(operands: Iterable[Sequence[str] | None], results: Iterable[Sequence[str] | None]) -> Line:
+def spell(operands: Iterable[Sequence[str] | None], results: Iterable[Sequence[str] | None]) -> NotationLine:
     """A line from the words of each tensor's dimensions; None where a tensor is absent."""
 
     def side(tensors: Iterable[Sequence[str] | None]) -> str:
         return ", ".join("?" if words is None else " ".join(words) for words in tensors)
 
-    return Line(f"{side(operands)} -> {side(results)}")
+    return NotationLine(f"{side(operands)} -> {side(results)}")
 
 
 def names(rank: int, prefix: str = "d") -> list[str]:
@@ -44,7 +44,7 @@ def aligned(shape: Sequence[int], result: Sequence[int], words: Sequence[str]) -
     return [words[offset + axis] if extent == result[offset + axis] else "1" for axis, extent in enumerate(shape)]
 
 
-def opaque(signature: Signature) -> Line:
+def opaque(signature: Signature) -> NotationLine:
     """No axis at all: an operator that cannot be split."""
     return spell(
         [None if value is None else unindexed(value.shape) for value in signature.operands],
@@ -52,7 +52,7 @@ def opaque(signature: Signature) -> Line:
     )
 
 
-def with_whole(signature: Signature, axes: Iterable[int]) -> Line:
+def with_whole(signature: Signature, axes: Iterable[int]) -> NotationLine:
     """The first operand and all results have one shape and stay whole along `axes`; other operands are unindexed."""
     words = names(len(signature.operand(0).shape))
     operands: list[Sequence[str] | None] = [marked(words, axes, "!")]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from autopipe.ir.ops.lines import spell
-from autopipe.ir.ops.row import Line, Operator, Signature
+from autopipe.ir.ops.row import NotationLine, Operator, Signature
 from autopipe.ir.ops.statistics import Statistic, joint_splits, points, reduced, single
 from autopipe.ir.space import Space
 
@@ -17,11 +17,11 @@ def reduction(signature: Signature) -> str:
 
 
 def weighs_labels(signature: Signature) -> bool:
-    """Whether the mean divides by something else than the number of labels, so that means of parts do not average."""
+    """True if the mean divides by something else than the number of labels, so that means of parts do not average."""
     return reduction(signature) == "mean" and (signature.present(2) or signature.node.has("ignore_index"))
 
 
-def class_loss(signature: Signature) -> Line:
+def class_loss(signature: Signature) -> NotationLine:
     """`n c *d, n *d, 1 -> n *d`, or a scalar that adds up or averages over n and *d; the second result is `n c *d`.
 
     Devices with a part of the classes each give the loss of the labels in their part. Where labels have weights, or

@@ -17,7 +17,7 @@ from autopipe.ir.ops.lines import (
     spell,
     unindexed,
 )
-from autopipe.ir.ops.row import Line, Operator, Signature
+from autopipe.ir.ops.row import NotationLine, Operator, Signature
 
 
 def permutation(signature: Signature) -> tuple[int, ...]:
@@ -26,12 +26,12 @@ def permutation(signature: Signature) -> tuple[int, ...]:
     return signature.node.integers("perm", tuple(range(rank - 1, -1, -1)))
 
 
-def _transpose(signature: Signature) -> Line:
+def _transpose(signature: Signature) -> NotationLine:
     words = names(len(signature.operand(0).shape))
     return spell([words], [[words[axis] for axis in permutation(signature)]])
 
 
-def _expand(signature: Signature) -> Line:
+def _expand(signature: Signature) -> NotationLine:
     result = signature.result().shape
     words = names(len(result))
     return spell([aligned(signature.operand(0).shape, result, words), ["1"]], [words])
@@ -42,7 +42,7 @@ def joined_axis(signature: Signature) -> int:
     return positive(signature.node.integer("axis"), len(signature.operand(0).shape))
 
 
-def _pieces(signature: Signature) -> Line:
+def _pieces(signature: Signature) -> NotationLine:
     """`a 1, a 1 -> a 1` of Concat, `a 1 -> a 1, a 1` of Split: no split along the axis that is put together."""
     words = replaced(names(len(signature.operand(0).shape)), [joined_axis(signature)])
     sizes = signature.node.op == "Split"
@@ -51,7 +51,7 @@ def _pieces(signature: Signature) -> Line:
 
 
 def slices(signature: Signature) -> tuple[tuple[int, int, int], ...]:
-    """What Slice takes of each dimension: first index, number of elements, step (which may be negative)."""
+    """Range that Slice takes of each dimension: first index, number of elements, step (which may be negative)."""
     shape = signature.operand(0).shape
     if signature.opset < 10:
         starts, ends = signature.node.integers("starts"), signature.node.integers("ends")
@@ -74,13 +74,13 @@ def _integers(signature: Signature, index: int) -> tuple[int, ...]:
     return () if array is None else tuple(int(each) for each in array.reshape(-1))
 
 
-def _slice(signature: Signature) -> Line:
+def _slice(signature: Signature) -> NotationLine:
     shape = signature.operand(0).shape
     cut = [axis for axis, taken in enumerate(slices(signature)) if taken != (0, shape[axis], 1)]
     return _resized(signature, cut)
 
 
-def _resized(signature: Signature, axes: Sequence[int]) -> Line:
+def _resized(signature: Signature, axes: Sequence[int]) -> NotationLine:
     """One dimension to one, those at `axes` not indexed because their extents change."""
     words = replaced(names(len(signature.operand(0).shape)), axes)
     rest = [None if value is None else unindexed(value.shape) for value in signature.operands[1:]]
@@ -99,38 +99,38 @@ def padding(signature: Signature) -> tuple[tuple[int, int], ...]:
     return tuple(pads)
 
 
-def _pad(signature: Signature) -> Line:
+def _pad(signature: Signature) -> NotationLine:
     return _resized(signature, [axis for axis, pads in enumerate(padding(signature)) if pads != (0, 0)])
 
 
-def _tile(signature: Signature) -> Line:
+def _tile(signature: Signature) -> NotationLine:
     shapes = zip(signature.operand(0).shape, signature.result().shape, strict=True)
     return _resized(signature, [axis for axis, (before, after) in enumerate(shapes) if before != after])
 
 
-def _center_crop_pad(signature: Signature) -> Line:
+def _center_crop_pad(signature: Signature) -> NotationLine:
     return _tile(signature)
 
 
-def _depth_to_space(signature: Signature) -> Line:
+def _depth_to_space(signature: Signature) -> NotationLine:
     block = signature.node.integer("blocksize")
     channels = "c r! s!" if signature.node.text("mode", "DCR") == "CRD" else "r! s! c"
-    return Line(f"b ({channels}) h w -> b c (h r) (w s)", (("r", block), ("s", block)))
+    return NotationLine(f"b ({channels}) h w -> b c (h r) (w s)", (("r", block), ("s", block)))
 
 
-def _space_to_depth(signature: Signature) -> Line:
+def _space_to_depth(signature: Signature) -> NotationLine:
     block = signature.node.integer("blocksize")
     channels = "c r s" if signature.node.text("mode", "DCR") == "CRD" else "r s c"
-    return Line(f"b c (h r!) (w s!) -> b ({channels}) h w", (("r", block), ("s", block)))
+    return NotationLine(f"b c (h r!) (w s!) -> b ({channels}) h w", (("r", block), ("s", block)))
 
 
-def _reverse_sequence(signature: Signature) -> Line:
+def _reverse_sequence(signature: Signature) -> NotationLine:
     words = names(len(signature.operand(0).shape))
     time, batch = signature.node.integer("time_axis"), signature.node.integer("batch_axis", 1)
     return spell([marked(words, [time], "!"), [words[batch]]], [words])
 
 
-def _trilu(signature: Signature) -> Line:
+def _trilu(signature: Signature) -> NotationLine:
     """`*b r& c& -> *b r c`: devices know where their rows and columns are."""
     rank = len(signature.operand(0).shape)
     words = names(rank)
@@ -138,7 +138,7 @@ def _trilu(signature: Signature) -> Line:
     return spell([marked(words, [rank - 2, rank - 1], "&"), *rest], [words])
 
 
-def _compress(signature: Signature) -> Line:
+def _compress(signature: Signature) -> NotationLine:
     if not signature.node.has("axis"):
         return opaque(signature)
     return _resized(signature, [joined_axis(signature)])
@@ -156,10 +156,10 @@ def patch_positions(signature: Signature) -> tuple[int, ...]:
     )
 
 
-def _col2im(signature: Signature) -> Line:
+def _col2im(signature: Signature) -> NotationLine:
     points = math.prod(_integers(signature, 2))
     spatial = " ".join(unindexed(signature.result().shape[2:]))
-    return Line(f"b (c k!) 1, 1, 1 -> b c {spatial}", (("k", points),))
+    return NotationLine(f"b (c k!) 1, 1, 1 -> b c {spatial}", (("k", points),))
 
 
 MOVEMENT = (

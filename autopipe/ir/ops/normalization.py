@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from autopipe.ir.ops.lines import aligned, marked, names, positive, spell, unindexed
-from autopipe.ir.ops.row import Line, Operator, Signature, Statistics, per_result, separates_samples
+from autopipe.ir.ops.row import NotationLine, Operator, Signature, Statistics, per_result, separates_samples
 from autopipe.ir.ops.statistics import Statistic, joint_splits, reduced, rows, single
 from autopipe.ir.space import Space
 
@@ -14,13 +14,13 @@ _TRAINING_MODE_STATED = 14
 
 
 def trains(signature: Signature) -> bool:
-    """Whether a BatchNormalization normalises by the batch's own statistics."""
+    """True if a BatchNormalization normalises by the batch's own statistics."""
     if signature.opset >= _TRAINING_MODE_STATED:
         return bool(signature.node.integer("training_mode"))
     return any(value is not None for value in signature.results[1:])
 
 
-def batch_norm(signature: Signature) -> Line:
+def batch_norm(signature: Signature) -> NotationLine:
     """`n c *i, c, c, c, c -> n c *i, c, c`; with the batch's own statistics all devices' samples count."""
     mark = "=" if trains(signature) else ""
     first = [f"n{mark}", "c", *(f"i{axis}{mark}" for axis in range(len(signature.operand(0).shape) - 2))]
@@ -34,7 +34,7 @@ def normalized_axes(signature: Signature) -> range:
     return range(positive(signature.node.integer("axis", -1), rank), rank)
 
 
-def layer_norm(signature: Signature) -> Line:
+def layer_norm(signature: Signature) -> NotationLine:
     """`*b *x=, *x, *x -> *b *x, *b 1, *b 1`."""
     shape = signature.operand(0).shape
     axes = normalized_axes(signature)
@@ -45,17 +45,17 @@ def layer_norm(signature: Signature) -> Line:
     return spell([marked(words, axes, "="), *scales], [words, *results])
 
 
-def group_norm(signature: Signature) -> Line:
+def group_norm(signature: Signature) -> NotationLine:
     """`n (g c=) *i=, (g c), (g c) -> n (g c) *i`; before opset 21 scale and bias are one a group."""
     groups = signature.node.integer("num_groups")
     spatial = [f"i{axis}=" for axis in range(len(signature.operand(0).shape) - 2)]
     channels = signature.operand(0).shape[1]
     scale = "(g c)" if signature.operand(1).shape == (channels,) else "g"
     line = spell([["n", "(g c=)", *spatial], [scale], [scale]], [["n", "(g c)", *spatial]])
-    return Line(line.text, (("g", groups), ("c", channels // groups)))
+    return NotationLine(line.text, (("g", groups), ("c", channels // groups)))
 
 
-def instance_norm(signature: Signature) -> Line:
+def instance_norm(signature: Signature) -> NotationLine:
     """`n c *i=, c, c -> n c *i`."""
     first = ["n", "c", *(f"i{axis}=" for axis in range(len(signature.operand(0).shape) - 2))]
     return spell([first, ["c"], ["c"]], [first])
@@ -76,13 +76,13 @@ def softmax_axes(signature: Signature) -> range:
     return range(positive(signature.node.integer("axis", 1), rank), rank)
 
 
-def _marked_along(signature: Signature, axes: tuple[int, ...] | range, mark: str) -> Line:
+def _marked_along(signature: Signature, axes: tuple[int, ...] | range, mark: str) -> NotationLine:
     words = names(len(signature.operand(0).shape))
     scales = [unindexed(value.shape) for value in signature.operands[1:] if value is not None]
     return spell([marked(words, axes, mark), *scales], [words])
 
 
-def _softmax(signature: Signature) -> Line:
+def _softmax(signature: Signature) -> NotationLine:
     return _marked_along(signature, softmax_axes(signature), "&")
 
 
@@ -92,15 +92,15 @@ def _softmax_statistics(signature: Signature, space: Space, degrees: Mapping[str
     return reduced(joint_splits(space, degrees), rows(space, degrees), (width, width), (width,))
 
 
-def _variance(signature: Signature) -> Line:
+def _variance(signature: Signature) -> NotationLine:
     return _marked_along(signature, variance_axes(signature), "=")
 
 
-def _response(signature: Signature) -> Line:
+def _response(signature: Signature) -> NotationLine:
     return _marked_along(signature, (1,), "!")
 
 
-def _norm(signature: Signature) -> Line:
+def _norm(signature: Signature) -> NotationLine:
     rank = len(signature.operand(0).shape)
     return _marked_along(signature, (positive(signature.node.integer("axis", -1), rank),), "=")
 
@@ -127,7 +127,7 @@ def norm_statistics(
 
 def _normalization(
     name: str,
-    notation: Callable[[Signature], Line],
+    notation: Callable[[Signature], NotationLine],
     flops: float,
     mixes_samples: Callable[[Signature], bool] = separates_samples,
     statistics: Statistics = moment_statistics,

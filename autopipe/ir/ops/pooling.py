@@ -7,12 +7,12 @@ import math
 from autopipe.ir.ops.convolution import spatial
 from autopipe.ir.ops.lines import spell
 from autopipe.ir.ops.reduction import extreme_statistics
-from autopipe.ir.ops.row import Line, Operator, Signature
-from autopipe.ir.ops.windows import Window, window_of
+from autopipe.ir.ops.row import NotationLine, Operator, Signature
+from autopipe.ir.ops.windows import SpatialWindow, window_of
 from autopipe.ir.space import Space
 
 
-def pool(signature: Signature) -> Line:
+def pool(signature: Signature) -> NotationLine:
     """`n c *[o] -> n c *o`, windows of the operand for each o.
 
     Where indices into the whole tensor are asked for, it stays whole; so does a mean along axes with pads that do not
@@ -33,10 +33,10 @@ def pool(signature: Signature) -> Line:
     result = f"{lead} {' '.join(written)}"
     results = [result if value is not None else "?" for value in signature.results]
     fill = -math.inf if signature.node.op == "MaxPool" else 0.0
-    return Line(f"{lead} {' '.join(read)} -> {', '.join(results)}", fill=fill)
+    return NotationLine(f"{lead} {' '.join(read)} -> {', '.join(results)}", fill=fill)
 
 
-def _even_divisors(signature: Signature, needed: tuple[int, ...], window: Window) -> tuple[bool, ...]:
+def _even_divisors(signature: Signature, needed: tuple[int, ...], window: SpatialWindow) -> tuple[bool, ...]:
     """For each spatial axis whether all windows count as many elements; `needed` are the pads at the end they reach."""
     if signature.node.op != "AveragePool":
         return (True,) * len(needed)
@@ -47,29 +47,29 @@ def _even_divisors(signature: Signature, needed: tuple[int, ...], window: Window
     )
 
 
-def _global_mean(signature: Signature) -> Line:
+def _global_mean(signature: Signature) -> NotationLine:
     return _global(signature, "~")
 
 
-def _global_largest(signature: Signature) -> Line:
+def _global_largest(signature: Signature) -> NotationLine:
     return _global(signature, "=" if signature.operand(0).dtype.is_floating else "!")
 
 
-def _global_whole(signature: Signature) -> Line:
+def _global_whole(signature: Signature) -> NotationLine:
     return _global(signature, "!")
 
 
-def _global(signature: Signature, mark: str) -> Line:
+def _global(signature: Signature, mark: str) -> NotationLine:
     rank = len(signature.operand(0).shape) - 2
     return spell([["n", "c", *(f"i{axis}{mark}" for axis in range(rank))]], [["n", "c", *["1"] * rank]])
 
 
-def _unpool(signature: Signature) -> Line:
+def _unpool(signature: Signature) -> NotationLine:
     """Indices count in the whole tensor, so nothing is split."""
     rank = len(signature.operand(0).shape) - 2
     source = f"n! c! {spatial('i', rank)}"
     shape = ", 1" if signature.present(2) else ""
-    return Line(f"{source}, {source}{shape} -> n c {spatial('o', rank)}")
+    return NotationLine(f"{source}, {source}{shape} -> n c {spatial('o', rank)}")
 
 
 def _window_flops(signature: Signature, space: Space) -> float:

@@ -7,25 +7,25 @@ from dataclasses import dataclass
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Value
-from autopipe.ir.ops.row import Line, Operator, Signature, per_point
+from autopipe.ir.ops.row import NotationLine, Operator, Signature, per_point
 from autopipe.ir.space import Space
 
 
 def is_matrix_product(signature: Signature) -> bool:
-    """Whether this is a MatMul with one matrix for its second factor."""
+    """True if this is a MatMul with one matrix for its second factor."""
     node = signature.node
     return node.op == "MatMul" and not node.domain and len(signature.operand(1).shape) == 2
 
 
 def takes_bias(product: Value, bias: Value) -> bool:
-    """Whether adding `bias` to such a product can be computed along with it."""
+    """True if adding `bias` to such a product can be computed along with it."""
     return len(product.shape) > 1 and bias.shape == product.shape[-1:] and bias.dtype is product.dtype
 
 
-def matmul(signature: Signature) -> Line:
+def matmul(signature: Signature) -> NotationLine:
     """`*b m k, *b k n -> *b m n`, with numpy's rules for vectors and for broadcasting the leading dimensions."""
     first, second, result = batched(signature.operand(0).shape, signature.operand(1).shape, signature.result().shape)
-    return Line(f"{first}, {second} -> {result}")
+    return NotationLine(f"{first}, {second} -> {result}")
 
 
 def batched(left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...], k: str = "k+") -> list[str]:
@@ -45,7 +45,7 @@ def batched(left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ..
     ]
 
 
-def gemm(signature: Signature) -> Line:
+def gemm(signature: Signature) -> NotationLine:
     """`m k, k n, *m *n -> m n`, either matrix possibly transposed; of devices with parts of k the first adds C."""
     node = signature.node
     biased = has_bias(signature)
@@ -58,11 +58,11 @@ def gemm(signature: Signature) -> Line:
         result = signature.result().shape
         dims = [name if extent == whole else "1" for name, extent, whole in _aligned("mn", shape, result)]
         tensors.append(" ".join(dims) if biased else " ".join("1" for _ in shape))
-    return Line(f"{', '.join(tensors)} -> m n")
+    return NotationLine(f"{', '.join(tensors)} -> m n")
 
 
 def has_bias(signature: Signature) -> bool:
-    """Whether a Gemm adds its third operand."""
+    """True if a Gemm adds its third operand."""
     return signature.present(2) and signature.node.number("beta", 1.0) != 0.0
 
 
@@ -103,7 +103,7 @@ def equation_of(signature: Signature) -> Equation:
     return Equation(operands, right)
 
 
-def einsum(signature: Signature) -> Line:
+def einsum(signature: Signature) -> NotationLine:
     """The equation itself: letters absent from the result add up, letters twice in an operand stay whole."""
     equation = equation_of(signature)
     result = signature.result().shape
@@ -128,22 +128,22 @@ def einsum(signature: Signature) -> Line:
         return " ".join(dims)
 
     words = [tensor(word, signature.operand(i).shape) for i, word in enumerate(equation.operands)]
-    return Line(f"{', '.join(words)} -> {tensor(equation.result, result)}")
+    return NotationLine(f"{', '.join(words)} -> {tensor(equation.result, result)}")
 
 
 def _einsum_flops(signature: Signature, space: Space) -> float:
     return float(space.points * max(len(signature.operands), 1))
 
 
-def _matmul_integer(signature: Signature) -> Line:
+def _matmul_integer(signature: Signature) -> NotationLine:
     return _with_scales(signature, (0, 1), "k+")
 
 
-def _matmul_quantized(signature: Signature) -> Line:
+def _matmul_quantized(signature: Signature) -> NotationLine:
     return _with_scales(signature, (0, 3), "k")
 
 
-def _with_scales(signature: Signature, factors: tuple[int, int], k: str) -> Line:
+def _with_scales(signature: Signature, factors: tuple[int, int], k: str) -> NotationLine:
     """A product whose other operands are scales and zero points, of which the factors are cut only where all are one
     number for the whole matrix."""
     shapes = [None if value is None else value.shape for value in signature.operands]
@@ -155,7 +155,7 @@ def _with_scales(signature: Signature, factors: tuple[int, int], k: str) -> Line
         words = [" ".join(name if name == "1" else f"{name.rstrip('+')}!" for name in word.split()) for word in words]
     tensors = ["?" if shape is None else " ".join("1" for _ in shape) for shape in shapes]
     tensors[factors[0]], tensors[factors[1]] = words[:2]
-    return Line(f"{', '.join(tensors)} -> {words[2]}")
+    return NotationLine(f"{', '.join(tensors)} -> {words[2]}")
 
 
 PRODUCTS = (

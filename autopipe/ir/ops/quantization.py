@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from autopipe.ir.ops.lines import marked, names, positive, spell, unindexed
-from autopipe.ir.ops.row import Line, Operator, Signature, per_result
+from autopipe.ir.ops.row import NotationLine, Operator, Signature, per_result
 
 
-def linear(signature: Signature) -> Line:
+def linear(signature: Signature) -> NotationLine:
     """`*x, scale, zero point -> *x`: one scale for all, one a slice of `axis`, or one a block along it (kept whole)."""
     shape = signature.operand(0).shape
     words = names(len(shape))
@@ -23,7 +23,7 @@ def linear(signature: Signature) -> Line:
     return spell([first, *others], [words])
 
 
-def _dynamic(signature: Signature) -> Line:
+def _dynamic(signature: Signature) -> NotationLine:
     words = [f"{word}!" for word in names(len(signature.operand(0).shape))]
     return spell([words], [words, [], []])
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from autopipe.ir.ops.elementwise import first_operand
 from autopipe.ir.ops.lines import names, spell
-from autopipe.ir.ops.row import Line, Operator, Signature, notated, per_result
+from autopipe.ir.ops.row import NotationLine, Operator, Signature, notated, per_result
 
 _DRAW = 25.0
 """Operations that a number takes: ten rounds of Philox make four."""
 
 
-def _made(signature: Signature) -> Line:
+def _made(signature: Signature) -> NotationLine:
     return spell([], [names(len(signature.result().shape), "x")])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Node
 from autopipe.ir.ops.lines import spell
-from autopipe.ir.ops.row import Line, Operator, Signature
+from autopipe.ir.ops.row import NotationLine, Operator, Signature
 from autopipe.ir.ops.statistics import Statistic, joint_splits, points
 from autopipe.ir.space import Space
 
@@ -32,7 +32,7 @@ def _check(node: Node) -> None:
         raise ModelError(f"{node.op} has no activation {unknown[0]!r}", where=repr(node.name))
 
 
-def recurrent(signature: Signature) -> Line:
+def recurrent(signature: Signature) -> NotationLine:
     """`s b i, e gh i, e gh k, e bias, b, e b k, e b h -> s e b h, e b h, e b h`; with layout 1 b goes first.
 
     e are directions, h hidden units, and k the same units where all of them are read: a device with some of them holds

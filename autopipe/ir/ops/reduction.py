@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from autopipe.ir.ops.lines import axes_of, marked, names, positive, replaced, spell, unindexed, with_whole
-from autopipe.ir.ops.row import Line, Operator, Signature, Statistics, no_flops, no_statistics
+from autopipe.ir.ops.row import NotationLine, Operator, Signature, Statistics, no_flops, no_statistics
 from autopipe.ir.ops.statistics import Statistic, joint_splits, reduced, rows, single
 from autopipe.ir.space import Space
 
@@ -20,10 +20,10 @@ def reduced_axes(signature: Signature) -> tuple[int, ...]:
     return tuple(range(len(signature.operand(0).shape)))
 
 
-def _reduce(mark: str) -> Callable[[Signature], Line]:
+def _reduce(mark: str) -> Callable[[Signature], NotationLine]:
     """`a r+ -> a 1`, or `a r+ -> a` where dimensions are dropped; means and more of whole numbers stay whole."""
 
-    def line(signature: Signature) -> Line:
+    def line(signature: Signature) -> NotationLine:
         own = "!" if mark in "=~" and not signature.operand(0).dtype.is_floating else mark
         axes = reduced_axes(signature)
         words = names(len(signature.operand(0).shape))
@@ -42,7 +42,7 @@ def chosen_axis(signature: Signature, default: int = 0) -> int:
     return positive(signature.node.integer("axis", default), len(signature.operand(0).shape))
 
 
-def _index_of_extreme(signature: Signature) -> Line:
+def _index_of_extreme(signature: Signature) -> NotationLine:
     axis = chosen_axis(signature)
     words = names(len(signature.operand(0).shape))
     kept = replaced(words, [axis])
@@ -57,11 +57,11 @@ def running_axis(signature: Signature) -> int:
     return positive(int(array.reshape(())), len(signature.operand(0).shape))
 
 
-def _running(signature: Signature) -> Line:
+def _running(signature: Signature) -> NotationLine:
     return with_whole(signature, [running_axis(signature)])
 
 
-def _top_k(signature: Signature) -> Line:
+def _top_k(signature: Signature) -> NotationLine:
     axis = chosen_axis(signature, -1)
     words = names(len(signature.operand(0).shape))
     rest = [unindexed(value.shape) for value in signature.operands[1:] if value is not None]
@@ -79,7 +79,7 @@ def flattened_axes(signature: Signature) -> tuple[int, ...]:
     return (chosen_axis(signature, -1),)
 
 
-def _hardmax(signature: Signature) -> Line:
+def _hardmax(signature: Signature) -> NotationLine:
     return with_whole(signature, flattened_axes(signature))
 
 

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from autopipe.ir.ops.lines import spell, unindexed
-from autopipe.ir.ops.row import Line, Operator, Signature
+from autopipe.ir.ops.row import NotationLine, Operator, Signature
 
 
-def regroup(signature: Signature) -> Line:
+def regroup(signature: Signature) -> NotationLine:
     """`(a b) c -> a b c`: the common refinement of both shapes, each of its factors an axis.
 
     Where two shapes of equal product have none (4 3 -> 6 2), those dimensions are not indexed.
@@ -27,7 +27,7 @@ def regroup(signature: Signature) -> Line:
             for words, shape, dimensions in ((left, source, sources), (right, target, targets)):
                 _assign(words, shape, dimensions, iter(axes))
     line = spell([left, *rest], [right])
-    return Line(line.text, tuple(extents))
+    return NotationLine(line.text, tuple(extents))
 
 
 def _segments(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:

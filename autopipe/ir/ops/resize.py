@@ -9,7 +9,7 @@ import numpy as np
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.ops.lines import names, positive, spell, unindexed
-from autopipe.ir.ops.row import Line, Operator, Signature
+from autopipe.ir.ops.row import NotationLine, Operator, Signature
 from autopipe.ir.space import Space
 
 
@@ -71,10 +71,10 @@ _WORDS = {
     "nearest_mode": {"round_prefer_floor", "round_prefer_ceil", "floor", "ceil"},
     "keep_aspect_ratio_policy": {"stretch", "not_larger", "not_smaller"},
 }  # fmt: skip
-"""What attributes may say."""
+"""Allowed values of attributes."""
 
 
-def resize(signature: Signature) -> Line:
+def resize(signature: Signature) -> NotationLine:
     """`*d i -> *d o` with i and o whole. Raises ModelError for a word that ONNX does not define."""
     for name, words in _WORDS.items():
         if signature.node.has(name) and signature.node.text(name) not in words:

@@ -45,7 +45,7 @@ class Signature:
         return value
 
     def present(self, index: int) -> bool:
-        """Whether operand `index` is given."""
+        """True if operand `index` is present."""
         return index < len(self.operands) and self.operands[index] is not None
 
     def constant(self, index: int) -> np.ndarray | None:
@@ -66,13 +66,13 @@ def signature_of(graph: Graph, node: Node) -> Signature:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class NotationLine:
     """A line of notation (see `autopipe.ir.space`), with extents of axes that shapes alone do not tell."""
 
     text: str
     extents: tuple[tuple[str, int], ...] = ()
     fill: float = 0.0
-    """What windows read outside of a tensor."""
+    """Value read outside of a tensor by windows."""
 
 
 def no_flops(signature: Signature, space: Space) -> float:
@@ -81,7 +81,7 @@ def no_flops(signature: Signature, space: Space) -> float:
 
 
 Statistics = Callable[[Signature, Space, Mapping[str, int]], tuple[Statistic, ...]]
-"""What an operator tells other devices, from one use's signature and space and the degrees of its splits by axis."""
+"""Function from a use's signature and space, and the degrees of its splits by axis, to its statistics."""
 
 
 def no_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
@@ -96,11 +96,11 @@ def separates_samples(signature: Signature) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """What the compiler knows of one operator."""
+    """Row of the operator table."""
 
     name: str
     """Operator type; of other domains with the domain in front: `com.microsoft.Gelu`."""
-    notation: Callable[[Signature], Line]
+    notation: Callable[[Signature], NotationLine]
     """Its line of notation for one use."""
     kind: str
     """Class for costs: matmul, convolution, recurrent, normalization, reduction, elementwise, memory (copies), or
@@ -110,21 +110,24 @@ class Operator:
     backward: float = 1.0
     """Operations of backward, as a multiple of forward (2 for products: one for each operand's gradient)."""
     keeps: tuple[str, ...] = ()
-    """What backward needs kept: "0", "1" … operands, ">0" … results, "*" all operands, "mask" one byte an element
-    of the first result, "places" eight (where a maximum was). Values kept by several consumers count once; parameters
-    and constants are kept anyway."""
+    """Tensors that backward needs: "0", "1" … operands, ">0" … results, "*" all operands, "mask" one byte an element of
+    the first result, "places" eight (where a maximum was). Values kept by several consumers count once; parameters and
+    constants are kept anyway.
+    """
     static: tuple[int, ...] = ()
     """Operands whose numbers must be known while compiling (Reshape's shape)."""
     random: bool = False
     """Whether it draws numbers: anew in each evaluation, and others for each node."""
     differentiable: bool = True
-    """Whether gradients flow from the results to floating operands."""
+    """True if gradients flow from the results to floating operands."""
     mixes_samples: Callable[[Signature], bool] = separates_samples
-    """Whether one use's result of a sample depends on other samples of the batch in a way that a micro-batch changes
-    (BatchNormalization in training mode, a mean loss that ignores some labels); the frontend warns."""
+    """True if one use's result of a sample depends on other samples of the batch in a way that a micro-batch changes
+    (BatchNormalization in training mode, a mean loss that ignores some labels); the frontend warns.
+    """
     statistics: Statistics = no_statistics
-    """What the operator itself exchanges when it is split along joint axes, in the order in which it does: from the
-    whole tensors' signature, its space, and all degrees by axis."""
+    """Exchanges of the operator itself when it is split along joint axes, in their order: from the whole tensors'
+    signature, its space, and all degrees by axis.
+    """
     types: frozenset[DType] = field(default_factory=lambda: frozenset(DType))
     """Element types the operator can take on all backends."""
     weights: tuple[int, ...] = ()
@@ -158,9 +161,9 @@ class Operator:
             ) from error
 
 
-def notated(text: str) -> Callable[[Signature], Line]:
+def notated(text: str) -> Callable[[Signature], NotationLine]:
     """The same line for every use."""
-    return lambda signature: Line(text)
+    return lambda signature: NotationLine(text)
 
 
 def per_point(coefficient: float) -> Callable[[Signature, Space], float]:

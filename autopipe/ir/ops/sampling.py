@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from autopipe.ir.ops.lines import names, spell
-from autopipe.ir.ops.row import Line, Operator, Signature, per_result
+from autopipe.ir.ops.row import NotationLine, Operator, Signature, per_result
 
 
-def _grid_sample(signature: Signature) -> Line:
+def _grid_sample(signature: Signature) -> NotationLine:
     rank = len(signature.operand(0).shape)
     points = names(rank - 2, "p")
     return spell([["b", "c", *["1"] * (rank - 2)], ["b", *points, "1"]], [["b", "c", *points]])
 
 
-def _affine_grid(signature: Signature) -> Line:
+def _affine_grid(signature: Signature) -> NotationLine:
     rank = len(signature.result().shape)
     return spell([["b", "1", "1"], ["1"]], [["b", *["1"] * (rank - 1)]])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from autopipe.ir.ops.lines import marked, names, opaque, positive, replaced, spell, unindexed
-from autopipe.ir.ops.row import Line, Operator, Signature
+from autopipe.ir.ops.row import NotationLine, Operator, Signature
 from autopipe.ir.space import Space
 
 
@@ -18,7 +18,7 @@ def transformed_axis(signature: Signature) -> int:
     return positive(-2 if array is None else int(array.reshape(())), rank)
 
 
-def _dft(signature: Signature) -> Line:
+def _dft(signature: Signature) -> NotationLine:
     axis = transformed_axis(signature)
     rank = len(signature.operand(0).shape)
     words = replaced(names(rank), [axis, rank - 1])
@@ -32,7 +32,7 @@ def _dft_flops(signature: Signature, space: Space) -> float:
     return 2.5 * signature.result().elements * math.log2(extent)
 
 
-def _stft(signature: Signature) -> Line:
+def _stft(signature: Signature) -> NotationLine:
     rest = [None if value is None else unindexed(value.shape) for value in signature.operands[1:]]
     signal = names(1) + unindexed(signature.operand(0).shape[1:])
     return spell([signal, *rest], [["d0", "1", "1", "1"]])
@@ -42,7 +42,7 @@ def _stft_flops(signature: Signature, space: Space) -> float:
     return 2.5 * signature.result().elements * math.log2(max(signature.result().shape[2], 2))
 
 
-def _det(signature: Signature) -> Line:
+def _det(signature: Signature) -> NotationLine:
     rank = len(signature.operand(0).shape)
     words = names(rank)
     if rank < 3:

@@ -1,4 +1,4 @@
-"""What devices with a part each of an operator's joint axes tell one another."""
+"""Statistics that devices exchange where each has a part of an operator's joint axes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Statistic:
     kind: str = "all_reduce"
     """`all_reduce`, `all_gather` or `reduce_scatter`."""
     backward: bool = False
-    """Whether it is made in backward, where a gradient comes."""
+    """True if it is made in backward, where a gradient comes."""
     times: int = 1
     """How often it is made in one evaluation."""
     through: tuple[int, ...] = (0,)

@@ -13,7 +13,7 @@ from autopipe.ir.graph import Node
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class SpatialWindow:
     """One number for each spatial axis; `begin` and `end` are the pads that the node states or that follow from
     `auto_pad`."""
 
@@ -30,10 +30,10 @@ class Window:
 
     @property
     def is_padded(self) -> bool:
-        """Whether there are pads."""
+        """True if there are pads."""
         return any(self.begin) or any(self.end)
 
-    def inside(self, is_split: Callable[[str], bool]) -> Window:
+    def inside(self, is_split: Callable[[str], bool]) -> SpatialWindow:
         """Without pads along the axes of windows that are split."""
         pads = [
             tuple(0 if is_split(f"o{axis}") else pad for axis, pad in enumerate(side))
@@ -67,7 +67,7 @@ class Window:
         )
 
 
-def window_of(node: Node, kernel: tuple[int, ...], source: tuple[int, ...], result: tuple[int, ...]) -> Window:
+def window_of(node: Node, kernel: tuple[int, ...], source: tuple[int, ...], result: tuple[int, ...]) -> SpatialWindow:
     """The window of a convolution or pooling from spatial extents `source` to `result`."""
     rank = len(kernel)
     ones = (1,) * rank
@@ -75,10 +75,10 @@ def window_of(node: Node, kernel: tuple[int, ...], source: tuple[int, ...], resu
     dilations = node.integers("dilations") or ones
     policy = node.text("auto_pad", "NOTSET")
     if policy in ("SAME_UPPER", "SAME_LOWER"):
-        bare = Window(kernel, strides, dilations, (0,) * rank, (0,) * rank)
+        bare = SpatialWindow(kernel, strides, dilations, (0,) * rank, (0,) * rank)
         totals = [max(total, 0) for total in bare.needed(source, result)]
         small, large = tuple(total // 2 for total in totals), tuple(total - total // 2 for total in totals)
         begin, end = (small, large) if policy == "SAME_UPPER" else (large, small)
-        return Window(kernel, strides, dilations, begin, end)
+        return SpatialWindow(kernel, strides, dilations, begin, end)
     pads = (node.integers("pads") if policy == "NOTSET" else ()) or (0,) * (2 * rank)
-    return Window(kernel, strides, dilations, pads[:rank], pads[rank:])
+    return SpatialWindow(kernel, strides, dilations, pads[:rank], pads[rank:])

@@ -1,4 +1,4 @@
-"""What was weighed, as JSON: an object for each alternative; what is not known of one is left out."""
+"""Alternatives as JSON: an object for each; unknown members are left out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from autopipe.ir.alternatives import Alternative, Choice
-from autopipe.ir.serial.record import Record
+from autopipe.ir.serial.record import JsonRecord
 
 
 def alternatives_form(alternatives: Iterable[Alternative]) -> list[dict[str, object]]:
@@ -29,12 +29,12 @@ def _form(alternative: Alternative) -> dict[str, object]:
     return {"choice": decided, **{name: value for name, value in found.items() if value is not None}}
 
 
-def alternatives_of(record: Record) -> tuple[Alternative, ...]:
+def alternatives_of(record: JsonRecord) -> tuple[Alternative, ...]:
     """The alternatives that `alternatives_form` gave. Raises ConfigurationError."""
     return tuple(map(_alternative_of, record.items()))
 
 
-def _alternative_of(record: Record) -> Alternative:
+def _alternative_of(record: JsonRecord) -> Alternative:
     def text(key: str) -> str | None:
         return record.at(key).text() if record.has(key) else None
 
@@ -57,7 +57,7 @@ def _alternative_of(record: Record) -> Alternative:
     )
 
 
-def _choice_of(record: Record) -> Choice:
+def _choice_of(record: JsonRecord) -> Choice:
     schedule, micro_batches = record.at("schedule"), record.at("micro_batches")
     return Choice(
         strategy=record.at("strategy").text(),

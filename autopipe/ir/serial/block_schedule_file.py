@@ -7,7 +7,7 @@ from pathlib import Path
 from autopipe.ir.block_check import check_blocks
 from autopipe.ir.blocks import Block, BlockGraph, BlockRepetend, BlockSchedule
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.ir.serial.record import Record, read_record
+from autopipe.ir.serial.record import JsonRecord, read_record
 from autopipe.ir.serial.schedule_form import FORMAT, block_form, order_form
 
 _MOST = 2**53
@@ -71,7 +71,7 @@ def read_block_schedule(path: Path) -> BlockSchedule:
     return schedule
 
 
-def _graph_of(record: Record) -> BlockGraph:
+def _graph_of(record: JsonRecord) -> BlockGraph:
     devices = record.at("devices").integer(1)
     if devices > _MOST_DEVICES:
         record.at("devices").refuse(f"at most {_MOST_DEVICES} devices")
@@ -83,7 +83,7 @@ def _graph_of(record: Record) -> BlockGraph:
     return BlockGraph(devices, blocks, memory, unit)
 
 
-def _block_of(record: Record) -> Block:
+def _block_of(record: JsonRecord) -> Block:
     return Block(
         name=record.at("name").text(),
         devices=record.at("devices").integers(),
@@ -94,7 +94,7 @@ def _block_of(record: Record) -> Block:
     )
 
 
-def _starts_of(record: Record, graph: BlockGraph) -> tuple[tuple[int, ...], ...]:
+def _starts_of(record: JsonRecord, graph: BlockGraph) -> tuple[tuple[int, ...], ...]:
     """The start of each block of each unit: each stands once in the order of each of its devices, at one time."""
     units, orders = record.at("units").integer(1), list(record.at("tasks").items())
     if len(orders) != graph.devices:
@@ -116,7 +116,7 @@ def _starts_of(record: Record, graph: BlockGraph) -> tuple[tuple[int, ...], ...]
     )
 
 
-def _check_complete(record: Record, graph: BlockGraph, units: int, found: dict[tuple[int, int, int], int]) -> None:
+def _check_complete(record: JsonRecord, graph: BlockGraph, units: int, found: dict[tuple[int, int, int], int]) -> None:
     """That each block of each unit runs on all its devices, at one time; stops at the first that does not."""
     for unit in range(units):
         for index, block in enumerate(graph.blocks):
@@ -129,7 +129,7 @@ def _check_complete(record: Record, graph: BlockGraph, units: int, found: dict[t
                 )
 
 
-def _repetend_of(record: Record, graph: BlockGraph) -> BlockRepetend | None:
+def _repetend_of(record: JsonRecord, graph: BlockGraph) -> BlockRepetend | None:
     if record.value is None:
         return None
     starts, offsets = record.at("starts"), record.at("offsets")
@@ -139,11 +139,11 @@ def _repetend_of(record: Record, graph: BlockGraph) -> BlockRepetend | None:
     return BlockRepetend(starts.integers(), offsets.integers())
 
 
-def _optional_whole(record: Record, key: str) -> int | None:
+def _optional_whole(record: JsonRecord, key: str) -> int | None:
     return None if record.at(key).value is None else _whole(record.at(key))
 
 
-def _whole(record: Record, least: int = 0) -> int:
+def _whole(record: JsonRecord, least: int = 0) -> int:
     """A whole number of at least `least`, not too large."""
     value = record.integer(least)
     if value > _MOST:

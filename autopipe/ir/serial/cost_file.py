@@ -21,7 +21,7 @@ from autopipe.ir.costs import (
 )
 from autopipe.ir.dtype import DType
 from autopipe.ir.graph import Attribute
-from autopipe.ir.serial.record import Record, read_record
+from autopipe.ir.serial.record import JsonRecord, read_record
 
 FORMAT = "autopipe.costs/1"
 _TYPE = re.compile(rf"(?:(?:{'|'.join(each.value for each in DType)})\[(?:\d{{1,15}}(?:,\d{{1,15}})*)?\])?")
@@ -61,7 +61,7 @@ def _device_text(costs: DeviceCosts) -> str:
     return "{" + ",\n ".join(parts) + "}"
 
 
-def _device_of(record: Record) -> DeviceCosts:
+def _device_of(record: JsonRecord) -> DeviceCosts:
     return DeviceCosts(
         device=record.at("device").text(),
         measured=tuple(each.text() for each in record.at("measured").items()),
@@ -88,7 +88,7 @@ def _operation_form(cost: OperationCost) -> dict[str, object]:
     }
 
 
-def _operation_of(record: Record) -> OperationCost:
+def _operation_of(record: JsonRecord) -> OperationCost:
     operands, results = (tuple(map(_type_of, record.at(key).items())) for key in ("operands", "results"))
     gradients = record.at("gradients").integers()
     if any(place >= len(operands) for place in gradients):
@@ -111,14 +111,14 @@ def _operation_of(record: Record) -> OperationCost:
     )
 
 
-def _type_of(record: Record) -> str:
+def _type_of(record: JsonRecord) -> str:
     text = record.text()
     if not _TYPE.fullmatch(text):
         record.refuse('a type such as "float32[8,64]"')
     return text
 
 
-def _attribute_of(record: Record) -> Attribute:
+def _attribute_of(record: JsonRecord) -> Attribute:
     value = record.value
     if isinstance(value, list) and all(_is_scalar(each) for each in value) and len({*map(type, value)}) <= 1:
         return tuple(value)
@@ -131,7 +131,7 @@ def _is_scalar(value: object) -> bool:
     return isinstance(value, int | float | str) and not isinstance(value, bool)
 
 
-def _pair_of(record: Record) -> tuple[float, float]:
+def _pair_of(record: JsonRecord) -> tuple[float, float]:
     numbers = tuple(_at_least_zero(each) for each in record.items())
     if len(numbers) != 2:
         record.refuse("two numbers, of forward and of backward")
@@ -142,7 +142,7 @@ def _timing_form(timing: Timing) -> dict[str, object]:
     return {"s": timing.seconds, "spread": timing.spread, "repetitions": timing.repetitions}
 
 
-def _timing_of(record: Record) -> Timing:
+def _timing_of(record: JsonRecord) -> Timing:
     return Timing(
         _at_least_zero(record.at("s")), _at_least_zero(record.at("spread")), record.at("repetitions").integer(1)
     )
@@ -160,7 +160,7 @@ def _tasks_form(tasks: TaskCosts) -> dict[str, object]:
     }
 
 
-def _tasks_of(record: Record) -> TaskCosts:
+def _tasks_of(record: JsonRecord) -> TaskCosts:
     updates = tuple(map(_tensors_of, record.at("updates").items()))
     if len(updates) != _STATES:
         record.at("updates").refuse(f"{_STATES} entries: an optimizer without states, with one, with two")
@@ -175,7 +175,7 @@ def _tasks_of(record: Record) -> TaskCosts:
     )
 
 
-def _tensors_of(record: Record) -> TensorCosts:
+def _tensors_of(record: JsonRecord) -> TensorCosts:
     return TensorCosts(_at_least_zero(record.at("per_tensor_s")), _at_least_zero(record.at("per_byte_s")))
 
 
@@ -184,7 +184,7 @@ def _exchange_form(cost: ExchangeCost) -> dict[str, object]:
     return {"kind": cost.kind, "ranks": cost.ranks} | _affine_form(cost.fit) | {"samples": samples}
 
 
-def _exchange_of(record: Record) -> ExchangeCost:
+def _exchange_of(record: JsonRecord) -> ExchangeCost:
     kind, ranks = record.at("kind"), record.at("ranks").integer(2)
     if kind.text() not in EXCHANGES:
         kind.refuse(" or ".join(EXCHANGES))
@@ -198,11 +198,11 @@ def _affine_form(line: Affine) -> dict[str, object]:
     return {"fixed_s": line.fixed_s, "per_byte_s": line.per_byte_s}
 
 
-def _affine_of(record: Record) -> Affine:
+def _affine_of(record: JsonRecord) -> Affine:
     return Affine(_at_least_zero(record.at("fixed_s")), _at_least_zero(record.at("per_byte_s")))
 
 
-def _at_least_zero(record: Record) -> float:
+def _at_least_zero(record: JsonRecord) -> float:
     number = record.number()
     if number < 0:
         record.refuse("a number, at least 0")

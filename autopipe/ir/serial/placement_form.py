@@ -6,7 +6,7 @@ import dataclasses
 from itertools import chain
 
 from autopipe.ir.placement import Placement, Split, SplitProof, Stage, node_ranges
-from autopipe.ir.serial.record import Record
+from autopipe.ir.serial.record import JsonRecord
 
 
 def placement_form(placement: Placement) -> dict[str, object]:
@@ -15,7 +15,7 @@ def placement_form(placement: Placement) -> dict[str, object]:
     return {"stages": [_stage_form(stage) for stage in placement.stages], **notes}
 
 
-def placement_of(record: Record) -> Placement:
+def placement_of(record: JsonRecord) -> Placement:
     """The placement that `placement_form` gave. Raises ConfigurationError."""
     stages = record.at("stages")
     found = tuple(_stage_of(each) for each in stages.items())
@@ -26,12 +26,12 @@ def placement_of(record: Record) -> Placement:
 
 
 def split_proof_form(proof: SplitProof | None) -> dict[str, object] | None:
-    """What is proven of splits, by the names of its fields."""
+    """Proof of splits, by the names of its fields."""
     return None if proof is None else dataclasses.asdict(proof)
 
 
-def split_proof_of(record: Record) -> SplitProof | None:
-    """What `split_proof_form` gave. Raises ConfigurationError."""
+def split_proof_of(record: JsonRecord) -> SplitProof | None:
+    """Inverse of `split_proof_form`. Raises ConfigurationError."""
     if record.value is None:
         return None
     return SplitProof(
@@ -59,7 +59,7 @@ def _stage_form(stage: Stage) -> dict[str, object]:
     }
 
 
-def _stage_of(record: Record) -> Stage:
+def _stage_of(record: JsonRecord) -> Stage:
     splits: dict[int, tuple[Split, ...]] = {}
     for each in record.at("splits").items():
         split = tuple(_split_of(pair) for pair in each.at("split").items())
@@ -77,7 +77,7 @@ def _stage_of(record: Record) -> Stage:
     )
 
 
-def _split_of(record: Record) -> Split:
+def _split_of(record: JsonRecord) -> Split:
     pair = tuple(record.items())
     if len(pair) != 2:
         record.refuse("an axis and a degree")
@@ -88,14 +88,14 @@ def _ranges_form(nodes: tuple[int, ...] | list[int]) -> list[list[int]]:
     return [list(each) for each in node_ranges(nodes)]
 
 
-def _nodes_of(record: Record) -> tuple[int, ...]:
+def _nodes_of(record: JsonRecord) -> tuple[int, ...]:
     return tuple(chain.from_iterable(_range_of(each) for each in record.items()))
 
 
 _MOST_NODES = 10_000_000
 
 
-def _range_of(record: Record) -> range:
+def _range_of(record: JsonRecord) -> range:
     ends = record.integers()
     if len(ends) != 2 or not ends[0] < ends[1] <= _MOST_NODES:
         record.refuse("a range of nodes: first, one after the last")

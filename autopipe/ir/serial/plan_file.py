@@ -19,9 +19,9 @@ from autopipe.ir.schedule import Schedule
 from autopipe.ir.serial.alternatives_form import alternatives_form, alternatives_of
 from autopipe.ir.serial.placement_form import placement_form, placement_of, split_proof_form, split_proof_of
 from autopipe.ir.serial.prediction_form import prediction_form, prediction_of
-from autopipe.ir.serial.record import Record, read_record, record_text
+from autopipe.ir.serial.record import JsonRecord, read_record, record_text
 from autopipe.ir.serial.schedule_file import read_schedule, schedule_form
-from autopipe.ir.stage_graph import StageGraph, pipelines_of, turns_of
+from autopipe.ir.stage_graph import StageGraph, micro_batch_ratios, pipelines_of
 from autopipe.ir.timeline import Timeline
 from autopipe.ir.traffic import KINDS
 
@@ -68,14 +68,14 @@ def read_plan(folder: Path) -> Plan:
     )
 
 
-def _texts_of(record: Record) -> tuple[str, ...]:
+def _texts_of(record: JsonRecord) -> tuple[str, ...]:
     return tuple(item.text() for item in record.items())
 
 
-def _stages_of(record: Record, placement: Placement, prediction: Prediction, summary: Summary) -> StageGraph:
+def _stages_of(record: JsonRecord, placement: Placement, prediction: Prediction, summary: Summary) -> StageGraph:
     """The stage graph, on the devices of the placement."""
     try:
-        turns = turns_of(placement, summary.micro_batch_size)
+        turns = micro_batch_ratios(placement, summary.micro_batch_size)
     except InfeasibleError as error:
         raise ConfigurationError(error.message, "plan again", f"{record.file}: {record.path}") from error
     groups = tuple(stage.devices for stage in placement.stages)
@@ -151,7 +151,7 @@ def summary_form(summary: Summary) -> dict[str, object]:
     }
 
 
-def _summary_of(record: Record) -> Summary:
+def _summary_of(record: JsonRecord) -> Summary:
     gap, moved = record.at("gap"), record.at("communication_bytes")
     return Summary(
         strategy=record.at("strategy").text(),
@@ -175,11 +175,11 @@ def _summary_of(record: Record) -> Summary:
     )
 
 
-def _breakdown_of(record: Record) -> Breakdown | None:
+def _breakdown_of(record: JsonRecord) -> Breakdown | None:
     if record.value is None:
         return None
     return Breakdown(**{field.name: record.at(field.name).number() for field in dataclasses.fields(Breakdown)})
 
 
-def _coverage_of(record: Record) -> CostCoverage:
+def _coverage_of(record: JsonRecord) -> CostCoverage:
     return CostCoverage(record.at("measured").integer(), record.at("judged").integer())

@@ -6,8 +6,8 @@ import dataclasses
 
 from autopipe.ir.placement import Placement
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
-from autopipe.ir.serial.record import Record
-from autopipe.ir.turn import Turn
+from autopipe.ir.serial.record import JsonRecord
+from autopipe.ir.turn import MicroBatchSlice
 
 _MESSAGE = tuple(field.name for field in dataclasses.fields(Message) if "turn" not in field.name)
 _TURNS = ("source_turn", "source_turns", "target_turn", "target_turns")
@@ -30,7 +30,7 @@ def _message_form(message: Message, turns: bool) -> list[object]:
     return [*cells, source.index, source.of, target.index, target.of] if turns else cells
 
 
-def prediction_of(record: Record, placement: Placement) -> Prediction:
+def prediction_of(record: JsonRecord, placement: Placement) -> Prediction:
     """The predictions that `prediction_form` gave for the stages of `placement`. Raises ConfigurationError."""
     stages = record.at("stages")
     found = tuple(_stage_of(each) for each in stages.items())
@@ -40,7 +40,7 @@ def prediction_of(record: Record, placement: Placement) -> Prediction:
     return Prediction(found, messages)
 
 
-def _stage_of(record: Record) -> StagePrediction:
+def _stage_of(record: JsonRecord) -> StagePrediction:
     return StagePrediction(
         forward_s=record.at("forward_s").number(),
         backward_s=record.at("backward_s").number(),
@@ -57,7 +57,7 @@ def _stage_of(record: Record) -> StagePrediction:
     )
 
 
-def _message_of(record: Record, placement: Placement) -> Message:
+def _message_of(record: JsonRecord, placement: Placement) -> Message:
     cells = tuple(record.items())
     if len(cells) not in (len(_MESSAGE), len(_MESSAGE) + len(_TURNS)):
         record.refuse(f"{len(_MESSAGE)} columns, or {len(_TURNS)} more with turns")
@@ -75,7 +75,7 @@ def _message_of(record: Record, placement: Placement) -> Message:
     return dataclasses.replace(message, source_turn=_turn_of(*cells[8:10]), target_turn=_turn_of(*cells[10:12]))
 
 
-def _turn_of(index: Record, count: Record) -> Turn:
+def _turn_of(index: JsonRecord, count: JsonRecord) -> MicroBatchSlice:
     if index.integer() >= count.integer(1):
         index.refuse(f"one of {count.integer()} turns, counted from 0")
-    return Turn(index.integer(), count.integer())
+    return MicroBatchSlice(index.integer(), count.integer())

@@ -13,38 +13,38 @@ from autopipe.ir.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class JsonRecord:
     """A value of a JSON document and where it stands: `placement.stages[2]` of a file."""
 
     value: object
     file: str
     path: str = ""
 
-    def at(self, key: str) -> Record:
+    def at(self, key: str) -> JsonRecord:
         """The value under `key` of an object."""
         if not isinstance(self.value, dict):
             self.refuse("an object")
         if key not in self.value:
             raise ConfigurationError(f"{self._key(key)} is missing", hint="write the file anew", where=self.file)
-        return Record(self.value[key], self.file, self._key(key))
+        return JsonRecord(self.value[key], self.file, self._key(key))
 
     def has(self, key: str) -> bool:
-        """Whether an object has a value under `key`."""
+        """True if an object has a value under `key`."""
         return isinstance(self.value, dict) and key in self.value
 
-    def items(self) -> Iterator[Record]:
+    def items(self) -> Iterator[JsonRecord]:
         """The members of a list."""
         if not isinstance(self.value, list):
             self.refuse("a list")
         for index, value in enumerate(self.value):
-            yield Record(value, self.file, f"{self.path}[{index}]")
+            yield JsonRecord(value, self.file, f"{self.path}[{index}]")
 
-    def members(self) -> Iterator[tuple[str, Record]]:
+    def members(self) -> Iterator[tuple[str, JsonRecord]]:
         """The entries of an object."""
         if not isinstance(self.value, dict):
             self.refuse("an object")
         for key, value in self.value.items():
-            yield key, Record(value, self.file, self._key(key))
+            yield key, JsonRecord(value, self.file, self._key(key))
 
     def text(self) -> str:
         """A text."""
@@ -86,7 +86,7 @@ class Record:
         return f"{self.path}.{key}" if self.path else key
 
 
-def read_record(path: Path, form: str) -> Record:
+def read_record(path: Path, form: str) -> JsonRecord:
     """The JSON document in `path`, an object whose `format` is `form`.
 
     Raises ConfigurationError for a file that cannot be read, is not JSON, or has another format.
@@ -98,7 +98,7 @@ def read_record(path: Path, form: str) -> Record:
         raise ConfigurationError(f"cannot read the file: {error.strerror}", where=where) from error
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"not JSON: {error}", where=where) from error
-    record = Record(document, where)
+    record = JsonRecord(document, where)
     found = record.at("format").text()
     if found != form:
         raise ConfigurationError(

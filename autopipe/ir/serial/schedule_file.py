@@ -14,9 +14,9 @@ from autopipe.ir.lanes import on_each_device
 from autopipe.ir.plan import Plan
 from autopipe.ir.prediction import StagePrediction
 from autopipe.ir.schedule import Phase, Proof, Repetend, Schedule, Task
-from autopipe.ir.serial.record import Record, read_record
+from autopipe.ir.serial.record import JsonRecord, read_record
 from autopipe.ir.serial.schedule_form import FORMAT, block_form, order_form
-from autopipe.ir.stage_graph import sharing, turns_of
+from autopipe.ir.stage_graph import micro_batch_ratios, sharing
 from autopipe.ir.timeline import Timeline
 
 _BLOCK = re.compile(r"(\d{1,9})([FBIW])(?:\.(\d{1,9}))?")
@@ -31,7 +31,7 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
     A block's memory is what it adds: a forward what it keeps, a backward, or its halves together, as much less.
     """
     schedule, stages = plan.schedule, plan.prediction.stages
-    turns = turns_of(plan.placement, plan.summary.micro_batch_size) or (1,) * len(stages)
+    turns = micro_batch_ratios(plan.placement, plan.summary.micro_batch_size) or (1,) * len(stages)
     distinct = {id(order): order for order in schedule.tasks}.values()  # Devices of a group mostly have one.
     kinds = sorted({_kind(task, turns) for order in distinct for task in order}, key=_block_order)
     index = {kind: position for position, kind in enumerate(kinds)}
@@ -69,9 +69,8 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
 
 
 def read_schedule(path: Path, stage_devices: tuple[tuple[int, ...], ...], turns: tuple[int, ...]) -> Schedule:
-    """The order of tasks in `path`, for stages on these devices with so many turns (() where all have one).
-
-    Raises ConfigurationError with file and key.
+    """Order of tasks in `path`, for stages on these devices with these numbers of micro-batches a unit (() where all
+    have one). Raises ConfigurationError with file and key.
     """
     record = read_record(path, FORMAT)
     turns = turns or (1,) * len(stage_devices)
@@ -91,7 +90,7 @@ def read_schedule(path: Path, stage_devices: tuple[tuple[int, ...], ...], turns:
     )
 
 
-def _orders_of(tasks: Record, kinds: list[Kind], turns: tuple[int, ...]) -> Iterator[tuple[Task, ...]]:
+def _orders_of(tasks: JsonRecord, kinds: list[Kind], turns: tuple[int, ...]) -> Iterator[tuple[Task, ...]]:
     """The order of each device: one and the same where lists are equal, as they are within groups of devices."""
     known: list[tuple[object, tuple[Task, ...]]] = []
     for each in tasks.items():
@@ -103,7 +102,7 @@ def _orders_of(tasks: Record, kinds: list[Kind], turns: tuple[int, ...]) -> Iter
 
 
 def _bound(plan: Plan) -> float:
-    """What `optimal` and `gap` count from: the period's bound where there is a proven period, otherwise the step's."""
+    """Bound that `optimal` and `gap` count from: the period's where there is a proven period, otherwise the step's."""
     schedule = plan.schedule
     if schedule.proof is None or schedule.period is None:
         return plan.summary.lower_bound_s
@@ -116,12 +115,12 @@ def repetends_form(repetends: Sequence[Repetend] | None) -> list[list[int]]:
 
 
 def proof_form(proof: Proof | None) -> dict[str, object] | None:
-    """What is proven, by the names of its fields."""
+    """Proof, by the names of its fields."""
     return None if proof is None else {field.name: getattr(proof, field.name) for field in dataclasses.fields(proof)}
 
 
-def proof_of(record: Record) -> Proof | None:
-    """What `proof_form` gave. Raises ConfigurationError."""
+def proof_of(record: JsonRecord) -> Proof | None:
+    """Inverse of `proof_form`. Raises ConfigurationError."""
     if record.value is None:
         return None
     order, lower_bound = record.at("order").text(), record.at("lower_bound").number()
@@ -153,22 +152,22 @@ def _before(plan: Plan, turns: tuple[int, ...], kind: Kind) -> list[Kind]:
     stage, phase, turn = kind
     edges = plan.prediction.edges
 
-    def meeting(other: int, phase: Phase) -> list[Kind]:
+    def overlapping(other: int, phase: Phase) -> list[Kind]:
         return [(other, phase, number) for number in sharing(turn, turns[stage], turns[other])]
 
     if phase is Phase.FORWARD:
-        return [each for source, target in edges if target == stage for each in meeting(source, phase)]
+        return [each for source, target in edges if target == stage for each in overlapping(source, phase)]
     if phase is Phase.WEIGHT_GRADIENT:
         return [(stage, Phase.INPUT_GRADIENT, turn)]
     later = [target for source, target in edges if source == stage]
     halves = (Phase.BACKWARD, Phase.INPUT_GRADIENT)
     return [
         (stage, Phase.FORWARD, turn),
-        *(each for target in later for half in halves for each in meeting(target, half)),
+        *(each for target in later for half in halves for each in overlapping(target, half)),
     ]
 
 
-def _kind_of(record: Record, stage_devices: tuple[tuple[int, ...], ...], turns: tuple[int, ...]) -> Kind:
+def _kind_of(record: JsonRecord, stage_devices: tuple[tuple[int, ...], ...], turns: tuple[int, ...]) -> Kind:
     name = record.at("name")
     match = _BLOCK.fullmatch(name.text())
     if match is None or int(match[1]) >= len(stage_devices):
@@ -182,7 +181,7 @@ def _kind_of(record: Record, stage_devices: tuple[tuple[int, ...], ...], turns: 
     return stage, Phase(match[2]), turn
 
 
-def _task_of(record: Record, kinds: list[Kind], turns: tuple[int, ...]) -> Task:
+def _task_of(record: JsonRecord, kinds: list[Kind], turns: tuple[int, ...]) -> Task:
     block = record.at("block")
     if block.integer() >= len(kinds):
         block.refuse(f"the index of one of {len(kinds)} blocks")
@@ -190,7 +189,7 @@ def _task_of(record: Record, kinds: list[Kind], turns: tuple[int, ...]) -> Task:
     return Task(stage, phase, record.at("unit").integer() * turns[stage] + turn)
 
 
-def repetend_of(record: Record) -> Repetend:
+def repetend_of(record: JsonRecord) -> Repetend:
     """One of the lists that `repetends_form` gave. Raises ConfigurationError."""
     cells = record.integers()
     if len(cells) != 4:

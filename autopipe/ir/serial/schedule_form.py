@@ -1,4 +1,4 @@
-"""What every `schedule.json` has in common, a plan's and one of blocks given by hand."""
+"""Common parts of every `schedule.json`, a plan's and one of blocks given by hand."""
 
 from __future__ import annotations
 

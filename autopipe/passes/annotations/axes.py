@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Graph
 from autopipe.ir.space import Dimension, Space
-from autopipe.passes.annotations.mesh import Cut, Cuts
+from autopipe.passes.annotations.mesh import AxisSplit, Cuts
 from autopipe.passes.annotations.sharding import Sharding
 
 Places = Mapping[int, int]
@@ -28,7 +28,7 @@ def cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Shard
     if other is not None:
         raise ModelError(f"its tensors {first!r} and {other!r} are annotated for different devices", where=where)
     devices = sorted(groups[first])
-    found: dict[str, Cut] = {}
+    found: dict[str, AxisSplit] = {}
     told: dict[str, str] = {}
     tensors = zip((*own.inputs, *own.outputs), (*space.operands, *space.results), strict=True)
     for place, (name, dimensions) in enumerate(tensors):
@@ -41,7 +41,7 @@ def cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Shard
         for axis, degree, places in axes:
             if degree == 1 and axis in windows.values():
                 continue  # each device may hold more than what its windows read
-            cut = Cut(axis, degree, tuple(places[device] for device in devices))
+            cut = AxisSplit(axis, degree, tuple(places[device] for device in devices))
             if found.setdefault(axis, cut) != cut:
                 raise ModelError(
                     f"the annotations of its tensors {told[axis]!r} and {name!r} contradict each other:"

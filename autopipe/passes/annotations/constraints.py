@@ -20,7 +20,7 @@ from autopipe.passes.frontend.origins import Origin
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """What the annotations ask of a node of the graph; without `shardings` they say nothing of its tensors."""
+    """Constraints of the annotations on a node of the graph; without `shardings` none on its tensors."""
 
     node: int
     stage: int | None
@@ -34,7 +34,7 @@ class _Wish:
 
 
 def annotated_constraints(model: Model, devices: int) -> tuple[Constraint, ...]:
-    """The constraints that the annotations of `model` are for so many devices; () where it has none.
+    """Constraints that the annotations of `model` are for `devices` devices; () where it has none.
 
     Raises ConfigurationError where no configuration, or more than one, is for that number, and ModelError, naming the
     node, for annotations that do not fit its operator or its tensors' shapes, or contradict one another.
@@ -49,7 +49,7 @@ def annotated_constraints(model: Model, devices: int) -> tuple[Constraint, ...]:
 
 
 def _chosen(configurations: tuple[Configuration, ...], devices: int) -> Configuration | None:
-    """The configuration for so many devices."""
+    """The configuration for `devices` devices."""
     annotated = [each for each in configurations if each.annotations]
     fitting = [each for each in annotated if each.devices == devices]
     if len(fitting) == 1 or not annotated:
@@ -92,10 +92,10 @@ def _constraints(model: Model, configuration: Configuration) -> Iterator[Constra
 
 
 def _wishes(model: Model, configuration: Configuration, samples: SampleAxes) -> list[_Wish]:
-    """What is asked of each node of the graph of which anything is, in its order.
+    """Constraints on each annotated node of the graph, in its order.
 
-    A node of the file that writes what the graph's node does says most. Of others that became part of the same
-    operator (its scores, its softmax) only layouts of tensors are taken that the first says nothing of.
+    A node of the file that writes what the graph's node does says most. Of others that became part of the same operator
+    (its scores, its softmax) only layouts of tensors are taken that the first says nothing of.
     """
     annotations = {each.node: each for each in configuration.annotations}
     stages: dict[int, int | None] = {}

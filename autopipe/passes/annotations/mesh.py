@@ -12,7 +12,7 @@ from autopipe.passes.annotations.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class AxisSplit:
     """An axis of a node's iteration space in `degree` parts; `places` says which one each device has.
 
     Devices are in ascending order.
@@ -23,7 +23,7 @@ class Cut:
     places: tuple[int, ...]
 
 
-Cuts = tuple[Cut, ...]
+Cuts = tuple[AxisSplit, ...]
 """All cuts of a node, in any order; () where each device computes it whole."""
 
 
@@ -75,7 +75,7 @@ def _candidates(listings: Sequence[tuple[tuple[int, ...], ...]]) -> Iterator[tup
 
 
 def _keeps(order: Sequence[int], listings: Sequence[tuple[tuple[int, ...], ...]]) -> bool:
-    """Whether copies of each block are listed in this order."""
+    """True if copies of each block are listed in this order."""
     position = {device: index for index, device in enumerate(order)}
     return all(
         position[first] < position[second]

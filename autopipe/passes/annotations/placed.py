@@ -14,7 +14,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.space import Space
 from autopipe.passes.annotations.sharding import Annotation, Configuration, Sharding
 from autopipe.passes.cost.uses import uses_of
-from autopipe.passes.frontend.origins import Origin, Origins
+from autopipe.passes.frontend.origins import Origin, Provenance
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Annotated:
     added loss, or an axis that is split indexes but tensors that have no annotation."""
 
 
-def annotated(graph: Graph, placement: Placement, origins: Origins, device_names: tuple[str, ...]) -> Annotated:
+def annotated(graph: Graph, placement: Placement, origins: Provenance, device_names: tuple[str, ...]) -> Annotated:
     """The annotations that say for the file's nodes what `placement` says for the graph's.
 
     A result of which devices hold shares of a sum is annotated as it is once they are added up. A node of the file
@@ -69,7 +69,7 @@ def annotated(graph: Graph, placement: Placement, origins: Origins, device_names
     return Annotated(Configuration(f"autopipe-{size}", size, device_names, annotations), left_out)
 
 
-def _stages(origins: Origins, own: list[int | None]) -> list[int | None]:
+def _stages(origins: Provenance, own: list[int | None]) -> list[int | None]:
     """The stage of each origin: its own, else that of the first stage that reads it; None where none does."""
     stages = list(own)
     for index in range(len(stages) - 1, -1, -1):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def configuration_proto(configuration: Configuration) -> onnx.DeviceConfigurationProto:
-    """What the model says of the configuration."""
+    """The model's message for the configuration."""
     import onnx
 
     return onnx.DeviceConfigurationProto(
@@ -21,7 +21,7 @@ def configuration_proto(configuration: Configuration) -> onnx.DeviceConfiguratio
 
 
 def annotation_proto(annotation: Annotation, configuration: str) -> onnx.NodeDeviceConfigurationProto:
-    """What a node says of the configuration of this name."""
+    """A node's message for the configuration of this name."""
     import onnx
 
     return onnx.NodeDeviceConfigurationProto(

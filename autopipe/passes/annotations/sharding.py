@@ -1,6 +1,5 @@
-"""What the annotations of a file say, whatever they are read from or written to.
-
-https://github.com/onnx/onnx/blob/main/docs/proposals/ONNXMultiDeviceProposal.md says what they mean.
+"""Multi-device annotations of a file, whatever they are read from or written to.
+https://github.com/onnx/onnx/blob/main/docs/proposals/ONNXMultiDeviceProposal.md defines them.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """What one configuration says of a node: its pipeline stage and the layouts of tensors of its own."""
+    """Annotation of a node for one configuration: its pipeline stage and the layouts of tensors of its own."""
 
     node: int
     """Where it stands among the file's nodes."""
@@ -49,7 +48,7 @@ class Annotation:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One way to spread the model over so many devices. Devices are known by their numbers; they may have names."""
+    """One way to spread the model over `devices` devices. Devices are known by their numbers; they may have names."""
 
     name: str
     devices: int

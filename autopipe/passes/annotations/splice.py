@@ -60,7 +60,7 @@ def spliced(data: memoryview, configuration: Configuration) -> Iterator[Piece]:
 def _graph(
     data: memoryview, graph: Field, replaced: set[str], annotations: Mapping[int, bytes], before: int
 ) -> Iterator[Piece]:
-    """What is inside the graph's field; `before` nodes stand before its own."""
+    """Contents of the graph's field; `before` nodes stand before its own."""
     position = before
     for part in fields_of(data, graph.payload, graph.end):
         if not _is(part, GRAPH_NODE):
@@ -73,7 +73,7 @@ def _graph(
 
 
 def _node(data: memoryview, node: Field, replaced: set[str]) -> Iterator[Piece]:
-    """What is inside the node's field, without annotations for the configurations `replaced`."""
+    """Contents of the node's field, without annotations for the configurations `replaced`."""
     for field in fields_of(data, node.payload, node.end):
         if not (_is(field, NODE_CONFIGURATION) and _configuration_id(data, field) in replaced):
             yield data[field.start : field.end]

@@ -31,19 +31,19 @@ def free_cores() -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Ahead:
+class SpeculativePool:
     """Work that is wanted soon, some of it begun. All processes are ended with the block that it is used in."""
 
     workers: int
     """Processes at work at a time; with fewer than two nothing is begun ahead."""
     _waiting: deque[tuple[tuple[Hashable, Work], ...]] = field(default_factory=deque)
-    """What a process each is to do."""
+    """Work of each process."""
     _running: dict[int, _Process] = field(default_factory=dict)
     """By the pipe's end that answers are read from."""
     _answers: dict[Hashable, Answer | None] = field(default_factory=dict)
     """By key; None where a process ended without one."""
 
-    def __enter__(self) -> Ahead:
+    def __enter__(self) -> SpeculativePool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -62,9 +62,9 @@ class Ahead:
             self._begin()
 
     def answer(self, key: Hashable, seconds: float | None = None) -> Answer | None:
-        """What came of the work expected as `key`, once it is done.
+        """Result of the work expected as `key`, once it is done.
 
-        None where none was, where its process failed, and where it takes longer than `seconds` from now.
+        None where none was begun, where its process failed, and where it takes longer than `seconds` from now.
         """
         end = None if seconds is None else time.monotonic() + seconds
         while key not in self._answers and self.is_coming(key):
@@ -77,7 +77,7 @@ class Ahead:
         return self._answers.pop(key, None)
 
     def is_coming(self, key: Hashable) -> bool:
-        """Whether it is expected and nobody has asked for the answer yet."""
+        """True if it is expected and nobody has asked for the answer yet."""
         if key in self._answers:
             return True
         expected = [each for works in self._waiting for each, _ in works]
@@ -108,7 +108,7 @@ class _Process:
     number: int
     pipe: int
     text: bytes = b""
-    """What there is of the next answer."""
+    """Received part of the next result."""
 
     @staticmethod
     def begin(works: tuple[tuple[Hashable, Work], ...]) -> _Process:

@@ -1,4 +1,4 @@
-"""What a search leaves out: what takes too long for what it promises, told by the size of the problem alone."""
+"""Limits of a search by the size of the problem alone: searches that take too long for their promise are left out."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LeftOutError(AutopipeError):
 
 
 def left_out(strategy: Strategy, operators: int, devices: int) -> LeftOutError | None:
-    """Why a strategy is not asked, where it would search too long for so many operators on so many devices."""
+    """Reason to leave out a strategy that would search too long for `operators` on `devices`."""
     most = _MOST_SIZE.get(_form(strategy))
     if most is None or operators * devices <= most:
         return None
@@ -57,18 +57,18 @@ def left_out(strategy: Strategy, operators: int, devices: int) -> LeftOutError |
 
 
 def _form(strategy: Strategy) -> str:
-    """What is searched: the step of stages that a line passes again and again takes a list of all tasks to tell."""
+    """Kind of search: the step of stages that a line passes again and again needs a list of all tasks."""
     is_open = isinstance(strategy, Grid) and strategy.chunks > 1 and strategy.pipeline is None
     return "grid with chunks" if is_open else strategy.name
 
 
 def is_quick(strategy: Strategy) -> bool:
-    """Whether a strategy answers so soon that no other process needs to be asked."""
+    """True if a strategy answers so soon that no other process needs to be asked."""
     return strategy.name in _QUICK
 
 
 def takes_long(strategy: Strategy) -> bool:
-    """Whether a search should be begun early, so that it is not what the others are waited for in the end."""
+    """True if a search should be begun early, so that it is not what the others are waited for in the end."""
     return strategy.name in _LONG
 
 
@@ -80,7 +80,7 @@ def in_common(candidate: Candidate) -> object:
 
 
 def is_searched(scheduler: Scheduler) -> bool:
-    """Whether an order of tasks is searched, which takes longer than all named schedules together."""
+    """True if an order of tasks is searched, which takes longer than all named schedules together."""
     return scheduler.name == "tessel"
 
 
@@ -94,7 +94,7 @@ def check_scheduler(scheduler: Scheduler, problem: Problem, placement: Placement
 
 
 def is_large(problem: Problem, placement: Placement) -> bool:
-    """Whether a step has so many tasks that it is simulated only where it could be the shortest."""
+    """True if a step has enough tasks that it is simulated only where it could be the shortest."""
     return _size(problem, placement) > _MOST_TASKS
 
 

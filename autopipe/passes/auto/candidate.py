@@ -20,7 +20,7 @@ class Candidate:
     """None where the request says how many, or the strategy does."""
     recompute: str = "none"
     shard: bool = False
-    """Whether the optimizer's state is shared out among replicas."""
+    """True if the optimizer's state is shared out among replicas."""
 
     def settled(self, request: Request) -> Request:
         """The request with what this candidate settles of it."""
@@ -33,7 +33,7 @@ class Candidate:
         )
 
     def choice(self, request: Request, schedule: str | None = None) -> Choice:
-        """What to name in order to get the same plan again."""
+        """Command-line choice that reproduces this candidate."""
         return Choice(
             strategy=self.strategy.name,
             options=_options(self.strategy),

@@ -8,22 +8,22 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from autopipe.ir.errors import AutopipeError
-from autopipe.ir.serial.record import Record
-from autopipe.passes.auto.ahead import Ahead, free_cores
+from autopipe.ir.serial.record import JsonRecord
+from autopipe.passes.auto.ahead import SpeculativePool, free_cores
 from autopipe.passes.auto.answers import FORMAT, answer_form, answer_of
 from autopipe.passes.auto.candidates import candidates, strategies_of
 from autopipe.passes.auto.first import first_candidate
 from autopipe.passes.auto.keys import answer_key
 from autopipe.passes.auto.memory import may_be_short
-from autopipe.passes.auto.narrowed import narrowed
-from autopipe.passes.auto.search import Search
+from autopipe.passes.auto.narrowed import refine
+from autopipe.passes.auto.search import PlanSearch
 from autopipe.passes.auto.store import Store
 from autopipe.passes.auto.variations import foreseeable, variations
 from autopipe.passes.base import Scheduler
-from autopipe.passes.pipeline import Planned, planned
+from autopipe.passes.pipeline import PlanResult, assemble_plan
 from autopipe.passes.registry import SCHEDULERS, scheduler_class, scheduler_names
 from autopipe.passes.request import Request, first_model, open_problem
-from autopipe.passes.runner import Observer, Runner, Silent
+from autopipe.passes.runner import NullObserver, Observer, Runner
 
 _FIRST = ("kfkb", "1f1b", "gpipe")
 """Schedules that take any placement of whole micro-batches: kFkB also those of stages with their own."""
@@ -31,13 +31,13 @@ _LAST = ("tessel",)
 """Schedules that are searched: they take longest, and need not be asked where another one meets the bound."""
 
 
-def choose(request: Request, observer: Observer | None = None, store: Store | None = None) -> Planned:
+def choose(request: Request, observer: Observer | None = None, store: Store | None = None) -> PlanResult:
     """The plan with the shortest simulated step that any candidate gives, with what came of the others.
 
     What `store` holds for the same request is not searched again. Raises what speaks against the first candidates
     where none has a plan.
     """
-    runner = Runner(observer or Silent())
+    runner = Runner(observer or NullObserver())
     if store is None:
         return _searched(request, runner)
     name = answer_key(request, first_model(request, runner))
@@ -51,7 +51,7 @@ def choose(request: Request, observer: Observer | None = None, store: Store | No
     return found
 
 
-def _kept(request: Request, runner: Runner, record: Record | None) -> Planned | None:
+def _kept(request: Request, runner: Runner, record: JsonRecord | None) -> PlanResult | None:
     """The plan that a kept answer gives; None where there is none, or what is kept is not right."""
     try:
         return None if record is None else answer_of(record, request, runner)
@@ -59,11 +59,11 @@ def _kept(request: Request, runner: Runner, record: Record | None) -> Planned | 
         return None  # Whatever a damaged file says, there is a plan without it.
 
 
-def _searched(request: Request, runner: Runner) -> Planned:
+def _searched(request: Request, runner: Runner) -> PlanResult:
     return chosen(weigh(request, runner), runner)
 
 
-def chosen(search: Search, runner: Runner) -> Planned:
+def chosen(search: PlanSearch, runner: Runner) -> PlanResult:
     """The best plan of a search, with what came of the others."""
     request, best = search.request, search.best
     assert best is not None
@@ -71,12 +71,12 @@ def chosen(search: Search, runner: Runner) -> Planned:
     run = best.best
     assert run is not None and run.scheduled is not None
     settled = best.candidate.settled(request)
-    found = planned(settled, best.candidate.strategy, run.scheduler, best.placed, run.scheduled, runner)
+    found = assemble_plan(settled, best.candidate.strategy, run.scheduler, best.placed, run.scheduled, runner)
     rows = tuple(row for each in search.tried for row in each.alternatives(request))
     return dataclasses.replace(found, plan=dataclasses.replace(found.plan, alternatives=rows))
 
 
-def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.monotonic) -> Search:
+def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.monotonic) -> PlanSearch:
     """All that is tried for a request, with a best plan among it.
 
     Candidates are weighed twice: each is placed, and its step simulated under one schedule; then all schedules are
@@ -84,8 +84,8 @@ def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.mo
     request's time is over and there is a plan. Raises as `choose` does.
     """
     end = None if request.time_limit is None else clock() + request.time_limit
-    with Ahead(free_cores()) as ahead:
-        search = Search(request, runner, partial(_schedulers, request), end, clock, ahead)
+    with SpeculativePool(free_cores()) as ahead:
+        search = PlanSearch(request, runner, partial(_schedulers, request), end, clock, ahead)
         first = first_candidate(request, first_model(request, runner).graph)
         search.try_all(() if first is None else (first,))
         problem = open_problem(request, runner)
@@ -97,7 +97,7 @@ def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.mo
         search.expect(foreseeable(every, problem, request))
         search.try_all(every)
         search.try_all(variations(search, problem, short))
-        finer = tuple(narrowed(search))
+        finer = tuple(refine(search))
         search.expect(finer)
         search.try_all(finer)
         search.schedule_all()

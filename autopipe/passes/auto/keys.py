@@ -1,4 +1,4 @@
-"""What an answer is kept under: a digest of all that it follows from."""
+"""Key of a cached plan: a digest of all that it follows from."""
 
 from __future__ import annotations
 

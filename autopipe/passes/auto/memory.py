@@ -1,4 +1,4 @@
-"""Whether memory can decide anything."""
+"""True if memory can decide anything."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MARGIN = 2
 
 
 def may_be_short(problem: Problem) -> bool:
-    """Whether there may be a placement that a device's memory does not hold.
+    """True if there may be a placement that a device's memory does not hold.
 
     There is none where each device has room for the whole model and all that a step keeps of its batch, with a margin.
     """

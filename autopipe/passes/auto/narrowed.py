@@ -1,4 +1,4 @@
-"""What is looked into of a search that is left out as a whole: finer forms of the best grid."""
+"""Finer forms of the best grid, in place of a search that is left out as a whole."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.placement.grid.strategy import Grid
 
 if TYPE_CHECKING:
-    from autopipe.passes.auto.search import Search
+    from autopipe.passes.auto.search import PlanSearch
 
 
-def narrowed(search: Search) -> Iterator[Candidate]:
+def refine(search: PlanSearch) -> Iterator[Candidate]:
     """Grids with chunks that were left out, with the pipeline, micro-batches and the rest of the best grid without."""
     best = search.best
     if best is None or best.placed is None or not isinstance(best.candidate.strategy, Grid):

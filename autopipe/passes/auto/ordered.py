@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopipe.ir.schedule import Schedule, Task
-from autopipe.ir.serial.record import Record
+from autopipe.ir.serial.record import JsonRecord
 from autopipe.ir.serial.schedule_file import proof_form, proof_of, repetend_of, repetends_form
 
 
@@ -20,7 +20,7 @@ def schedule_form(found: Schedule) -> dict[str, object]:
     }
 
 
-def schedule_of(record: Record) -> Schedule:
+def schedule_of(record: JsonRecord) -> Schedule:
     """The schedule that `schedule_form` gave.
 
     Raises ConfigurationError, and Python's own errors for tasks that are none.

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from autopipe.ir.errors import REFUSALS, AutopipeError, InternalError
-from autopipe.ir.serial.record import Record
-from autopipe.passes.auto.ahead import Ahead
+from autopipe.ir.serial.record import JsonRecord
+from autopipe.passes.auto.ahead import SpeculativePool
 from autopipe.passes.auto.budget import (
     LeftOutError,
     check_scheduler,
@@ -23,12 +23,21 @@ from autopipe.passes.auto.budget import (
     takes_long,
 )
 from autopipe.passes.auto.candidate import Candidate
-from autopipe.passes.auto.decided import Decided, decided_form, decided_of, refused_form, refused_of
+from autopipe.passes.auto.decided import PlacementDecision, decode_decision, encode_decision, refused_form, refused_of
 from autopipe.passes.auto.ordered import schedule_form, schedule_of
-from autopipe.passes.auto.tried import Run, Tried
+from autopipe.passes.auto.tried import CandidateTrial, ScheduleOutcome
 from autopipe.passes.base import Scheduler
 from autopipe.passes.batching import Batching
-from autopipe.passes.pipeline import Placed, Scheduled, checked, decide, ordered, place, place_as, schedule
+from autopipe.passes.pipeline import (
+    Placed,
+    Scheduled,
+    place,
+    place_as,
+    run_scheduler,
+    run_strategy,
+    schedule,
+    verify_and_simulate,
+)
 from autopipe.passes.request import Request, operators_of
 from autopipe.passes.runner import Runner
 from autopipe.passes.schedule.limits import SAME, lower_bound
@@ -44,7 +53,7 @@ _GENERAL = ("manual", "pipedream")
 
 
 @dataclass(slots=True, eq=False)
-class Search:
+class PlanSearch:
     """One search: what it has tried. What is strictly shorter wins, so that the order of candidates settles ties."""
 
     request: Request
@@ -56,12 +65,12 @@ class Search:
     """When to stop, by `clock`, once there is a plan."""
     clock: Callable[[], float] = time.monotonic
     """Seconds."""
-    ahead: Ahead = field(default_factory=lambda: Ahead(1))
+    ahead: SpeculativePool = field(default_factory=lambda: SpeculativePool(1))
     """Where placements are searched before their turn."""
-    tried: list[Tried] = field(default_factory=list)
+    tried: list[CandidateTrial] = field(default_factory=list)
 
     @property
-    def best(self) -> Tried | None:
+    def best(self) -> CandidateTrial | None:
         """The candidate with the shortest step, the first of equals; None where none has one."""
         found = min(self.tried, key=lambda each: each.step_s, default=None)
         return None if found is None or math.isinf(found.step_s) else found
@@ -77,7 +86,7 @@ class Search:
         return min((each.bound_s for each in self.tried), default=math.inf)
 
     def is_over(self) -> bool:
-        """Whether there is a plan and no more time."""
+        """True if there is a plan and no more time."""
         return self.end is not None and self.best is not None and self.clock() >= self.end
 
     def expect(self, candidates: Iterable[Candidate]) -> None:
@@ -94,17 +103,17 @@ class Search:
         # The first ones are asked for first, whatever the others take.
         first, others = list(together.values())[:_SOON], list(together.values())[_SOON:]
         for some in (*first, *sorted(others, key=lambda some: not takes_long(some[0].strategy))):
-            self.ahead.expect(*((repr(each), partial(self._decided, each)) for each in some))
+            self.ahead.expect(*((repr(each), partial(self._decide, each)) for each in some))
 
-    def _decided(self, candidate: Candidate) -> dict[str, object]:
-        """What a strategy decides, or why it does not, in a form that processes exchange."""
+    def _decide(self, candidate: Candidate) -> dict[str, object]:
+        """Decision of a strategy, or its refusal, in a form that processes exchange."""
         asked = self._within_time(candidate.settled(self.request))
         try:
-            _, problem, placement = decide(asked, candidate.strategy, self.runner.silenced())
+            _, problem, placement = run_strategy(asked, candidate.strategy, self.runner.silenced())
         except AutopipeError as error:
             return refused_form(error)
         batching = Batching(problem.batch_size, problem.micro_batches, problem.micro_batch_sizes)
-        return decided_form(Decided(placement, batching))
+        return encode_decision(PlacementDecision(placement, batching))
 
     def try_all(self, candidates: Iterable[Candidate]) -> None:
         """Place each candidate and simulate its step under the first schedule that takes it."""
@@ -124,23 +133,23 @@ class Search:
                 if not each.has_run(scheduler):
                     self._run(each, each.placed, scheduler)
 
-    def _expect_searched(self, tried: Iterable[Tried]) -> None:
+    def _expect_searched(self, tried: Iterable[CandidateTrial]) -> None:
         """Have the schedules that are searched, of placements that can win as yet, searched meanwhile."""
         for each in tried:
             if each.placed is None or self._cannot_win(each):
                 continue
             for scheduler in filter(is_searched, self.schedulers()):
                 if _is_left(each, each.placed, scheduler):
-                    self.ahead.expect((_order_key(each, scheduler), partial(self._ordered, each.placed, scheduler)))
+                    self.ahead.expect((_order_key(each, scheduler), partial(self._order, each.placed, scheduler)))
 
-    def _ordered(self, placed: Placed, scheduler: Scheduler) -> dict[str, object]:
-        """What a scheduler makes of a placement, or why nothing, in a form that processes exchange."""
+    def _order(self, placed: Placed, scheduler: Scheduler) -> dict[str, object]:
+        """Schedule of a placement, or its refusal, in a form that processes exchange."""
         try:
-            return schedule_form(ordered(placed, scheduler, self.runner.silenced()))
+            return schedule_form(run_scheduler(placed, scheduler, self.runner.silenced()))
         except AutopipeError as error:
             return refused_form(error)
 
-    def schedule(self, tried: Tried) -> None:
+    def schedule(self, tried: CandidateTrial) -> None:
         """Try all schedules on a candidate's placement, those that cannot win, too."""
         assert tried.placed is not None
         for scheduler in self.schedulers():
@@ -156,13 +165,13 @@ class Search:
             placed = self._placed(candidate, asked)
         except _REFUSALS as error:
             self._tell(error)
-            self.tried.append(Tried(candidate, refused=error))
+            self.tried.append(CandidateTrial(candidate, refused=error))
             return
         same = next((each for each in self.tried if each.placed and _are_same(each.placed, placed)), None)
         if same is not None:
-            self.tried.append(Tried(candidate, same_as=same))
+            self.tried.append(CandidateTrial(candidate, same_as=same))
             return
-        found = Tried(candidate, placed, lower_bound(placed.problem, placed.placement, placed.prediction))
+        found = CandidateTrial(candidate, placed, lower_bound(placed.problem, placed.placement, placed.prediction))
         self.tried.append(found)
         if is_large(placed.problem, placed.placement) and self._cannot_win(found):
             return
@@ -187,48 +196,50 @@ class Search:
         record = self.runner.run(name, lambda: self._awaited(key))
         if record is None:
             return place(asked, candidate.strategy, self.runner)
-        decided = decided_of(record)
+        decided = decode_decision(record)
         return place_as(asked, decided.batching, decided.placement, self.runner)
 
-    def _awaited(self, key: str) -> Record | None:
-        """What another process found; None where it failed. Raises what it found to speak against it."""
+    def _awaited(self, key: str) -> JsonRecord | None:
+        """Result of another process; None where it failed. Raises the refusal that it found."""
         limited = self.end is not None and self.best is not None
         found = self.ahead.answer(key, self._within_time(self.request).time_limit if limited else None)
         if found is None:
             if self.is_over():
                 raise LeftOutError("left out: the time was over")
             return None
-        record = Record(found, key)
+        record = JsonRecord(found, key)
         if record.has("refused"):
             raise refused_of(record)
         return record
 
-    def _cannot_win(self, tried: Tried) -> bool:
+    def _cannot_win(self, tried: CandidateTrial) -> bool:
         return tried.bound_s >= self.step_s * (1 - SAME)
 
-    def _run(self, tried: Tried, placed: Placed, scheduler: Scheduler) -> Run:
-        """What comes of a schedule on a placement, told where it is the best so far."""
+    def _run(self, tried: CandidateTrial, placed: Placed, scheduler: Scheduler) -> ScheduleOutcome:
+        """Run a schedule on a placement, and report it where it is the best so far."""
         known_s = self.step_s
         try:
             check_scheduler(scheduler, placed.problem, placed.placement)
             known = tuple(each.scheduled for each in tried.runs if each.scheduled is not None)
-            run = Run(scheduler, self._scheduled(tried, placed, scheduler, known))
+            run = ScheduleOutcome(scheduler, self._scheduled(tried, placed, scheduler, known))
         except _REFUSALS as error:
             self._tell(error)
-            run = Run(scheduler, refused=error)
+            run = ScheduleOutcome(scheduler, refused=error)
         tried.runs.append(run)
         if run.step_s < known_s:
             self.runner.improved(run.step_s, self.bound_s)
         return run
 
-    def _scheduled(self, tried: Tried, placed: Placed, scheduler: Scheduler, known: tuple[Scheduled, ...]) -> Scheduled:
+    def _scheduled(
+        self, tried: CandidateTrial, placed: Placed, scheduler: Scheduler, known: tuple[Scheduled, ...]
+    ) -> Scheduled:
         """The schedule, simulated: of another process where it was expected."""
         key, found = _order_key(tried, scheduler), None
         if self.ahead.is_coming(key):
             found = self.runner.run(scheduler.name, lambda: self._awaited(key))
         if found is None:
             return schedule(placed, scheduler, self.runner, known)
-        return checked(placed, schedule_of(found), self.runner, known)
+        return verify_and_simulate(placed, schedule_of(found), self.runner, known)
 
     def _within_time(self, request: Request) -> Request:
         if self.end is None:
@@ -246,13 +257,13 @@ class Search:
         return refused
 
 
-def _order_key(tried: Tried, scheduler: Scheduler) -> str:
-    """What a schedule that is searched meanwhile is asked for by."""
+def _order_key(tried: CandidateTrial, scheduler: Scheduler) -> str:
+    """Key of a schedule that is searched by another process."""
     return f"{scheduler.name} of {tried.candidate!r}"
 
 
-def _is_left(tried: Tried, placed: Placed, scheduler: Scheduler) -> bool:
-    """Whether a schedule was not tried yet, and is one to be tried."""
+def _is_left(tried: CandidateTrial, placed: Placed, scheduler: Scheduler) -> bool:
+    """True if a schedule was not tried yet, and is one to be tried."""
     try:
         check_scheduler(scheduler, placed.problem, placed.placement)
     except LeftOutError:
@@ -261,6 +272,6 @@ def _is_left(tried: Tried, placed: Placed, scheduler: Scheduler) -> bool:
 
 
 def _are_same(first: Placed, second: Placed) -> bool:
-    """Whether two placements are one, of one problem."""
+    """True if two placements are one, of one problem."""
     a, b = first.problem, second.problem
     return (a.micro_batches, a.optimizer) == (b.micro_batches, b.optimizer) and first.placement == second.placement

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.serial.record import Record, read_record, record_text
+from autopipe.ir.serial.record import JsonRecord, read_record, record_text
 from autopipe.passes.replacing import replacing
 
 _MOST_BYTES = 256 * 2**20
@@ -44,7 +44,7 @@ class Store:
     folder: Path
     most_bytes: int = _MOST_BYTES
 
-    def read(self, name: str, form: str) -> Record | None:
+    def read(self, name: str, form: str) -> JsonRecord | None:
         """The document called `name`, whose `format` is `form`; None where there is none that can be read."""
         path = self._path(name)
         try:

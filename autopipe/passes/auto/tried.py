@@ -1,4 +1,4 @@
-"""What came of a candidate: its placement, and the step of every schedule that was tried on it."""
+"""Result of a candidate: its placement, and the step of every schedule that was tried on it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from autopipe.passes.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What came of a schedule on a placement: the step it makes, or why there is none."""
+class ScheduleOutcome:
+    """Result of a schedule on a placement: the step it makes, or why there is none."""
 
     scheduler: Scheduler
     scheduled: Scheduled | None = None
@@ -28,7 +28,7 @@ class Run:
 
 
 @dataclass(slots=True, eq=False)
-class Tried:
+class CandidateTrial:
     """A candidate that was tried."""
 
     candidate: Candidate
@@ -37,12 +37,12 @@ class Tried:
     """No schedule of the placement takes less."""
     refused: AutopipeError | None = None
     """Why there is no placement."""
-    same_as: Tried | None = None
+    same_as: CandidateTrial | None = None
     """The one tried before that has the same placement, and the runs."""
-    runs: list[Run] = field(default_factory=list)
+    runs: list[ScheduleOutcome] = field(default_factory=list)
 
     @property
-    def best(self) -> Run | None:
+    def best(self) -> ScheduleOutcome | None:
         """The run with the shortest step, the first of equals; None where none has one."""
         return min((run for run in self.runs if run.scheduled), key=lambda run: run.step_s, default=None)
 
@@ -52,16 +52,16 @@ class Tried:
         return math.inf if self.best is None else self.best.step_s
 
     def has_run(self, scheduler: Scheduler) -> bool:
-        """Whether the schedule was tried on it."""
+        """True if the schedule was tried on it."""
         return any(run.scheduler == scheduler for run in self.runs)
 
     @property
-    def origin(self) -> Tried:
+    def origin(self) -> CandidateTrial:
         """The one that has the placement, its bound and the runs."""
         return self.same_as or self
 
     def alternatives(self, request: Request) -> tuple[Alternative, ...]:
-        """What is kept of it: a row for every schedule, one where there is none."""
+        """Rows kept in the plan: one for every schedule, one where there is none."""
         placed, runs = self.origin.placed, self.origin.runs
         if placed is None:
             return (Alternative(self.candidate.choice(request), refused=self.refused.line if self.refused else None),)
@@ -79,7 +79,7 @@ class Tried:
             refused=f"left out: no schedule of it takes less than {self.origin.bound_s:.4g} s",
         )
 
-    def _row(self, request: Request, placed: Placed, run: Run) -> Alternative:
+    def _row(self, request: Request, placed: Placed, run: ScheduleOutcome) -> Alternative:
         timeline = None if run.scheduled is None else run.scheduled.timeline
         return Alternative(
             choice=self.candidate.choice(request, run.scheduler.name),

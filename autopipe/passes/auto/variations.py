@@ -1,4 +1,4 @@
-"""What is tried once it is known what candidates promise: other micro-batches, recomputation, shared state."""
+"""Candidates that depend on earlier results: other micro-batches, recomputation, sharded state."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from autopipe.passes.cost.assignment import stage_work
 from autopipe.passes.cost.replicas import holders_of
 
 if TYPE_CHECKING:
-    from autopipe.passes.auto.search import Search
-    from autopipe.passes.auto.tried import Tried
+    from autopipe.passes.auto.search import PlanSearch
+    from autopipe.passes.auto.tried import CandidateTrial
     from autopipe.passes.request import Request
 
 _MOST = 3
 """Candidates that are planned again with recomputation, or with shared state: one of each strategy."""
 
 _BASELINES = ("breadth_first", "mcmc")
-"""What pase finds at least as good: tried once, and not varied."""
+"""Strategies that pase is at least as good as: tried once, and not varied."""
 
 _OFTEN_SHARED = ("tepdist",)
 """Strategies that search long, and promise so much as a rule that shared state is asked for, too."""
@@ -36,7 +36,7 @@ _NEAR = 1.5
 """How many times the shortest step a candidate's bound may be for more numbers of micro-batches to be looked at."""
 
 
-def variations(search: Search, problem: Problem, short: bool) -> Iterator[Candidate]:
+def variations(search: PlanSearch, problem: Problem, short: bool) -> Iterator[Candidate]:
     """Candidates for what memory refused, and for the most promising ones; later ones go by what came of earlier.
 
     `problem` is the one with the largest micro-batches that the model takes; `short` says whether there may be less
@@ -49,13 +49,13 @@ def variations(search: Search, problem: Problem, short: bool) -> Iterator[Candid
 
 
 def foreseeable(every: Iterable[Candidate], problem: Problem, request: Request) -> Iterator[Candidate]:
-    """What is going to be asked for as a rule once all candidates are tried, and takes long."""
+    """Slow candidates that are usually needed once all others are tried."""
     if _may_share(problem, request):
         yield from (replace(each, shard=True) for each in every if each.strategy.name in _OFTEN_SHARED)
 
 
 def _may_share(problem: Problem, request: Request) -> bool:
-    """Whether replicas may have a share of the optimizer's state each, and do not anyway."""
+    """True if replicas may have a share of the optimizer's state each, and do not anyway."""
     return request.shard_open and not request.optimizer.shard and problem.train and problem.cluster.size > 1
 
 
@@ -63,10 +63,10 @@ def _may_share(problem: Problem, request: Request) -> bool:
 class _Variations:
     """Variations of what a search has tried."""
 
-    search: Search
+    search: PlanSearch
     problem: Problem
     short: bool
-    """Whether there may be less memory than a step of training wants."""
+    """True if there may be less memory than a step of training wants."""
 
     def in_other_counts(self) -> Iterator[Candidate]:
         """Other numbers of micro-batches for strategies that take what they are given."""
@@ -110,11 +110,11 @@ class _Variations:
         copied = [each for each in self._promising() if _has_copies(each)]
         return [replace(each, shard=True) for each in _once(each.candidate for each in [*copied, *refused])]
 
-    def _promising(self) -> list[Tried]:
+    def _promising(self) -> list[CandidateTrial]:
         """The candidates with the shortest steps, then those with the least bounds: of each strategy the first."""
-        found: list[Tried] = []
+        found: list[CandidateTrial] = []
         for rank in (lambda each: each.step_s, _bound_s):
-            best: dict[str, Tried] = {}
+            best: dict[str, CandidateTrial] = {}
             for each in sorted(self.search.tried, key=rank):
                 if not math.isinf(each.step_s):
                     best.setdefault(each.candidate.strategy.name, each)
@@ -152,27 +152,27 @@ class _Variations:
     def _climb(self, candidate: Candidate) -> Iterator[Candidate]:
         """On from its own count, or the best plan's if it promises more: while memory refuses, then as bounds fall."""
         counts = self._counts()
-        found = yield from self._tried(candidate)
+        found = yield from self._trial(candidate)
         if self.search.best is not None:
-            other = yield from self._tried(candidate, _count(self.search.best))
+            other = yield from self._trial(candidate, _count(self.search.best))
             found = min(found, other, key=_bound_s)
         count = _count(found) or AUTO_PER_DEVICE * self.problem.cluster.size
         place = min(bisect_left(counts, count), len(counts) - 1)
         while _is_refused(found) and place + 1 < len(counts):
             place += 1
-            found = yield from self._tried(candidate, counts[place])
+            found = yield from self._trial(candidate, counts[place])
         if math.isinf(_bound_s(found)) or _bound_s(found) >= _NEAR * self.search.step_s:
             return
         for step in (1, -1):
             here, least = place + step, _bound_s(found)
             while 0 <= here < len(counts):
-                other = yield from self._tried(candidate, counts[here])
+                other = yield from self._trial(candidate, counts[here])
                 if _bound_s(other) >= least:
                     break
                 here, least = here + step, _bound_s(other)
 
-    def _tried(self, candidate: Candidate, count: int | None = None) -> Generator[Candidate, None, Tried]:
-        """What came of the candidate, or of it with so many micro-batches; it is tried where it was not."""
+    def _trial(self, candidate: Candidate, count: int | None = None) -> Generator[Candidate, None, CandidateTrial]:
+        """Result of the candidate, or of it with `count` micro-batches; it is tried where it was not."""
         wanted = candidate if count is None else replace(candidate, micro_batches=count)
         for each in self.search.tried:
             if each.candidate == wanted or (each.candidate == candidate and count == _count(each)):
@@ -193,31 +193,31 @@ def _around(counts: list[int], count: int) -> set[int]:
 
 
 def _once(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Those worth a variation, each once."""
+    """Candidates worth a variation, each once."""
     found = (each for each in candidates if not each.shard and each.strategy.name not in _BASELINES)
     return list(dict.fromkeys(found))
 
 
-def _count(tried: Tried) -> int | None:
+def _count(tried: CandidateTrial) -> int | None:
     """Micro-batches of its placement; None where there is none."""
     placed = tried.origin.placed
     return None if placed is None else placed.problem.micro_batches
 
 
-def _has_copies(tried: Tried) -> bool:
-    """Whether devices hold the same parameters."""
+def _has_copies(tried: CandidateTrial) -> bool:
+    """True if devices hold the same parameters."""
     placed = tried.origin.placed
     assert placed is not None, "what has a step has a placement"
     holders = holders_of(stage_work(placed.problem, placed.placement))
     return any(len(devices) > 1 for devices in holders.values())
 
 
-def _bound_s(tried: Tried) -> float:
+def _bound_s(tried: CandidateTrial) -> float:
     """Seconds below which no schedule of it can be; infinite where there is no placement."""
     return tried.origin.bound_s
 
 
-def _is_refused(tried: Tried) -> bool:
-    """Whether memory speaks against it under all schedules that were tried."""
+def _is_refused(tried: CandidateTrial) -> bool:
+    """True if memory speaks against it under all schedules that were tried."""
     reasons = [tried.refused, *(run.refused for run in tried.runs)]
     return math.isinf(tried.step_s) and any(isinstance(each, OutOfMemoryError) for each in reasons)

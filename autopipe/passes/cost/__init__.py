@@ -1,1 +1,1 @@
-"""What work, communication and memory cost: of a node, of a stage, of a placement; and what strategies share."""
+"""Costs of work, communication and memory: of a node, of a stage, of a placement; and parts that strategies share."""

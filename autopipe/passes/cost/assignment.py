@@ -1,4 +1,4 @@
-"""What each stage computes, with everything the costs of a stage are read from."""
+"""Work of each stage, with everything the costs of a stage are read from."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.resized import resized
-from autopipe.passes.cost.uses import Use, uses_of
-from autopipe.passes.lower.exchanges import Laid, laid, taken_layouts
+from autopipe.passes.cost.uses import OpInstance, uses_of
+from autopipe.passes.lower.exchanges import NodeLayouts, laid, taken_layouts
 from autopipe.passes.lower.stages import assign_nodes
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class NodeSharing:
     """How a stage's group shares one use: how often each axis is cut, and how it holds each operand and result."""
 
     degrees: dict[str, int]
@@ -33,13 +33,13 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True)
-class Assigned:
+class StageNode:
     """One node on one stage."""
 
     index: int
     node: Node
-    use: Use
-    sharing: Sharing
+    use: OpInstance
+    sharing: NodeSharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class StageWork:
 
     stage: Stage
     problem: Problem
-    nodes: tuple[Assigned, ...]
+    nodes: tuple[StageNode, ...]
     given: dict[str, int]
     received: dict[str, int]
     parameters: dict[str, int]
@@ -92,9 +92,9 @@ def problems_of_stages(problem: Problem, placement: Placement) -> tuple[Problem,
     return tuple(by_size[size] for size in sizes)
 
 
-def laid_as(each: Assigned) -> Laid:
+def laid_as(each: StageNode) -> NodeLayouts:
     """The node with its layouts, as exchanges are found by."""
-    return Laid(each.index, each.node, each.sharing.operands, each.sharing.results)
+    return NodeLayouts(each.index, each.node, each.sharing.operands, each.sharing.results)
 
 
 def _whole(graph: Graph, layouts: dict[str, Layout], names: frozenset[str]) -> dict[str, Layout]:
@@ -103,7 +103,7 @@ def _whole(graph: Graph, layouts: dict[str, Layout], names: frozenset[str]) -> d
 
 
 def _stage_work(
-    problem: Problem, stage: Stage, nodes: tuple[Assigned, ...], outputs: tuple[str, ...], read: dict[str, Layout]
+    problem: Problem, stage: Stage, nodes: tuple[StageNode, ...], outputs: tuple[str, ...], read: dict[str, Layout]
 ) -> StageWork:
     graph = problem.graph
     written = {
@@ -143,23 +143,23 @@ def _torn(graph: Graph, read: list[dict[str, Layout]]) -> frozenset[str]:
 
 
 @remembered(GRAPHS)
-def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], Assigned]:
+def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], StageNode]:
     """A function from a node, its splits and its group's size to the node as the group has it."""
     uses = uses_of(graph)
-    known: dict[tuple[int, tuple[Split, ...], int], Sharing] = {}
+    known: dict[tuple[int, tuple[Split, ...], int], NodeSharing] = {}
 
-    def assigned(index: int, splits: tuple[Split, ...], group: int) -> Assigned:
+    def assigned(index: int, splits: tuple[Split, ...], group: int) -> StageNode:
         use = uses[index]
         key = (id(use), splits, group)
         sharing = known.get(key)
         if sharing is None:
             sharing = known[key] = _sharing(graph, index, use, splits, group)
-        return Assigned(index, graph.nodes[index], use, sharing)
+        return StageNode(index, graph.nodes[index], use, sharing)
 
     return assigned
 
 
-def _sharing(graph: Graph, index: int, use: Use, splits: tuple[Split, ...], group: int) -> Sharing:
+def _sharing(graph: Graph, index: int, use: OpInstance, splits: tuple[Split, ...], group: int) -> NodeSharing:
     degrees = {split.axis: split.degree for split in splits}
     names = use.space.extents()
     # An axis that the node lacks only shares its work: code generation refuses it, by name.
@@ -170,4 +170,4 @@ def _sharing(graph: Graph, index: int, use: Use, splits: tuple[Split, ...], grou
         tuple(None if layout is None else layout.local_elements for layout in layouts)
         for layouts in (form.operands, form.results)
     )
-    return Sharing(degrees, share, form.operands, form.results, read, written)
+    return NodeSharing(degrees, share, form.operands, form.results, read, written)

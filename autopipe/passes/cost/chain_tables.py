@@ -42,7 +42,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What the search reads. Every matrix is indexed by (first block, block after the last)."""
+    """Inputs of the search. Every matrix is indexed by (first block, block after the last)."""
 
     problem: Problem
     chain: Chain

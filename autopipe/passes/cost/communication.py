@@ -1,4 +1,4 @@
-"""What messages and collectives take on a cluster.
+"""Costs of messages and collectives on a cluster.
 
 A message of n bytes takes latency + n / bandwidth of the link between its two devices. A collective takes the time of
 the cheapest algorithm known for it, each an affine function of its size as well:
@@ -47,7 +47,7 @@ class Cost:
 
 
 FREE = Cost((Affine(0.0, 0.0),))
-"""What a group of one device costs."""
+"""Cost in a group of one device."""
 
 _Flat = Callable[[int, Link], list[Affine]]
 
@@ -121,7 +121,7 @@ def all_to_all(cluster: Cluster, group: Sequence[int]) -> Cost:
 
 
 def measured_moves(cluster: Cluster, group: Sequence[int]) -> Affine | None:
-    """What was measured of exchanges in which nothing is added up, by the bytes that a device of `group` lacks.
+    """Measured line of exchanges in which nothing is added up, by the bytes that a device of `group` lacks.
 
     Of all-gathers and all-to-alls a device lacks all but its own part; both take about as long.
     """
@@ -147,7 +147,7 @@ def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Cost | None:
 
 
 def _between(fits: Mapping[int, Affine], ranks: int) -> Affine | None:
-    """The line of so many ranks, or between those of fewer and of more; None where there are not both."""
+    """Line for `ranks` ranks, or between those of fewer and of more; None where there are not both."""
     below = max((size for size in fits if size <= ranks), default=None)
     above = min((size for size in fits if size >= ranks), default=None)
     if below is None or above is None:
@@ -211,7 +211,7 @@ def _among_groups(
 
 
 def _shared(link: Link, sharing: float) -> Link:
-    """The link as one of so many gets it that use it at once."""
+    """The link as one of `sharing` exchanges gets it that use it at once."""
     return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / max(1.0, sharing))
 
 

@@ -17,7 +17,7 @@ BATCH_AXIS = "b"
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ResolvedConstraint:
     """A constraint with its nodes, ascending, and its devices spelled out (None where it leaves them open)."""
 
     constraint: Constraint
@@ -30,12 +30,12 @@ class Wish:
         return f"the constraint on {self.constraint.match!r}"
 
 
-def wishes_of(problem: Problem, pipelines: int = 1, own_sizes: bool = False) -> tuple[Wish, ...]:
-    """The problem's constraints in order, for a strategy that makes so many pipelines.
+def wishes_of(problem: Problem, pipelines: int = 1, own_sizes: bool = False) -> tuple[ResolvedConstraint, ...]:
+    """The problem's constraints in order, for a strategy that makes `pipelines` pipelines.
 
-    `own_sizes` says that its stages may have micro-batches of different sizes. Raises ConfigurationError for one that
-    matches no node, with the nearest name, for devices or pipelines that do not exist, for micro-batches that there
-    cannot be, and for two that ask different things of one node.
+    `own_sizes`: its stages may have micro-batches of different sizes. Raises ConfigurationError for one that matches no
+    node, with the nearest name, for devices or pipelines that do not exist, for micro-batches that there cannot be, and
+    for two that contradict each other on one node.
     """
     positions = {node.name: index for index, node in enumerate(problem.graph.nodes)}
     wishes = tuple(_wish(problem, constraint, positions) for constraint in problem.constraints)
@@ -52,14 +52,14 @@ def wishes_of(problem: Problem, pipelines: int = 1, own_sizes: bool = False) -> 
     return wishes
 
 
-def asked_sizes(problem: Problem, wishes: Sequence[Wish]) -> tuple[int, ...]:
+def required_sizes(problem: Problem, wishes: Sequence[ResolvedConstraint]) -> tuple[int, ...]:
     """The sizes that micro-batches may have: all that are open, or those that constraints ask for."""
     asked = {wish.constraint.micro_batch_size for wish in wishes} - {None}
     open_sizes = problem.micro_batch_sizes or (problem.micro_batch_size,)
     return tuple(size for size in open_sizes if size in asked) or open_sizes
 
 
-def _check_size(problem: Problem, wish: Wish, own_sizes: bool) -> None:
+def _check_size(problem: Problem, wish: ResolvedConstraint, own_sizes: bool) -> None:
     size, largest = wish.constraint.micro_batch_size, problem.micro_batch_size
     if size is None or size == largest:
         return
@@ -76,9 +76,9 @@ def _check_size(problem: Problem, wish: Wish, own_sizes: bool) -> None:
         )
 
 
-def _check_agreement(problem: Problem, wishes: list[Wish]) -> None:
+def _check_agreement(problem: Problem, wishes: list[ResolvedConstraint]) -> None:
     for what, asked in _ASKED.items():
-        by_node: dict[int, Wish] = {}
+        by_node: dict[int, ResolvedConstraint] = {}
         for wish in wishes:
             if asked(wish) is None:
                 continue
@@ -92,7 +92,7 @@ def _check_agreement(problem: Problem, wishes: list[Wish]) -> None:
                     )
 
 
-_ASKED: dict[str, Callable[[Wish], object]] = {
+_ASKED: dict[str, Callable[[ResolvedConstraint], object]] = {
     "stages": lambda wish: wish.constraint.stage,
     "devices": lambda wish: wish.devices,
     "splits": lambda wish: wish.constraint.split,
@@ -100,7 +100,7 @@ _ASKED: dict[str, Callable[[Wish], object]] = {
 }
 
 
-def _wish(problem: Problem, constraint: Constraint, positions: dict[str, int]) -> Wish:
+def _wish(problem: Problem, constraint: Constraint, positions: dict[str, int]) -> ResolvedConstraint:
     if constraint.nodes is not None:
         nodes = tuple(sorted(positions[name] for name in constraint.nodes))
     else:
@@ -117,14 +117,14 @@ def _wish(problem: Problem, constraint: Constraint, positions: dict[str, int]) -
         raise ConfigurationError(f"stage {constraint.stage} asked for {constraint.match!r} is below 0")
     devices = constraint.devices
     if devices is None:
-        return Wish(constraint, nodes, None)
+        return ResolvedConstraint(constraint, nodes, None)
     size = problem.cluster.size
     unknown = [device for device in devices if not 0 <= device < size]
     if unknown:
         raise ConfigurationError(
             f"there is no device {unknown[0]}, asked for {constraint.match!r}", hint=f"devices are 0 to {size - 1}"
         )
-    return Wish(constraint, nodes, tuple(dict.fromkeys(devices)) or tuple(range(size)))
+    return ResolvedConstraint(constraint, nodes, tuple(dict.fromkeys(devices)) or tuple(range(size)))
 
 
 def _matching(graph: Graph, match: str) -> tuple[int, ...]:

@@ -18,8 +18,8 @@ from autopipe.passes.lower.halves import all_waiting_operands, viewed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Alike:
-    """What of a costed graph's nodes and values tells on the cost of any stage, as numbers equal for equal ones."""
+class StageSignatures:
+    """Signatures of a costed graph's nodes and values: numbers equal for those of equal effect on any stage's cost."""
 
     nodes: tuple[int, ...]
     """A number for each node: its work, what it keeps but for names, how many values it reads and writes."""
@@ -30,7 +30,7 @@ class Alike:
 
 
 @remembered(GRAPHS)
-def alike_in(graph: Graph, work: tuple[Work, ...], precision: str) -> Alike:
+def signatures_in(graph: Graph, work: tuple[Work, ...], precision: str) -> StageSignatures:
     """The nodes and values of a graph with such work."""
     uses, waiting = uses_of(graph), all_waiting_operands(graph)
     kept, widths = kept_values(graph, uses, precision), element_bytes(graph, uses, precision)
@@ -51,7 +51,7 @@ def alike_in(graph: Graph, work: tuple[Work, ...], precision: str) -> Alike:
         told = widths.get(name), name in gradient, graph.producer(name) is not None
         content = *told, parameter is not None and parameter.trainable, name in consumers
         values[name] = number(content), root
-    return Alike(tuple(nodes), tuple(named), values)
+    return StageSignatures(tuple(nodes), tuple(named), values)
 
 
 def content_of(work: StageWork, crossing: Set[str]) -> Hashable:
@@ -62,7 +62,7 @@ def content_of(work: StageWork, crossing: Set[str]) -> Hashable:
     some stage receives.
     """
     problem = work.problem
-    alike = alike_in(problem.graph, problem.work, problem.precision)
+    alike = signatures_in(problem.graph, problem.work, problem.precision)
     numbers = {"": 0}
     told = {""}
     found: list[Hashable] = []

@@ -19,31 +19,31 @@ from autopipe.ir.ops.statistics import joint_splits
 from autopipe.ir.placement import Split
 from autopipe.passes.cost.assignment import StageWork, laid_as
 from autopipe.passes.cost.relayout import reduction_cost, relayout_seconds
-from autopipe.passes.cost.uses import Use
+from autopipe.passes.cost.uses import OpInstance
 from autopipe.passes.lower.exchanges import Exchange, taken_layouts, with_exchanges
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
+class ExchangeSeconds:
     """Seconds of one micro-batch's collectives inside a stage."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
 
-    def __add__(self, other: Exchanged) -> Exchanged:
-        return Exchanged(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
+    def __add__(self, other: ExchangeSeconds) -> ExchangeSeconds:
+        return ExchangeSeconds(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
 
 
-def exchange_seconds(graph: Graph, cluster: Cluster, work: StageWork, gradient: Set[str]) -> Exchanged:
+def exchange_seconds(graph: Graph, cluster: Cluster, work: StageWork, gradient: Set[str]) -> ExchangeSeconds:
     """The collectives of a stage; `gradient` are the values that gradients flow through."""
     devices = work.stage.devices
     if len(devices) < 2 or not work.stage.splits:
-        return Exchanged()
-    total = Exchanged()
+        return ExchangeSeconds()
+    total = ExchangeSeconds()
     for exchange in exchanges_of(graph, work):
         width = graph.type_of(exchange.value).dtype.itemsize
         seconds = relayout_seconds(cluster, devices, exchange.step, width)
-        total += Exchanged(seconds, seconds * (exchange.value in gradient))
+        total += ExchangeSeconds(seconds, seconds * (exchange.value in gradient))
     for each in work.nodes:
         if joint_splits(each.use.space, each.sharing.degrees):
             total += statistics_seconds(
@@ -61,9 +61,9 @@ def exchanges_of(graph: Graph, work: StageWork) -> Iterable[Exchange]:
 
 
 def statistics_seconds(
-    cluster: Cluster, devices: tuple[int, ...], use: Use, signature: Signature, degrees: Mapping[str, int]
-) -> Exchanged:
-    """What a node that is split by `degrees`, along joint axes among others, tells the group."""
+    cluster: Cluster, devices: tuple[int, ...], use: OpInstance, signature: Signature, degrees: Mapping[str, int]
+) -> ExchangeSeconds:
+    """Seconds of the statistics that a node split by `degrees`, along joint axes among others, exchanges."""
     forward = backward = 0.0
     mesh: MeshAxes = ()
     for told in use.row.statistics(signature, use.space, degrees):
@@ -71,4 +71,4 @@ def statistics_seconds(
         over = merged([place for axis, place in zip(degrees, mesh, strict=True) if axis in told.axes])
         seconds = told.times * reduction_cost(cluster, devices, told.kind, over).seconds(told.bytes)
         forward, backward = (forward, backward + seconds) if told.backward else (forward + seconds, backward)
-    return Exchanged(forward, backward)
+    return ExchangeSeconds(forward, backward)

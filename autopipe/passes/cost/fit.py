@@ -1,4 +1,4 @@
-"""Whether a placement fits into memory, and what recomputation does about it."""
+"""True if a placement fits into memory, and what recomputation does about it."""
 
 from __future__ import annotations
 

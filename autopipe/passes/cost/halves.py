@@ -1,4 +1,4 @@
-"""What the second half of a split backward computes, and what it holds until then (see `autopipe.passes.lower.halves`).
+"""Work of the second half of a split backward, and the memory held until then (see `autopipe.passes.lower.halves`).
 
 Qi et al., "Zero Bubble Pipeline Parallelism" (2024), section 2: of a product's backward, half gives the gradient of
 what flows, half that of the weight.
@@ -13,7 +13,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Problem
 from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.assignment import StageWork
-from autopipe.passes.cost.kept import Kept
+from autopipe.passes.cost.kept import SavedTensor
 from autopipe.passes.cost.memory import State, state_of
 from autopipe.passes.cost.precision import PRODUCT_KINDS
 from autopipe.passes.cost.uses import uses_of
@@ -51,7 +51,9 @@ def waiting_state(problem: Problem, work: StageWork) -> State:
     return state_of(problem, ((name, count) for name, count in work.parameters.items() if name in names))
 
 
-def weight_kept_bytes(graph: Graph, work: StageWork, kept: tuple[tuple[Kept, ...], ...], widths: dict[str, int]) -> int:
+def weight_kept_bytes(
+    graph: Graph, work: StageWork, kept: tuple[tuple[SavedTensor, ...], ...], widths: dict[str, int]
+) -> int:
     """Bytes on one device that wait for the second half: what those operators keep, and the gradients of results."""
     operands: dict[tuple[str, int], int] = {}
     gradients = 0

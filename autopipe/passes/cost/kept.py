@@ -1,4 +1,4 @@
-"""What each node makes backward keep: values, once each, however many views and consumers they have."""
+"""Tensors that each node makes backward keep: values, once each, however many views and consumers they have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopipe.ir.graph import Graph, Node
 from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.ir.space import Dimension, Windowed
 from autopipe.passes.cost.precision import PRODUCT_KINDS, element_bytes, narrows
-from autopipe.passes.cost.uses import Use
+from autopipe.passes.cost.uses import OpInstance
 from autopipe.passes.lower.gradients import differentiable_values
 
 _BESIDE = {"mask": 1, "places": 8}
@@ -17,7 +17,7 @@ _BESIDE = {"mask": 1, "places": 8}
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedTensor:
     """A tensor kept from forward to backward.
 
     Two nodes that keep the same tensor give it the same `key`. `bytes` is its whole size; `dimensions` say, in the
@@ -43,7 +43,9 @@ class Kept:
 
 
 @remembered(GRAPHS)
-def kept_values(graph: Graph, uses: tuple[Use, ...], precision: str = "fp32") -> tuple[tuple[Kept, ...], ...]:
+def kept_values(
+    graph: Graph, uses: tuple[OpInstance, ...], precision: str = "fp32"
+) -> tuple[tuple[SavedTensor, ...], ...]:
     """For each node what backward needs of it, at `precision`.
 
     Parameters, constants and graph inputs are there anyway and do not count, but the 16-bit copies that autocast makes
@@ -66,24 +68,24 @@ class _Keeper:
         self.trained = {each.value.name for each in graph.parameters if each.trainable}
         self.free |= {each.value.name for each in graph.parameters} | {each.value.name for each in graph.constants}
 
-    def of(self, node: Node, use: Use) -> tuple[Kept, ...]:
-        """What one node keeps; nodes must be asked for in order."""
+    def of(self, node: Node, use: OpInstance) -> tuple[SavedTensor, ...]:
+        """Tensors that one node keeps; nodes must be asked for in order."""
         if use.row.kind == "view":
             source = self.roots.get(node.inputs[0], node.inputs[0])
             self.roots |= {name: source for name in node.outputs if name}
             return ()
         if not use.row.differentiable or self.gradient.isdisjoint(node.inputs):
             return ()
-        found: dict[tuple[str, int], Kept] = {}
+        found: dict[tuple[str, int], SavedTensor] = {}
         for what in use.row.keeps:
             for kept in self._tensors(node, use, what):
                 found.setdefault(kept.key, kept)
         return tuple(found.values())
 
-    def _tensors(self, node: Node, use: Use, what: str) -> list[Kept]:
+    def _tensors(self, node: Node, use: OpInstance, what: str) -> list[SavedTensor]:
         if what in _BESIDE:
             width, elements = _BESIDE[what], self.graph.type_of(node.outputs[0]).elements
-            return [Kept((f"{node.outputs[0]}\0{what}", width), elements * width, use.space.results[0] or ())]
+            return [SavedTensor((f"{node.outputs[0]}\0{what}", width), elements * width, use.space.results[0] or ())]
         if what.startswith(">"):
             position = int(what[1:])
             names, dimensions = node.outputs, use.space.results
@@ -101,10 +103,10 @@ class _Keeper:
             )
         ]
 
-    def _casts(self, use: Use) -> bool:
+    def _casts(self, use: OpInstance) -> bool:
         return self.narrow and use.row.kind in PRODUCT_KINDS
 
-    def _needs(self, node: Node, use: Use, position: int) -> bool:
+    def _needs(self, node: Node, use: OpInstance, position: int) -> bool:
         """A factor is needed for the gradients of the other factors only."""
         if use.row.kind not in ("matmul", "convolution") and use.row.name != "Mul":
             return True
@@ -112,8 +114,8 @@ class _Keeper:
 
     def _tensor(
         self, name: str, dimensions: tuple[Dimension, ...] | None, windows: tuple[Windowed, ...], cast: str | None
-    ) -> list[Kept]:
-        """What is kept of a value; `cast` names the copy that its reader makes of it, if it makes one."""
+    ) -> list[SavedTensor]:
+        """Saved tensors of a value; `cast` names the copy that its reader makes of it, if it makes one."""
         if not name:
             return []
         through = tuple((window, self.graph.type_of(name).shape[window.dimension]) for window in windows)
@@ -121,7 +123,9 @@ class _Keeper:
         value = self.graph.type_of(root)
         width = self.widths[root]
         if cast is not None and value.dtype.is_floating and width > 2:
-            return [Kept((root if root in self.trained else cast, 2), value.elements * 2, dimensions or (), through)]
+            return [
+                SavedTensor((root if root in self.trained else cast, 2), value.elements * 2, dimensions or (), through)
+            ]
         if root in self.free:
             return []
-        return [Kept((root, width), value.elements * width, dimensions or (), through)]
+        return [SavedTensor((root, width), value.elements * width, dimensions or (), through)]

@@ -14,7 +14,7 @@ from autopipe.ir.problem import Problem
 _HINT = "set cluster.straddle to true, or take a strategy that makes stages: pipedream, graphpipe, tepdist or grid"
 
 
-def alike_runs(cluster: Cluster) -> tuple[range, ...]:
+def equal_device_runs(cluster: Cluster) -> tuple[range, ...]:
     """The longest runs of neighbouring devices that one stage may have: of one kind, or all where stages may straddle.
 
     Their order is that of the devices.
@@ -33,7 +33,7 @@ def describe_kinds(cluster: Cluster, devices: Iterable[int]) -> str:
 
 
 def may_share(problem: Problem, devices: Sequence[int]) -> bool:
-    """Whether a stage may have all of these devices: of one kind, or straddling kinds as it is asked to."""
+    """True if a stage may have all of these devices: of one kind, or straddling kinds as it is asked to."""
     cluster = problem.cluster
     if cluster.straddle or len(cluster.kinds_among(devices)) == 1:
         return True
@@ -54,7 +54,7 @@ def check_one_kind(problem: Problem, strategy: str) -> None:
 
 def check_kinds(problem: Problem, placement: Placement) -> None:
     """Raise InfeasibleError for a stage that straddles kinds without being asked to."""
-    if len(alike_runs(problem.cluster)) == 1:
+    if len(equal_device_runs(problem.cluster)) == 1:
         return
     for index, stage in enumerate(placement.stages):
         if not may_share(problem, stage.devices):

@@ -23,7 +23,7 @@ from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.work import annotate
 
 _MOST_WAYS = 64
-"""Shares are looked up for splits of up to so many ways; smaller ones follow the roofline from there."""
+"""Shares are looked up for splits of up to this many ways; smaller ones follow the roofline from there."""
 _NOTHING = ((1.0, 0.0, 0.0),)
 """No seconds, whatever the share."""
 
@@ -122,7 +122,7 @@ def _shares(operations: Operations, index: int, degrees: Sequence[int]) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class _Lookup:
-    """What was measured on one kind of device, by operation, and how its roofline compares to it."""
+    """Measured times on one kind of device, by operation, and the ratio of its roofline to them."""
 
     device: Device
     precision: str
@@ -147,7 +147,7 @@ class _Lookup:
         )
 
     def measured(self, work: Work, shares: Sequence[tuple[float, Operation]]) -> Measured:
-        """What a node takes on the device at the shares that were measured; the first is the whole node."""
+        """Time of a node on the device at the shares that were measured; the first is the whole node."""
         by_share: dict[float, list[tuple[float, float]]] = {}
         for share, operation in shares:
             found = self._seconds(work, share, operation)

@@ -1,4 +1,4 @@
-"""What memory holds on a device of a stage: state, what backward keeps, what one task needs while it runs."""
+"""Memory on a device of a stage: state, saved activations, and the working memory of one task."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.remembered import GRAPHS, remembered
-from autopipe.passes.cost.assignment import Assigned, StageWork, stage_work
-from autopipe.passes.cost.kept import Kept
+from autopipe.passes.cost.assignment import StageNode, StageWork, stage_work
+from autopipe.passes.cost.kept import SavedTensor
 from autopipe.passes.cost.replicas import holders_of
 from autopipe.passes.lower.segments import cutter
 
@@ -95,7 +95,7 @@ def _held_together(problem: Problem, works: Iterable[StageWork], copies: Mapping
     return state_of(problem, held.items(), copies).total
 
 
-def kept_bytes(work: StageWork, kept: tuple[tuple[Kept, ...], ...]) -> int:
+def kept_bytes(work: StageWork, kept: tuple[tuple[SavedTensor, ...], ...]) -> int:
     """Bytes on one device that backward keeps of one micro-batch, each value once."""
     found: dict[tuple[str, int], int] = {}
     for each in work.nodes:
@@ -106,13 +106,12 @@ def kept_bytes(work: StageWork, kept: tuple[tuple[Kept, ...], ...]) -> int:
 
 
 def recomputed_bytes(
-    work: StageWork, kept: tuple[tuple[Kept, ...], ...], widths: dict[str, int], held: int
+    work: StageWork, kept: tuple[tuple[SavedTensor, ...], ...], widths: dict[str, int], held: int
 ) -> tuple[int, int]:
-    """Bytes on one device of a stage that recomputes: of what passes between its segments for each micro-batch, and the
-    most that there is besides while a segment's backward runs; so many micro-batches are `held` at a time.
-
-    That is what running it again has brought back of the nodes that are still to come, gradients of the node that is
-    at work, and those of what the segment gives, which stay until it is done.
+    """Bytes on one device of a stage that recomputes: of the values between its segments for each micro-batch, and the
+    most that there is besides while a segment's backward runs; `held` micro-batches are in flight. The second counts
+    activations brought back for the nodes still to come, gradients of the node at work, and those of the segment's
+    results, which stay until it is done.
     """
     segments = cutter(work.problem.graph)(tuple(each.index for each in work.nodes), held)
     nodes = {each.index: each for each in work.nodes}
@@ -129,7 +128,7 @@ def recomputed_bytes(
 
 
 def _segment_bytes(
-    graph: Graph, nodes: Iterable[Assigned], kept: tuple[tuple[Kept, ...], ...], widths: dict[str, int]
+    graph: Graph, nodes: Iterable[StageNode], kept: tuple[tuple[SavedTensor, ...], ...], widths: dict[str, int]
 ) -> int:
     found: dict[tuple[str, int], int] = {}
     brought_back = most = 0
@@ -158,7 +157,7 @@ def gradient_workspace(graph: Graph, work: StageWork, widths: dict[str, int]) ->
     return max((_gradients_of(graph, each, widths) for each in work.nodes), default=0)
 
 
-def _gradients_of(graph: Graph, each: Assigned, widths: dict[str, int]) -> int:
+def _gradients_of(graph: Graph, each: StageNode, widths: dict[str, int]) -> int:
     """Bytes of the gradients of a node's results and operands, parameters not among them."""
     if each.use.row.kind == "view":
         return 0

@@ -14,7 +14,7 @@ from autopipe.ir.placement import Split
 from autopipe.ir.problem import Work
 from autopipe.ir.space import AxisKind
 from autopipe.passes.cost.biases import bias_additions
-from autopipe.passes.cost.uses import Use, uses_of
+from autopipe.passes.cost.uses import OpInstance, uses_of
 from autopipe.passes.lower.exchanges import laid
 from autopipe.passes.lower.gradients import differentiable_values
 
@@ -27,7 +27,7 @@ class Operations:
 
     graph: Graph
     precision: str
-    uses: tuple[Use, ...]
+    uses: tuple[OpInstance, ...]
     gradients: frozenset[str]
     """Values that gradients flow through."""
     additions: dict[int, int]
@@ -35,7 +35,7 @@ class Operations:
 
     @staticmethod
     def of(graph: Graph, precision: str) -> Operations:
-        """Those of `graph`."""
+        """Operations of `graph`."""
         return Operations(graph, precision, uses_of(graph), differentiable_values(graph), bias_additions(graph))
 
     @property
@@ -61,7 +61,7 @@ class Operations:
                     yield (Split(axis.name, degree),)
 
     def operation(self, index: int, splits: Splits = ()) -> Operation:
-        """What a node is on one device."""
+        """Operation of a node on one device."""
         own = self._local(index, splits)
         operation = operation_of(own, self._flowing(index), self.precision)
         bias = self._bias(index, splits, own)
@@ -136,7 +136,7 @@ def _local_value(value: Value | None, layout: Layout | None) -> Value | None:
 
 
 def _limits(signature: Signature) -> dict[str, int]:
-    """What the numbers of operands must stay below that index something."""
+    """Exclusive upper bounds of index operands, by operand."""
     from autopipe.passes.lower.inputs import input_ranges  # With programs; only what is measured asks.
 
     node = signature.node

@@ -1,4 +1,4 @@
-"""What the seconds of a stage are made of, besides work that one device would do as well."""
+"""Breakdown of the seconds of a stage, besides work that one device would do as well."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TaskParts:
     recomputation_s: float = 0.0
     """The forward that a backward runs again, its collectives included."""
     repetition_s: float = 0.0
-    """What other devices compute, too, for the same samples."""
+    """Computation that other devices do, too, for the same samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class StageParts:
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
-    """What a step takes on one device by itself, were its memory large enough and launches free."""
+class IdealStep:
+    """Step of one device by itself, were its memory large enough and launches free."""
 
     step_s: float
     update_s: float
@@ -59,8 +59,8 @@ def stage_parts(problem: Problem, placement: Placement, prediction: Prediction) 
     )
 
 
-def alone(problem: Problem) -> tuple[Alone, ...]:
-    """What a step takes on each device by itself, at the roofline: nothing is lost to how the batch is divided."""
+def alone(problem: Problem) -> tuple[IdealStep, ...]:
+    """Step of each device by itself, at the roofline: nothing is lost to how the batch is divided."""
     nodes = tuple(range(len(problem.graph.nodes)))
     devices = {device: _at_roofline(device) for device in dict.fromkeys(problem.cluster.devices)}
     cluster = replace(problem.cluster, devices=tuple(devices[each] for each in problem.cluster.devices))
@@ -71,7 +71,7 @@ def alone(problem: Problem) -> tuple[Alone, ...]:
             stage = Stage(nodes, (index,), problem.micro_batch_size)
             (cost,) = stage_costs(launched, Placement((stage,)))
             tasks = problem.micro_batches * (cost.forward_s + cost.backward_s)
-            kinds[device] = Alone(tasks + cost.update_s, cost.update_s)
+            kinds[device] = IdealStep(tasks + cost.update_s, cost.update_s)
     return tuple(kinds[device] for device in problem.cluster.devices)
 
 

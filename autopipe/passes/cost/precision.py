@@ -11,7 +11,7 @@ from __future__ import annotations
 from autopipe.ir.graph import Graph
 from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.biases import bias_additions
-from autopipe.passes.cost.uses import Use
+from autopipe.passes.cost.uses import OpInstance
 
 PRODUCT_KINDS = frozenset({"matmul", "convolution", "recurrent"})
 """Kinds of operators that autocast runs in the narrow type."""
@@ -21,12 +21,12 @@ _HALF = frozenset({"bf16", "fp16"})
 
 
 def narrows(precision: str) -> bool:
-    """Whether products run in 16 bits."""
+    """True if products run in 16 bits."""
     return precision in _HALF
 
 
 @remembered(GRAPHS)
-def element_bytes(graph: Graph, uses: tuple[Use, ...], precision: str) -> dict[str, int]:
+def element_bytes(graph: Graph, uses: tuple[OpInstance, ...], precision: str) -> dict[str, int]:
     """Bytes an element of every value, by name, when the graph runs at `precision`."""
     held = [each.value for each in graph.parameters] + [each.value for each in graph.constants]
     widths = {value.name: value.dtype.itemsize for value in (*graph.inputs, *held, *graph.values)}

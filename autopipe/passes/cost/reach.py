@@ -1,4 +1,4 @@
-"""What of a group's devices tells how fast it computes and exchanges."""
+"""Signature of a device group: all that decides how fast it computes and exchanges."""
 
 from __future__ import annotations
 

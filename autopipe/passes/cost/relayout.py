@@ -1,7 +1,6 @@
-"""What a change of layout takes (`passes/lower/relayout.py`): reductions as collectives, the rest by what devices lack.
-
-Where nothing is added up, each link carries once what is lacking behind it: a device's own link what the device lacks,
-a node's what its devices lack together. Ring all-gathers, all-to-alls and messages move exactly that.
+"""Cost of a change of layout (`passes/lower/relayout.py`): reductions as collectives, the rest by the bytes that
+devices lack. Where nothing is added up, each link carries once what is lacking behind it: a device's own link what the
+device lacks, a node's what its devices lack together. Ring all-gathers, all-to-alls and messages move exactly that.
 """
 
 from __future__ import annotations
@@ -48,10 +47,8 @@ def moving_seconds(cluster: Cluster, devices: Sequence[int], source: Layout, tar
 
 @lru_cache(maxsize=4096)
 def moving_lines(cluster: Cluster, devices: tuple[int, ...]) -> tuple[tuple[int, Affine], ...]:
-    """What it takes to bring a device, its node and so on what is lacking there, by the bytes of it.
-
-    Each with how many neighbours in `devices` share that. Where exchanges among so many devices of a node were
-    measured, that counts, and else the links.
+    """Lines of the time to bring a device, its node and so on the bytes lacking there, each with how many neighbours in
+    `devices` share the link. Measured exchanges count where there are any in a node of as many devices, else the links.
     """
     measured = measured_moves(cluster, devices)
     if measured is not None:

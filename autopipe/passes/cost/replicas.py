@@ -1,7 +1,7 @@
-"""What devices that hold the same block of a parameter do together at a step's end, and which part each has of it.
+"""Joint work, at a step's end, of devices that hold the same block of a parameter.
 
-Without sharing they add up gradients, and each updates all. Where the optimizer's state is shared out (ZeRO-1, see
-`Optimizer.shard`), each gets the sum of a share of the gradients and updates that; then all gather the parameters.
+Without sharding they add up gradients, and each updates all. Where the optimizer's state is sharded (ZeRO-1, see
+`Optimizer.shard`), each gets the sum of a shard of the gradients and updates that; then all gather the parameters.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from autopipe.passes.cost.roofline import bucket_line
 
 
 def exchange_of_gradients(problem: Problem, group: Sequence[int], tensors: int = 0) -> Cost:
-    """Seconds, once a step, for gradients of so many bytes a device of `group`: what is gathered has as many bytes.
+    """Seconds, once a step, for gradients of these bytes a device of `group`; as many bytes are gathered.
 
-    That they go into a bucket and come back counts too, by the byte, and by the tensor where it is said how many.
+    Copying into a bucket and back counts too, by the byte, and by the tensor where `tensors` is given.
     """
     if len(group) < 2:
         return FREE

@@ -61,7 +61,7 @@ def _measure(work: Sequence[Work], device: str, shares: np.ndarray, forward: Sec
 def _roofline(
     work: Sequence[Work], device: Device, precision: str, shares: float | np.ndarray
 ) -> tuple[Seconds, Seconds]:
-    """What the device's figures say."""
+    """Seconds by the device's data sheet."""
     rates = {kind: _rates(device, precision, kind) for kind in {each.kind for each in work}}
     figures = np.array(
         [
@@ -119,8 +119,7 @@ def task_seconds(device: Device) -> tuple[float, float]:
 
 
 def posting_seconds(device: Device, messages: int, size_bytes: float) -> float:
-    """Seconds of the device's own time that a task's messages take, of so many bytes together, where that was
-    measured."""
+    """CPU seconds that a task's messages take, of these bytes together, where that was measured."""
     if device.post is None or not messages:
         return 0.0
     following = device.post if device.follow is None else device.follow
@@ -128,7 +127,7 @@ def posting_seconds(device: Device, messages: int, size_bytes: float) -> float:
 
 
 def waiting_seconds(device: Device, operators: int) -> float:
-    """Seconds that so many operators take because their parameters' gradients wait, where that was measured."""
+    """Seconds that `operators` operators take because their weight gradients are deferred, where that was measured."""
     return 0.0 if device.tasks is None else device.tasks.waiting_s * operators
 
 

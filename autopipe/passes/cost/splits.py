@@ -11,7 +11,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.layout import is_block
 from autopipe.ir.placement import Split
 from autopipe.ir.remembered import GRAPHS, remembered
-from autopipe.passes.cost.uses import Use, uses_of
+from autopipe.passes.cost.uses import OpInstance, uses_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +22,16 @@ class SampleAxes:
     """
 
     graph: Graph
-    uses: tuple[Use, ...]
+    uses: tuple[OpInstance, ...]
     batch: BatchAxes
     axes: tuple[str | None, ...]
 
     def carries(self, value: str) -> bool:
-        """Whether replicas share out this value; the others hold it whole."""
+        """True if replicas share out this value; the others hold it whole."""
         return value in self.batch.values
 
     def divides(self, node: int, degree: int) -> bool:
-        """Whether `degree` replicas can share a node's samples in equal blocks."""
+        """True if `degree` replicas can share a node's samples in equal blocks."""
         axis = self.axes[node]
         return axis is None or degree == 1 or is_block(self.uses[node].space, axis, degree)
 

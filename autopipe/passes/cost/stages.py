@@ -1,4 +1,4 @@
-"""What each stage of a placement costs: seconds of a micro-batch, seconds of a step's end, bytes on a device."""
+"""Costs of each stage of a placement: seconds of a micro-batch, seconds of a step's end, bytes on a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopipe.passes.cost.assignment import StageWork, stage_work
 from autopipe.passes.cost.equal_stages import content_of
 from autopipe.passes.cost.exchange import exchange_seconds
 from autopipe.passes.cost.halves import waiting_state, weight_kept_bytes, weight_shares
-from autopipe.passes.cost.kept import Kept, kept_values
+from autopipe.passes.cost.kept import SavedTensor, kept_values
 from autopipe.passes.cost.memory import (
     State,
     gradient_workspace,
@@ -86,7 +86,7 @@ class StageCost:
 
 
 def step_seconds(cost: StageCost, micro_batches: int, overlap: bool = False) -> float:
-    """What a stage takes of a step of so many micro-batches of its own, one thing after the other.
+    """Seconds of a stage in a step of `micro_batches` of its own, one thing after the other.
 
     `overlap` hides gradients behind the last backward.
     """
@@ -121,9 +121,9 @@ def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """What is known of the tensors of a graph, for all stages that run it."""
+    """Facts on the tensors of a graph, for all stages that run it."""
 
-    kept: tuple[tuple[Kept, ...], ...]
+    kept: tuple[tuple[SavedTensor, ...], ...]
     """For each node what backward needs of it."""
     widths: dict[str, int]
     """Bytes of an element."""

@@ -15,7 +15,7 @@ from autopipe.ir.space import Space
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class OpInstance:
     """One use of an operator. `flops` are those of one forward evaluation of the whole node."""
 
     row: Operator
@@ -24,13 +24,13 @@ class Use:
 
 
 @remembered(GRAPHS)
-def uses_of(graph: Graph) -> tuple[Use, ...]:
+def uses_of(graph: Graph) -> tuple[OpInstance, ...]:
     """The use that each node makes of its operator, in the order of the nodes.
 
-    Nodes that agree in operator, attributes, tensor types and constants share one `Use`: a model of equal layers is
+    Nodes that agree in operator, attributes, tensor types and constants share one `OpInstance`: equal layers are
     worked out once a layer's kind. Raises ModelError for an operator without a row.
     """
-    known: dict[Hashable, Use] = {}
+    known: dict[Hashable, OpInstance] = {}
     found = []
     for node, key in zip(graph.nodes, use_keys(graph), strict=True):
         use = known.get(key)
@@ -40,10 +40,10 @@ def uses_of(graph: Graph) -> tuple[Use, ...]:
     return tuple(found)
 
 
-def _use(graph: Graph, node: Node) -> Use:
+def _use(graph: Graph, node: Node) -> OpInstance:
     row = operator_of(node)
     if row is None:
         raise ModelError(f"operator {qualified_name(node)} is not supported", where=repr(node.name))
     signature = signature_of(graph, node)
     space = row.space(signature)
-    return Use(row, space, row.flops(signature, space))
+    return OpInstance(row, space, row.flops(signature, space))

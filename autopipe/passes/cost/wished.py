@@ -8,11 +8,11 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.layout import are_blocks, even_degree_hint
 from autopipe.ir.placement import Split
 from autopipe.ir.space import AxisKind
-from autopipe.passes.cost.constraints import BATCH_AXIS, Wish
+from autopipe.passes.cost.constraints import BATCH_AXIS, ResolvedConstraint
 from autopipe.passes.cost.splits import SampleAxes
 
 
-def wished_splits(wishes: Sequence[Wish], samples: SampleAxes) -> dict[int, tuple[Split, ...]]:
+def required_splits(wishes: Sequence[ResolvedConstraint], samples: SampleAxes) -> dict[int, tuple[Split, ...]]:
     """By node the splits, outer to inner, that `wishes` ask for; () where they ask for none on purpose.
 
     Of a wish's axes a node is split along those that it has. Raises ConfigurationError, naming the wish and the node,

@@ -10,7 +10,7 @@ from autopipe.ir.problem import Work
 from autopipe.passes.cost.kept import kept_values
 from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.splits import SampleAxes
-from autopipe.passes.cost.uses import Use, uses_of
+from autopipe.passes.cost.uses import OpInstance, uses_of
 from autopipe.passes.lower.gradients import differentiable_values
 
 _NO_WORK = ("view",)
@@ -29,7 +29,7 @@ def annotate(graph: Graph, precision: str = "fp32") -> tuple[Work, ...]:
 
 
 def annotate_share(graph: Graph, samples: SampleAxes, precision: str, share: float) -> tuple[Work, ...]:
-    """The work of every node on `share` of the graph's samples, as `annotate` of a graph of so many would have it.
+    """The work of every node on `share` of the graph's samples, equal to `annotate` of a graph of that size.
 
     It leaves open what backward keeps.
     """
@@ -42,7 +42,7 @@ def annotate_share(graph: Graph, samples: SampleAxes, precision: str, share: flo
     return _annotated(graph, samples.uses, sizes, flops, itertools.repeat(0))
 
 
-def _kept_bytes(graph: Graph, uses: tuple[Use, ...], precision: str) -> Iterator[int]:
+def _kept_bytes(graph: Graph, uses: tuple[OpInstance, ...], precision: str) -> Iterator[int]:
     """Bytes of values that each node makes backward keep, counted at the first node that does."""
     seen: set[tuple[str, int]] = set()
     for kept in kept_values(graph, uses, precision):
@@ -52,7 +52,7 @@ def _kept_bytes(graph: Graph, uses: tuple[Use, ...], precision: str) -> Iterator
 
 
 def _annotated(
-    graph: Graph, uses: tuple[Use, ...], sizes: dict[str, float], flops: list[float], kept: Iterator[int]
+    graph: Graph, uses: tuple[OpInstance, ...], sizes: dict[str, float], flops: list[float], kept: Iterator[int]
 ) -> tuple[Work, ...]:
     gradient = differentiable_values(graph)
     found = []
@@ -72,7 +72,7 @@ def _annotated(
     return tuple(found)
 
 
-def _moved(node: Node, use: Use, sizes: dict[str, float]) -> float:
+def _moved(node: Node, use: OpInstance, sizes: dict[str, float]) -> float:
     """Bytes read and written by forward. Copies read no more than they write: a lookup reads the rows it returns."""
     read = [sizes[name] for name in dict.fromkeys(node.inputs) if name]
     written = sum(sizes[name] for name in node.outputs if name)
@@ -81,7 +81,7 @@ def _moved(node: Node, use: Use, sizes: dict[str, float]) -> float:
     return float(sum(read) + written)
 
 
-def _cleared(node: Node, use: Use, sizes: dict[str, float], gradient: frozenset[str]) -> float:
+def _cleared(node: Node, use: OpInstance, sizes: dict[str, float], gradient: frozenset[str]) -> float:
     """Bytes of zeros that backward writes where a copy read only parts: the gradient of a table is as large as it."""
     if use.row.kind != "memory":
         return 0.0
@@ -89,7 +89,7 @@ def _cleared(node: Node, use: Use, sizes: dict[str, float], gradient: frozenset[
     return sum(max(0.0, sizes[name] - written) for name in dict.fromkeys(node.inputs) if name in gradient)
 
 
-def _gradient_share(node: Node, use: Use, gradient: frozenset[str]) -> float:
+def _gradient_share(node: Node, use: OpInstance, gradient: frozenset[str]) -> float:
     """The part of a full backward that is done: 0 without gradients, 1/2 for a product with one factor's."""
     if not use.row.differentiable or gradient.isdisjoint(node.inputs):
         return 0.0
@@ -99,10 +99,10 @@ def _gradient_share(node: Node, use: Use, gradient: frozenset[str]) -> float:
     return sum(name in gradient for name in found) / len(found)
 
 
-def factors(node: Node, use: Use) -> tuple[str, ...]:
+def factors(node: Node, use: OpInstance) -> tuple[str, ...]:
     """Operands that the gradients of others need; a bias or a mask is none."""
     return tuple(name for position, name in enumerate(node.inputs) if name and _is_factor(use, position))
 
 
-def _is_factor(use: Use, position: int) -> bool:
+def _is_factor(use: OpInstance, position: int) -> bool:
     return "*" in use.row.keeps or str(position) in use.row.keeps

@@ -18,7 +18,7 @@ from autopipe.passes.schedule.simulate import simulate
 def breakdown(
     problem: Problem, placement: Placement, schedule: Schedule, prediction: Prediction, step_s: float
 ) -> Breakdown:
-    """What a step of `step_s` seconds, as simulated from the prediction, is made of."""
+    """Breakdown of a step of `step_s` seconds, as simulated from the prediction."""
     parts = stage_parts(problem, placement, prediction)
     own = _own_seconds(placement, schedule, prediction, parts)
     single = alone(problem)
@@ -67,7 +67,7 @@ class _Own:
 def _own_seconds(
     placement: Placement, schedule: Schedule, prediction: Prediction, parts: Sequence[StageParts]
 ) -> list[_Own]:
-    """What each device does."""
+    """Seconds of each device by kind of work."""
     found = [_Own() for _ in range(schedule.devices)]
     counts = {id(order): Counter((task.stage, task.phase) for task in order) for order in _once(schedule)}
     for own, order in zip(found, schedule.tasks, strict=True):

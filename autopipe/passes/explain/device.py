@@ -1,4 +1,4 @@
-"""What a device does in a step, and for whom it waits."""
+"""Tasks of a device in a step, and the devices it waits for."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _waits(placement: Placement, timeline: Timeline, spans: list[Span]) -> tuple
 
 
 def _by_end(timed: Iterable[Timed]) -> Mapping[float, list[Timed]]:
-    """What ends at each instant: a task starts at the very float that what it waited for ends at."""
+    """Tasks by end: a task starts at the very float that the one it waited for ends at."""
     found: defaultdict[float, list[Timed]] = defaultdict(list)
     for each in timed:
         found[each.end].append(each)

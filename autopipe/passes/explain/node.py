@@ -1,4 +1,4 @@
-"""What is known of a node in a plan: where it is, what it takes, and what its values move."""
+"""Report of a node in a plan: its place, its time, and the bytes its values move."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Edge:
 
     value: str
     reads: bool
-    """Whether the node reads it; else it writes it."""
+    """True if the node reads it; else it writes it."""
     node: str
     """The node at the other end; "" for the model's own inputs and outputs, and parameters."""
     stage: int | None
@@ -29,14 +29,14 @@ class Edge:
     bytes: int
     """Of the whole value, of one of the node's micro-batches."""
     exchanges: tuple[str, ...]
-    """What the stage's devices do so that it is laid out as it is read: collectives by kind."""
+    """Exchanges of the stage's devices for the layouts in which it is read: collectives by kind."""
     exchange_s: float
-    """What that takes for a micro-batch, forward and backward."""
+    """Seconds of these for a micro-batch, forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What is known of a node."""
+    """Facts on a node."""
 
     node: int
     name: str
@@ -50,7 +50,7 @@ class NodeReport:
     """Seconds of a micro-batch on a device."""
     backward_s: float
     recomputed: bool
-    """Whether each stage that reads its values computes it for itself, as it costs less than sending."""
+    """True if each stage that reads its values computes it for itself, as it costs less than sending."""
     edges: tuple[Edge, ...]
 
 

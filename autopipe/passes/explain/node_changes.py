@@ -1,4 +1,4 @@
-"""What else could be done with a node: other splits, another stage."""
+"""Alternatives for a node: other splits, another stage."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def samples_of(problem: Problem, stage: Stage) -> SampleAxes:
 
 
 def _legal(samples: SampleAxes, node: int, group: int) -> Iterator[tuple[Split, ...]]:
-    """Splits of a node over so many devices: along one axis in any degree, or two that take all of them."""
+    """Splits of a node over `group` devices: along one axis in any degree, or two that take all of them."""
     yield ()
     axes = [axis.name for axis in samples.uses[node].space.axes if axis.kind is not AxisKind.WHOLE]
     degrees = [degree for degree in range(2, group + 1) if group % degree == 0]

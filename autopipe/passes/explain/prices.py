@@ -1,6 +1,6 @@
-"""What a plan's step would take under another placement, everything else as it is.
+"""Step of a plan under another placement, everything else as it is.
 
-The price of a change is what planning the edited placement gives: the plan's own scheduler orders it anew.
+The price of a change is the step of the edited placement, ordered by the plan's own scheduler.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from autopipe.ir.errors import REFUSALS, InfeasibleError
 from autopipe.ir.placement import Placement
-from autopipe.passes.pipeline import Placed, Planned, foreseen, named, schedule
-from autopipe.passes.runner import Runner, Silent
+from autopipe.passes.pipeline import Placed, PlanResult, predict_placement, schedule, strategy_and_scheduler
+from autopipe.passes.runner import NullObserver, Runner
 from autopipe.passes.schedule.limits import lower_bound
 from autopipe.passes.schedule.simulate import simulate
 
@@ -31,7 +31,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class EditPrice:
     """A change and what its step takes, or why there is none."""
 
     what: str
@@ -47,17 +47,17 @@ class Price:
         return math.inf if self.step_s is None else self.step_s
 
 
-def priced(planned: Planned, change: Change) -> Price:
-    """What planning the edited placement, with the plan's own scheduler, gives."""
+def priced(planned: PlanResult, change: Change) -> EditPrice:
+    """Plan the edited placement with the plan's own scheduler."""
     try:
         placed = _placed(planned, change.placement)
-        found = schedule(placed, named(planned.request)[1], Runner(Silent()))
+        found = schedule(placed, strategy_and_scheduler(planned.request)[1], Runner(NullObserver()))
     except REFUSALS as error:
-        return Price(change.what, change.placement, refused=error.line)
-    return Price(change.what, change.placement, found.timeline.end, max(found.timeline.peak_memory))
+        return EditPrice(change.what, change.placement, refused=error.line)
+    return EditPrice(change.what, change.placement, found.timeline.end, max(found.timeline.peak_memory))
 
 
-def cheapest(planned: Planned, changes: Iterable[Change], wanted: int) -> tuple[Price, ...]:
+def cheapest(planned: PlanResult, changes: Iterable[Change], wanted: int) -> tuple[EditPrice, ...]:
     """The best change of each kind, the one that costs least first; then those that looked as cheap and have no plan.
 
     All are weighed in the order of the plan's schedule, the most promising are scheduled anew.
@@ -67,7 +67,7 @@ def cheapest(planned: Planned, changes: Iterable[Change], wanted: int) -> tuple[
     best: dict[str, Change] = {}
     for _, change in possible:
         best.setdefault(change.kind, change)
-    found: list[Price] = []
+    found: list[EditPrice] = []
     for change in list(best.values())[:_MOST]:
         if sum(each.step_s is not None for each in found) < wanted:
             found.append(priced(planned, change))
@@ -79,7 +79,7 @@ def _once(changes: Iterable[Change]) -> list[Change]:
     return list({each.placement: each for each in reversed(list(changes))}.values())[::-1]
 
 
-def _weight(planned: Planned, change: Change) -> float:
+def _weight(planned: PlanResult, change: Change) -> float:
     """About what a change's step takes: infinite where it cannot be placed."""
     try:
         placed = _placed(planned, change.placement)
@@ -93,6 +93,6 @@ def _weight(planned: Planned, change: Change) -> float:
     return lower_bound(placed.problem, placed.placement, placed.prediction)
 
 
-def _placed(planned: Planned, placement: Placement) -> Placed:
+def _placed(planned: PlanResult, placement: Placement) -> Placed:
     placement.verify(planned.problem.graph)
-    return foreseen(planned.model, planned.problem, placement, Runner(Silent()))
+    return predict_placement(planned.model, planned.problem, placement, Runner(NullObserver()))

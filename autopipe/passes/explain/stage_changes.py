@@ -1,4 +1,4 @@
-"""What else could be done with a stage: other ends, devices, splits, recomputation."""
+"""Alternatives for a stage: other ends, devices, splits, recomputation."""
 
 from __future__ import annotations
 

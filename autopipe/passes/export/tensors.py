@@ -30,7 +30,7 @@ FIXED: Final = frozenset({"Constant", "ConstantOfShape"})
 def file_tensors(
     source: Source, graph: onnx.GraphProto, trained: Mapping[str, Numbers]
 ) -> tuple[tuple[Numbers, ...], frozenset[str]]:
-    """What tensors of the file `graph` become by the parameters `trained`, and the names of those it lacks.
+    """New values of the tensors of file `graph` from the parameters `trained`, and the names of those it lacks.
 
     A tensor it lacks is a name that nothing writes. `source` is the same file, its functions inlined. Raises
     ModelError, naming the parameter, for one that no tensor of the file is, or one of another type or shape.
@@ -45,9 +45,9 @@ def file_tensors(
     lacking: set[str] = set()
     for name, numbers in trained.items():
         if name in bases:
-            _require_alike(bases[name].value, numbers.value)
+            _require_same_type(bases[name].value, numbers.value)
         elif name in held:
-            _require_alike(held[name].value, numbers.value)
+            _require_same_type(held[name].value, numbers.value)
             found[name] = numbers
         elif results.get(name) in FIXED:
             found[name] = numbers
@@ -66,7 +66,7 @@ def file_tensors(
     return tuple(found.values()), frozenset(lacking)
 
 
-def _require_alike(stored: Value, trained: Value) -> None:
+def _require_same_type(stored: Value, trained: Value) -> None:
     if (stored.dtype, stored.shape) != (trained.dtype, trained.shape):
         raise ModelError(
             f"it was trained as {trained.dtype.value}{list(trained.shape)}, the file has"

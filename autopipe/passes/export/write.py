@@ -31,8 +31,8 @@ FREE_INITIALIZERS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What was written."""
+class WrittenFiles:
+    """Files that were written."""
 
     files: tuple[Path, ...]
     replaced: int
@@ -49,7 +49,7 @@ def write_trained(
     trained: Mapping[str, Numbers],
     progress: Progress = lambda _: None,
     inline_limit: int = INLINE_LIMIT,
-) -> Written:
+) -> WrittenFiles:
     """Write the file `model` with the numbers of the parameters `trained`, by name, to `target`.
 
     Its nodes stay as they are, but for a ConstantOfShape that was trained: it becomes an initializer, as what the
@@ -88,7 +88,7 @@ def write_trained(
             write_model(opened_files[target], proto, tensors, constants, data.name, places, progress)
     except OSError as error:
         raise ConfigurationError(f"cannot write {target}: {error.strerror}", hint="choose another place") from error
-    return Written(files, len(numbers) - len(lacking), len(lacking), size)
+    return WrittenFiles(files, len(numbers) - len(lacking), len(lacking), size)
 
 
 def _take_out(proto: onnx.ModelProto, names: set[str]) -> dict[str, onnx.NodeProto]:

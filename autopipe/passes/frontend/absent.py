@@ -25,7 +25,7 @@ MOST_STEPS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class AbsentTypes:
+class MissingWeightTypes:
     """Deduces the types of absent weights."""
 
     uses: Uses

@@ -23,7 +23,7 @@ from autopipe.passes.frontend.stored import sliced_numbers
 from autopipe.passes.frontend.tables import is_uniform
 
 ROW = "/row"
-"""What the one row of an expanded parameter is called after it."""
+"""Suffix of the name of an expanded parameter's one row."""
 ROWS = "/rows"
 """What the rows of a parameter that is looked up at fixed places are called after it."""
 LOGARITHM = "/log"

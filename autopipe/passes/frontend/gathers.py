@@ -13,7 +13,7 @@ import numpy as np
 
 from autopipe.ir.dtype import DType
 from autopipe.ir.graph import Constant, Graph, Node, Value
-from autopipe.passes.frontend.known import Known
+from autopipe.passes.frontend.known import ConstantFolder
 
 _LOOKS = 8
 """Operations on each index until it is known what a gather spells."""
@@ -24,7 +24,7 @@ def with_plain_gathers(graph: Graph) -> Graph:
     """Replace gathers that read all elements in order, each for a block of results, by Reshape and Expand."""
     if not any(node.op in GATHERS and not node.domain for node in graph.nodes):
         return graph
-    known = Known.of(graph)
+    known = ConstantFolder.of(graph)
     taken = {value.name for value in graph.values} | {constant.value.name for constant in graph.constants}
     taken |= {value.name for value in graph.inputs} | {parameter.value.name for parameter in graph.parameters}
     nodes: list[Node] = []
@@ -60,7 +60,7 @@ def with_plain_gathers(graph: Graph) -> Graph:
     return dataclasses.replace(graph, nodes=tuple(nodes), constants=tuple(constants), values=tuple(values))
 
 
-def _apart(graph: Graph, known: Known, node: Node) -> tuple[int, ...] | None:
+def _apart(graph: Graph, known: ConstantFolder, node: Node) -> tuple[int, ...] | None:
     """The shape under which the data expands to the result; None where the gather is no such thing.
 
     Parameters are left alone: their gathers are embeddings.

@@ -119,7 +119,7 @@ class Inference:
         return tuple(arrays) if all(array.dtype.kind in "biufcV" for array in arrays) else None
 
     def _evaluated(self, node: onnx.NodeProto, operands: tuple[np.ndarray | None, ...]) -> Sequence[np.ndarray] | None:
-        """What ONNX's own evaluator tells, which loads every operator there is."""
+        """Evaluate a node by ONNX's own evaluator, which loads every operator there is."""
         from onnx.reference import ReferenceEvaluator
 
         feeds = {name: array for name, array in zip(node.input, operands, strict=True) if name and array is not None}
@@ -137,7 +137,7 @@ def _content(array: np.ndarray) -> bytes:
 
 
 def _form(node: onnx.NodeProto) -> tuple[object, ...]:
-    """What tells the node from others but for the names of its values: which of them are one, and which are absent."""
+    """Signature of a node, but for the names of its values: which of them are equal, and which are absent."""
     places: dict[str, int] = {}
     operands = tuple(places.setdefault(name, len(places)) if name else None for name in node.input)
     attributes = tuple(sorted(each.SerializeToString(deterministic=True) for each in node.attribute))

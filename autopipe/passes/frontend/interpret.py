@@ -15,7 +15,7 @@ import numpy as np
 from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Constant, Graph, Node, Parameter, Value
-from autopipe.passes.frontend.absent import AbsentTypes
+from autopipe.passes.frontend.absent import MissingWeightTypes
 from autopipe.passes.frontend.elements import NUMBERS, array_of, attributes_of, dtype_of, shape_of
 from autopipe.passes.frontend.folding import Folded
 from autopipe.passes.frontend.infer import RANDOM, Inference
@@ -42,7 +42,7 @@ class _Sweep:
     weights: Weights
     inference: Inference
     stated: dict[str, list[onnx.ValueInfoProto]]
-    """What the file says of values, by name; of several, the last that is static counts."""
+    """Types that the file states of values, by name; of several, the last that is static counts."""
     types: dict[str, Value] = field(default_factory=dict)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     parameters: dict[str, Parameter] = field(default_factory=dict)
@@ -55,10 +55,10 @@ class _Sweep:
     """The names of the file's outputs."""
 
     @property
-    def absent(self) -> AbsentTypes:
-        """What the uses of absent weights say."""
+    def absent(self) -> MissingWeightTypes:
+        """Types of missing weights, from their uses."""
         outputs = tuple(info.name for info in self.source.graph.output)
-        return AbsentTypes(self.weights.roles.uses, self.type_of, outputs)
+        return MissingWeightTypes(self.weights.roles.uses, self.type_of, outputs)
 
     def type_of(self, name: str) -> Value | None:
         """The type of a value as computed so far, else as the file states it."""
@@ -208,7 +208,7 @@ def _cast(node: onnx.NodeProto, dtype: DType) -> onnx.NodeProto:
 def _changes_nothing(
     sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], types: tuple[Value | None, ...]
 ) -> bool:
-    """Whether a node that moves elements leaves them where they are, now that shapes are known."""
+    """True if a node that moves elements leaves them where they are, now that shapes are known."""
     if node.domain not in ("", "ai.onnx") or len(types) != 1 or types[0] is None or not operands or not operands[0]:
         return False
     if types[0].shape != sweep.types[operands[0]].shape:
@@ -295,7 +295,7 @@ def _measured(sweep: _Sweep, node: onnx.NodeProto, shape: tuple[int, ...]) -> No
 
 
 def _passes_through(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> bool:
-    """Whether a node hands on its operand: Identity, Dropout outside training, a Cast to the same type."""
+    """True if a node hands on its operand: Identity, Dropout outside training, a Cast to the same type."""
     if node.op_type not in ("Identity", "Cast", "Dropout") or not operands or not operands[0]:
         return False
     readers = sweep.weights.roles.uses.readers

@@ -24,8 +24,8 @@ MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What can be computed while compiling a graph."""
+class ConstantFolder:
+    """Values that are known while compiling a graph."""
 
     graph: Graph
     inference: Inference
@@ -35,7 +35,7 @@ class Known:
     _arrays: dict[str, np.ndarray | None] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, graph: Graph) -> Known:
+    def of(cls, graph: Graph) -> ConstantFolder:
         """Find the values of `graph` that depend on constants alone."""
         known = {constant.value.name for constant in graph.constants} | {""}
         for node in graph.nodes:

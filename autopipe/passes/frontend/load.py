@@ -97,7 +97,7 @@ def _load(path: Path) -> Source:
     metadata = {entry.key: entry.value for entry in (*model.graph.metadata_props, *model.metadata_props)}
     apart = take_apart(model, metadata, lambda tensor: stored_numbers(tensor.name, tensor, stripped.slices, path))
     model = inlined(model)
-    positions = ordered(model.graph)
+    positions = topological_positions(model.graph)
     return Source(
         path=path,
         digest=hashlib.sha256(b"".join(unannotated(memoryview(stripped.model)))).hexdigest(),
@@ -180,7 +180,7 @@ def _without_annotated_calls(model: onnx.ModelProto) -> bool:
     return bool(annotated)
 
 
-def ordered(graph: onnx.GraphProto) -> tuple[int, ...]:
+def topological_positions(graph: onnx.GraphProto) -> tuple[int, ...]:
     """Where the nodes stand in the file, in topological order, else as there.
 
     Raises ModelError on cycles and values written twice.

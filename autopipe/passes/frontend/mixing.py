@@ -1,4 +1,4 @@
-"""Whether what a model computes depends on which samples are together in a micro-batch."""
+"""True if what a model computes depends on which samples are together in a micro-batch."""
 
 from __future__ import annotations
 

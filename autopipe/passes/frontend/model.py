@@ -1,4 +1,4 @@
-"""What reading an ONNX file gives."""
+"""Result of reading an ONNX file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from autopipe.ir.graph import Graph, Value
 from autopipe.ir.problem import Mode
 from autopipe.passes.annotations.sharding import Configuration
-from autopipe.passes.frontend.origins import Origins, origins_of
+from autopipe.passes.frontend.origins import Provenance, origins_of
 
 if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source
@@ -66,6 +66,6 @@ class Model:
     """The file's floating-point tensors that the graph reads: what is trained, what is not, and why."""
 
     @property
-    def origins(self) -> Origins:
-        """What became of the file's nodes and values, worked out when it is first asked for."""
-        return Origins(()) if self.source is None else origins_of(self.source, self.aliases, self.graph)
+    def origins(self) -> Provenance:
+        """Provenance of the file's nodes and values, worked out when it is first asked for."""
+        return Provenance(()) if self.source is None else origins_of(self.source, self.aliases, self.graph)

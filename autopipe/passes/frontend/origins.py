@@ -1,4 +1,4 @@
-"""What became of a file's nodes and values in the graph that was read from it."""
+"""Mapping from a file's nodes and values to those of the graph that was read from it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Origins:
+class Provenance:
     """The nodes of a file, functions inlined, in topological order."""
 
     nodes: tuple[Origin, ...]
@@ -56,7 +56,7 @@ class Origins:
 
 
 @remembered(GRAPHS)
-def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> Origins:
+def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> Provenance:
     """The origins of `graph`, read from `source`. `aliases` are values of the file that are other names of values."""
     known = {value.name for value in (*graph.inputs, *graph.values)}
     known |= {each.value.name for each in graph.parameters} | {each.value.name for each in graph.constants}
@@ -92,10 +92,10 @@ def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> Orig
                 renames=producers[0] if producers and writes is None else None,
             )
         )
-    return _with_made(Origins(tuple(found)), graph)
+    return _with_made(Provenance(tuple(found)), graph)
 
 
-def _with_made(origins: Origins, graph: Graph) -> Origins:
+def _with_made(origins: Provenance, graph: Graph) -> Provenance:
     """The origins, with one for each node of the graph that stands between what one of them reads and its owner."""
     owners = origins.owners()
     free: dict[tuple[str, int], int] = {}
@@ -114,4 +114,4 @@ def _with_made(origins: Origins, graph: Graph) -> Origins:
         for found in [free[name, reader] for name in own.inputs for reader in after if (name, reader) in free][:1]:
             if nodes[found].writes is None:
                 nodes[found] = replace(nodes[found], writes=made)
-    return Origins(tuple(nodes))
+    return Provenance(tuple(nodes))

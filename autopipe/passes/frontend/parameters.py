@@ -170,7 +170,7 @@ class Roles:
         return "" if array is None else table_of(array, named)
 
     def _is_affine(self, name: str) -> bool:
-        """Whether a value is the scale or offset of a channel, as Unsqueeze and then Mul or Add spell it."""
+        """True if a value is the scale or offset of a channel, as Unsqueeze and then Mul or Add spell it."""
         readers = self.uses.readers.get(name, ())
         if not readers or any(node.op_type != "Unsqueeze" for node, _ in readers):
             return False

@@ -1,4 +1,4 @@
-"""What of a file is not supported, all of it at once."""
+"""Unsupported parts of a file, all of them at once."""
 
 from __future__ import annotations
 

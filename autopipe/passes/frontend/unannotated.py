@@ -1,4 +1,6 @@
-"""What of a serialised model says what it computes: a copy with other annotations, or with none, is the same model."""
+"""The part of a serialised model that decides what it computes: a copy with other annotations, or with none, is the
+same model.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def unannotated(data: memoryview) -> Iterator[Piece]:
 
 
 def _graph(data: memoryview, graph: Field) -> Iterator[Piece]:
-    """What is inside the graph's field."""
+    """Contents of the graph's field."""
     for part in fields_of(data, graph.payload, graph.end):
         if part.number != GRAPH_NODE or part.wire != LENGTH:
             yield data[part.start : part.end]

@@ -72,9 +72,9 @@ class Uses:
         return frozenset(found)
 
     def is_weight(self, name: str) -> bool:
-        """Whether a value is read where operators take weights."""
+        """True if a value is read where operators take weights."""
         return any(slot in WEIGHT_SLOTS.get(operator, frozenset()) for operator, slot in self.slots(name))
 
     def is_static(self, name: str) -> bool:
-        """Whether an operator must know the value while compiling: Resize its scales."""
+        """True if an operator must know the value while compiling: Resize its scales."""
         return any(operator in OPERATORS and slot in OPERATORS[operator].static for operator, slot in self.slots(name))

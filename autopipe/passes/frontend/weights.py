@@ -84,7 +84,7 @@ class Weights:
         return chosen
 
     def warnings(self) -> tuple[str, ...]:
-        """What to say of weights that are not there."""
+        """Warnings about missing weights."""
         if not self.absent:
             return ()
         first = f"{self.absent[0]!r}" + (f" and {len(self.absent) - 1} more" if len(self.absent) > 1 else "")
@@ -97,7 +97,7 @@ class Weights:
         return held
 
     def is_filled(self, node: onnx.NodeProto) -> bool:
-        """Whether a ConstantOfShape node is a weight: floating-point and read where operators take weights."""
+        """True if a ConstantOfShape node is a weight: floating-point and read where operators take weights."""
         number = node.attribute[0].t.data_type if node.attribute else 1
         floating = dtype_of(number, f"ConstantOfShape {node.name!r}").is_floating
         return floating and self.roles.fills(node.output[0])

@@ -30,7 +30,7 @@ FLOATING = frozenset({1, 10, 11, 16})
 
 
 @dataclass(frozen=True, slots=True)
-class Stripped:
+class StrippedModel:
     """A serialised model without the numbers of its large tensors.
 
     `slices` says where the numbers of its floating-point tensors are, small ones included, by name of the value.
@@ -53,7 +53,7 @@ class Field:
     end: int
 
 
-def strip_weights(data: memoryview) -> Stripped:
+def strip_weights(data: memoryview) -> StrippedModel:
     """Take the numbers of large tensors out of a serialised ModelProto; ModelError where the framing is broken."""
     slices: dict[str, FileSlice] = {}
     pieces: list[bytes] = []
@@ -62,7 +62,7 @@ def strip_weights(data: memoryview) -> Stripped:
             pieces.append(framed(MODEL_GRAPH, _strip_graph(data, field, slices)))
         else:
             pieces.append(bytes(data[field.start : field.end]))
-    return Stripped(b"".join(pieces), slices)
+    return StrippedModel(b"".join(pieces), slices)
 
 
 def _strip_graph(data: memoryview, graph: Field, slices: dict[str, FileSlice]) -> bytes:
@@ -171,7 +171,7 @@ def framed(number: int, payload: bytes) -> bytes:
 
 
 def header(number: int, length: int) -> bytes:
-    """What stands before `length` bytes of a field."""
+    """Bytes before a field of `length` bytes."""
     return encoded(number << 3 | LENGTH) + encoded(length)
 
 

@@ -10,9 +10,8 @@ from autopipe.passes.lower.assemble import lower
 
 
 def one_device_program(graph: Graph, micro_batches: int, micro_batch_size: int, loss: str | None) -> Program:
-    """Steps of so many micro-batches in one stage, one after the other: training with `loss`, forwards without.
-
-    Raises CodegenError as `lower` does.
+    """Program of `micro_batches` micro-batches in one stage, one after the other: training with `loss`, forwards
+    without. Raises CodegenError as `lower` does.
     """
     stage = Stage(tuple(range(len(graph.nodes))), (0,), micro_batch_size)
     phases = (Phase.FORWARD, Phase.BACKWARD) if loss is not None else (Phase.FORWARD,)

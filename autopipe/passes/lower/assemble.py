@@ -13,10 +13,10 @@ from autopipe.ir.layout import degree_of
 from autopipe.ir.placement import Placement
 from autopipe.ir.program import (
     DataInput,
+    MessageBlock,
     Output,
     OutputPlace,
     OutputShard,
-    Piece,
     Program,
     RankCode,
     Section,
@@ -24,14 +24,14 @@ from autopipe.ir.program import (
     Verb,
 )
 from autopipe.ir.schedule import Schedule, Task
-from autopipe.passes.lower.channels import Held, channels_of, held_messages
+from autopipe.passes.lower.channels import HeldMessages, channels_of, held_messages
 from autopipe.passes.lower.executable import check_tasks
 from autopipe.passes.lower.halves import split_backwards
 from autopipe.passes.lower.inputs import input_ranges
 from autopipe.passes.lower.order import instructions, sections
 from autopipe.passes.lower.parts import Parts, parts_of, wanted_values
 from autopipe.passes.lower.portions import check_portions
-from autopipe.passes.lower.posting import Talking, sending_orders
+from autopipe.passes.lower.posting import RankPeers, sending_orders
 from autopipe.passes.lower.proof import prove
 from autopipe.passes.lower.shard import ShardedStage
 from autopipe.passes.lower.sizes import micro_batch_size
@@ -98,13 +98,13 @@ class _Step:
     """A rank's step in three sections, and what it holds of messages."""
 
     sections: tuple[Section, Section, Section]
-    held: Held
+    held: HeldMessages
 
 
 def _steps(wired: list[list[StageOnRank]], schedule: Schedule, turns: tuple[int, ...]) -> list[_Step]:
     """The step of every rank."""
     orders = sending_orders(schedule, turns)
-    known: dict[tuple[tuple[Task, ...], Talking], _Step] = {}
+    known: dict[tuple[tuple[Task, ...], RankPeers], _Step] = {}
     found = []
     for rank, tasks in enumerate(schedule.tasks):
         key = (tasks, _talking(rank, wired[rank]))
@@ -116,12 +116,12 @@ def _steps(wired: list[list[StageOnRank]], schedule: Schedule, turns: tuple[int,
 
 
 def _wired(
-    graph: Graph, stages: tuple[ShardedStage, ...], pieces: tuple[Piece, ...], devices: int
+    graph: Graph, stages: tuple[ShardedStage, ...], pieces: tuple[MessageBlock, ...], devices: int
 ) -> list[list[StageOnRank]]:
     """For each rank its stages, each with what it reads, receives and sends."""
     given = {value.name for value in graph.inputs}
-    receives: dict[tuple[int, int], list[Piece]] = defaultdict(list)
-    sends: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[MessageBlock]] = defaultdict(list)
+    sends: dict[tuple[int, int], list[MessageBlock]] = defaultdict(list)
     for piece in pieces:
         receives[piece.target_stage, piece.target_rank].append(piece)
         sends[piece.source_stage, piece.source_rank].append(piece)
@@ -134,8 +134,8 @@ def _wired(
     return found
 
 
-def _talking(rank: int, wired: list[StageOnRank]) -> Talking:
-    """What the rank exchanges with others."""
+def _talking(rank: int, wired: list[StageOnRank]) -> RankPeers:
+    """Peers of the rank."""
     sends: set[tuple[int, Verb]] = set()
     receives: set[tuple[int, Verb, int]] = set()
     for stage in wired:
@@ -149,7 +149,7 @@ def _talking(rank: int, wired: list[StageOnRank]) -> Talking:
                 sends.add((stage.stage, Verb.SEND))
                 if piece.needs_gradient:
                     receives.add((stage.stage, Verb.RECEIVE_GRADIENT, piece.target_stage))
-    return Talking(frozenset(sends), frozenset(receives))
+    return RankPeers(frozenset(sends), frozenset(receives))
 
 
 def _output(parts: Parts, name: str, batch: BatchAxes) -> Output:

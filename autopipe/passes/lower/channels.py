@@ -1,7 +1,7 @@
-"""The channels between ranks, and how many messages of each are held at once: so many buffers serve all of a step.
+"""Channels between ranks, and how many messages of each are held at once: that many buffers serve all of a step.
 
-A message is held from where its receive is posted to the end of the last task that may use it. What arrives in blocks
-is put together for the first task that uses it; a whole tensor is used as it came, and kept for what comes later.
+A message is held from where its receive is posted to the end of the last task that may use it. Messages in blocks are
+put together for the first task that uses them; a whole tensor is used as it came, and kept for later tasks.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from autopipe.ir.graph import Value
-from autopipe.ir.program import Channel, Instruction, Piece, StageCode, Verb
-from autopipe.ir.turn import Turn
+from autopipe.ir.program import Channel, Instruction, MessageBlock, StageCode, Verb
+from autopipe.ir.turn import MicroBatchSlice
 
 _FIRST_USES = {Verb.RECEIVE: (Verb.FORWARD,), Verb.RECEIVE_GRADIENT: (Verb.BACKWARD, Verb.INPUT_GRADIENT)}
 _LAST_USES = (Verb.FORWARD, Verb.BACKWARD, Verb.WEIGHT_GRADIENT)
@@ -21,22 +21,22 @@ _Asked = tuple[int, Verb, int | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldMessages:
     """How long a rank holds messages, by the receive that asks for them: each micro-batch's, from and to which place
     among the rank's instructions.
     """
 
     in_blocks: dict[_Asked, list[tuple[int, int, int]]]
     whole: dict[_Asked, list[tuple[int, int, int]]]
-    _known: dict[tuple[_Asked, bool, Turn], int] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[_Asked, bool, MicroBatchSlice], int] = field(default_factory=dict, repr=False)
 
-    def of(self, stage: int, verb: Verb, source: int, whole: bool, turn: Turn) -> int:
+    def of(self, stage: int, verb: Verb, source: int, whole: bool, turn: MicroBatchSlice) -> int:
         """The most messages held at once of those that `stage` receives in `turn` from stage `source`, in whole tensors
         or in blocks.
         """
         return max(self._most((stage, verb, each), whole, turn) for each in (source, None))
 
-    def _most(self, asked: _Asked, whole: bool, turn: Turn) -> int:
+    def _most(self, asked: _Asked, whole: bool, turn: MicroBatchSlice) -> int:
         key = asked, whole, turn
         if key not in self._known:
             spans = (self.whole if whole else self.in_blocks).get(asked, [])
@@ -44,10 +44,10 @@ class Held:
         return self._known[key]
 
 
-def held_messages(instructions: Sequence[Instruction]) -> Held:
-    """What one rank's instructions make it hold."""
+def held_messages(instructions: Sequence[Instruction]) -> HeldMessages:
+    """Messages that one rank's instructions make it hold."""
     places = {(each.verb, each.stage, each.micro_batch): place for place, each in enumerate(instructions)}
-    held = Held({}, {})
+    held = HeldMessages({}, {})
     for place, each in enumerate(instructions):
         if each.verb in _FIRST_USES:
             asked = each.stage, each.verb, each.source
@@ -67,7 +67,9 @@ def _most_at_once(spans: Iterable[tuple[int, int]]) -> int:
     return most
 
 
-def channels_of(pieces: Iterable[Piece], stages: Sequence[StageCode], held: Sequence[Held]) -> tuple[Channel, ...]:
+def channels_of(
+    pieces: Iterable[MessageBlock], stages: Sequence[StageCode], held: Sequence[HeldMessages]
+) -> tuple[Channel, ...]:
     """The channels between different ranks; `held` is by rank."""
     found = []
     for piece in pieces:

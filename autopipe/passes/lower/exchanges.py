@@ -21,7 +21,7 @@ from autopipe.passes.lower.relayout import reductions, steps_between
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class NodeLayouts:
     """One node with the layouts in which its group reads its operands and leaves its results; None where absent."""
 
     index: int
@@ -30,7 +30,7 @@ class Laid:
     results: tuple[Layout | None, ...]
 
 
-def laid(graph: Graph, index: int, space: Space, splits: tuple[Split, ...], group: int) -> Laid:
+def laid(graph: Graph, index: int, space: Space, splits: tuple[Split, ...], group: int) -> NodeLayouts:
     """The graph's node at `index`, of iteration space `space`, under its splits over `group` devices."""
     node = graph.nodes[index]
     operands = (
@@ -41,10 +41,10 @@ def laid(graph: Graph, index: int, space: Space, splits: tuple[Split, ...], grou
         result_layout(space, words or (), graph.type_of(name).shape, splits, group) if name else None
         for name, words in zip(node.outputs, space.results, strict=True)
     )
-    return Laid(index, node, tuple(operands), tuple(results))
+    return NodeLayouts(index, node, tuple(operands), tuple(results))
 
 
-def taken_layouts(graph: Graph, nodes: Sequence[Laid], whole: Set[str] = frozenset()) -> dict[str, Layout]:
+def taken_layouts(graph: Graph, nodes: Sequence[NodeLayouts], whole: Set[str] = frozenset()) -> dict[str, Layout]:
     """For each value a stage does not compute, the layout to hold it in: the one all its nodes need, else whole.
 
     Blocks that are read through windows are held as even ones where there are such. Constants and the values in `whole`
@@ -67,8 +67,8 @@ class Exchange:
 
 
 def with_exchanges(
-    nodes: Sequence[Laid], taken: dict[str, Layout], given: Set[str], shares: Set[str], group: int
-) -> Iterator[Laid | Exchange]:
+    nodes: Sequence[NodeLayouts], taken: dict[str, Layout], given: Set[str], shares: Set[str], group: int
+) -> Iterator[NodeLayouts | Exchange]:
     """The nodes of a stage in order, with the exchanges between them.
 
     `taken` are the layouts of the values it does not compute, `given` the values that others want whole or in shards
@@ -94,7 +94,7 @@ def with_exchanges(
             state.forms[name] = [held]
 
 
-def _wanted(nodes: Sequence[Laid], left_out: Set[str] = frozenset()) -> dict[str, dict[Layout, None]]:
+def _wanted(nodes: Sequence[NodeLayouts], left_out: Set[str] = frozenset()) -> dict[str, dict[Layout, None]]:
     """The layouts in which nodes read each value, in order, but for the windows they read it through."""
     wanted: dict[str, dict[Layout, None]] = {}
     for each in nodes:

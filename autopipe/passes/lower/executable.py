@@ -1,4 +1,4 @@
-"""What a plan must keep to so that generated programs can run it."""
+"""Requirements on a plan for generated programs to run it."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from autopipe.ir.program import Instruction, Loop, Section, Verb
 from autopipe.ir.schedule import Phase, Task
-from autopipe.passes.lower.posting import SendingOrders, Talking, postings
+from autopipe.passes.lower.posting import RankPeers, SendingOrders, postings
 
 _COMPUTE = {
     Phase.FORWARD: Verb.FORWARD,
@@ -25,7 +25,7 @@ _AFTER = {
 """How a task's results leave; the gradients of parameters stay."""
 
 
-def instructions(tasks: Sequence[Task], talking: Talking, orders: SendingOrders) -> tuple[Instruction, ...]:
+def instructions(tasks: Sequence[Task], talking: RankPeers, orders: SendingOrders) -> tuple[Instruction, ...]:
     """The rank's instructions for a step: its tasks, with receives before them (see `postings`) and sends behind."""
     found: list[Instruction] = []
     for task, asked in zip(tasks, postings(tasks, talking, orders), strict=True):

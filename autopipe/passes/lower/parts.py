@@ -1,4 +1,6 @@
-"""What the stages of a placement become: their local forwards, the pieces between them, and the ranks' parameters."""
+"""Parts of a program from the stages of a placement: their local forwards, the message blocks between them, and the
+ranks' parameters.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ from dataclasses import dataclass, replace
 from autopipe.ir.batch import batch_axes_of
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
-from autopipe.ir.program import Piece, Shard
+from autopipe.ir.program import MessageBlock, Shard
 from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.lower.parameters import parameter_shards, torn_parameters
 from autopipe.passes.lower.recomputing import with_segments
 from autopipe.passes.lower.shard import Demands, ShardedStage, shard_stage
-from autopipe.passes.lower.sizes import stage_graphs, stage_turns, with_numbered_constants
+from autopipe.passes.lower.sizes import stage_graphs, stage_micro_batches, with_numbered_constants
 from autopipe.passes.lower.stages import assign_nodes
 from autopipe.passes.lower.transfers import transfer_pieces
 
@@ -25,7 +27,7 @@ class Parts:
     graphs: tuple[Graph, ...]
     """The graph of each stage's own micro-batch."""
     stages: tuple[ShardedStage, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MessageBlock, ...]
     shards: tuple[tuple[Shard, ...], ...]
     differentiable: frozenset[str]
     """The values that gradients flow through: none without training."""
@@ -37,7 +39,7 @@ def parts_of(graph: Graph, placement: Placement, devices: int, loss: str | None)
     Raises CodegenError for splits and micro-batches that cannot be executed.
     """
     wanted = wanted_values(graph, loss)
-    turns, graphs = stage_turns(graph, placement), stage_graphs(graph, placement)
+    turns, graphs = stage_micro_batches(graph, placement), stage_graphs(graph, placement)
     stages = _sharded(graph, placement, graphs, wanted)
     codes = with_numbered_constants([stage.code for stage in stages], graphs, graph)
     stages = tuple(
@@ -55,7 +57,7 @@ def parts_of(graph: Graph, placement: Placement, devices: int, loss: str | None)
 
 
 def wanted_values(graph: Graph, loss: str | None) -> tuple[str, ...]:
-    """What a program gives: its loss, or all of the graph's outputs."""
+    """Results of a program: its loss, or all of the graph's outputs."""
     return (loss,) if loss is not None else tuple(dict.fromkeys(graph.outputs))
 
 

@@ -1,4 +1,4 @@
-"""Whether a stage may take a micro-batch in portions: only if that leaves what is computed as it is."""
+"""True if a stage may take a micro-batch in portions: only if that leaves what is computed as it is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopipe.ir.placement import Placement, crossing_values
 from autopipe.ir.space import AxisKind
 from autopipe.passes.frontend.mixing import mixing_nodes
 from autopipe.passes.lower.shared_samples import check_shareable
-from autopipe.passes.lower.sizes import stage_turns
+from autopipe.passes.lower.sizes import stage_micro_batches
 
 _APART = (AxisKind.PARALLEL, AxisKind.MEAN, AxisKind.WHOLE)
 """Samples that are kept apart, and equal shares whose means average to the mean of all."""
@@ -21,7 +21,7 @@ def check_portions(graph: Graph, placement: Placement) -> None:
     Batch statistics and sums over samples depend on how many samples are together, a mean of equal shares does not; and
     what passes between stages of different micro-batches must keep its samples apart.
     """
-    turns = stage_turns(graph, placement)
+    turns = stage_micro_batches(graph, placement)
     if set(turns) == {1}:
         return
     batch = batch_axes_of(graph)

@@ -45,8 +45,8 @@ class SendingOrders:
 
 
 @dataclass(frozen=True, slots=True)
-class Talking:
-    """What a rank exchanges with others; what passes between its own stages is handed over, not sent."""
+class RankPeers:
+    """Ranks that a rank exchanges messages with; values between its own stages are handed over, not sent."""
 
     sends: frozenset[tuple[int, Verb]]
     """(stage, verb) that send anything."""
@@ -65,7 +65,7 @@ def sending_orders(schedule: Schedule, turns: tuple[int, ...]) -> SendingOrders:
     return SendingOrders({key: tuple(order) for key, order in found.items()}, turns)
 
 
-def postings(tasks: Sequence[Task], talking: Talking, orders: SendingOrders) -> list[list[Instruction]]:
+def postings(tasks: Sequence[Task], talking: RankPeers, orders: SendingOrders) -> list[list[Instruction]]:
     """For each task what the rank asks for before the task computes.
 
     What a task needs is asked for one task ahead, so that it travels while the previous task computes; earlier where
@@ -90,7 +90,7 @@ def postings(tasks: Sequence[Task], talking: Talking, orders: SendingOrders) -> 
     return found
 
 
-def _sources(talking: Talking, orders: SendingOrders) -> Iterator[tuple[int, Verb, int | None, tuple[int, ...]]]:
+def _sources(talking: RankPeers, orders: SendingOrders) -> Iterator[tuple[int, Verb, int | None, tuple[int, ...]]]:
     """(stage, verb, source, order) of what is asked for at once: all sources together where they send in one order."""
     sources: dict[tuple[int, Verb], list[int]] = {}
     for stage, verb, source in sorted(talking.receives, key=lambda each: (each[0], each[1].value, each[2])):

@@ -11,7 +11,7 @@ from autopipe.passes.lower.segments import cutter
 
 
 def with_segments(graph: Graph, code: StageCode, differentiable: frozenset[str], held: int) -> StageCode:
-    """A stage of a program that trains, in segments if it recomputes; so many micro-batches are `held` at a time.
+    """A stage of a program that trains, in segments if it recomputes, with `held` micro-batches in flight.
 
     `graph` is that of its own micro-batches, and gradients flow through the values that are `differentiable`.
     """

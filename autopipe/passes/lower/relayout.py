@@ -19,7 +19,7 @@ from autopipe.ir.volume import lacking
 
 @lru_cache(maxsize=1 << 16)
 def steps_between(source: Layout, target: Layout) -> tuple[Relayout, ...]:
-    """What brings a value from `source`, whose blocks are even and no shares of sums, to `target`."""
+    """Steps that bring a value from `source`, whose blocks are even and no partial sums, to `target`."""
     assert not source.is_partial and not source.windows, source
     if source == target:
         return ()
@@ -32,7 +32,7 @@ def steps_between(source: Layout, target: Layout) -> tuple[Relayout, ...]:
 
 
 def _lacks(source: Layout, target: Layout) -> bool:
-    """Whether any device lacks anything."""
+    """True if any device lacks anything."""
     axes = [axis for layout in (source, target) for cut in layout.cuts for axis in cut]
     group = math.lcm(*(axis.stride * axis.degree for axis in axes))  # Places repeat from there on.
     return bool(lacking(source, target, group).any())
@@ -40,10 +40,10 @@ def _lacks(source: Layout, target: Layout) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def reductions(source: Layout, target: Layout) -> tuple[Relayout, ...]:
-    """What adds up the shares that `source` holds, on the way to `target`: scattered where that cuts further.
+    """Steps that add up the partial sums of `source`, on the way to `target`: scattered where that cuts further.
 
-    The last step's result has no shares left; the axes that cut one dimension of `target` inside of those that cut it
-    now are scattered along it, all others reduced to copies. The blocks of both are even.
+    The last step's result has no partial sums left; the axes that cut one dimension of `target` inside of those that
+    cut it now are scattered along it, all others reduced to copies. The blocks of both are even.
     """
     cuts, left = list(source.cuts), source.partial_over
     found = []
@@ -90,7 +90,7 @@ def scattered_along(now: MeshAxes, wanted: MeshAxes, shares: MeshAxes) -> MeshAx
 
 
 def is_cut_further(now: MeshAxes, wanted: MeshAxes) -> bool:
-    """Whether `wanted` cuts a dimension along the axes of `now`, outer to inner, and maybe others inside of these."""
+    """True if `wanted` cuts a dimension along the axes of `now`, outer to inner, and maybe others inside of these."""
     if not now:
         return True
     if len(now) > len(wanted) or now[:-1] != wanted[: len(now) - 1]:
@@ -151,7 +151,7 @@ class _Change:
             held = result
 
     def _is_exchange(self, coming: dict[int, MeshAxes], leaving: dict[int, MeshAxes]) -> bool:
-        """Whether the axes of one dimension go to another one as they are, and none else leave."""
+        """True if the axes of one dimension go to another one as they are, and none else leave."""
         if len(leaving) != 1:
             return False
         ((origin, axes),) = leaving.items()
@@ -198,7 +198,7 @@ def _chain(axes: Iterable[MeshAxis]) -> list[int] | None:
 
 
 def is_chain(bounds: Sequence[int]) -> bool:
-    """Whether each of ascending strides divides the next: axes that begin and end there nest."""
+    """True if each of ascending strides divides the next: axes that begin and end there nest."""
     return all(large % small == 0 for small, large in itertools.pairwise(bounds))
 
 

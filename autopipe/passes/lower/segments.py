@@ -32,7 +32,7 @@ class Segments:
 
     nodes: tuple[tuple[int, ...], ...]
     passing: frozenset[str]
-    """What a view that passes is a view of, in its place."""
+    """Value that a view shows, in place of the view."""
 
 
 @remembered(GRAPHS)
@@ -59,10 +59,10 @@ def _segments(graph: Graph, nodes: tuple[int, ...], held: int) -> Segments:
 
 
 def best_cuts(kept: Sequence[int], crossing: Sequence[int], held: int) -> tuple[int, ...]:
-    """Where to cut a row of nodes that keep so many bytes each, ascending; `crossing` is by the node behind a cut.
+    """Places to cut a row of nodes that keep `kept` bytes each, ascending; `crossing` is by the node behind a cut.
 
-    The sum of what crosses, `held` times, and of what the largest segment keeps is the least there is for the limits of
-    a segment that are tried.
+    The sum of the bytes that cross, times `held`, and those that the largest segment keeps is the least there is for
+    the limits of a segment that are tried.
     """
     total = sum(kept)
     sums = (0, *accumulate(kept))
@@ -133,7 +133,7 @@ def _crossing(graph: Graph, nodes: tuple[int, ...], spans: dict[str, tuple[int, 
 
 
 def _is_product_with_bias(graph: Graph, name: str, readers: tuple[int, ...]) -> bool:
-    """Whether a value is a product that nothing but an addition reads: torch computes both in one."""
+    """True if a value is a product that nothing but an addition reads: torch computes both in one."""
     written, added = graph.producer(name), len(readers) == 1 and graph.nodes[readers[0]].op == "Add"
     return added and written is not None and graph.nodes[written].op == "MatMul"
 

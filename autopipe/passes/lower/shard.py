@@ -23,7 +23,7 @@ from autopipe.ir.placement import Split, Stage
 from autopipe.ir.program import Collective, Compute, Operation, StageCode
 from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.ir.space import AxisKind, Space
-from autopipe.passes.lower.exchanges import Exchange, Laid, laid, taken_layouts, with_exchanges
+from autopipe.passes.lower.exchanges import Exchange, NodeLayouts, laid, taken_layouts, with_exchanges
 from autopipe.passes.lower.stages import StageNodes
 
 
@@ -50,7 +50,7 @@ class _Use:
 
 @dataclass(frozen=True, slots=True)
 class Demands:
-    """What the rest of the program asks of how a stage holds things."""
+    """Requirements of the rest of the program on the layouts of a stage."""
 
     whole: frozenset[str] = frozenset()
     """Parameters that every device must hold whole."""
@@ -163,19 +163,19 @@ class _Sharding:
             self.layouts[name] = layout
         return local
 
-    def place(self, uses: tuple[_Use, ...], forms: tuple[Laid, ...]) -> None:
+    def place(self, uses: tuple[_Use, ...], forms: tuple[NodeLayouts, ...]) -> None:
         """Add the operations of all nodes and the exchanges between them."""
         by_index = {use.index: use for use in uses}
         group = len(self.stage.devices)
         steps = tuple(with_exchanges(forms, self.taken, frozenset(self.outputs), self.shares, group))
         reduced = {step.value for step in steps if isinstance(step, Exchange) and step.step.source.is_partial}
         for step in steps:
-            if isinstance(step, Laid):
+            if isinstance(step, NodeLayouts):
                 self._compute(by_index[step.index], step, reduced)
             else:
                 self._exchange(step)
 
-    def _compute(self, use: _Use, form: Laid, reduced: set[str]) -> None:
+    def _compute(self, use: _Use, form: NodeLayouts, reduced: set[str]) -> None:
         operands = tuple(
             None if layout is None else self.values[name, layout]
             for name, layout in zip(use.node.inputs, form.operands, strict=True)

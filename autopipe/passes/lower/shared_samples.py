@@ -10,7 +10,7 @@ from autopipe.ir.batch import BatchAxes, Samples
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import Box, whole
-from autopipe.ir.turn import EVERY, Turn
+from autopipe.ir.turn import EVERY, MicroBatchSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class Shared:
     `sent` and `received` are the same numbers, in coordinates of either's whole value.
     """
 
-    source_turn: Turn
-    target_turn: Turn
+    source_turn: MicroBatchSlice
+    target_turn: MicroBatchSlice
     sent: Box
     received: Box
 
@@ -61,8 +61,8 @@ def check_shareable(graph: Graph, batch: BatchAxes, name: str, source: int, targ
 class _Overlap:
     """Samples [start, stop), counted from where a micro-batch of either side begins, that a pair of turns share."""
 
-    source_turn: Turn
-    target_turn: Turn
+    source_turn: MicroBatchSlice
+    target_turn: MicroBatchSlice
     start: int
     stop: int
 
@@ -75,7 +75,7 @@ def _overlaps(source: int, target: int) -> Iterator[_Overlap]:
         for i in range(sends):
             start, stop = max(i * source, j * target), min((i + 1) * source, (j + 1) * target)
             if start < stop:
-                yield _Overlap(Turn(i, sends), Turn(j, receives), start, stop)
+                yield _Overlap(MicroBatchSlice(i, sends), MicroBatchSlice(j, receives), start, stop)
 
 
 def _blocks(
@@ -94,7 +94,7 @@ def _blocks(
 
 
 def _depends_on_samples(graph: Graph, batch: BatchAxes, name: str) -> bool:
-    """Whether it is computed from anything that carries samples."""
+    """True if it is computed from anything that carries samples."""
     seen: set[str] = set()
     waiting = [name]
     while waiting:

@@ -10,7 +10,7 @@ from autopipe.ir.errors import CodegenError, InfeasibleError
 from autopipe.ir.graph import Constant, Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.rebatch import rebatched
-from autopipe.ir.stage_graph import turns_of
+from autopipe.ir.stage_graph import micro_batch_ratios
 
 if TYPE_CHECKING:
     from autopipe.ir.program import StageCode
@@ -23,13 +23,13 @@ def micro_batch_size(graph: Graph, placement: Placement) -> int:
     return max(stage.micro_batch_size for stage in placement.stages)
 
 
-def stage_turns(graph: Graph, placement: Placement) -> tuple[int, ...]:
+def stage_micro_batches(graph: Graph, placement: Placement) -> tuple[int, ...]:
     """Micro-batches of its own that each stage makes of one of the graph's.
 
     Raises CodegenError where the samples cannot be shared out like that.
     """
     try:
-        turns = turns_of(placement, micro_batch_size(graph, placement))
+        turns = micro_batch_ratios(placement, micro_batch_size(graph, placement))
     except InfeasibleError as error:
         raise CodegenError(error.message, hint=error.hint) from error
     return turns or (1,) * len(placement.stages)

@@ -20,7 +20,7 @@ class StageNodes:
 
 
 def assign_nodes(graph: Graph, placement: Placement, wanted: tuple[str, ...]) -> tuple[StageNodes, ...]:
-    """What each stage computes so that each pipeline gives `wanted`.
+    """Nodes of each stage so that each pipeline computes `wanted`.
 
     Nodes that nothing wanted depends on are left out. A recomputed node (see `recomputed_nodes`) stands in every stage
     that needs its values.

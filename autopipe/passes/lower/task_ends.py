@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from autopipe.ir.graph import Value
-from autopipe.ir.program import Instruction, Loop, Piece, Program, RankCode, StageOnRank, Verb
+from autopipe.ir.program import Instruction, Loop, MessageBlock, Program, RankCode, StageOnRank, Verb
 from autopipe.ir.task_graph import MessageEnd
 
 
-class Ends:
+class MessageEnds:
     """The messages of a program's sends and receives."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._apart = {rank.rank: _asked_apart(rank) for rank in program.ranks}
+        self._apart = {rank.rank: _requested_separately(rank) for rank in program.ranks}
         """By rank, the receives that ask for what one stage sends."""
 
     def received(self, wired: StageOnRank, asked: Instruction) -> tuple[MessageEnd, ...]:
-        """What a receive asks for."""
+        """Messages of a receive."""
         if asked.verb is Verb.RECEIVE:
             return tuple(
                 MessageEnd(
@@ -40,7 +40,7 @@ class Ends:
         )  # fmt: skip
 
     def sent(self, wired: StageOnRank, sent: Instruction) -> tuple[MessageEnd, ...]:
-        """What a send gives."""
+        """Messages of a send."""
         if sent.verb is Verb.SEND:
             return tuple(
                 MessageEnd(
@@ -73,7 +73,7 @@ class Ends:
         apart = "" if source is None else f"@{source}"
         return f"{stage}RECV_{'B' if gradient else 'F'}{micro_batch}{apart}"
 
-    def _receive(self, piece: Piece, gradient: bool, micro_batch: int) -> str:
+    def _receive(self, piece: MessageBlock, gradient: bool, micro_batch: int) -> str:
         """The receive, on the other rank, of a message."""
         rank, stage, source = piece.target_rank, piece.target_stage, piece.source_stage
         verb = Verb.RECEIVE
@@ -83,22 +83,22 @@ class Ends:
         return self.receive_name(stage, gradient, micro_batch, source if apart else None)
 
     @staticmethod
-    def _source(piece: Piece, micro_batch: int) -> int:
+    def _source(piece: MessageBlock, micro_batch: int) -> int:
         """The sender's micro-batch of the message for one of the receiver's."""
         return piece.source_turn.micro_batch(piece.target_turn.message(micro_batch))
 
     @staticmethod
-    def _target(piece: Piece, micro_batch: int) -> int:
+    def _target(piece: MessageBlock, micro_batch: int) -> int:
         """The receiver's micro-batch of the message of one of the sender's."""
         return piece.target_turn.micro_batch(piece.source_turn.message(micro_batch))
 
-    def _bytes(self, piece: Piece) -> int:
+    def _bytes(self, piece: MessageBlock) -> int:
         value = _value(self._program.stages[piece.source_stage].outputs, piece.tensor)
         return piece.sent.elements * value.dtype.itemsize
 
 
 def is_whole(program: Program, wired: StageOnRank, message: MessageEnd, gradient: bool) -> bool:
-    """Whether a message is used as it came, not put together with others into a tensor of their own."""
+    """True if a message is used as it came, not put together with others into a tensor of their own."""
     code = program.stages[wired.stage]
     pieces = wired.sends if gradient else wired.receives
     piece = next(each for each in pieces if each.channel == message.channel)
@@ -107,7 +107,7 @@ def is_whole(program: Program, wired: StageOnRank, message: MessageEnd, gradient
     return piece.received.shape == _value(code.inputs, piece.tensor).shape
 
 
-def _between_ranks(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def _between_ranks(pieces: Iterable[MessageBlock]) -> Iterator[MessageBlock]:
     return (piece for piece in pieces if piece.source_rank != piece.target_rank)
 
 
@@ -115,7 +115,7 @@ def _value(values: Iterable[Value], name: str) -> Value:
     return next(value for value in values if value.name == name)
 
 
-def _asked_apart(rank: RankCode) -> frozenset[tuple[Verb, int, int]]:
+def _requested_separately(rank: RankCode) -> frozenset[tuple[Verb, int, int]]:
     found = set()
     for item in (*rank.warm_up, *rank.repetend, *rank.cool_down):
         for each in item.body if isinstance(item, Loop) else (item,):

@@ -11,12 +11,12 @@ from autopipe.ir.layout import members
 from autopipe.ir.placement import Placement
 from autopipe.ir.prediction import StagePrediction
 from autopipe.ir.program import Instruction, Loop, Program, RankCode, StageCode, Verb
-from autopipe.ir.task_graph import Stretch, TaskGraph, TaskNode
+from autopipe.ir.task_graph import LoopedTasks, TaskGraph, TaskNode
 from autopipe.passes.lower.buckets import held_together
 from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.lower.recomputing import running_again
 from autopipe.passes.lower.sizes import stage_graphs
-from autopipe.passes.lower.task_ends import Ends, is_whole
+from autopipe.passes.lower.task_ends import MessageEnds, is_whole
 from autopipe.passes.lower.task_memory import Memory
 from autopipe.passes.lower.traffic import StageExchange, stage_exchanges
 
@@ -30,13 +30,13 @@ _COMPUTES = {
 
 @dataclass(frozen=True, slots=True)
 class TaskSource:
-    """What the task graphs of all ranks of a program are made from."""
+    """Source of the task graphs of all ranks of a program."""
 
     program: Program
     costs: Sequence[StagePrediction]
     exchanges: tuple[dict[Verb, tuple[StageExchange, ...]], ...]
-    """What the group of each stage exchanges for one micro-batch, by the verb that does, in order."""
-    ends: Ends
+    """Collectives of the group of each stage for one micro-batch, by verb, in order."""
+    ends: MessageEnds
 
     @staticmethod
     def of(program: Program, graph: Graph, placement: Placement, costs: Sequence[StagePrediction]) -> TaskSource:
@@ -47,7 +47,7 @@ class TaskSource:
             _by_verb(code, tuple(stage_exchanges(own, code, differentiable, {})))
             for own, code in zip(graphs, program.stages, strict=True)
         )
-        return TaskSource(program, costs, exchanges, Ends(program))
+        return TaskSource(program, costs, exchanges, MessageEnds(program))
 
     def graph(self, rank: int) -> TaskGraph:
         """The task graph of one rank."""
@@ -76,14 +76,14 @@ class _Builder:
         held, static = tuple(self.memory.held), self.memory.static
         return TaskGraph(self.code.rank, tuple(self.nodes), held, static, tuple(stretches))
 
-    def _sections(self) -> Iterator[Stretch]:
+    def _sections(self) -> Iterator[LoopedTasks]:
         code = self.code
         for title, section in (("warm-up", code.warm_up), ("repetend", code.repetend), ("cool-down", code.cool_down)):
             for item in section:
                 start = last = len(self.nodes)
                 if isinstance(item, Instruction):
                     self._add(item)
-                    yield Stretch(title, start, len(self.nodes), last=last)
+                    yield LoopedTasks(title, start, len(self.nodes), last=last)
                     continue
                 end = start
                 for turn in range(item.count):
@@ -91,7 +91,7 @@ class _Builder:
                     for each in _moved(item, turn):
                         self._add(each)
                     end = end if turn else len(self.nodes)
-                yield Stretch(title, start, end, item.count, None if item.strides else item.stride, last)
+                yield LoopedTasks(title, start, end, item.count, None if item.strides else item.stride, last)
 
     def _add(self, instruction: Instruction) -> None:
         match instruction.verb:
@@ -162,7 +162,7 @@ class _Builder:
         return found
 
     def _collectives(self, verb: Verb, stage: int, micro_batch: int, place: int) -> None:
-        """What a task's group exchanges while it runs."""
+        """Collectives of a task's group while it runs."""
         code, task = self.program.stages[stage], self.nodes[place].name
         for number, each in enumerate(self.source.exchanges[stage].get(verb, ())):
             group, size = _group(code, each, self.code.rank), each.bytes // len(code.devices)
@@ -195,7 +195,7 @@ class _Builder:
                     what = f"buffers of {receive.name}"
                     self._node(TaskNode("free", f"FREE {receive.name}", stage, micro_batch, size, (place,), what=what))
 
-    def _end(self) -> Stretch:
+    def _end(self) -> LoopedTasks:
         """Sums of gradients over ranks, each as soon as what it adds up is there, the update, and what the ranks gather
         where each updates a share."""
         start = len(self.nodes)
@@ -212,7 +212,7 @@ class _Builder:
             update = self._node(TaskNode("update", "UPDATE", bytes=size, after=(*added, *sums)))
             for number, ((home, group), size) in enumerate(exchanged.items() if self.program.shard else ()):
                 self._node(TaskNode("gather", f"GATHER{number}", home, bytes=size, after=(update,), group=group))
-        return Stretch("end", start, len(self.nodes), last=start)
+        return LoopedTasks("end", start, len(self.nodes), last=start)
 
 
 def _by_verb(code: StageCode, every: tuple[StageExchange, ...]) -> dict[Verb, tuple[StageExchange, ...]]:

@@ -24,7 +24,7 @@ class Memory:
 
     @staticmethod
     def taken(cost: StagePrediction, verb: Verb, train: bool) -> tuple[int, int]:
-        """What a computation takes for later tasks, and only while it runs."""
+        """Bytes that a computation allocates for later tasks, and only while it runs."""
         if verb is Verb.FORWARD:
             return (cost.kept_bytes, 0) if train else (0, cost.transient_bytes)
         if verb is Verb.INPUT_GRADIENT:
@@ -34,7 +34,7 @@ class Memory:
 
     @staticmethod
     def freed(cost: StagePrediction, verb: Verb, train: bool) -> int:
-        """What no task uses after a computation."""
+        """Bytes that no task uses after a computation."""
         if not train or verb is Verb.FORWARD:
             return 0
         if verb is Verb.INPUT_GRADIENT:

@@ -50,7 +50,7 @@ def communication_bytes(
 
 @dataclass(frozen=True, slots=True)
 class StageExchange:
-    """What a stage's group exchanges in one micro-batch's forward, or backward."""
+    """Exchanges of a stage's group in one micro-batch's forward, or backward."""
 
     kind: str
     bytes: int
@@ -94,7 +94,7 @@ def _exchanges(
             row = OPERATORS[qualified_name(signature.node)]
             degrees = {split.axis: split.degree for split in operation.splits}
             for told in row.statistics(signature, row.space(signature), degrees):
-                if not told.backward or _is_asked(operation, told, flowing):
+                if not told.backward or _is_reduced_on_return(operation, told, flowing):
                     size, over = group * told.times * told.bytes, operation.mesh_of(told.axes)
                     yield StageExchange(told.kind, size, told.backward, operation.writes[0], over, told.times)
 
@@ -110,8 +110,8 @@ def _stage_bytes(
     return found
 
 
-def _is_asked(operation: Compute, told: Statistic, flowing: Set[str]) -> bool:
-    """Whether a gradient that comes back to an operator goes where it makes the exchange."""
+def _is_reduced_on_return(operation: Compute, told: Statistic, flowing: Set[str]) -> bool:
+    """True if a gradient that comes back to an operator goes where it makes the exchange."""
     operands = operation.signature.operands
     through = (operands[index] for index in told.through if index < len(operands))
     return not flowing.isdisjoint(operation.writes) and any(

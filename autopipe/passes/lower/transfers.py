@@ -1,4 +1,4 @@
-"""What stages send one another: boxes from the devices that hold them to the devices that need them."""
+"""Messages between stages: boxes from the devices that hold them to the devices that need them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import Box, holders_by_box
 from autopipe.ir.placement import Placement
-from autopipe.ir.program import Piece
+from autopipe.ir.program import MessageBlock
 from autopipe.passes.lower.shard import ShardedStage
 from autopipe.passes.lower.shared_samples import Shared, shared_blocks
 
 
 def transfer_pieces(
     graph: Graph, placement: Placement, stages: tuple[ShardedStage, ...], differentiable: frozenset[str]
-) -> tuple[Piece, ...]:
+) -> tuple[MessageBlock, ...]:
     """All pieces that cross between stages, by target stage, then value, then turn, then target rank.
 
     Raises InfeasibleError for values that cannot be shared out among micro-batches of different sizes.
@@ -24,7 +24,7 @@ def transfer_pieces(
     producers = {(stage.code.pipeline, name): number for number, stage in enumerate(stages) for name in stage.outputs}
     sizes = [stage.micro_batch_size for stage in placement.stages]
     batch = batch_axes_of(graph) if len(set(sizes)) > 1 else BatchAxes(0, (), {})
-    pieces: list[Piece] = []
+    pieces: list[MessageBlock] = []
     for target, stage in enumerate(stages):
         for name, need in stage.inputs.items():
             if graph.producer(name) is not None:
@@ -38,7 +38,7 @@ def transfer_pieces(
 
 def _value_pieces(
     name: str, source: int, target: int, stages: tuple[ShardedStage, ...], shared: Shared, needs_gradient: bool
-) -> list[Piece]:
+) -> list[MessageBlock]:
     senders, receivers = stages[source].code.devices, stages[target].code.devices
     hold, need = stages[source].outputs[name], stages[target].inputs[name]
     if hold.is_partial:
@@ -58,7 +58,7 @@ def _value_pieces(
         for box, holders, common in found.get(own, ()):
             sender = receiver if receiver in holders else holders[position % len(holders)]
             pieces.append(
-                Piece(
+                MessageBlock(
                     channel=0,
                     tensor=name,
                     source_stage=source,

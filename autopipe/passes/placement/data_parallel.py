@@ -10,7 +10,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.constraints import BATCH_AXIS, Wish, wishes_of
+from autopipe.passes.cost.constraints import BATCH_AXIS, ResolvedConstraint, wishes_of
 from autopipe.passes.cost.fit import check_state, fitted
 from autopipe.passes.cost.kinds import check_one_kind
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
@@ -53,7 +53,7 @@ class DataParallel:
         splits = samples.splits(nodes, len(devices))
         return fitted(problem, Placement((Stage(nodes, devices, problem.micro_batch_size, splits, recompute),)))
 
-    def _obey(self, wish: Wish, samples: SampleAxes, devices: tuple[int, ...]) -> None:
+    def _obey(self, wish: ResolvedConstraint, samples: SampleAxes, devices: tuple[int, ...]) -> None:
         """Raise ConfigurationError for a constraint that one stage on all devices does not fulfil."""
         reason = ""
         if wish.constraint.stage not in (None, 0):
@@ -65,8 +65,8 @@ class DataParallel:
         if reason:
             raise ConfigurationError(f"{wish} {reason}", hint="strategy manual follows any constraint")
 
-    def _is_by_samples(self, wish: Wish, samples: SampleAxes, size: int) -> bool:
-        """Whether a wish for a split, if it is one, is for that of the samples by all devices."""
+    def _is_by_samples(self, wish: ResolvedConstraint, samples: SampleAxes, size: int) -> bool:
+        """True if a wish for a split, if it is one, is for that of the samples by all devices."""
         split = wish.constraint.split
         if split is None or size == 1:
             return all(degree == 1 for _, degree in split or ())

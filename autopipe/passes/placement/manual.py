@@ -13,10 +13,10 @@ from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
 from autopipe.ir.problem import Problem
 from autopipe.ir.rebatch import rebatched
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.constraints import Wish, wishes_of
+from autopipe.passes.cost.constraints import ResolvedConstraint, wishes_of
 from autopipe.passes.cost.fit import fitted
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
-from autopipe.passes.cost.wished import wished_splits
+from autopipe.passes.cost.wished import required_splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Manual:
         return fitted(problem, Placement(tuple(stages)))
 
 
-def _pipeline(problem: Problem, wishes: tuple[Wish, ...]) -> Iterator[Stage]:
+def _pipeline(problem: Problem, wishes: tuple[ResolvedConstraint, ...]) -> Iterator[Stage]:
     """The stages that `wishes` ask for."""
     stage_of = _stages(problem.graph, wishes)
     count = max(stage_of) + 1
@@ -81,7 +81,7 @@ def _pipeline(problem: Problem, wishes: tuple[Wish, ...]) -> Iterator[Stage]:
     whole = sample_axes(problem.graph)
     smaller = {size: sample_axes(rebatched(problem.graph, size)) for size in {*sizes} - {problem.micro_batch_size}}
     samples = {problem.micro_batch_size: whole, **smaller}
-    splits = wished_splits(wishes, whole)
+    splits = required_splits(wishes, whole)
     _check_degrees(problem.graph, splits, stage_of, devices)
     for nodes, group, size in zip(members, devices, sizes, strict=True):
         _check_extents(samples[size], nodes, splits, size)
@@ -94,7 +94,7 @@ def _pipeline(problem: Problem, wishes: tuple[Wish, ...]) -> Iterator[Stage]:
         )
 
 
-def _stages(graph: Graph, wishes: tuple[Wish, ...]) -> list[int]:
+def _stages(graph: Graph, wishes: tuple[ResolvedConstraint, ...]) -> list[int]:
     """The stage of every node: its constraint's, else inherited."""
     given = {node: wish for wish in wishes if wish.constraint.stage is not None for node in wish.nodes}
     wanted = {node: wish.constraint.stage for node, wish in given.items() if wish.constraint.stage is not None}
@@ -102,7 +102,7 @@ def _stages(graph: Graph, wishes: tuple[Wish, ...]) -> list[int]:
     latest = _latest(graph, wanted)
     inputs = {value.name for value in graph.inputs}
     stage_of: list[int] = []
-    source_of: list[Wish | None] = []
+    source_of: list[ResolvedConstraint | None] = []
     for index, node in enumerate(graph.nodes):
         producers = [producer for name in node.inputs if name and (producer := graph.producer(name)) is not None]
         placed = [producer for producer in producers if producer not in recomputed]
@@ -133,9 +133,11 @@ def _latest(graph: Graph, wanted: dict[int, int]) -> list[int]:
     return latest
 
 
-def _devices(problem: Problem, wishes: tuple[Wish, ...], stage_of: list[int], count: int) -> list[tuple[int, ...]]:
+def _devices(
+    problem: Problem, wishes: tuple[ResolvedConstraint, ...], stage_of: list[int], count: int
+) -> list[tuple[int, ...]]:
     """The devices of each stage: those of its nodes' constraints, else an equal share of all."""
-    asked: dict[int, Wish] = {}
+    asked: dict[int, ResolvedConstraint] = {}
     for wish in wishes:
         for stage in dict.fromkeys(stage_of[node] for node in wish.nodes) if wish.devices is not None else ():
             other = asked.setdefault(stage, wish)
@@ -158,9 +160,9 @@ def _devices(problem: Problem, wishes: tuple[Wish, ...], stage_of: list[int], co
     return [asked[stage].devices or () for stage in range(count)]
 
 
-def _sizes(problem: Problem, wishes: tuple[Wish, ...], stage_of: list[int], count: int) -> list[int]:
+def _sizes(problem: Problem, wishes: tuple[ResolvedConstraint, ...], stage_of: list[int], count: int) -> list[int]:
     """Samples of a micro-batch of each stage: those of its nodes' constraints, else of the step's."""
-    asked: dict[int, Wish] = {}
+    asked: dict[int, ResolvedConstraint] = {}
     for wish in wishes:
         size = wish.constraint.micro_batch_size
         for stage in dict.fromkeys(stage_of[node] for node in wish.nodes) if size is not None else ():

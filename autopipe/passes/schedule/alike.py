@@ -17,9 +17,10 @@ from autopipe.ir.timeline import Links
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
-    """What is simulated for all: `schedule` has an order a lane, `groups` the lanes of each stage, and `prediction` the
-    messages of the first of each of `links`, between devices."""
+class DeviceSymmetry:
+    """One simulation for all equal devices: `schedule` has an order a lane, `groups` the lanes of each stage, and
+    `prediction` the messages of the first of each of `links`, between devices.
+    """
 
     schedule: Schedule
     groups: tuple[tuple[int, ...], ...]
@@ -28,11 +29,13 @@ class Alike:
     links: Links
 
 
-def alike(schedule: Schedule, stage_devices: Sequence[Sequence[int]], prediction: Prediction) -> Alike:
+def device_symmetry(
+    schedule: Schedule, stage_devices: Sequence[Sequence[int]], prediction: Prediction
+) -> DeviceSymmetry:
     """The lanes and links of a step."""
     lanes = lanes_of(stage_devices, schedule.tasks)
     links, messages = _links(lanes, prediction.messages)
-    return Alike(
+    return DeviceSymmetry(
         Schedule(schedule.micro_batches, tuple(schedule.tasks[devices[0]] for devices in lanes)),
         lane_groups(stage_devices, lanes),
         replace(prediction, messages=messages),

@@ -17,7 +17,7 @@ _Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is asked of a step."""
+    """Inputs of a step."""
 
     end: float
     """Seconds."""
@@ -28,7 +28,7 @@ class Step:
 
 
 def is_chain(graph: StageGraph, prediction: Prediction) -> bool:
-    """Whether stages have devices of their own, each sends to the next at least, and all run whole micro-batches."""
+    """True if stages have devices of their own, each sends to the next at least, and all run whole micro-batches."""
     stages = len(graph.stage_devices)
     groups = [device for group in graph.stage_devices for device in group]
     return (

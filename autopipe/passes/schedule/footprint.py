@@ -40,7 +40,7 @@ def memory_curves(
 
 
 def _changes(cost: StagePrediction, phase: Phase, train: bool) -> tuple[int, int]:
-    """What a task adds to the bytes in use as it starts and as it ends."""
+    """Bytes that a task allocates as it starts and frees as it ends."""
     match phase:
         case Phase.FORWARD:
             return (cost.kept_bytes, 0) if train else (cost.transient_bytes, -cost.transient_bytes)

@@ -1,4 +1,4 @@
-"""What a simulated step is held against: the memory there is, and the least time it could take."""
+"""Limits of a simulated step: the memory there is, and the least time it could take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAME = 1e-9
 """Relative difference of times that are equal but for the rounding of floats."""
 
 _TICK_S = 1e-15
-"""What seconds are counted in: so little that rounding down to it is no more than rounding of floats."""
+"""Seconds of a tick: small enough that rounding down to it is no more than rounding of floats."""
 
 
 def check_memory(problem: Problem, placement: Placement, timeline: Timeline | Step) -> None:
@@ -72,7 +72,7 @@ def least_end(stages: StageGraph, prediction: Prediction) -> float:
 
 
 def quality(schedule: Schedule, step_s: float, bound_s: float) -> tuple[bool, float]:
-    """Whether the schedule is proven to be the best for its placement, and the share that lies above what is proven.
+    """True if the schedule is proven to be the best for its placement, and the share that lies above what is proven.
 
     Of a searched steady state the period counts, of any other schedule the step, against `bound_s`.
     """

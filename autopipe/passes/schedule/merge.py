@@ -62,7 +62,7 @@ class _State:
         self.devices = groups
         self.free = [True] * lanes
         self.lists: list[list[Task]] = [[] for _ in range(lanes)]
-        self.turns = [graph.turns_at(stage) for stage in range(len(stage_orders))]
+        self.turns = [graph.micro_batch_ratio_at(stage) for stage in range(len(stage_orders))]
         self.samples = [math.lcm(*self.turns) // each for each in self.turns]
         """Samples of each stage's micro-batches, in units that make all of them whole."""
         self.rest = [deque(order) for order in stage_orders]
@@ -107,7 +107,7 @@ class _State:
             self.lists[device].append(task)
 
     def _ready(self, stage: int) -> bool:
-        """Whether a stage is idle and all that its next task needs is done."""
+        """True if a stage is idle and all that its next task needs is done."""
         if stage in self.running or not self.rest[stage]:
             return False
         task = self.rest[stage][0]

@@ -1,4 +1,4 @@
-"""What the devices of one stage send to those of another for each micro-batch."""
+"""Messages from the devices of one stage to those of another for each micro-batch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.placement import Placement
 from autopipe.ir.prediction import Message
 from autopipe.ir.problem import Problem
-from autopipe.ir.stage_graph import turns_of
-from autopipe.ir.turn import Turn
+from autopipe.ir.stage_graph import micro_batch_ratios
+from autopipe.ir.turn import MicroBatchSlice
 from autopipe.passes.cost.assignment import StageWork, stage_work
 from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.lower.shared_samples import Shared, shared_blocks
@@ -43,7 +43,7 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
     graph, works = problem.graph, stage_work(problem, placement)
     gradients = differentiable_values(graph) if problem.train else frozenset()
     held = {(work.stage.pipeline, name): index for index, work in enumerate(works) for name in work.given}
-    unequal = bool(turns_of(placement, problem.micro_batch_size))
+    unequal = bool(micro_batch_ratios(placement, problem.micro_batch_size))
     shared = partial(shared_blocks, graph, batch_axes_of(graph) if unequal else BatchAxes(0, (), {}))
     forward: defaultdict[_Way, list[int]] = defaultdict(list)
     backward: defaultdict[_Way, list[int]] = defaultdict(list)
@@ -66,7 +66,7 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
 def _message(cluster: Cluster, way: _Way, forward: list[int], backward: list[int]) -> Message:
     source, target = way.source, way.target
     seconds = _seconds(cluster, source, target, forward), _seconds(cluster, target, source, backward)
-    turns = Turn(*way.source_turn), Turn(*way.target_turn)
+    turns = MicroBatchSlice(*way.source_turn), MicroBatchSlice(*way.target_turn)
     return Message(way.source_stage, way.target_stage, source, target, sum(forward), sum(backward), *seconds, *turns)
 
 
@@ -75,7 +75,7 @@ def _seconds(cluster: Cluster, source: int, target: int, sizes: list[int]) -> fl
     return 0.0 if source == target else sum(cluster.link(source, target).seconds(size) for size in sizes)
 
 
-def _pair(turn: Turn) -> tuple[int, int]:
+def _pair(turn: MicroBatchSlice) -> tuple[int, int]:
     return turn.index, turn.of
 
 

@@ -1,4 +1,4 @@
-"""What the stages of a placement take, by the cost model."""
+"""Predict the times of a placement's stages by the cost model."""
 
 from __future__ import annotations
 

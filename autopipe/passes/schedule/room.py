@@ -1,4 +1,4 @@
-"""Whether the devices have room for the blocks at all, in whatever order they run.
+"""True if the devices have room for the blocks at all, in whatever order they run.
 
 Memory changes when blocks start, so what a device needs depends on the order of starts alone. Units that free no more
 than they have allocated only add to one another's needs, so one unit's order decides.
@@ -49,12 +49,12 @@ def _too_little(device: int, room: int, least: int, why: str) -> InfeasibleError
 
 
 def _kept(graph: BlockGraph, device: int) -> int:
-    """What a unit leaves in use on a device."""
+    """Memory that a unit leaves in use on a device."""
     return sum(block.memory for block in graph.blocks if device in block.devices)
 
 
 def _frees_its_own(graph: BlockGraph, device: int) -> bool:
-    """Whether each block that frees comes after blocks of its own that allocated as much: a unit is never below 0."""
+    """True if each block that frees comes after blocks of its own that allocated as much: a unit is never below 0."""
     left = {index: block.memory for index, block in enumerate(graph.blocks) if device in block.devices}
     earlier: list[int] = [0] * len(graph.blocks)
     for index in graph.order:
@@ -77,10 +77,10 @@ class LeastRoom:
     peak: int
     proven: bool = True
     exists: bool = True
-    """Whether there is an order at all that the other devices have room for."""
+    """True if there is an order at all that the other devices have room for."""
 
     def exceeds(self, room: int) -> bool:
-        """Whether it is proven that this room does not do."""
+        """True if it is proven that this room does not do."""
         return self.proven and (not self.exists or self.peak > room)
 
 

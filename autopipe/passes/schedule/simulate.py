@@ -10,9 +10,9 @@ from autopipe.ir.lanes import on_each_device
 from autopipe.ir.prediction import Prediction
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.timeline import Span, Timeline, Transfer
-from autopipe.passes.schedule.alike import alike
+from autopipe.passes.schedule.alike import device_symmetry
 from autopipe.passes.schedule.footprint import memory_curves, static_memory
-from autopipe.passes.schedule.wires import HALF, PHASES, WHOLE, kind_of, wires_of
+from autopipe.passes.schedule.wires import HALF, PHASES, WHOLE, kind_of, message_edges
 
 StageDevices = Sequence[Sequence[int]]
 """The device group of each stage."""
@@ -31,7 +31,7 @@ def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Predic
     updated, as the generated programs do.
     """
     costs = prediction.stages
-    one = alike(schedule, stage_devices, prediction)
+    one = device_symmetry(schedule, stage_devices, prediction)
     run = _Run(one.schedule, one.groups, one.prediction, [devices[0] for devices in one.lanes])
     run.until_done()
     spans = tuple(sorted(run.spans, key=lambda span: (span.device, span.start, span.end)))
@@ -64,7 +64,7 @@ class _Run:
         """Kinds that are phases of stages."""
         self.devices = [stage_devices[stage] for stage, _ in kinds]
         self.seconds = [stages[stage].seconds(phase) for stage, phase in kinds]
-        wires = wires_of(prediction.messages, len(stages))
+        wires = message_edges(prediction.messages, len(stages))
         self.sends, self.awaited = [*wires.sends], [*wires.awaited]
         self.orders = [[self._number(task) for task in order] for order in schedule.tasks]
         half = PHASES.index(Phase.INPUT_GRADIENT)
@@ -85,7 +85,7 @@ class _Run:
         self.end = 0.0
 
     def _add_end(self, stage_devices: StageDevices, prediction: Prediction) -> None:
-        """What devices do after their last tasks: a sum that takes no time has nobody to wait for."""
+        """Add the ends of the step: sums of gradients and updates; a sum that takes no time waits for nobody."""
         updates = [0.0] * self.schedule.devices
         for stage, cost in reversed(list(enumerate(prediction.stages))):
             if cost.gradient_s:

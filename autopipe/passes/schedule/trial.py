@@ -26,7 +26,7 @@ def step_s(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -
     return _step(problem, placement, costs).end
 
 
-def fitting_step_s(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> float:
+def quick_step_seconds(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> float:
     """The same. Raises InfeasibleError where memory does not hold the placement."""
     step = _step(problem, placement, costs)
     check_memory(problem, placement, step)

@@ -1,4 +1,4 @@
-"""What is sent after each task of a step, and how much each task waits for."""
+"""Messages after each task of a step, and the number that each task waits for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from autopipe.ir.prediction import Message
 from autopipe.ir.schedule import Phase
-from autopipe.ir.turn import Turn
+from autopipe.ir.turn import MicroBatchSlice
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
 WHOLE = PHASES.index(Phase.BACKWARD)
@@ -22,7 +22,7 @@ def kind_of(stage: int, phase: Phase) -> int:
     return stage * len(PHASES) + PHASES.index(phase)
 
 
-class Wire(NamedTuple):
+class MessageEdge(NamedTuple):
     """One message after a task, in the direction in which it goes."""
 
     kind: int
@@ -38,15 +38,15 @@ class Wire(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wires:
+class MessageEdges:
     """By kind of task, then by micro-batch: number m does as m mod the length of the kind's list says."""
 
-    sends: list[list[list[Wire]]]
+    sends: list[list[list[MessageEdge]]]
     awaited: list[list[int]]
     """Number of messages that a task waits for."""
 
 
-def wires_of(messages: Sequence[Message], stages: int) -> Wires:
+def message_edges(messages: Sequence[Message], stages: int) -> MessageEdges:
     """The messages of a step, there and back.
 
     Gradients go to whole backwards here, and come from whole ones and first halves alike.
@@ -57,7 +57,7 @@ def wires_of(messages: Sequence[Message], stages: int) -> Wires:
             for phase in PHASES:
                 kind = kind_of(stage, phase)
                 periods[kind] = math.lcm(periods[kind], turn.of)
-    wires = Wires([[[] for _ in range(period)] for period in periods], [[0] * period for period in periods])
+    wires = MessageEdges([[[] for _ in range(period)] for period in periods], [[0] * period for period in periods])
     for each in messages:
         source, target = (
             [kind_of(stage, phase) for phase in PHASES[:2]] for stage in (each.source_stage, each.target_stage)
@@ -72,11 +72,18 @@ def wires_of(messages: Sequence[Message], stages: int) -> Wires:
     return wires
 
 
-def _send(wires: Wires, kind: int, receiver: int, own: Turn, other: Turn, sent: tuple[int, int, int, float]) -> None:
+def _send(
+    wires: MessageEdges,
+    kind: int,
+    receiver: int,
+    own: MicroBatchSlice,
+    other: MicroBatchSlice,
+    sent: tuple[int, int, int, float],
+) -> None:
     for place in range(own.index, len(wires.sends[kind]), own.of):
-        wires.sends[kind][place].append(Wire(receiver, own.of, other.of, other.index, *sent))
+        wires.sends[kind][place].append(MessageEdge(receiver, own.of, other.of, other.index, *sent))
 
 
-def _await(wires: Wires, kind: int, turn: Turn) -> None:
+def _await(wires: MessageEdges, kind: int, turn: MicroBatchSlice) -> None:
     for place in range(turn.index, len(wires.awaited[kind]), turn.of):
         wires.awaited[kind][place] += 1

@@ -21,7 +21,7 @@ OnSolution = Callable[[int, int], None]
 
 
 class Status(Enum):
-    """What a run ended with."""
+    """End of a run."""
 
     OPTIMAL = "optimal"
     """Values whose objective is proven to be the least; any values where there is no objective."""
@@ -44,8 +44,8 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What a run found and proved about a minimisation."""
+class CpResult:
+    """Result and bound of a minimisation."""
 
     status: Status
     values: tuple[int, ...] = ()
@@ -57,7 +57,7 @@ class Answer:
 
     @property
     def found(self) -> bool:
-        """Whether there are values."""
+        """True if there are values."""
         return self.status in (Status.OPTIMAL, Status.FEASIBLE)
 
 
@@ -67,7 +67,7 @@ def solve(
     limit: Limit,
     on_solution: OnSolution | None = None,
     relax: bool = False,
-) -> Answer:
+) -> CpResult:
     """Run CP-SAT with one worker, the same for the same model and seed as long as `limit.work` ends it.
 
     Orders of blocks are found by propagation: linear relaxations of them are weak and cost most of the time. `relax`
@@ -78,7 +78,7 @@ def solve(
     from ortools.sat.python import cp_model
 
     if limit.seconds <= 0 or limit.work <= 0:
-        return Answer(Status.UNKNOWN)
+        return CpResult(Status.UNKNOWN)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = limit.seconds
     solver.parameters.max_deterministic_time = limit.work
@@ -98,8 +98,8 @@ def solve(
     work = float(solver.response_proto.deterministic_time)
     bound = _whole(solver.best_objective_bound) if model.has_objective() else None
     if status in (Status.OPTIMAL, Status.FEASIBLE):
-        return Answer(status, tuple(int(solver.value(variable)) for variable in variables), bound, work)
-    return Answer(status, (), bound if status is Status.UNKNOWN else None, work)
+        return CpResult(status, tuple(int(solver.value(variable)) for variable in variables), bound, work)
+    return CpResult(status, (), bound if status is Status.UNKNOWN else None, work)
 
 
 def _whole(bound: float) -> int | None:

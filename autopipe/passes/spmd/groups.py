@@ -31,5 +31,5 @@ def group_splits(network: ReplicatedNetwork, degree: int, nodes: Iterable[int]) 
 
 @remembered(4 * GRAPHS)
 def whole_group_splits(graph: Graph, replicas: int, degree: int) -> dict[int, tuple[Split, ...]]:
-    """The same for all nodes of a graph on so many replicas of `degree` devices."""
+    """The same for all nodes of a graph on `replicas` replicas of `degree` devices."""
     return group_splits(replicated_network(graph, replicas), degree, range(len(graph.nodes)))

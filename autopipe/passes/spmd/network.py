@@ -8,7 +8,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.layout import is_block
 from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.ir.space import AxisKind
-from autopipe.passes.cost.uses import Use
+from autopipe.passes.cost.uses import OpInstance
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,12 @@ class Network:
     """
 
     graph: Graph
-    uses: tuple[Use, ...]
+    uses: tuple[OpInstance, ...]
     weights: dict[str, frozenset[str]]
     readers: dict[str, tuple[int, ...]]
 
     def is_weight(self, node: int) -> bool:
-        """Whether a node computes from parameters and constants alone."""
+        """True if a node computes from parameters and constants alone."""
         return self.graph.nodes[node].outputs[0] in self.weights
 
     def parameters_of(self, node: int) -> frozenset[str]:
@@ -46,7 +46,7 @@ class Network:
         return found
 
     def splits_on(self, node: int, axis: str, degree: int) -> bool:
-        """Whether a node can be cut along an axis into `degree` equal blocks."""
+        """True if a node can be cut along an axis into `degree` equal blocks."""
         space = self.uses[node].space
         return space.axis(axis).kind is not AxisKind.WHOLE and is_block(space, axis, degree)
 

@@ -45,7 +45,7 @@ def seed_axis(network: Network, node: int, degree: int, tables: Set[str]) -> str
 
 
 def _is_column(network: Network, node: int, axis: str) -> bool:
-    """Whether an axis indexes a product's weight and none of the values it is applied to."""
+    """True if an axis indexes a product's weight and none of the values it is applied to."""
     use, inputs = network.uses[node], network.graph.nodes[node].inputs
     indexed = [
         name for name, words in zip(inputs, use.space.operands, strict=True) if name and _place(words, axis) >= 0
@@ -115,7 +115,7 @@ class _Growing:
         return AxisKind.SUM if use.row.kind in _PRODUCTS else use.space.axis(axis).kind
 
     def _is_agreed(self, node: int, axis: str) -> bool:
-        """Whether a node would tell statistics of its part: normalisations are left whole."""
+        """True if a node would tell statistics of its part: normalisations are left whole."""
         return self.network.uses[node].space.axis(axis).kind is AxisKind.AGREED
 
     def _common_axis(self, reader: int) -> str | None:

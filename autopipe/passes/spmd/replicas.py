@@ -32,7 +32,7 @@ class ReplicatedNetwork(Network):
         return (*outer, Split(axis, degree))
 
     def splits_on(self, node: int, axis: str, degree: int) -> bool:
-        """Whether a replica's `degree` devices can share a node along an axis in equal blocks.
+        """True if a replica's `degree` devices can share a node along an axis in equal blocks.
 
         A node without samples stays whole where there are several replicas: its parts would go over all the devices.
         """
@@ -45,7 +45,7 @@ class ReplicatedNetwork(Network):
 
 
 def replicated_network(graph: Graph, replicas: int, samples: SampleAxes | None = None) -> ReplicatedNetwork:
-    """The network of a graph whose samples so many replicas share."""
+    """The network of a graph whose samples `replicas` replicas share."""
     samples = samples or sample_axes(graph)
     return ReplicatedNetwork(graph, samples.uses, weights_of(graph), graph.consumers(), samples, replicas)
 

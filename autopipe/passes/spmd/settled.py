@@ -1,4 +1,4 @@
-"""What constraints settle before splits are searched: the stage of a node, and whether its group can split it so."""
+"""Effects of constraints before splits are searched: the stage of a node, and a check that its group can split it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.constraints import Wish
+from autopipe.passes.cost.constraints import ResolvedConstraint
 from autopipe.passes.spmd.search.configurations import Splits
 
 
-def settled_stages(wishes: Sequence[Wish], groups: Sequence[tuple[int, ...]], strategy: str) -> dict[int, int]:
+def settled_stages(
+    wishes: Sequence[ResolvedConstraint], groups: Sequence[tuple[int, ...]], strategy: str
+) -> dict[int, int]:
     """The stage of each node for which a constraint asks for a stage, or for the devices of one of `groups`.
 
     `strategy` is who makes the stages. Raises ConfigurationError, naming the constraint, for stages or devices that

@@ -1,11 +1,11 @@
-"""Whether a placement does what constraints ask for, for strategies that do not look at them as they decide."""
+"""True if a placement does what constraints ask for, for strategies that do not look at them as they decide."""
 
 from __future__ import annotations
 
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.constraints import BATCH_AXIS, Wish, wishes_of
+from autopipe.passes.cost.constraints import BATCH_AXIS, ResolvedConstraint, wishes_of
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
 
 
@@ -31,8 +31,8 @@ def check_wishes(problem: Problem, placement: Placement, strategy: str) -> None:
                 )
 
 
-def _difference(wish: Wish, node: int, number: int, stage: Stage, samples: SampleAxes) -> str:
-    """What a constraint asks for and a node does not get, and what it gets; empty where there is no difference."""
+def _difference(wish: ResolvedConstraint, node: int, number: int, stage: Stage, samples: SampleAxes) -> str:
+    """Difference between what a constraint asks for and what a node gets; empty where there is none."""
     wanted = wish.constraint
     if wanted.stage not in (None, number):
         return f"stage {wanted.stage}, and this node is in stage {number}"

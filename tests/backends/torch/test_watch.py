@@ -11,74 +11,82 @@ import pytest
 
 from autopipe.backends.torch.agent import run_agent
 from autopipe.backends.torch.rendezvous import Place
-from autopipe.backends.torch.runtime.pulse import DEFAULTS, ENDED, Beat, Pulse, Timeouts, pulse_file, read_pulse
-from autopipe.backends.torch.watch import Hang, Watch, find_hang
+from autopipe.backends.torch.runtime.pulse import (
+    DEFAULTS,
+    ENDED,
+    Heartbeat,
+    HeartbeatRecord,
+    Timeouts,
+    heartbeat_file,
+    read_heartbeat,
+)
+from autopipe.backends.torch.watch import HungRank, Watchdog, find_hung_rank
 from autopipe.cli.launch import launch
 
 SHORT = Timeouts(start_s=20.0, step_s=10.0, checkpoint_s=50.0)
 
 
-def waits(since: float, task: str = "1F2", at: float = 100.0) -> Beat:
-    return Beat(at, since, True, task)
+def waits(since: float, task: str = "1F2", at: float = 100.0) -> HeartbeatRecord:
+    return HeartbeatRecord(at, since, True, task)
 
 
-def works(since: float, task: str = "1F2", at: float = 100.0) -> Beat:
-    return Beat(at, since, False, task)
+def works(since: float, task: str = "1F2", at: float = 100.0) -> HeartbeatRecord:
+    return HeartbeatRecord(at, since, False, task)
 
 
-CASES: dict[str, tuple[dict[int, Beat | None], int, Hang | None]] = {
+CASES: dict[str, tuple[dict[int, HeartbeatRecord | None], int, HungRank | None]] = {
     "others may wait for long": ({0: waits(1), 1: works(91)}, 1, None),
-    "an endless loop": ({0: waits(1), 1: works(89), 2: waits(3)}, 1, Hang(1, "1F2", 11)),
-    "stopped while it waits": ({0: waits(1), 1: waits(80, at=85)}, 1, Hang(1, "1F2", 15)),
-    "the one that hangs longest": ({0: works(60), 1: waits(50, at=50), 2: works(70)}, 1, Hang(1, "1F2", 50)),
+    "an endless loop": ({0: waits(1), 1: works(89), 2: waits(3)}, 1, HungRank(1, "1F2", 11)),
+    "stopped while it waits": ({0: waits(1), 1: waits(80, at=85)}, 1, HungRank(1, "1F2", 15)),
+    "the one that hangs longest": ({0: works(60), 1: waits(50, at=50), 2: works(70)}, 1, HungRank(1, "1F2", 50)),
     "a checkpoint may take longer": ({0: works(60, "checkpoint"), 1: works(80, "start")}, 1, None),
-    "a checkpoint that hangs": ({0: works(45, "restore"), 1: waits(30)}, 1, Hang(0, "restore", 55)),
-    "a start that hangs": ({0: works(75, "start"), 1: waits(30, "start")}, 1, Hang(0, "start", 25)),
-    "one that never began": ({0: waits(1, "start"), 1: None}, 1, Hang(1, "", 70)),
+    "a checkpoint that hangs": ({0: works(45, "restore"), 1: waits(30)}, 1, HungRank(0, "restore", 55)),
+    "a start that hangs": ({0: works(75, "start"), 1: waits(30, "start")}, 1, HungRank(0, "start", 25)),
+    "one that never began": ({0: waits(1, "start"), 1: None}, 1, HungRank(1, "", 70)),
     "one that has ended": ({0: works(1, ENDED, at=1), 1: works(95)}, 1, None),
-    "all for one another": ({0: waits(70), 1: waits(65, "1B0"), 2: waits(80)}, 1, Hang(1, "1B0", 35, waits=True)),
+    "all for one another": ({0: waits(70), 1: waits(65, "1B0"), 2: waits(80)}, 1, HungRank(1, "1B0", 35, waits=True)),
     "all but one not yet for long": ({0: waits(70), 1: waits(92)}, 1, None),
     "for ranks of another node": ({0: waits(85), 1: waits(85)}, 2, None),
-    "for ranks of another node too long": ({0: waits(75), 1: waits(79)}, 2, Hang(0, "1F2", 25, waits=True)),
+    "for ranks of another node too long": ({0: waits(75), 1: waits(79)}, 2, HungRank(0, "1F2", 25, waits=True)),
 }
 
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_the_rank_that_hangs_is_told_from_those_that_wait_for_it(case: str) -> None:
     beats, nodes, expected = CASES[case]
-    assert find_hang(beats, 30.0, 100.0, SHORT, nodes) == expected
+    assert find_hung_rank(beats, 30.0, 100.0, SHORT, nodes) == expected
 
 
 def test_messages() -> None:
-    assert Hang(2, "3F1", 31.2).message() == "rank 2 hangs in task 3F1 for 31 s"
-    assert Hang(2, "checkpoint", 31.2).message() == "rank 2 hangs in its checkpoint for 31 s"
-    assert Hang(2, "", 31.2).message() == "rank 2 hangs in its start for 31 s"
-    assert Hang(2, "3F1", 31.2, True).message() == "rank 2 waits in task 3F1 for 31 s, and so do all others"
+    assert HungRank(2, "3F1", 31.2).message() == "rank 2 hangs in task 3F1 for 31 s"
+    assert HungRank(2, "checkpoint", 31.2).message() == "rank 2 hangs in its checkpoint for 31 s"
+    assert HungRank(2, "", 31.2).message() == "rank 2 hangs in its start for 31 s"
+    assert HungRank(2, "3F1", 31.2, True).message() == "rank 2 waits in task 3F1 for 31 s, and so do all others"
 
 
 def test_a_pulse_says_what_its_rank_does(tmp_path: Path) -> None:
-    file = pulse_file(tmp_path, 3)
-    assert read_pulse(file) is None
+    file = heartbeat_file(tmp_path, 3)
+    assert read_heartbeat(file) is None
     before = time.monotonic()
-    pulse = Pulse(file)
-    beat = read_pulse(file)
+    pulse = Heartbeat(file)
+    beat = read_heartbeat(file)
     assert beat is not None and (beat.task, beat.waits) == ("start", False) and beat.since >= before
     pulse.task = "12W345"
     with pulse.waiting():
-        inside = read_pulse(file)
-    after = read_pulse(file)
+        inside = read_heartbeat(file)
+    after = read_heartbeat(file)
     assert inside is not None and (inside.task, inside.waits) == ("12W345", True)
     assert after is not None and (after.task, after.waits) == ("12W345", False) and after.since >= inside.since
     pulse.beat()
-    last = read_pulse(file)
+    last = read_heartbeat(file)
     assert last is not None and last.at > after.at and last.since == after.since
 
 
 def test_a_watcher_that_was_stopped_blames_nobody_for_that_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Pulse(pulse_file(tmp_path, 0))
-    watch = Watch(tmp_path, (0,), SHORT, 1)
+    Heartbeat(heartbeat_file(tmp_path, 0))
+    watch = Watchdog(tmp_path, (0,), SHORT, 1)
     now = time.monotonic()
     hangs = []
     for later in (1, 1000, 1004, 1008, 1012, 1016, 1021):
@@ -105,7 +113,7 @@ time.sleep(10**6)
 
 def test_a_rank_that_never_starts_is_named_and_all_are_stopped(tmp_path: Path) -> None:
     """Rank 0 waits, as its pulse says for ever after; rank 1 is as good as dead."""
-    pulse = Pulse(tmp_path / "waiting.pulse")
+    pulse = Heartbeat(tmp_path / "waiting.pulse")
     assert isinstance(pulse._record, mmap.mmap)
     with pytest.MonkeyPatch.context() as patch, pulse.waiting():
         far = time.monotonic() + 10**6

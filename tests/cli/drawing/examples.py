@@ -7,7 +7,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.plan import Plan, Summary
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
 from autopipe.ir.stage_graph import StageGraph
-from autopipe.ir.turn import Turn
+from autopipe.ir.turn import MicroBatchSlice
 from autopipe.passes.schedule.named.kfkb import order_kfkb
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.predict import ticks_of
@@ -40,7 +40,7 @@ def own_sizes_plan(sizes, micro_batches=6, model="/models/gpt.onnx"):
     graph = StageGraph(len(sizes), groups, edges, turns=turns)
     predicted = tuple(StagePrediction(1.0 * size, 2.0 * size, kept_bytes=size) for size in sizes)
     messages = tuple(
-        Message(a, b, a, b, 2**10, 2**10, 0.0, 0.0, Turn(own, turns[a]), Turn(other, turns[b]))
+        Message(a, b, a, b, 2**10, 2**10, 0.0, 0.0, MicroBatchSlice(own, turns[a]), MicroBatchSlice(other, turns[b]))
         for a, b in edges
         for own in range(turns[a])
         for other in graph.sharing(a, own, b)

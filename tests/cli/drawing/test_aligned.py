@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from autopipe.cli.compared import Compared
-from autopipe.cli.differences import Contrast
+from autopipe.cli.compared import ComparedPlan
+from autopipe.cli.differences import PlanDiff
 from autopipe.cli.drawing.aligned import draw_memories, draw_timelines
 from autopipe.cli.drawing.alike import one_of_each
 from autopipe.cli.drawing.compare_report import compare_report
@@ -90,8 +90,8 @@ def comparison(first, second):
     for name, stages, micro_batches in ((first, 2, 4), (second, 3, 8)):
         plan, timeline = chain_plan(stages, micro_batches, model=name)
         parts = Breakdown(timeline.end / 2, bubble_s=timeline.end / 2)
-        found.append(Compared(Path(name), dataclasses.replace(plan, breakdown=parts), timeline))
-    return report_page(compare_report(found, [Contrast(True, True, False), Contrast(False, False, True)]))
+        found.append(ComparedPlan(Path(name), dataclasses.replace(plan, breakdown=parts), timeline))
+    return report_page(compare_report(found, [PlanDiff(True, True, False), PlanDiff(False, False, True)]))
 
 
 def test_the_page_takes_no_text_for_markup():

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from autopipe.cli.drawing.block_report import block_report
-from autopipe.cli.drawing.comparison import Rival
+from autopipe.cli.drawing.comparison import ScheduleResult
 from autopipe.cli.drawing.palette import stage_colour
 from autopipe.cli.drawing.plan_report import plan_report
 from autopipe.cli.drawing.report import report_page
@@ -20,9 +20,9 @@ from tests.cli.drawing.examples import HOSTILE, chain_plan, split_embedding
 
 def rivals(name):
     return (
-        Rival("1f1b", 27.0, 0.3, (2**24,) * 4, chosen=True),
-        Rival("gpipe", 29.0, 0.35, (2**25,) * 4),
-        Rival(name, refusal=name),
+        ScheduleResult("1f1b", 27.0, 0.3, (2**24,) * 4, chosen=True),
+        ScheduleResult("gpipe", 29.0, 0.35, (2**25,) * 4),
+        ScheduleResult(name, refusal=name),
     )
 
 
@@ -34,7 +34,7 @@ def plan_page(name="plain.onnx", stages=4, micro_batches=6):
 
 def block_page(name="plain"):
     schedule = split_embedding(first_name=name)
-    own = Rival(name, schedule.makespan, 0.1, schedule.peak_memory, chosen=True)
+    own = ScheduleResult(name, schedule.makespan, 0.1, schedule.peak_memory, chosen=True)
     return report_page(block_report(schedule, name, name, (own,)))
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.layout import mesh_of
 from autopipe.ir.placement import Split
-from autopipe.passes.annotations.mesh import Cut, Cuts, order_of, splits_over
+from autopipe.passes.annotations.mesh import AxisSplit, Cuts, order_of, splits_over
 from autopipe.passes.annotations.sharding import Sharding
 
 DEGREES = st.lists(st.sampled_from([2, 2, 3, 4]), max_size=3)
@@ -19,7 +19,7 @@ def cuts_by(splits: tuple[Split, ...], devices: tuple[int, ...]) -> Cuts:
     """Who holds which part under `splits` over `devices` in this order."""
     mesh = mesh_of(splits, len(devices))
     return tuple(
-        Cut(split.axis, split.degree, tuple(axis.place(devices.index(device)) for device in sorted(devices)))
+        AxisSplit(split.axis, split.degree, tuple(axis.place(devices.index(device)) for device in sorted(devices)))
         for split, axis in zip(splits, mesh, strict=True)
     )
 
@@ -35,21 +35,23 @@ def test_splits_are_found_again(degrees: list[int], copies: int, random: object)
 
 
 def test_parts_that_no_splits_make() -> None:
-    assert splits_over((0, 1, 2, 3), (Cut("a", 2, (0, 1, 1, 0)),)) is None, "not in order"
-    assert splits_over((0, 1, 2, 3), (Cut("a", 2, (0, 1, 0, 1)),)) is None, "the copies would be outermost"
-    assert splits_over((0, 1, 2, 3), (Cut("a", 2, (0, 0, 0, 1)),)) is None, "unequal numbers of copies"
-    assert splits_over((0, 1, 2, 3), (Cut("a", 4, (0, 1, 2, 3)), Cut("b", 2, (0, 1, 0, 1)))) is None, "too many parts"
-    assert splits_over((0, 1, 2), (Cut("a", 2, (0, 0, 1)),)) is None, "two do not divide three"
+    assert splits_over((0, 1, 2, 3), (AxisSplit("a", 2, (0, 1, 1, 0)),)) is None, "not in order"
+    assert splits_over((0, 1, 2, 3), (AxisSplit("a", 2, (0, 1, 0, 1)),)) is None, "the copies would be outermost"
+    assert splits_over((0, 1, 2, 3), (AxisSplit("a", 2, (0, 0, 0, 1)),)) is None, "unequal numbers of copies"
+    assert splits_over((0, 1, 2, 3), (AxisSplit("a", 4, (0, 1, 2, 3)), AxisSplit("b", 2, (0, 1, 0, 1)))) is None, (
+        "too many parts"
+    )
+    assert splits_over((0, 1, 2), (AxisSplit("a", 2, (0, 0, 1)),)) is None, "two do not divide three"
 
 
 def test_an_order_does_for_all_nodes_of_a_stage() -> None:
     listed = Sharding("t", ((0, 4),), ((3,), (1,), (2,), (0,)))
-    by_four, by_two = Cut("a", 4, (3, 1, 2, 0)), Cut("b", 2, (1, 0, 1, 0))
+    by_four, by_two = AxisSplit("a", 4, (3, 1, 2, 0)), AxisSplit("b", 2, (1, 0, 1, 0))
     assert order_of([listed], [(by_four,), (by_two,)]) == (3, 1, 2, 0)
-    assert order_of([listed], [(by_four,), (Cut("b", 2, (0, 0, 1, 1)),)]) is None
+    assert order_of([listed], [(by_four,), (AxisSplit("b", 2, (0, 0, 1, 1)),)]) is None
 
 
 def test_copies_keep_the_order_in_which_they_are_listed() -> None:
     assert order_of([Sharding("t", (), ((2, 0, 1),))], [()]) == (2, 0, 1)
     halves = Sharding("t", ((0, 2),), ((1, 0), (3, 2)))
-    assert order_of([halves], [(Cut("a", 2, (0, 0, 1, 1)),)]) == (1, 0, 3, 2)
+    assert order_of([halves], [(AxisSplit("a", 2, (0, 0, 1, 1)),)]) == (1, 0, 3, 2)

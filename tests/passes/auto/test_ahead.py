@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import time
 
-from autopipe.passes.auto.ahead import Ahead
+from autopipe.passes.auto.ahead import SpeculativePool
 
 
 def test_answers_are_those_of_the_work_in_whatever_order_they_are_asked_for():
-    with Ahead(2) as ahead:
+    with SpeculativePool(2) as ahead:
         for number in range(7):
             ahead.expect((number, lambda number=number: {"square": number**2, "filling": "x" * 200_000}))
         found = [ahead.answer(number) for number in (3, 0, 6, 5, 4, 2, 1)]
@@ -17,7 +17,7 @@ def test_answers_are_those_of_the_work_in_whatever_order_they_are_asked_for():
 
 
 def test_an_answer_is_given_once():
-    with Ahead(2) as ahead:
+    with SpeculativePool(2) as ahead:
         ahead.expect(("a", lambda: {"x": 1}))
         assert ahead.is_coming("a")
         assert ahead.answer("a") == {"x": 1}
@@ -27,7 +27,7 @@ def test_an_answer_is_given_once():
 
 
 def test_nothing_is_begun_without_cores():
-    with Ahead(1) as ahead:
+    with SpeculativePool(1) as ahead:
         ahead.expect(("a", lambda: {"x": 1}))
         assert not ahead.is_coming("a")
         assert ahead.answer("a") is None
@@ -37,7 +37,7 @@ def test_a_process_that_fails_has_no_answer(capfd):
     def fail():
         raise ValueError("as it may happen")
 
-    with Ahead(2) as ahead:
+    with SpeculativePool(2) as ahead:
         ahead.expect(("error", fail))
         ahead.expect(("end", lambda: os._exit(3)))
         ahead.expect(("fine", lambda: {"x": 1}))
@@ -50,7 +50,7 @@ def test_work_of_one_process_is_answered_piece_by_piece(capfd):
         time.sleep(60)
         return {}
 
-    with Ahead(2) as ahead:
+    with SpeculativePool(2) as ahead:
         ahead.expect(
             ("first", lambda: {"process": os.getpid()}), ("second", lambda: {"process": os.getpid()}), ("last", last)
         )
@@ -61,14 +61,14 @@ def test_work_of_one_process_is_answered_piece_by_piece(capfd):
 
 
 def test_what_follows_a_failure_in_a_process_has_no_answer(capfd):
-    with Ahead(2) as ahead:
+    with SpeculativePool(2) as ahead:
         ahead.expect(("fine", lambda: {"x": 1}), ("end", lambda: os._exit(3)), ("never", lambda: {"x": 2}))
         assert [ahead.answer(key) for key in ("fine", "end", "never")] == [{"x": 1}, None, None]
     assert capfd.readouterr() == ("", "")
 
 
 def test_none_is_left_when_the_block_ends():
-    with Ahead(2) as ahead:
+    with SpeculativePool(2) as ahead:
         for number in range(4):
             ahead.expect((number, lambda: time.sleep(60) or {}))
         started = time.monotonic()

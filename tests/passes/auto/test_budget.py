@@ -8,8 +8,8 @@ import pytest
 
 from autopipe.passes.auto.budget import LeftOutError, left_out
 from autopipe.passes.auto.candidate import Candidate
-from autopipe.passes.auto.narrowed import narrowed
-from autopipe.passes.auto.tried import Tried
+from autopipe.passes.auto.narrowed import refine
+from autopipe.passes.auto.tried import CandidateTrial
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.grid.strategy import Grid
 from autopipe.passes.placement.pase.mcmc import Mcmc
@@ -43,16 +43,16 @@ def searched(best: Candidate, stages: int, refused: LeftOutError | None = None) 
         placement=SimpleNamespace(stages=(None,) * stages), problem=SimpleNamespace(micro_batches=24)
     )
     first = SimpleNamespace(candidate=best, placed=placed, refused=None)
-    others = [Tried(Candidate(form), refused=refused) for form in (CHUNKS, WAVE, Piper())]
+    others = [CandidateTrial(Candidate(form), refused=refused) for form in (CHUNKS, WAVE, Piper())]
     return SimpleNamespace(best=first, tried=[first, *others])
 
 
 def test_finer_forms_of_the_best_grid_are_looked_into():
     best = Candidate(Grid(), recompute="auto", shard=True)
-    assert list(narrowed(searched(best, 8, LeftOutError("too large")))) == [
+    assert list(refine(searched(best, 8, LeftOutError("too large")))) == [
         Candidate(Grid(pipeline=8, chunks=2), 24, "auto", True),
         Candidate(Grid(pipeline=8, chunks=2, wave=True), 24, "auto", True),
     ]
-    assert not list(narrowed(searched(best, 8))), "all of them were looked into"
-    assert not list(narrowed(searched(best, 1, LeftOutError("too large")))), "one stage needs no line to pass it"
-    assert not list(narrowed(searched(Candidate(Piper()), 8, LeftOutError("too large"))))
+    assert not list(refine(searched(best, 8))), "all of them were looked into"
+    assert not list(refine(searched(best, 1, LeftOutError("too large")))), "one stage needs no line to pass it"
+    assert not list(refine(searched(Candidate(Piper()), 8, LeftOutError("too large"))))

@@ -11,7 +11,7 @@ import pytest
 
 from autopipe.ir.errors import InternalError
 from autopipe.ir.serial.plan_file import plan_digest
-from autopipe.ir.serial.record import Record
+from autopipe.ir.serial.record import JsonRecord
 from autopipe.passes.auto import budget
 from autopipe.passes.auto.choose import choose, weigh
 from autopipe.passes.auto.decided import refused_form, refused_of
@@ -19,7 +19,7 @@ from autopipe.passes.auto.keys import answer_key
 from autopipe.passes.auto.store import Store
 from autopipe.passes.placement.piper.strategy import Piper
 from autopipe.passes.request import Request, first_model
-from autopipe.passes.runner import Runner, Silent
+from autopipe.passes.runner import NullObserver, Runner
 from autopipe.passes.schedule.named.gpipe import GPipe
 from tests.passes.auto.models import cluster, layers
 
@@ -33,7 +33,7 @@ def request_of(model, **given):
     return Request(model, **{"cluster": cluster(2), "strategy": None, "scheduler": None, "batch_size": 8, **given})
 
 
-class Recorder(Silent):
+class Recorder(NullObserver):
     def __init__(self):
         self.names, self.steps = [], []
 
@@ -99,7 +99,7 @@ def test_an_answer_that_is_not_right_is_searched_anew(fresh, model, tmp_path, mo
 
 def test_answers_are_kept_by_what_they_follow_from(model, tmp_path):
     def key(request):
-        return answer_key(request, first_model(request, Runner(Silent())))
+        return answer_key(request, first_model(request, Runner(NullObserver())))
 
     other = layers(tmp_path / "other.onnx", count=4, width=256)
     moved = layers(tmp_path / "moved.onnx", count=4, width=512)
@@ -138,7 +138,7 @@ def test_time_ends_the_search_with_the_best_so_far(model):
     tried = []
     for limit in (2.0, 40.0, 1e9):
         tick = itertools.count().__next__  # The clock goes on by a second whenever it is looked at.
-        tried.append(weigh(request_of(model, time_limit=limit), Runner(Silent()), tick))
+        tried.append(weigh(request_of(model, time_limit=limit), Runner(NullObserver()), tick))
     assert len(tried[0].tried) < len(tried[1].tried) < len(tried[2].tried)
     names = [[each.candidate for each in one.tried] for one in tried]
     assert names[2][: len(names[1])] == names[1]
@@ -201,6 +201,6 @@ def test_a_mistake_of_ours_ends_one_candidate_and_is_told(model, tmp_path, monke
 
 
 def test_a_mistake_of_ours_is_told_by_other_processes_too():
-    told = refused_of(Record(refused_form(InternalError("internal error: x", "rerun", "pass piper")), "piper"))
+    told = refused_of(JsonRecord(refused_form(InternalError("internal error: x", "rerun", "pass piper")), "piper"))
     assert type(told) is InternalError
     assert (told.message, told.hint, told.where) == ("internal error: x", "rerun", "pass piper")

@@ -8,14 +8,14 @@ import pytest
 
 from autopipe.passes.auto.memory import may_be_short
 from autopipe.passes.request import Request, open_problem
-from autopipe.passes.runner import Runner, Silent
+from autopipe.passes.runner import NullObserver, Runner
 from tests.passes.auto.models import cluster, layers
 
 
 @pytest.fixture(scope="module")
 def problem(tmp_path_factory):
     path = layers(tmp_path_factory.mktemp("models") / "layers.onnx")
-    return open_problem(Request(path, cluster(4), None, None), Runner(Silent()))
+    return open_problem(Request(path, cluster(4), None, None), Runner(NullObserver()))
 
 
 def test_a_small_model_fits_wherever_it_is_put(problem):

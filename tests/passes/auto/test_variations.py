@@ -13,7 +13,7 @@ from autopipe.ir.errors import InfeasibleError, OutOfMemoryError
 from autopipe.ir.problem import Optimizer
 from autopipe.passes.auto import variations as varied
 from autopipe.passes.auto.candidate import Candidate
-from autopipe.passes.auto.tried import Run, Tried
+from autopipe.passes.auto.tried import CandidateTrial, ScheduleOutcome
 from autopipe.passes.batching import Division
 from autopipe.passes.request import Request
 from tests.passes.auto.models import cluster
@@ -67,11 +67,11 @@ class Made:
     def _outcome(self, candidate):
         answer = self.answer(candidate)
         if answer is None:
-            return Tried(candidate, refused=OutOfMemoryError("too large"))
+            return CandidateTrial(candidate, refused=OutOfMemoryError("too large"))
         count, bound, step = answer
         placed = SimpleNamespace(problem=SimpleNamespace(micro_batches=count), placement=object())
-        run = Run(SimpleNamespace(name="kfkb"), SimpleNamespace(timeline=SimpleNamespace(end=step)))
-        return Tried(candidate, placed, bound, runs=[run])
+        run = ScheduleOutcome(SimpleNamespace(name="kfkb"), SimpleNamespace(timeline=SimpleNamespace(end=step)))
+        return CandidateTrial(candidate, placed, bound, runs=[run])
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_what_will_be_asked_for_is_known_before():
 
 def test_what_is_refused_for_other_reasons_is_not_varied(try_variations, monkeypatch):
     def outcome(self, candidate):
-        return Tried(candidate, refused=InfeasibleError("the model has no branches"))
+        return CandidateTrial(candidate, refused=InfeasibleError("the model has no branches"))
 
     monkeypatch.setattr(Made, "_outcome", outcome)
     assert all(each.recompute == "none" for each in try_variations(None, CHOOSING, short=True))
@@ -190,7 +190,9 @@ def test_schedules_that_memory_refuses_lead_to_recomputation_too(try_variations,
 
 def _without_schedules(self, candidate):
     placed = SimpleNamespace(problem=SimpleNamespace(micro_batches=4), placement=object())
-    return Tried(candidate, placed, 1.0, runs=[Run(SimpleNamespace(name="1f1b"), refused=OutOfMemoryError("full"))])
+    return CandidateTrial(
+        candidate, placed, 1.0, runs=[ScheduleOutcome(SimpleNamespace(name="1f1b"), refused=OutOfMemoryError("full"))]
+    )
 
 
 def test_state_is_shared_where_parameters_have_copies(try_variations):

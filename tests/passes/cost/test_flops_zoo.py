@@ -14,7 +14,7 @@ from autopipe.configs import zoo
 from autopipe.ir.graph import Graph, Value
 from autopipe.ir.space import AxisKind
 from autopipe.passes.cost.precision import PRODUCT_KINDS
-from autopipe.passes.cost.uses import Use, uses_of
+from autopipe.passes.cost.uses import OpInstance, uses_of
 from autopipe.passes.cost.work import annotate
 from autopipe.passes.frontend.read import read_model
 from autopipe.passes.lower.inputs import input_ranges
@@ -48,7 +48,7 @@ TOLERANCES = {
 }
 
 
-def sums(use: Use) -> bool:
+def sums(use: OpInstance) -> bool:
     """Whether torch counts a use: a product that adds up nothing runs as a multiplication, which it does not count."""
     plain = any(axis.kind is AxisKind.SUM for axis in use.space.axes)
     return use.row.kind in PRODUCT_KINDS and (plain or use.row.name != "Einsum")

@@ -15,7 +15,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Constraint, Optimizer
 from autopipe.passes.cost.communication import all_gather, all_reduce
 from autopipe.passes.cost.fit import fitted
-from autopipe.passes.cost.kinds import alike_runs, check_kinds, check_one_kind, describe_kinds, may_share
+from autopipe.passes.cost.kinds import check_kinds, check_one_kind, describe_kinds, equal_device_runs, may_share
 from autopipe.passes.cost.relayout import moving_lines
 from autopipe.passes.cost.roofline import posting_seconds
 from autopipe.passes.cost.splits import sample_axes
@@ -60,9 +60,9 @@ def test_memory_is_that_of_the_device() -> None:
 
 def test_runs_of_one_kind() -> None:
     both = mixed_cluster([(2, FAST), (3, SLOW)])
-    assert alike_runs(both) == (range(2), range(2, 5))
-    assert alike_runs(replace(both, straddle=True)) == (range(5),)
-    assert alike_runs(mixed_cluster([(2, FAST), (1, FAST)])) == (range(3),)
+    assert equal_device_runs(both) == (range(2), range(2, 5))
+    assert equal_device_runs(replace(both, straddle=True)) == (range(5),)
+    assert equal_device_runs(mixed_cluster([(2, FAST), (1, FAST)])) == (range(3),)
     assert describe_kinds(both, range(5)) == "2 x4 and 3 x1"
 
 

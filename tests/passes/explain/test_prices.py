@@ -12,9 +12,9 @@ from autopipe.configs.zoo import build, configure
 from autopipe.passes.explain.helps import granted, wishes
 from autopipe.passes.explain.node import node_report
 from autopipe.passes.explain.node_changes import move_changes, split_changes
-from autopipe.passes.explain.prices import Price, cheapest
+from autopipe.passes.explain.prices import EditPrice, cheapest
 from autopipe.passes.explain.stage_changes import stage_changes
-from autopipe.passes.pipeline import Planned, make_plan
+from autopipe.passes.pipeline import PlanResult, make_plan
 from autopipe.passes.placement.given.written import written
 from autopipe.passes.registry import scheduler_class, strategy_class
 from autopipe.passes.request import Request
@@ -29,7 +29,7 @@ PLANS = {
 
 
 @pytest.fixture(scope="module", params=PLANS)
-def planned(request, tmp_path_factory) -> Planned:
+def planned(request, tmp_path_factory) -> PlanResult:
     name, settings, strategy, schedule, devices = PLANS[request.param]
     path: Path = tmp_path_factory.mktemp("models") / f"{name}.onnx"
     build(configure(name, settings)).save(path)
@@ -37,7 +37,7 @@ def planned(request, tmp_path_factory) -> Planned:
     return make_plan(Request(path, cluster, strategy_class(strategy)(), scheduler_class(schedule)(), batch_size=16))
 
 
-def forced(planned: Planned, price: Price) -> float:
+def forced(planned: PlanResult, price: EditPrice) -> float:
     """The step of the edited placement, written down and planned."""
     strategy = written(planned.problem.graph, price.placement)
     problem = planned.problem
@@ -47,7 +47,7 @@ def forced(planned: Planned, price: Price) -> float:
     return make_plan(request).plan.summary.step_time_s
 
 
-def test_prices_of_a_nodes_other_places_are_what_planning_them_gives(planned: Planned) -> None:
+def test_prices_of_a_nodes_other_places_are_what_planning_them_gives(planned: PlanResult) -> None:
     problem, placement = planned.problem, planned.plan.placement
     count = len(problem.graph.nodes)
     tried = 0
@@ -62,7 +62,7 @@ def test_prices_of_a_nodes_other_places_are_what_planning_them_gives(planned: Pl
     assert tried
 
 
-def test_prices_of_a_stages_other_forms_are_what_planning_them_gives(planned: Planned) -> None:
+def test_prices_of_a_stages_other_forms_are_what_planning_them_gives(planned: PlanResult) -> None:
     problem, placement = planned.problem, planned.plan.placement
     prices = cheapest(planned, stage_changes(problem, placement, len(placement.stages) - 1), wanted=2)
     assert prices
@@ -71,7 +71,7 @@ def test_prices_of_a_stages_other_forms_are_what_planning_them_gives(planned: Pl
             assert forced(planned, price) == price.step_s, price.what
 
 
-def test_a_nodes_report_is_of_its_stage(planned: Planned) -> None:
+def test_a_nodes_report_is_of_its_stage(planned: PlanResult) -> None:
     problem, placement = planned.problem, planned.plan.placement
     stages = placement.stage_of()
     for node in range(0, len(problem.graph.nodes), 7):
@@ -83,7 +83,7 @@ def test_a_nodes_report_is_of_its_stage(planned: Planned) -> None:
         )
 
 
-def test_what_helps_is_a_plan_of_the_changed_request(planned: Planned) -> None:
+def test_what_helps_is_a_plan_of_the_changed_request(planned: PlanResult) -> None:
     now = planned.plan.summary.samples_per_s
     for wish in wishes(planned):
         if "bandwidth" in wish.what:

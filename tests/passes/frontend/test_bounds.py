@@ -90,7 +90,7 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         nodes += [node("Expand", f"one{number} shape", f"table{number}"), node("Add", f"x table{number}", f"y{number}")]
     outputs = " ".join(f"y{number}" for number in range(24))
     graph = read_model(saved(model(nodes, {"x": (onnx.TensorProto.INT64, [1])}, outputs, held), tmp_path)).graph
-    values = known.Known.of(graph)
+    values = known.ConstantFolder.of(graph)
     found = [values.array(each.outputs[0]) for each in graph.nodes if each.op == "Expand"]
     assert [array is not None for array in found] == [True] * 8 + [False] * 16
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from autopipe.ir.program import Collective, Instruction, Loop, Piece, Program, RankCode, Section, StageOnRank, Verb
+from autopipe.ir.program import (
+    Collective,
+    Instruction,
+    Loop,
+    MessageBlock,
+    Program,
+    RankCode,
+    Section,
+    StageOnRank,
+    Verb,
+)
 from autopipe.ir.schedule import Phase
 
 TASKS = {
@@ -90,20 +100,20 @@ class Machine:
         )
 
     @staticmethod
-    def message(piece: Piece, at_target: bool, micro_batch: int) -> int | None:
+    def message(piece: MessageBlock, at_target: bool, micro_batch: int) -> int | None:
         """The number of the message that has to do with a micro-batch at one end; None where it is not its turn."""
         turn = piece.target_turn if at_target else piece.source_turn
         return micro_batch // turn.of if micro_batch % turn.of == turn.index else None
 
     @staticmethod
-    def incoming(wired: StageOnRank, backward: bool) -> list[Piece]:
+    def incoming(wired: StageOnRank, backward: bool) -> list[MessageBlock]:
         return [piece for piece in wired.sends if piece.needs_gradient] if backward else list(wired.receives)
 
     @staticmethod
-    def outgoing(wired: StageOnRank, backward: bool) -> list[Piece]:
+    def outgoing(wired: StageOnRank, backward: bool) -> list[MessageBlock]:
         return [piece for piece in wired.receives if piece.needs_gradient] if backward else list(wired.sends)
 
-    def has_arrived(self, rank: int, piece: Piece, number: int, backward: bool) -> bool:
+    def has_arrived(self, rank: int, piece: MessageBlock, number: int, backward: bool) -> bool:
         if piece.source_rank == piece.target_rank:
             other, turn = piece.source_stage, piece.source_turn
             if backward:

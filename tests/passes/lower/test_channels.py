@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.program import Piece, Program, Verb
+from autopipe.ir.program import MessageBlock, Program, Verb
 from autopipe.passes.lower.assemble import lower
 from tests.distributed.builder import mlp
 from tests.distributed.drawing import Case, cases
@@ -50,7 +50,7 @@ def most_held(program: Program) -> dict[tuple[int, bool], int]:
     return most
 
 
-def is_block(piece: Piece, shapes: dict[str, tuple[int, ...]], gradient: bool) -> bool:
+def is_block(piece: MessageBlock, shapes: dict[str, tuple[int, ...]], gradient: bool) -> bool:
     return (piece.sent if gradient else piece.received).shape != shapes[piece.tensor]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.ir.layout import Box, Layout, MeshAxes, MeshAxis, Window, degree_of, merged
+from autopipe.ir.layout import Box, Layout, MeshAxes, MeshAxis, WindowedBlocks, degree_of, merged
 from autopipe.ir.redistribution import moves_between
 from autopipe.ir.relayout import Relayout
 from autopipe.ir.volume import lacking
@@ -59,12 +59,12 @@ FILL = -1.0
 """What no value is."""
 
 
-def window(draw: st.DrawFn, extent: int) -> Window | None:
+def window(draw: st.DrawFn, extent: int) -> WindowedBlocks | None:
     """What windows read around even blocks of an extent."""
     if draw(st.booleans()):
         return None
     before, after = draw(st.integers(-1, 2)), draw(st.integers(0, 3))
-    return Window(extent, -before, max(1, extent + before + after))
+    return WindowedBlocks(extent, -before, max(1, extent + before + after))
 
 
 @st.composite
@@ -230,7 +230,7 @@ def test_what_a_transposed_cut_takes_is_one_exchange() -> None:
     assert [step.kind for step in steps_between(rows, columns)] == ["all_to_all"]
     assert [step.kind for step in steps_between(rows, Layout(shape, ((), ())))] == ["all_gather"]
     assert [step.kind for step in steps_between(Layout(shape, ((), ())), rows)] == ["slice"]
-    around = Layout(shape, ((MeshAxis(4, 1),), ()), windows=(Window(1, -1, 3), None))
+    around = Layout(shape, ((MeshAxis(4, 1),), ()), windows=(WindowedBlocks(1, -1, 3), None))
     assert [step.kind for step in steps_between(rows, around)] == ["redistribute"]
     assert list(lacking(rows, around, 4)) == [4, 8, 8, 4], "a row of each neighbour there is"
     assert [step.kind for step in steps_between(Layout(shape, ((), ())), around)] == ["slice"]

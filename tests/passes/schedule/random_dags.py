@@ -9,7 +9,7 @@ from hypothesis import strategies
 
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
 from autopipe.ir.stage_graph import StageGraph
-from autopipe.ir.turn import Turn
+from autopipe.ir.turn import MicroBatchSlice
 
 
 def chain(stages: int) -> StageGraph:
@@ -28,9 +28,20 @@ def free_messages(graph: StageGraph) -> tuple[Message, ...]:
     """A message of no bytes along every edge, of each pair of turns that have samples in common."""
     groups = graph.stage_devices
     return tuple(
-        Message(a, b, groups[a][0], groups[b][0], 0, 0, 0.0, 0.0, Turn(own, turns[0]), Turn(other, turns[1]))
+        Message(
+            a,
+            b,
+            groups[a][0],
+            groups[b][0],
+            0,
+            0,
+            0.0,
+            0.0,
+            MicroBatchSlice(own, turns[0]),
+            MicroBatchSlice(other, turns[1]),
+        )
         for a, b in graph.edges
-        for turns in [(graph.turns_at(a), graph.turns_at(b))]
+        for turns in [(graph.micro_batch_ratio_at(a), graph.micro_batch_ratio_at(b))]
         for own in range(turns[0])
         for other in range(turns[1])
         if samples_of(graph, a, own) & samples_of(graph, b, other)
@@ -39,7 +50,7 @@ def free_messages(graph: StageGraph) -> tuple[Message, ...]:
 
 def samples_of(graph: StageGraph, stage: int, micro_batch: int) -> set[int]:
     """The samples of a stage's micro-batch, in units that make all of them whole."""
-    size = math.lcm(*graph.turns) // graph.turns_at(stage)
+    size = math.lcm(*graph.turns) // graph.micro_batch_ratio_at(stage)
     return set(range(micro_batch * size, (micro_batch + 1) * size))
 
 

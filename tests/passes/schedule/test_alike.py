@@ -11,7 +11,7 @@ from random_dags import stage_graphs
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
 from autopipe.ir.schedule import Schedule
 from autopipe.ir.stage_graph import StageGraph
-from autopipe.passes.schedule.alike import Alike
+from autopipe.passes.schedule.alike import DeviceSymmetry
 from autopipe.passes.schedule.named.gpipe import order_gpipe
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.predict import ticks_of
@@ -20,7 +20,7 @@ from autopipe.passes.schedule.simulate import simulate
 
 def each_for_itself(schedule, stage_devices, prediction):
     singles = tuple((device,) for device in range(schedule.devices))
-    return Alike(schedule, tuple(map(tuple, stage_devices)), prediction, singles, ())
+    return DeviceSymmetry(schedule, tuple(map(tuple, stage_devices)), prediction, singles, ())
 
 
 @st.composite

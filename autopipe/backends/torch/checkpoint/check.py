@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: every byte as written, and every element of every tensor stored once."""
+"""Check that a checkpoint is whole: every byte as written, and every element of every tensor stored once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def tensors_of(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _flaw(tensor: StoredTensor, checkpoint: Checkpoint) -> str:
-    """What is wrong with a tensor's blocks; "" where they are inside it, apart, all of it, and in their files."""
+    """Describe the first defect of a tensor's blocks; "" where they lie inside it, do not overlap, cover it, and lie
+    within their files.
+    """
     try:
         size = numpy_type(tensor.dtype).itemsize
     except TypeError:

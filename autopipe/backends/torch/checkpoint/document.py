@@ -36,7 +36,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def text_of(checkpoint: Checkpoint) -> str:
-    """What `manifest.json` holds."""
+    """Text of `manifest.json`."""
     document = document_of(checkpoint)
     return json.dumps(document | {"sha256": _digest(document)}) + "\n"
 

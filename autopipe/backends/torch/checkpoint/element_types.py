@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 _STORED_AS = {"bfloat16": "uint16"}
-"""What numpy reads instead of a type it does not know: the bits."""
+"""Types of the same width that numpy reads in place of types it does not know."""
 _TAGS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",

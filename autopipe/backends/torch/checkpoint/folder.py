@@ -71,7 +71,7 @@ def temporary_path(folder: Path, step: int, token: str) -> Path:
 
 
 def advice(path: Path) -> str:
-    """What to do about a damaged checkpoint."""
+    """Hint for the user of a damaged checkpoint."""
     return f"remove {path.name} to go on from the one before"
 
 

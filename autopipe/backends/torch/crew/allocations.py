@@ -1,4 +1,4 @@
-"""What a rank allocates: torch's own record of it, and the parameters, whom torch does not ask for memory."""
+"""Memory that a rank allocates: torch's own record of it, and the parameters, which torch does not allocate."""
 
 from __future__ import annotations
 

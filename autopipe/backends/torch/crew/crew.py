@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from autopipe.backends.torch.child import python_command
-from autopipe.backends.torch.crew.line import Line
+from autopipe.backends.torch.crew.line import JsonSocket
 from autopipe.backends.torch.crew.member import Reply, Task
 from autopipe.backends.torch.launcher import rank_environment, read_reports
 from autopipe.ir.errors import LaunchError
@@ -24,13 +24,13 @@ _START_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
-    """What ranks did."""
+class ProgramRun:
+    """Results of running one program on all ranks."""
 
     steps_s: tuple[float, ...]
     """Seconds of each step, the slowest rank's."""
     communication_bytes: int
-    """What all ranks' exchanges moved in the last step."""
+    """Bytes moved by all ranks' exchanges in the last step."""
     peak_memory_bytes: int
     """Allocated at most on the rank that was recorded; 0 where none was."""
     processor_s: float
@@ -38,22 +38,22 @@ class Observed:
 
 
 @dataclass(slots=True)
-class Crew:
+class WorkerPool:
     """So many ranks on the CPU. A failure ends their processes; the next run starts new ones."""
 
     size: int
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     """The one that the ranks are copies of, and whose group they are."""
-    _lines: list[Line] = field(default_factory=list, repr=False)
+    _lines: list[JsonSocket] = field(default_factory=list, repr=False)
     _folder: str = field(default="", repr=False)
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def run(self, program: Path, data: Path, steps: int, recorded: tuple[int, int], patience_s: float) -> Observed:
+    def run(self, program: Path, data: Path, steps: int, recorded: tuple[int, int], patience_s: float) -> ProgramRun:
         """Run a program's first steps on the samples in `data`.
 
         `recorded` are a rank, and of how many of the steps, from the first on, its allocations are counted: those take
@@ -74,7 +74,7 @@ class Crew:
         moved = reports[-1]["communication_bytes"]
         assert isinstance(moved, dict)
         seconds = tuple(float(str(each["step_time_s"])) for each in reports)
-        return Observed(
+        return ProgramRun(
             steps_s=seconds,
             communication_bytes=sum(moved.values()),
             peak_memory_bytes=max(each.peak_memory_bytes for each in replies),
@@ -97,7 +97,7 @@ class Crew:
             return
         self._folder = tempfile.mkdtemp(prefix="autopipe-crew-")
         pairs = [socket.socketpair() for _ in range(self.size)]
-        self._lines = [Line(ours) for ours, _ in pairs]
+        self._lines = [JsonSocket(ours) for ours, _ in pairs]
         theirs = [end.fileno() for _, end in pairs]
         words = python_command("autopipe.backends.torch.crew.fork", f"{self._folder}/store", *map(str, theirs))
         with rank_environment():

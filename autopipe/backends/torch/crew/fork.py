@@ -11,11 +11,11 @@ import socket
 import sys
 
 from autopipe.backends.torch.child import end_with
-from autopipe.backends.torch.crew.line import Line
+from autopipe.backends.torch.crew.line import JsonSocket
 from autopipe.backends.torch.crew.member import serve
 
 _IMPORTED = ("torch", "torch.distributed", "torch._dynamo", "autopipe.backends.torch.runtime")
-"""What every rank needs; optimizers import torch._dynamo, a second each."""
+"""Modules that every rank needs; optimizers import torch._dynamo, a second each."""
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
             for other in ends:
                 if other != end:  # Held open here, it would hide the other rank's death.
                     os.close(other)
-            serve(rank, len(ends), store, Line(socket.socket(fileno=end)))
+            serve(rank, len(ends), store, JsonSocket(socket.socket(fileno=end)))
     for end in ends:
         os.close(end)
     for _ in ends:

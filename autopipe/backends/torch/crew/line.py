@@ -1,4 +1,4 @@
-"""What a crew's processes and the one that leads them say to each other: JSON objects, a line each, over a socket."""
+"""JSON objects, a line each, over a socket between a worker pool and its workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 
-class Line:
+class JsonSocket:
     """One end of such a socket."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -15,7 +15,7 @@ class Line:
         self._file = end.makefile("rb")
 
     def fileno(self) -> int:
-        """What `select` waits on."""
+        """File descriptor for `select`."""
         return self._end.fileno()
 
     def send(self, form: dict[str, Any]) -> None:
@@ -23,7 +23,7 @@ class Line:
         self._end.sendall(json.dumps(form).encode() + b"\n")
 
     def receive(self) -> dict[str, Any]:
-        """What the other end says next. Raises EOFError where it has closed."""
+        """Read the next object. Raises EOFError where the other end has closed."""
         text = self._file.readline()
         if not text.endswith(b"\n"):
             raise EOFError

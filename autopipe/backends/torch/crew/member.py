@@ -16,16 +16,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autopipe.backends.torch.crew.line import Line
+from autopipe.backends.torch.crew.line import JsonSocket
 from autopipe.backends.torch.interfaces import LOOPBACK, interface_of
 
 PATIENCE_S = 300.0
-"""What a rank waits for another one at most."""
+"""Longest time in seconds that a rank waits for another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What the ranks are to run together."""
+    """A program for the ranks to run together."""
 
     program: str
     """Its folder."""
@@ -41,7 +41,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of it on one rank."""
+    """One rank's result of a task."""
 
     error: str = ""
     """The traceback of what ended it."""
@@ -51,14 +51,14 @@ class Reply:
     """Processor time of a step, on average over those without recording: all threads, waiting left out."""
 
 
-def serve(rank: int, size: int, store: str, line: Line) -> NoReturn:
+def serve(rank: int, size: int, store: str, line: JsonSocket) -> NoReturn:
     """Run what comes until the other end closes; the first reply says that the world is there."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
     from autopipe.backends.torch.runtime.gloo_threads import patient_threads
-    from autopipe.backends.torch.runtime.processors import keep_to_processors
+    from autopipe.backends.torch.runtime.processors import pin_to_cores
 
     torch.set_num_threads(1)
     world = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": 1}
@@ -67,7 +67,7 @@ def serve(rank: int, size: int, store: str, line: Line) -> NoReturn:
     sys.dont_write_bytecode = True
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # The profiler writes there from C++; what fails is told in replies.
     patience = timedelta(seconds=PATIENCE_S)
-    keep_to_processors(rank, size)
+    pin_to_cores(rank, size)
     with patient_threads():
         dist.init_process_group("gloo", store=FileStore(store, size), rank=rank, world_size=size, timeout=patience)
     gc.freeze()  # To look through torch after every program would take longer than a program.

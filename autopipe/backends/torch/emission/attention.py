@@ -45,7 +45,7 @@ def _attention(call: Call) -> str:
 
 
 def _is_fused(call: Call) -> bool:
-    """Whether one call of torch's kernel gives the only result."""
+    """True if one call of torch's kernel gives the only result."""
     node = call.node
     if any(node.outputs[1:]) or any(call.present(index) for index in (4, 5, 6)) or node.number("softcap"):
         return False

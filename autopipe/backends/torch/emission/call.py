@@ -62,7 +62,7 @@ class Call:
         return "None" if code is None else code
 
     def present(self, index: int) -> bool:
-        """Whether operand `index` is given."""
+        """True if operand `index` is present."""
         return self.signature.present(index)
 
     def operand(self, index: int) -> Value:
@@ -82,7 +82,7 @@ class Call:
         return count // math.prod(split.degree for split in self.splits if split.axis == axis)
 
     def is_split(self, axis: str) -> bool:
-        """Whether this rank has but a part of `axis`."""
+        """True if this rank holds only a part of `axis`."""
         return any(split.axis == axis for split in self.splits)
 
     def group(self, *axes: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter, torch_dtype
-from autopipe.ir.ops.windows import Window, window_of
+from autopipe.ir.ops.windows import SpatialWindow, window_of
 
 Extents = tuple[int, ...]
 
@@ -18,13 +18,13 @@ def pads(begin: Extents, end: Extents) -> str:
     return repr(tuple(pad for axis in reversed(range(len(begin))) for pad in (begin[axis], end[axis])))
 
 
-def _window(call: Call, weight: int = 1) -> Window:
+def _window(call: Call, weight: int = 1) -> SpatialWindow:
     kernel = call.operand(weight).shape[2:]
     window = window_of(call.node, kernel, call.operand(0).shape[2:], call.result().shape[2:])
     return window.inside(call.is_split)
 
 
-def _settings(window: Window, groups: int, padding: Extents) -> str:
+def _settings(window: SpatialWindow, groups: int, padding: Extents) -> str:
     """Stride, padding, dilation and groups as keywords, where they are not torch's defaults."""
     found = {"stride": window.strides, "padding": padding, "dilation": window.dilations}
     neutral = {"stride": 1, "padding": 0, "dilation": 1}
@@ -50,7 +50,7 @@ def _conv_transpose(call: Call) -> str:
     source, kernel, result = call.operand(0).shape[2:], call.operand(1).shape[2:], call.result().shape[2:]
     begin = _transpose_begin(call)
     ones = (1,) * len(kernel)
-    window = Window(kernel, node.integers("strides") or ones, node.integers("dilations") or ones, begin, begin)
+    window = SpatialWindow(kernel, node.integers("strides") or ones, node.integers("dilations") or ones, begin, begin)
     groups = call.result().shape[1] // call.operand(1).shape[1]
     full = window.spread(source)
     extra = tuple(extent - (size - 2 * pad) for extent, size, pad in zip(result, full, begin, strict=True))
@@ -79,7 +79,7 @@ def _transpose_begin(call: Call) -> Extents:
     if policy == "VALID":
         return (0,) * rank
     none, ones = (0,) * rank, (1,) * rank
-    bare = Window(kernel, node.integers("strides") or ones, node.integers("dilations") or ones, none, none)
+    bare = SpatialWindow(kernel, node.integers("strides") or ones, node.integers("dilations") or ones, none, none)
     more = node.integers("output_padding") or none
     totals = [full + extra - kept for full, extra, kept in zip(bare.spread(source), more, result, strict=True)]
     return tuple(total // 2 if policy == "SAME_UPPER" else total - total // 2 for total in totals)
@@ -100,7 +100,7 @@ def _conv_quantized(call: Call) -> str:
     return f"operators.conv_quantized({operands}, {dtype}, {_runtime_settings(window, groups)})"
 
 
-def _runtime_settings(window: Window, groups: int) -> str:
+def _runtime_settings(window: SpatialWindow, groups: int) -> str:
     return f"{window.strides}, {pads(window.begin, window.end)}, {window.dilations}, {groups}"
 
 

@@ -154,7 +154,7 @@ _OURS = re.compile(r"rank_\d+\.py|stage_\d+\.py|run\.py|manifest\.json|constants
 
 
 def _is_replaceable(folder: Path) -> bool:
-    """Whether a folder is empty or holds a program and nothing else: a user's own files are never removed."""
+    """True if a folder is empty or holds a program and nothing else: a user's own files are never removed."""
     if not folder.is_dir():
         return False
     entries = list(folder.iterdir())

@@ -11,19 +11,19 @@ _LIBRARIES = ("torch", "F", "operators")
 
 
 def deferred(emitter: Emitter, call: Call) -> str:
-    """The expression of `call` as the runtime's `Later` takes it: `p.later(F.linear, x0, p.w1.t(), p.w2)`.
+    """The expression of `call` for the `WeightGradQueue`: `p.weight_grads(F.linear, x0, p.w1.t(), p.w2)`.
 
     What is not one call of a function becomes one of the tensors it reads.
     """
     code = emitter(call)
     function = _function(code)
     if function:
-        return f"p.later({function}, {code[len(function) + 1 :]}"
+        return f"p.weight_grads({function}, {code[len(function) + 1 :]}"
     present = [index for index, each in enumerate(call.codes) if each is not None]
     names = tuple(None if each is None else f"y{index}" for index, each in enumerate(call.codes))
     tensors = ", ".join(call.arg(index) for index in present)
     arguments = ", ".join(f"y{index}" for index in present)
-    return f"p.later(lambda {arguments}: {emitter(replace(call, codes=names))}, {tensors})"
+    return f"p.weight_grads(lambda {arguments}: {emitter(replace(call, codes=names))}, {tensors})"
 
 
 def _function(code: str) -> str:

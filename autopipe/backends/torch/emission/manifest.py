@@ -15,7 +15,7 @@ FORMAT = "autopipe.program/1"
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What a program was made from and how its steps are run."""
+    """Origin of a program and the settings its steps run with."""
 
     model: str
     """Absolute path of the ONNX file whose weights the ranks read."""

@@ -5,19 +5,19 @@ from __future__ import annotations
 from autopipe.backends.torch.emission.call import Call, Emitter, shared
 from autopipe.backends.torch.emission.convolution import each, pads
 from autopipe.ir.dtype import DType
-from autopipe.ir.ops.windows import Window, window_of
+from autopipe.ir.ops.windows import SpatialWindow, window_of
 
 _LOWEST = 'float("-inf")'
 
 
-def _window(call: Call) -> Window:
+def _window(call: Call) -> SpatialWindow:
     kernel = call.node.integers("kernel_shape")
     window = window_of(call.node, kernel, call.operand(0).shape[2:], call.result().shape[2:])
     return window.inside(call.is_split)
 
 
-def _fits(call: Call, window: Window, ceil: bool = False) -> bool:
-    """Whether torch's own pads, alike at both ends and at most half a window, give this result."""
+def _fits(call: Call, window: SpatialWindow, ceil: bool = False) -> bool:
+    """True if torch's own pads, equal at both ends and at most half a window, give this result."""
     small = all(2 * begin <= size for begin, size in zip(window.begin, window.kernel, strict=True))
     extents = zip(call.operand(0).shape[2:], window.begin, window.reach, window.strides, strict=True)
     counts = tuple(_count(*each, ceil) for each in extents)
@@ -33,13 +33,13 @@ def _count(extent: int, begin: int, reach: int, stride: int, ceil: bool) -> int:
     return count - 1 if (count - 1) * stride >= extent + begin else count
 
 
-def _exact_pads(call: Call, window: Window) -> str:
+def _exact_pads(call: Call, window: SpatialWindow) -> str:
     """Pads with which the windows of the result fit exactly."""
     end = window.needed(call.operand(0).shape[2:], call.result().shape[2:])
     return pads(window.begin, tuple(max(extent, 0) for extent in end))
 
 
-def _settings(window: Window, padding: bool) -> str:
+def _settings(window: SpatialWindow, padding: bool) -> str:
     words = [each(window.kernel), each(window.strides)]
     dilated = set(window.dilations) != {1}
     if (padding and any(window.begin)) or dilated:
@@ -84,7 +84,7 @@ def _lp_pool(call: Call) -> str:
     return f"operators.lp_pool({call.arg(0)}, {_general(call, _window(call))}, {call.node.integer('p', 2)})"
 
 
-def _general(call: Call, window: Window) -> str:
+def _general(call: Call, window: SpatialWindow) -> str:
     return f"{window.kernel}, {window.strides}, {window.dilations}, {_exact_pads(call, window)}"
 
 

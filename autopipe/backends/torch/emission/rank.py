@@ -8,7 +8,7 @@ from autopipe.ir.layout import Box
 from autopipe.ir.program import (
     Instruction,
     Loop,
-    Piece,
+    MessageBlock,
     Program,
     RankCode,
     Section,
@@ -16,7 +16,7 @@ from autopipe.ir.program import (
     StageOnRank,
     Verb,
 )
-from autopipe.ir.turn import Turn
+from autopipe.ir.turn import MicroBatchSlice
 
 _LINE = 112
 
@@ -72,11 +72,11 @@ def _stage(program: Program, rank: int, wired: StageOnRank) -> str:
     return "\n".join(lines)
 
 
-def _position(code: StageCode, piece: Piece) -> int:
+def _position(code: StageCode, piece: MessageBlock) -> int:
     return next(index for index, value in enumerate(code.inputs) if value.name == piece.tensor)
 
 
-def _piece(piece: Piece, rank: int, stage: int) -> str:
+def _piece(piece: MessageBlock, rank: int, stage: int) -> str:
     gradient = "" if piece.needs_gradient else ", gradient=False"
     return f"rank={rank}, stage={stage}, channel={piece.channel}{gradient}"
 
@@ -85,8 +85,8 @@ def _part(box: Box, shape: tuple[int, ...]) -> str:
     return "" if box.shape == shape else f", box={_slices(box)}"
 
 
-def _turn(turn: Turn) -> str:
-    return "" if turn.of == 1 else f", turn=({turn.index}, {turn.of})"
+def _turn(turn: MicroBatchSlice) -> str:
+    return "" if turn.of == 1 else f", slice=({turn.index}, {turn.of})"
 
 
 def _slices(box: Box) -> str:

@@ -17,11 +17,11 @@ class Part:
     flowing: tuple[str, ...]
     """Of what it gives, what gradients flow through."""
     others: tuple[str, ...]
-    """What else it gives."""
+    """Results through which no gradient flows."""
 
     @property
     def results(self) -> tuple[str, ...]:
-        """What it gives."""
+        """Names of all the segment's results."""
         return self.flowing + self.others
 
 
@@ -43,6 +43,6 @@ def parts_of(stage: StageCode) -> tuple[Part, ...]:
 
 
 def _divided(names: Iterable[str], chosen: frozenset[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Those that are chosen, and the others."""
+    """Split `names` into the chosen ones and the others."""
     found = tuple(names)
     return tuple(name for name in found if name in chosen), tuple(name for name in found if name not in chosen)

@@ -84,7 +84,7 @@ def _segment(number: int, part: Part, names: _Names, stage: StageCode) -> str:
     lines = _body(part.operations, names, stage, part.arguments, part.results)
     flowing, others = (_tuple(tuple(names.codes[name] for name in each)) for each in (part.flowing, part.others))
     lines.append(f"    return {flowing}, {others}")
-    return "\n".join(["@again", f"def segment_{number}({', '.join(['p', *arguments])}):", *lines, ""])
+    return "\n".join(["@recompute", f"def segment_{number}({', '.join(['p', *arguments])}):", *lines, ""])
 
 
 def _calls(parts: tuple[Part, ...], names: _Names, outputs: tuple[str, ...]) -> list[str]:
@@ -258,8 +258,8 @@ def _imports(text: str) -> str:
     own = []
     if re.search(r"\boperators\.", text):
         own.append("from autopipe.backends.torch.runtime import operators\n")
-    if text.startswith("@again"):
-        own.append("from autopipe.backends.torch.runtime.recomputation import again\n")
+    if text.startswith("@recompute"):
+        own.append("from autopipe.backends.torch.runtime.recomputation import recompute\n")
     if own:
         lines += ["\n", *own]
     return "".join(lines)

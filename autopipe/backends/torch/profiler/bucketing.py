@@ -1,4 +1,4 @@
-"""What gradients that several ranks add up take of a rank's own time, besides the exchange."""
+"""CPU time of a rank's gradient buckets, besides the exchange itself."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from autopipe.backends.torch.profiler.watch import Watch, repeated
+from autopipe.backends.torch.profiler.watch import Stopwatch, repeated
 from autopipe.backends.torch.runtime.gradients import GradientReduction
-from autopipe.backends.torch.runtime.pending import Arrival
+from autopipe.backends.torch.runtime.pending import PendingRecv
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.ir.buckets import Block, Bucket
 
@@ -16,13 +16,14 @@ from autopipe.ir.buckets import Block, Bucket
 class _Alone(Transport):
     """A rank whose gradients are the sums already."""
 
-    def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Arrival:
-        return Arrival(None, tensor, tensor.device)
+    def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv:
+        return PendingRecv(None, tensor, tensor.device)
 
 
-def bucketing_seconds(watch: Watch, seconds: float, tensors: int, elements: int) -> float:
-    """How much longer a backward takes that puts the gradients of so many parameters, of so many elements each, into a
-    bucket as they come, with what it takes to have them back from there."""
+def bucketing_seconds(watch: Stopwatch, seconds: float, tensors: int, elements: int) -> float:
+    """Extra seconds of a backward that copies the gradients of `tensors` parameters with `elements` each into a bucket
+    as they come, and copies the sums back.
+    """
     own = [torch.ones(elements, device=watch.device, requires_grad=True) for _ in range(tensors)]
     shared = [torch.ones_like(each, requires_grad=True) for each in own]
     gradients = [torch.full((elements,), 1e-6, device=watch.device) for _ in range(tensors)]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from autopipe.backends.torch.profiler.watch import timing_of
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
-from autopipe.backends.torch.runtime.pending import Arrival
+from autopipe.backends.torch.runtime.pending import PendingRecv
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.ir.costs import COLLECTIVES, Timing
 
@@ -30,7 +30,7 @@ _LEAST, _MOST, _WARM_UP = 7, 100, 2
 _TURNS = 8
 """How often ranks compute and exchange messages while it is measured what ends take."""
 _TASKS = 6
-"""What they compute between messages, about half a millisecond."""
+"""Computation between messages, about half a millisecond."""
 _LEAST_WAY = 0.1
 """Part of the time from rank to rank that a message is on its way at least, whatever its ends take."""
 
@@ -60,8 +60,8 @@ def main(target: Path, device: str, seconds: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What is exchanged among how many ranks, in kinds of which `exchange` tells the seconds."""
+class ExchangeCase:
+    """A collective or message and its group size, timed by `exchange` in each of its kinds."""
 
     kind: str
     ranks: int
@@ -69,22 +69,24 @@ class Run:
     exchange: Callable[[], float]
 
 
-def _row(run: Run, timing: Timing) -> dict[str, object]:
+def _row(run: ExchangeCase, timing: Timing) -> dict[str, object]:
     """The run as JSON."""
     return {"kind": run.kind, "ranks": run.ranks, "bytes": run.bytes, **asdict(timing)}
 
 
-def _runs(transport: Transport, sizes: tuple[int, ...]) -> Iterator[Run]:
+def _runs(transport: Transport, sizes: tuple[int, ...]) -> Iterator[ExchangeCase]:
     for number, size in enumerate(SIZES):
-        yield Run("send", 2, size, partial(_way, transport, number, size))
-        yield Run("post", 2, size, partial(_end, transport, number, size))
+        yield ExchangeCase("send", 2, size, partial(_way, transport, number, size))
+        yield ExchangeCase("post", 2, size, partial(_end, transport, number, size))
     for ranks in sizes:
         members = tuple(range(ranks))
         group = Group(members, transport) if transport.rank < ranks else None
         for size in SIZES:
             tensor = torch.ones(ranks, size // 4 // ranks, device=transport.device)
             for kind in COLLECTIVES:
-                yield Run(kind, ranks, size, partial(_alone, transport, partial(_collective, kind, tensor, group)))
+                yield ExchangeCase(
+                    kind, ranks, size, partial(_alone, transport, partial(_collective, kind, tensor, group))
+                )
 
 
 def _alone(transport: Transport, exchange: Callable[[], None]) -> float:
@@ -124,10 +126,8 @@ def _way(transport: Transport, channel: int, size: int) -> float:
 
 
 def _end(transport: Transport, channel: int, size: int) -> float:
-    """What the end of a message between ranks 0 and 1 takes of rank 0's own time.
-
-    What its turns take longer with messages than without is the time of their ends: calls, on a CPU also what threads
-    of gloo's take of its processor, and the waking of the other rank.
+    """CPU time of rank 0 for one end of a message between ranks 0 and 1: the difference between its turns with and
+    without messages. It includes the calls and, on a CPU, gloo's threads and waking the other rank.
     """
     alone = _turn_seconds(transport, None, size)
     return (_turn_seconds(transport, channel, size) - alone) / 2
@@ -143,7 +143,7 @@ def _turn_seconds(transport: Transport, channel: int | None, size: int) -> float
     slow, peer = transport.rank == 0, 1 - transport.rank
     channel = channel if peer in (0, 1) else None
 
-    def asked() -> Arrival | None:
+    def post_receive() -> PendingRecv | None:
         if channel is None:
             return None
         return transport.receive((tensor.dtype, tuple(tensor.shape)), peer, channel, slow)
@@ -152,7 +152,7 @@ def _turn_seconds(transport: Transport, channel: int | None, size: int) -> float
         if channel is not None:
             transport.send(tensor, peer, channel, not slow)
 
-    coming: Arrival | None = None
+    coming: PendingRecv | None = None
     start = time.perf_counter()
     for turn in range(_TURNS):
         # The last turn's message of rank 1 would be waited for by nobody.
@@ -161,11 +161,11 @@ def _turn_seconds(transport: Transport, channel: int | None, size: int) -> float
             if coming is not None:
                 coming.wait()
             _compute(transport, _TASKS)
-            coming = asked() if goes_on else None
+            coming = post_receive() if goes_on else None
             _compute(transport, _TASKS)
             send()
         else:
-            coming = asked()
+            coming = post_receive()
             _compute(transport, _TASKS)
             if goes_on:
                 send()
@@ -208,14 +208,14 @@ def _there_and_back(transport: Transport, channel: int, size: int) -> tuple[floa
 
 
 def _work(transport: Transport) -> None:
-    """What a task would do before: messages find the caches taken."""
+    """Fill the caches as a task before the message would."""
     rows = torch.ones(64, 64, device=transport.device)
     for _ in range(4):
         rows = torch.softmax(torch.tanh(rows @ rows) + rows, -1) * torch.layer_norm(rows, (64,))
     _done(transport)
 
 
-def _timed(transport: Transport, run: Run, seconds: float) -> Timing:
+def _timed(transport: Transport, run: ExchangeCase, seconds: float) -> Timing:
     """The median on rank 0; the others run as often as it does."""
     found: list[float] = []
     started = time.perf_counter()

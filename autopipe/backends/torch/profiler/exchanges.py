@@ -1,4 +1,4 @@
-"""What messages and collectives between ranks of this machine take, by size, and the lines through that."""
+"""Times of messages and collectives between ranks of this machine by size, and the lines fitted through them."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[Exchange
     for row in rows:
         timing = Timing(row["seconds"], row["spread"], row["repetitions"])
         samples.setdefault((row["kind"], row["ranks"]), []).append((row["bytes"], timing))
-    return tuple(ExchangeCost(kind, size, fitted(each), tuple(each)) for (kind, size), each in samples.items())
+    return tuple(ExchangeCost(kind, size, fit_line(each), tuple(each)) for (kind, size), each in samples.items())
 
 
-def fitted(samples: Sequence[tuple[int, Timing]]) -> Affine:
+def fit_line(samples: Sequence[tuple[int, Timing]]) -> Affine:
     """The line of least relative squared error through times by bytes, neither coefficient below 0."""
     sizes = np.array([size for size, _ in samples], dtype=float)
     weights = 1 / np.array([timing.seconds for _, timing in samples])

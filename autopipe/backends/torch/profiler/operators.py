@@ -1,8 +1,8 @@
-"""What operations take, forward and backward, as generated code runs them.
+"""Time operators, forward and backward, as generated code runs them.
 
-They are run one after the other as often and in the order in which the model has them, all forwards and then all
-backwards: run again and again by itself, an operator finds its code and its operands in the caches, and a small one
-takes half of what it takes in a model; run once among all the others, it takes twice.
+They run one after the other as often and in the order in which the model has them, all forwards and then all backwards:
+run again and again by itself, an operator finds its code and its operands in the caches, and a small one takes half of
+its time in a model; run once among all the others, it takes twice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from autopipe.backends.torch.profiler.runnable import Pool, Runnable, Tensors
-from autopipe.backends.torch.profiler.watch import Mark, Watch, averaged, repeated
+from autopipe.backends.torch.profiler.watch import Mark, Stopwatch, averaged, repeated
 from autopipe.backends.torch.runtime.allocator import keep_freed_memory
 from autopipe.ir.costs import Operation, OperationCost, Sample
 from autopipe.ir.errors import CodegenError
@@ -26,12 +26,12 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def measure_operations(
-    lap: Sequence[Sample], watch: Watch, folder: Path, train: bool, seconds: float
+    lap: Sequence[Sample], watch: Stopwatch, folder: Path, train: bool, seconds: float
 ) -> tuple[tuple[OperationCost, ...], tuple[str, ...]]:
-    """What the samples of `lap` took, for at most about `seconds` in all, and why some could not be run.
+    """Measure the samples of `lap` for at most about `seconds` in all, and say why some could not run.
 
-    `lap` has them as often and in the order in which they are run. Backward is measured with `train`, where gradients
-    flow. Generated files go to `folder`.
+    `lap` has them as often and in the order in which they run. Backward is measured with `train`, where gradients flow.
+    Generated files go to `folder`.
     """
     if watch.device.type == "cpu":
         keep_freed_memory()  # as ranks do
@@ -41,7 +41,7 @@ def measure_operations(
     for sample in lap:
         if sample.operation not in known and sample.operation not in refused:
             try:
-                known[sample.operation] = _tried(sample, watch, folder, train, pool)
+                known[sample.operation] = _make_runnable(sample, watch, folder, train, pool)
             except CodegenError as error:
                 refused[sample.operation] = error.message
     if not known:
@@ -73,7 +73,7 @@ class _Step:
         return _Step(runnable, runnable.leaves())
 
 
-def _run(steps: Sequence[_Step], watch: Watch, noting: float) -> list[float]:
+def _run(steps: Sequence[_Step], watch: Stopwatch, noting: float) -> list[float]:
     """Seconds of every step's forward, then of every one's backward (0 where there is none).
 
     `noting` is what noting the begin of a backward takes.
@@ -87,7 +87,7 @@ def _run(steps: Sequence[_Step], watch: Watch, noting: float) -> list[float]:
     return watch.spans(marks) + [max(0.0, each - noting) for each in backward]
 
 
-def _backwards(results: Sequence[Tensors], leaves: Sequence[torch.Tensor], watch: Watch) -> list[float]:
+def _backwards(results: Sequence[Tensors], leaves: Sequence[torch.Tensor], watch: Stopwatch) -> list[float]:
     """Run all backwards at once. Autograd takes the latest operator first, so each ends where the next one begins.
 
     Gradients are asked for rather than added to leaves, which would copy some of them: in a model they go on to the
@@ -120,8 +120,8 @@ def _backwards(results: Sequence[Tensors], leaves: Sequence[torch.Tensor], watch
     return found
 
 
-def _noting_seconds(watch: Watch) -> float:
-    """What noting where a backward begins takes by itself, as autograd calls Python for it."""
+def _noting_seconds(watch: Stopwatch) -> float:
+    """Seconds of the Python hook that marks where a backward begins."""
     if watch.device.type != "cpu":
         return 0.0  # The device does not wait for that.
 
@@ -151,7 +151,7 @@ def _seeds(ends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [known[each.dtype, each.shape] for each in ends]
 
 
-def _tried(sample: Sample, watch: Watch, folder: Path, train: bool, pool: Pool) -> Runnable:
+def _make_runnable(sample: Sample, watch: Stopwatch, folder: Path, train: bool, pool: Pool) -> Runnable:
     """The sample ready to run, run once. Raises CodegenError, saying why, where it cannot be."""
     runnable = Runnable.of(sample, watch.device, folder, train, pool)
     try:

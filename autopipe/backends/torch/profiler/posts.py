@@ -1,4 +1,4 @@
-"""What messages' ends take of a rank's own time in a pipeline, which messages alone do not show."""
+"""CPU time of posting sends and receives in a pipeline, which messages alone do not show."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopipe.backends.torch.launcher import Gang, launch_program
+from autopipe.backends.torch.launcher import LaunchConfig, launch_program
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
 
@@ -21,7 +21,7 @@ Spans = dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class StagePairs:
     """Folders of programs of two same stages, the second the slower one."""
 
     together: Path
@@ -34,7 +34,7 @@ class Pairs:
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class PostOverhead:
     """Seconds that ends of messages take of a rank's own time."""
 
     first: float
@@ -43,7 +43,7 @@ class Ends:
     """Each other."""
 
 
-def measure_ends(pairs: Pairs, device: str) -> Ends:
+def measure_post_overhead(pairs: StagePairs, device: str) -> PostOverhead:
     """How much longer it takes between the tasks of the second stage where the first is on another rank, by the message
     that the second gets or sends.
 
@@ -51,7 +51,7 @@ def measure_ends(pairs: Pairs, device: str) -> Ends:
     """
     own = _of_steps(pairs.together, device, 0, _own)
     with_one, with_all = (_of_steps(each, device, 1, _cycle) for each in (pairs.apart, pairs.laden))
-    return Ends(max(0.0, (with_one - own) / 2), max(0.0, (with_all - with_one) / (2 * (pairs.messages - 1))))
+    return PostOverhead(max(0.0, (with_one - own) / 2), max(0.0, (with_all - with_one) / (2 * (pairs.messages - 1))))
 
 
 def measure_period(program: Path, device: str) -> float:
@@ -95,7 +95,7 @@ def _of_steps(program: Path, device: str, rank: int, seconds: Callable[[Spans, i
         data, spans = Path(name) / "samples.npz", Path(name) / "spans"
         save_samples(manifest, data)
         words = ["--device", device, "--steps", str(_STEPS), "--data", str(data), "--trace", str(spans)]
-        launch_program(manifest, words, Gang())
+        launch_program(manifest, words, LaunchConfig())
         steps = (spans / f"rank_{rank:03d}.jsonl").read_text(encoding="utf-8").splitlines()
     return statistics.median(seconds(_spans(line), manifest.micro_batches) for line in steps[_WARM_UP:])
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from autopipe.backends.torch.emission.stage import emit_stage
-from autopipe.backends.torch.runtime.later import Later
+from autopipe.backends.torch.runtime.later import WeightGradQueue
 from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
 from autopipe.backends.torch.runtime.random_streams import Random
 from autopipe.ir.costs import Sample
@@ -38,8 +38,9 @@ class Operand:
     numbers: torch.Tensor
     wanted: bool
     parameter: bool
-    """Whether every layer has numbers of its own; the others find theirs in the caches, as in a model, where the
-    operator before has just written them."""
+    """True if each layer has numbers of its own; the others find theirs in the caches, as in a model, where the
+    operator before has just written them.
+    """
 
     def leaf(self) -> torch.Tensor:
         """The numbers as a tensor of its own."""
@@ -63,14 +64,14 @@ class Runnable:
         """The sample on a device; the generated file goes to `folder`. Raises CodegenError where it needs a group."""
         stage = _stage_of(sample)
         forward = _generated(emit_stage(stage, "One operator."), folder)
-        place = Arguments(device=device, group=None, later=Later(()), random=Random(device))
+        place = Arguments(device=device, group=None, weight_grads=WeightGradQueue(()), random=Random(device))
         for index, constant in stage.constants:
             setattr(place, f"c{index}", torch.from_numpy(constant.array.copy()).to(device))
         return Runnable(forward, place, _operands(sample, stage, device, train, pool))
 
     @property
     def trains(self) -> bool:
-        """Whether there is a backward."""
+        """True if there is a backward."""
         return any(each.wanted for each in self.operands)
 
     def leaves(self) -> Tensors:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from autopipe.backends.torch.profiler.timed_program import Marks, TimedProgram
+from autopipe.backends.torch.profiler.timed_program import CallTimestamps, TimedProgram
 from autopipe.backends.torch.profiler.watch import repeated
 
 
@@ -27,14 +27,14 @@ def main(target: Path, program: Path, device: str, seconds: float) -> None:
     """
     timed = TimedProgram.of(program, target.with_suffix(".npz"), torch.device(device))
     rank, first = timed.rank, timed.rank.stages[0]
-    whole = Marks(timed.watch)
+    whole = CallTimestamps(timed.watch)
     whole.around(first, "forward")
     whole.around(first, "backward")
     whole.around(rank.optimizer, "step")
     whole.around(rank.optimizer, "zero_grad")
 
     def run() -> list[float]:
-        """Those seconds, of tasks on average, from two steps."""
+        """Average seconds of each kind of task, from two steps."""
         own, found = timed.seconds_of(timed.inside), timed.seconds_of(whole)
         tasks = [found["forward"] - own["0F"], found["backward"] - own["0B"]]
         lengths = [0.0, 0.0]

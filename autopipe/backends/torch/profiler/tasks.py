@@ -1,5 +1,5 @@
-"""What a rank's step takes besides its operators: starting tasks, adding up gradients and handing them to other ranks,
-updating parameters.
+"""Time of a rank's step besides its operators: starting tasks, adding up gradients, copying them to buckets, updating
+parameters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from autopipe.backends.torch.profiler.bucketing import bucketing_seconds
-from autopipe.backends.torch.profiler.watch import Watch, repeated
+from autopipe.backends.torch.profiler.watch import Stopwatch, repeated
 from autopipe.backends.torch.profiler.worker import numbers_of
 from autopipe.ir.costs import TaskCosts, TensorCosts
 
@@ -28,7 +28,7 @@ _OPTIMIZERS: Sequence[Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Starts:
+class TaskStartOverhead:
     """How much longer a task's first operators take, in seconds: they find neither their code nor their data in the
     caches after those of another task."""
 
@@ -36,24 +36,28 @@ class Starts:
     backward_s: float = 0.0
 
     def added_to(self, tasks: TaskCosts) -> TaskCosts:
-        """What tasks take besides their operators, these among it."""
+        """Task costs with this overhead added."""
         forward, backward = tasks.forward_s + self.forward_s, tasks.backward_s + self.backward_s
         return replace(tasks, forward_s=forward, backward_s=backward)
 
 
-def measure_starts(watch: Watch, short: Path, long: Path, longer: int, seconds: float) -> Starts:
-    """What a task's operators take whatever their number. The programs have one stage each on one device, `long` as
-    many times the operators of `short` as `longer` says. Raises LaunchError where one does not run."""
+def measure_starts(watch: Stopwatch, short: Path, long: Path, longer: int, seconds: float) -> TaskStartOverhead:
+    """Measure the constant part of a task's operator time.
+
+    The programs have one stage each on one device; `long` has `longer` times the operators of `short`. Raises
+    LaunchError where one does not run.
+    """
     few, many = (numbers_of("whole_worker", each, watch.device.type, seconds / 2)[:2] for each in (short, long))
-    return Starts(*(max(0.0, (longer * one - all_) / (longer - 1)) for one, all_ in zip(few, many, strict=True)))
+    return TaskStartOverhead(
+        *(max(0.0, (longer * one - all_) / (longer - 1)) for one, all_ in zip(few, many, strict=True))
+    )
 
 
-def measure_tasks(watch: Watch, program: Path, waiting: int, seconds: float) -> TaskCosts:
-    """What tasks, without their starts, updates and adding up gradients take. `program` is a one-device program of two
-    like stages of a few small operators; the backward of the second is split, and `waiting` of its operators leave
-    gradients to the end.
+def measure_tasks(watch: Stopwatch, program: Path, waiting: int, seconds: float) -> TaskCosts:
+    """Measure tasks without their start overhead, updates, and adding up gradients.
 
-    Raises LaunchError where it does not run.
+    `program` is a one-device program of two equal stages of a few small operators; the backward of the second is split,
+    and `waiting` of its operators defer their weight gradients. Raises LaunchError where it does not run.
     """
     forward, backward, split, update = numbers_of("task_worker", program, watch.device.type, seconds / 2)
     sums, buckets = _accumulations(watch, seconds / 8), _bucketing(watch, seconds / 8)
@@ -61,18 +65,18 @@ def measure_tasks(watch: Watch, program: Path, waiting: int, seconds: float) -> 
     return TaskCosts(forward, backward, split / waiting, update, sums, buckets, updates)
 
 
-def _updates(watch: Watch, seconds: float) -> tuple[TensorCosts, ...]:
+def _updates(watch: Stopwatch, seconds: float) -> tuple[TensorCosts, ...]:
     """Updates of optimizers without states, with one and with two, as a rank makes them, with what it does to the
     gradients."""
     return tuple(_by_tensor(partial(_update, watch, make, seconds / 6)) for make in _OPTIMIZERS)
 
 
-def _accumulations(watch: Watch, seconds: float) -> TensorCosts:
+def _accumulations(watch: Stopwatch, seconds: float) -> TensorCosts:
     """Adding a micro-batch's gradients to those before."""
     return _by_tensor(partial(_accumulation, watch, seconds / 2))
 
 
-def _bucketing(watch: Watch, seconds: float) -> TensorCosts:
+def _bucketing(watch: Stopwatch, seconds: float) -> TensorCosts:
     """Putting gradients into a bucket and having them back."""
     return _by_tensor(partial(bucketing_seconds, watch, seconds / 2, _TENSORS))
 
@@ -85,7 +89,7 @@ def _by_tensor(measure: Callable[[int], float]) -> TensorCosts:
 
 
 def _update(
-    watch: Watch, make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], seconds: float, count: int
+    watch: Stopwatch, make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], seconds: float, count: int
 ) -> float:
     parameters = [torch.ones(count, device=watch.device, requires_grad=True) for _ in range(_TENSORS)]
     gradients = [torch.full((count,), 1e-6, device=watch.device) for _ in range(_TENSORS)]
@@ -102,7 +106,7 @@ def _update(
     return repeated(run, seconds)[0].seconds
 
 
-def _accumulation(watch: Watch, seconds: float, count: int) -> float:
+def _accumulation(watch: Stopwatch, seconds: float, count: int) -> float:
     sums = [torch.zeros(count, device=watch.device) for _ in range(_TENSORS)]
     gradients = [torch.full((count,), 1e-6, device=watch.device) for _ in range(_TENSORS)]
 

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopipe.backends.torch.profiler.watch import Mark, Watch
+from autopipe.backends.torch.profiler.watch import Mark, Stopwatch
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.rank import Rank
 
 
-class Marks:
+class CallTimestamps:
     """Marks around calls, by name, as a context in which they are made."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch
         self._calls: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
         """Attributes with what they are without marks and with them."""
@@ -61,9 +61,9 @@ class TimedProgram:
 
     rank: Rank
     step: Callable[[], None]
-    watch: Watch
-    inside: Marks
-    """What a generated function or autograd took, under the task's stage and phase, such as `0F`."""
+    watch: Stopwatch
+    inside: CallTimestamps
+    """Seconds inside generated functions and autograd, under the task's stage and phase, such as `0F`."""
 
     @staticmethod
     def of(program: Path, data: Path, device: torch.device) -> TimedProgram:
@@ -79,14 +79,14 @@ class TimedProgram:
             return rank.task[:2]
 
         rank.set_up()
-        watch = Watch(device)
-        inside = Marks(watch)
+        watch = Stopwatch(device)
+        inside = CallTimestamps(watch)
         for stage in rank.stages.values():
             inside.around(stage, "_forward", task)
         inside.around(torch.autograd, "backward", task)
         return TimedProgram(rank, names["step"], watch, inside)
 
-    def seconds_of(self, marks: Marks) -> dict[str, float]:
+    def seconds_of(self, marks: CallTimestamps) -> dict[str, float]:
         """Run a step with these marks alone, for others would count in what they are made around; seconds of a call by
         name."""
         with marks:

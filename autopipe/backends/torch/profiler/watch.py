@@ -20,7 +20,7 @@ Mark = float | torch.cuda.Event
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class Stopwatch:
     """Times work on one device: on a CPU by the processor time of a thread that works alone, which other processes on
     the machine do not add to, and by the clock where there are several; by events on a CUDA stream."""
 
@@ -75,7 +75,7 @@ def timing_of(seconds: Sequence[float]) -> Timing:
 
 
 def averaged(timings: Sequence[Timing]) -> Timing:
-    """What one of several took on average."""
+    """Average of the timings."""
     return Timing(
         statistics.fmean(each.seconds for each in timings),
         statistics.fmean(each.spread for each in timings),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from autopipe.backends.torch.profiler.timed_program import Marks, TimedProgram
+from autopipe.backends.torch.profiler.timed_program import CallTimestamps, TimedProgram
 from autopipe.backends.torch.profiler.watch import repeated
 
 
@@ -23,7 +23,7 @@ def main(target: Path, program: Path, device: str, seconds: float) -> None:
     its generated function, a backward's what autograd does.
     """
     timed = TimedProgram.of(program, target.with_suffix(".npz"), torch.device(device))
-    tasks = Marks(timed.watch)
+    tasks = CallTimestamps(timed.watch)
     for task in ("forward", "backward"):
         tasks.around(timed.rank.stages[0], task)
 

@@ -1,4 +1,4 @@
-"""What is measured in a process of its own."""
+"""Measurements that run in a process of their own."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from autopipe.ir.errors import LaunchError
 
 
 def numbers_of(worker: str, program: Path, setting: str, seconds: float) -> list[float]:
-    """The numbers that the module `worker` of this package measures of a program for about so many seconds; `setting`
-    says on what.
-
-    Raises LaunchError with the last line that it wrote where it fails.
+    """Run the module `worker` of this package on a program for about `seconds` and return its numbers; `setting` names
+    the case. Raises LaunchError with the last line that it wrote where it fails.
     """
     with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch, rank_environment():
         found = Path(scratch) / "numbers.json"

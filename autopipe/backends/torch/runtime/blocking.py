@@ -13,29 +13,29 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopipe.backends.torch.runtime.stage import Stage
-from autopipe.backends.torch.runtime.turns import End, Event, Message, turns_of
+from autopipe.backends.torch.runtime.turns import ChannelEnd, Event, Message, global_event_order
 from autopipe.backends.torch.runtime.wiring import Receive, Send
 from autopipe.ir.schedule import Phase, Task
-from autopipe.ir.turn import Turn
+from autopipe.ir.turn import MicroBatchSlice
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank
 
 
 class BlockingStage(Stage):
-    """A stage whose messages are `Turns`' to exchange."""
+    """A stage whose messages are `GlobalOrder`' to exchange."""
 
     def receive(self, micro_batch: int, source: int | None = None) -> None:
-        """Nothing: see `Turns`."""
+        """Nothing: see `GlobalOrder`."""
 
     def send(self, micro_batch: int) -> None:
-        """Nothing: see `Turns`."""
+        """Nothing: see `GlobalOrder`."""
 
     def receive_gradient(self, micro_batch: int, source: int | None = None) -> None:
-        """Nothing: see `Turns`."""
+        """Nothing: see `GlobalOrder`."""
 
     def send_gradient(self, micro_batch: int) -> None:
-        """Nothing: see `Turns`."""
+        """Nothing: see `GlobalOrder`."""
 
     def forward(self, micro_batch: int) -> None:
         """Exchange what comes before, and compute."""
@@ -62,7 +62,7 @@ class BlockingStage(Stage):
         return self._rank.turns.come_to(Task(self.number, phase, micro_batch))
 
 
-class Turns:
+class GlobalOrder:
     """This rank's tasks and messages in the one order of all ranks, for one step after the other."""
 
     def __init__(self, rank: Rank) -> None:
@@ -109,7 +109,7 @@ class Turns:
             wire = next(each for each in stage.receives if each.channel == end.channel)
         sends = message.ranks[0] == number
         with self._rank.pulse.waiting():
-            (stage.give if sends else stage.ask)(wire, Turn(*wire.turn).micro_batch(message.number)).wait()
+            (stage.give if sends else stage.ask)(wire, MicroBatchSlice(*wire.slice).micro_batch(message.number)).wait()
 
     def _agree(self) -> list[Event]:
         """Tell the others this rank's tasks and channels, and order those of all."""
@@ -121,15 +121,16 @@ class Turns:
                 for stage in stages
                 for wire in stage.sends
             ],
-            "leaving": [(wire.channel, wire.turn) for stage in stages for wire in stage.sends],
-            "arriving": [(wire.channel, wire.turn) for stage in stages for wire in stage.receives],
+            "leaving": [(wire.channel, wire.slice) for stage in stages for wire in stage.sends],
+            "arriving": [(wire.channel, wire.slice) for stage in stages for wire in stage.receives],
         }
         every = [json.loads(data) for data in self._rank.meeting.gather(json.dumps(own).encode())]
         leaving, arriving = (
-            {channel: Turn(*turn) for each in every for channel, turn in each[way]} for way in ("leaving", "arriving")
+            {channel: MicroBatchSlice(*turn) for each in every for channel, turn in each[way]}
+            for way in ("leaving", "arriving")
         )
         ends = [
-            replace(End(*end), source_turn=leaving[end[0]], target_turn=arriving[end[0]])
+            replace(ChannelEnd(*end), source_turn=leaving[end[0]], target_turn=arriving[end[0]])
             for end in sorted(end for each in every for end in each["ends"])
         ]
-        return turns_of([[Task.parse(task) for task in each["tasks"]] for each in every], ends)[number]
+        return global_event_order([[Task.parse(task) for task in each["tasks"]] for each in every], ends)[number]

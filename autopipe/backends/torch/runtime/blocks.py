@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopipe.backends.torch.runtime.roots import Root
+from autopipe.backends.torch.runtime.roots import OutputEdge
 from autopipe.backends.torch.runtime.wiring import Slices
 
 Block = tuple[torch.Tensor, Slices | None]
@@ -34,7 +34,7 @@ def joined(pieces: list[Block], dtype: torch.dtype, shape: tuple[int, ...]) -> t
     return whole
 
 
-def added(pieces: list[Block], root: Root) -> torch.Tensor:
+def added(pieces: list[Block], root: OutputEdge) -> torch.Tensor:
     """The sum of a result's gradients, each of a block; blocks that no one uses have gradient zero."""
     if len(pieces) == 1 and pieces[0][1] is None:
         return pieces[0][0]

@@ -11,7 +11,7 @@ Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class ContiguousRanges:
     """Runs of `length` elements each, in the tensor's order; together they are the block, row-major."""
 
     first: int
@@ -34,7 +34,7 @@ class Runs:
         return found
 
 
-def runs_of(shape: tuple[int, ...], starts: tuple[int, ...], stops: tuple[int, ...]) -> Runs:
+def contiguous_ranges(shape: tuple[int, ...], starts: tuple[int, ...], stops: tuple[int, ...]) -> ContiguousRanges:
     """The runs of block [starts, stops) of a tensor of `shape`: as long, and as few, as there are."""
     first, length, stride, count = 0, 1, 1, 1
     outer: list[tuple[int, int]] = []
@@ -47,4 +47,4 @@ def runs_of(shape: tuple[int, ...], starts: tuple[int, ...], stops: tuple[int, .
         first += start * stride
         stride *= extent
     counts, strides = tuple(each for each, _ in outer), tuple(each for _, each in outer)
-    return Runs(first, length, counts, strides, count if length else 0)
+    return ContiguousRanges(first, length, counts, strides, count if length else 0)

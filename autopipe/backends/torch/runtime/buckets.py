@@ -8,7 +8,7 @@ from autopipe.ir.dtype import DType
 
 
 def buckets_of_rank(manifest: Manifest, rank: int) -> tuple[Bucket, ...]:
-    """Those of the trained blocks that the rank holds together with others, in the order of their exchanges."""
+    """Buckets of the trained blocks that the rank holds together with others, in the order of their exchanges."""
     found = []
     for shard in manifest.shards[rank]:
         entry = manifest.parameters[shard.parameter]

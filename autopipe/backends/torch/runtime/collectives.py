@@ -20,7 +20,7 @@ from autopipe.backends.torch.runtime.at_once import (
     start_sum,
     start_sum_of_rows,
 )
-from autopipe.ir.layout import Box, Layout, MeshAxes, MeshAxis, Window, degree_of, members
+from autopipe.ir.layout import Box, Layout, MeshAxes, MeshAxis, WindowedBlocks, degree_of, members
 from autopipe.ir.redistribution import moves_between
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ Cuts = tuple[tuple[tuple[int, int], ...], ...]
 """For each dimension of a tensor the axes of a mesh that cut it, outer to inner, as degree and stride."""
 
 Windows = tuple[tuple[int, int, int, int], ...]
-"""Dimensions that are read through windows, each with the step, offset and length of its blocks: see `Window`."""
+"""Dimensions read through windows, each with the step, offset and length of its blocks: see `WindowedBlocks`."""
 
 
 class Group:
@@ -191,7 +191,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """What a rank sends to and receives from each position, as blocks of its own tensors before and after."""
+    """Blocks that a rank sends to and receives from each position, of its own tensors before and after."""
 
     shape: tuple[int, ...]
     sent: tuple[tuple[Slices, ...], ...]
@@ -203,7 +203,7 @@ def _moves(shape: tuple[int, ...], size: int, position: int, source: Cuts, targe
     """For the rank at `position` of `size`, whose block before has `shape`."""
     before, after = (tuple(tuple(MeshAxis(*axis) for axis in axes) for axes in cuts) for cuts in (source, target))
     whole = tuple(extent * degree_of(axes) for extent, axes in zip(shape, before, strict=True))
-    through = {dimension: Window(*numbers) for dimension, *numbers in windows}
+    through = {dimension: WindowedBlocks(*numbers) for dimension, *numbers in windows}
     have = Layout(whole, before)
     need = Layout(whole, after, windows=tuple(map(through.get, range(len(whole)))) if windows else ())
     sent: list[list[Slices]] = [[] for _ in range(size)]

@@ -6,31 +6,32 @@ import threading
 from collections import deque
 from queue import SimpleQueue
 
-from autopipe.backends.torch.runtime.pending import Departure
+from autopipe.backends.torch.runtime.pending import PendingSend
 
 _HELD_BYTES = 4 * 2**20
 """A rank may hold so much of messages that are gone. To have a thread wait for a message takes up to 0.1 ms of the
 rank's own time, which is more than small ones take themselves."""
 
 
-class Departures:
+class SendQueue:
     """All messages of a rank that are under way."""
 
     def __init__(self, watched: bool, most_bytes: int = _HELD_BYTES) -> None:
-        """`watched` where only who waits for a message learns that it is gone: gloo is like that. All are held until
-        the step's end then, up to so many bytes; a thread waits for the earliest of more than that.
+        """`watched`: only whoever waits for a message learns that it has been sent, as with gloo.
+
+        All are then held until the step's end, up to `most_bytes`; beyond that a thread waits for the earliest.
         """
         self._watched = watched
         self._most_bytes = most_bytes
-        self._under_way: deque[Departure] = deque()
+        self._under_way: deque[PendingSend] = deque()
         self._held_bytes = 0
-        self._given: SimpleQueue[Departure | None] = SimpleQueue()
+        self._given: SimpleQueue[PendingSend | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._waiting = 0
         self._error: RuntimeError | None = None
 
-    def add(self, departure: Departure) -> None:
+    def add(self, departure: PendingSend) -> None:
         """Hold a message until it is gone. Raises what an earlier one ended with."""
         self._check()
         self._under_way.append(departure)
@@ -42,12 +43,12 @@ class Departures:
         while self._held_bytes > self._most_bytes:
             self._watch(self._earliest())
 
-    def _earliest(self) -> Departure:
+    def _earliest(self) -> PendingSend:
         earliest = self._under_way.popleft()
         self._held_bytes -= earliest.bytes
         return earliest
 
-    def _watch(self, departure: Departure) -> None:
+    def _watch(self, departure: PendingSend) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait_for_each, name="departures", daemon=True)
             self._thread.start()

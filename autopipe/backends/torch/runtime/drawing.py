@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from autopipe.backends.torch.runtime import box_muller, philox
-from autopipe.backends.torch.runtime.box_runs import Runs, runs_of
+from autopipe.backends.torch.runtime.box_runs import ContiguousRanges, contiguous_ranges
 from autopipe.backends.torch.runtime.manifest import ParameterEntry, ShardEntry
 
 _PARAMETER_STREAM: Final = 1
@@ -26,13 +26,13 @@ SKIP: Final = 512
 """Words that are drawn as fast as they are skipped."""
 
 
-def draw_block(entry: ParameterEntry, shard: ShardEntry, seed: int, threads: int = 1) -> torch.Tensor:
+def init_shard(entry: ParameterEntry, shard: ShardEntry, seed: int, threads: int = 1) -> torch.Tensor:
     """The numbers of a block of a drawn parameter, on the CPU, in the parameter's element type."""
     block = torch.empty(shard.shape, dtype=getattr(torch, entry.dtype))
     if entry.storage.scheme in ("zeros", "ones"):
         return block.fill_(float(entry.storage.scheme == "ones"))
     key = philox.key_of(seed, (_PARAMETER_STREAM, _number_of(entry.name)))
-    runs, flat = runs_of(entry.shape, shard.starts, shard.stops), block.view(-1)
+    runs, flat = contiguous_ranges(entry.shape, shard.starts, shard.stops), block.view(-1)
     sharing = threads if len(flat) > PIECE else 1
 
     def draw(thread: int) -> None:
@@ -59,9 +59,9 @@ def _numbers(scheme: str, words: philox.Words) -> npt.NDArray[np.float64]:
     return philox.as_uniform(words) * 2.0 - 1.0
 
 
-def _pieces(runs: Runs, key: philox.Words, thread: int, threads: int) -> Iterator[tuple[int, philox.Words]]:
+def _pieces(runs: ContiguousRanges, key: philox.Words, thread: int, threads: int) -> Iterator[tuple[int, philox.Words]]:
     """Every `threads`-th piece of the block from number `thread` on: its place in the block, and its words."""
-    reader = philox.Reader(key)
+    reader = philox.WordReader(key)
     if runs.length > PIECE:
         a_run = -(-runs.length // PIECE)
         for number in range(thread, runs.count * a_run, threads):
@@ -78,7 +78,7 @@ def _pieces(runs: Runs, key: philox.Words, thread: int, threads: int) -> Iterato
         yield start * runs.length, _gathered(reader, places, runs.length, apart)
 
 
-def _gathered(reader: philox.Reader, places: npt.NDArray[np.int64], length: int, apart: int) -> philox.Words:
+def _gathered(reader: philox.WordReader, places: npt.NDArray[np.int64], length: int, apart: int) -> philox.Words:
     """The words of several runs, one after the other; runs that begin no further than `apart` are read as one."""
     borders = np.flatnonzero(np.diff(places) > apart) + 1
     found = []

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from autopipe.backends.torch.runtime.blocks import Form
-from autopipe.backends.torch.runtime.pending import Arrival, Departure
-from autopipe.backends.torch.runtime.pulse import DEFAULTS, Pulse, Timeouts
+from autopipe.backends.torch.runtime.pending import PendingRecv, PendingSend
+from autopipe.backends.torch.runtime.pulse import DEFAULTS, Heartbeat, Timeouts
 from autopipe.backends.torch.runtime.report import Reporter, peak_memory
 from autopipe.backends.torch.runtime.stage import Stage, Tensors
 from autopipe.backends.torch.runtime.transport import Transport
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What goes along a channel. Dry runs of both its ends count the same ones."""
+    """A message on a channel. Dry runs of both its ends count the same ones."""
 
     channel: int
     gradient: bool
@@ -40,19 +40,19 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class DryReport:
-    """What one step of one rank does. Bytes are of one step."""
+    """Report of one step of one rank. Bytes are of one step."""
 
     rank: int
     world_size: int
     stages: tuple[int, ...]
     tasks: tuple[str, ...]
     messages: tuple[dict[str, object], ...]
-    """Those sent and received, each as a `Message` and its `count`."""
+    """Messages sent and received, each as a `Message` and its `count`."""
     sent_bytes: dict[int, int]
     """By the rank they go to, activations and their gradients."""
     received_bytes: dict[int, int]
     communication_bytes: dict[str, int]
-    """What the rank's exchanges would move, by kind (`ir/traffic.py`)."""
+    """Bytes that the rank's exchanges would move, by kind (`ir/traffic.py`)."""
     parameters: int
     parameter_bytes: int
     peak_memory_bytes: int
@@ -62,7 +62,7 @@ class DryReport:
 class DryTransport(Transport):
     """A rank's ends of channels whose other ends do not exist, on torch's `fake` process group."""
 
-    def __init__(self, device: str, timeouts: Timeouts = DEFAULTS, pulse: Pulse | None = None) -> None:
+    def __init__(self, device: str, timeouts: Timeouts = DEFAULTS, pulse: Heartbeat | None = None) -> None:
         super().__init__(device, timeouts, pulse)
         self.nccl = self.staged = False
         self.messages: Counter[Message] = Counter()
@@ -74,14 +74,14 @@ class DryTransport(Transport):
 
             dist.init_process_group("fake", rank=self.rank, world_size=self.world_size, store=FakeStore())
 
-    def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> Departure:
+    def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> PendingSend:
         """Count what would go."""
         self._count(tensor, self.rank, rank, channel, gradient)
         departure = super().send(tensor, rank, channel, gradient)
         departure.wait()  # It is gone at once.
         return departure
 
-    def receive(self, like: Form, rank: int, channel: int, gradient: bool) -> Arrival:
+    def receive(self, like: Form, rank: int, channel: int, gradient: bool) -> PendingRecv:
         """Zeros instead of what would come."""
         arrival = super().receive(like, rank, channel, gradient)
         arrival.buffer.zero_()
@@ -96,7 +96,7 @@ class DryTransport(Transport):
 class DryStage(Stage):
     """A stage that compares all it computes with what its file says of it, as no other rank is there to mind."""
 
-    def give(self, wire: Receive | Send, micro_batch: int) -> Departure:
+    def give(self, wire: Receive | Send, micro_batch: int) -> PendingSend:
         """Count what would go along a wire."""
         block = self._leaving[micro_batch, isinstance(wire, Receive)][wire.channel]
         self._compare(f"what goes to rank {wire.rank} on channel {wire.channel}", block, self._form(wire))

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from autopipe.backends.torch.runtime.pulse import Pulse
+from autopipe.backends.torch.runtime.pulse import Heartbeat
 from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Failure:
     consequence: bool
 
     def error(self) -> AutopipeError:
-        """What the user shall read of it. A mistake in what was asked for is no matter of a rank or task."""
+        """The error to show to the user. A mistake in the request belongs to no rank or task."""
         if self.exit_code == ConfigurationError.exit_code:
             return ConfigurationError(self.message, self.hint, self.where)
         if self.message.startswith(f"rank {self.rank} "):
@@ -97,7 +97,7 @@ def end_on_error(rank: Rank) -> None:
     sys.excepthook = hook
 
 
-def live_with_launcher(pulse: Pulse) -> None:
+def live_with_launcher(pulse: Heartbeat) -> None:
     """From now on, give signs of life to the process that started this rank, and end when it has gone, killed perhaps:
     a rank that no one watches would go on writing where the next launch writes. At `STACKS`, say where it stands."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:

@@ -7,13 +7,13 @@ from typing import Protocol
 
 import torch
 
-from autopipe.backends.torch.runtime.pending import Arrival, Sum
-from autopipe.backends.torch.runtime.shares import Share, SharedBucket
+from autopipe.backends.torch.runtime.pending import PendingRecv, PendingReduce
+from autopipe.backends.torch.runtime.shares import OptimizerShard, ShardedBucket
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.ir.buckets import Bucket
 
 
-class Reduced(Protocol):
+class ReducedBucket(Protocol):
     """A bucket of a rank, and what is done with its gradients."""
 
     bucket: Bucket
@@ -33,7 +33,7 @@ class WholeBucket:
         self.bucket = bucket
         self.parameters = parameters
         self._transport = transport
-        self._coming: Arrival | Sum | None = None
+        self._coming: PendingRecv | PendingReduce | None = None
 
     def start(self) -> None:
         """Take the parameters' gradients and send them off."""
@@ -66,12 +66,12 @@ class GradientReduction:
     ) -> None:
         """With `shared` each rank updates a share of each bucket (ZeRO-1): its parameters move into one row."""
         self._parameters = parameters
-        self.shared: list[SharedBucket] = []
-        self._buckets: list[Reduced] = []
+        self.shared: list[ShardedBucket] = []
+        self._buckets: list[ReducedBucket] = []
         for bucket in buckets:
             tensors = [parameters[block.parameter] for block in bucket.blocks]
             if shared:
-                self.shared.append(SharedBucket(transport, bucket, tensors))
+                self.shared.append(ShardedBucket(transport, bucket, tensors))
                 self._buckets.append(self.shared[-1])
             else:
                 self._buckets.append(WholeBucket(transport, bucket, tensors))
@@ -85,15 +85,15 @@ class GradientReduction:
 
     @property
     def updated(self) -> list[torch.Tensor]:
-        """What the optimizer updates: parameters, and shares of buckets."""
+        """Tensors that the optimizer updates: parameters, and shards of buckets."""
         in_rows = {id(parameter) for each in self.shared for parameter in each.parameters}
         own = [each for each in self._parameters.values() if each.requires_grad and id(each) not in in_rows]
         return own + [each.share for each in self.shared]
 
     @property
-    def shares(self) -> list[Share]:
+    def shares(self) -> list[OptimizerShard]:
         """The shares among them."""
-        return [Share(each.share, each.runs) for each in self.shared]
+        return [OptimizerShard(each.share, each.runs) for each in self.shared]
 
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
         def ready(parameter: torch.Tensor) -> None:
@@ -104,9 +104,9 @@ class GradientReduction:
         return ready
 
     def arm(self, stage: int, times: Mapping[int, int]) -> None:
-        """Say that the stage's next backward is its last: buckets start when their gradients are there.
+        """Mark the stage's next backward as its last: buckets start when their gradients are complete.
 
-        A backward adds so many `times` to a parameter's gradient, by its index, once where nothing is said.
+        `times` is how often a backward adds to the gradient of a parameter, by its index; once where absent.
         """
         for number, each in enumerate(self._buckets):
             if each.bucket.home == stage:

@@ -1,9 +1,9 @@
 """Gradients of parameters that wait: the second half of a split backward.
 
-Where a schedule splits a stage's backward, its generated forward calls costly operators through `Later`. Autograd then
-gives at once only the gradients of what flows through the stage, as in Qi et al., "Zero Bubble Pipeline Parallelism"
-(2024), section 2; the gradients of the operators' parameters are queued and computed when the schedule says so: by
-formula where there is one, else by a graph of autograd of the operator's own.
+Where a schedule splits a stage's backward, its generated forward calls costly operators through `WeightGradQueue`.
+Autograd then gives at once only the gradients of what flows through the stage, as in Qi et al., "Zero Bubble Pipeline
+Parallelism" (2024), section 2; the gradients of the operators' parameters are queued and computed when the schedule
+says so: by formula where there is one, else by a graph of autograd of the operator's own.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from autopipe.backends.torch.runtime.weight_formulas import Formula, FormulaGradient, formula_of
 
 
-class Waits(Protocol):
+class DeferredGradients(Protocol):
     """Gradients of one operator's parameters that may not be computed yet."""
 
     def compute(self) -> None:
         """Add them to `parameter.grad`, if backward has come to the operator."""
 
 
-Waiting = list[Waits]
+Waiting = list[DeferredGradients]
 """Of a forward's operators, in the order in which it called them."""
 
 
@@ -36,7 +36,7 @@ def compute_all(waiting: Waiting) -> None:
             waiting.pop().compute()
 
 
-class Later:
+class WeightGradQueue:
     """Calls operators such that their backward leaves the gradients of `parameters` for later."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -84,7 +84,7 @@ class Later:
         return result
 
     def _places(self, operands: tuple[Any, ...]) -> tuple[int, ...]:
-        """Those of the operands that are parameters, or views of them."""
+        """Positions of the operands that are parameters, or views of them."""
         return tuple(
             place for place, each in enumerate(operands) if isinstance(each, torch.Tensor) and self._is_weight(each)
         )
@@ -93,14 +93,14 @@ class Later:
         return id(tensor if tensor._base is None else tensor._base) in self._weights
 
     def take(self) -> Waiting:
-        """What the forward that has just run leaves for later, once its backward has run."""
+        """Deferred gradients of the forward that has just run, for after its backward."""
         taken, self._waiting = self._waiting, []
         self.begin()
         return taken
 
 
 @dataclass(frozen=True, slots=True)
-class GraphGradient:
+class AutogradWeightGradient:
     """Gradients of one operator's parameters by autograd: where its graph begins and ends, and what comes in."""
 
     result: GradientEdge
@@ -136,7 +136,7 @@ class _Deferred(torch.autograd.Function):
         edges = [_edge(each) for each in copies]
         weights = [each for place in places if (each := edges[place]) is not None]
         parameters = [operand for place in places if isinstance(operand := operands[place], torch.Tensor)]
-        context.waits = GraphGradient(get_gradient_edge(result), weights, parameters)
+        context.waits = AutogradWeightGradient(get_gradient_edge(result), weights, parameters)
         context.flowing = [None if place in places else each for place, each in enumerate(edges)]
         waiting.append(context.waits)
         return result.detach()

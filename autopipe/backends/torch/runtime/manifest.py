@@ -153,7 +153,7 @@ class StageEntry:
 
 @dataclass(frozen=True, slots=True)
 class ChannelEntry:
-    """What passes from one rank to another, and how many messages each way are held at once by who receives them."""
+    """One channel between two ranks, and how many messages each way its receiver holds at once."""
 
     number: int
     source: int
@@ -199,7 +199,7 @@ class Manifest:
         return self.micro_batches * self.stages[stage].turns
 
     def micro_batches_of(self, stage: int) -> range:
-        """Those of them that the stage runs: m runs on pipeline m mod their number."""
+        """Micro-batches that the stage runs: m runs on pipeline m mod their number."""
         pipelines = 1 + max(entry.pipeline for entry in self.stages)
         return range(self.stages[stage].pipeline, self.micro_batches_at(stage), pipelines)
 
@@ -266,7 +266,7 @@ def _manifest(folder: Path, raw: dict[str, Any]) -> Manifest:
                 tuple(each["ranks"]),
                 int(each["pipeline"]),
                 tuple(tuple((degree, stride) for degree, stride in axes) for axes in each["meshes"]),
-                _turns(each, raw),
+                _micro_batch_ratio(each, raw),
             )
             for each in raw["stages"]
         ),
@@ -274,7 +274,7 @@ def _manifest(folder: Path, raw: dict[str, Any]) -> Manifest:
     )
 
 
-def _turns(stage: dict[str, Any], raw: dict[str, Any]) -> int:
+def _micro_batch_ratio(stage: dict[str, Any], raw: dict[str, Any]) -> int:
     """1 where the stage takes the micro-batches as they are."""
     turns = _count(stage, "turns") if "turns" in stage else 1
     if raw["micro_batch_size"] % turns:

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from autopipe.backends.torch.runtime.gloo_threads import patient_threads
-from autopipe.backends.torch.runtime.pulse import Pulse
+from autopipe.backends.torch.runtime.pulse import Heartbeat
 from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
 
 
-class Meeting:
+class ControlGroup:
     """The ranks of a world, or the only one."""
 
-    def __init__(self, rank: int, world_size: int, patience_s: float, pulse: Pulse) -> None:
+    def __init__(self, rank: int, world_size: int, patience_s: float, pulse: Heartbeat) -> None:
         """All ranks make it together. Who has not come after `patience_s` seconds is given up."""
         self.rank = rank
         self.world_size = world_size

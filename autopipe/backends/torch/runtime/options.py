@@ -1,4 +1,4 @@
-"""What a launch asks of every rank: flags of a rank's file."""
+"""Flags of a rank's file."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from autopipe.backends.torch.runtime.drawing import draw_block
+from autopipe.backends.torch.runtime.drawing import init_shard
 from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry
 from autopipe.backends.torch.runtime.processors import processors_of_this_rank
 from autopipe.ir.errors import ConfigurationError, LaunchError
@@ -53,7 +53,7 @@ def read_block(
     if entry.storage.kind == "fill":
         return torch.full(shard.shape, entry.storage.value, dtype=torch_dtype(entry.dtype))
     if entry.storage.kind == "draw":
-        return draw_block(entry, shard, seed, threads)
+        return init_shard(entry, shard, seed, threads)
     path = folder / entry.storage.file if entry.storage.file else model
     stored = _NUMPY.get(entry.dtype) or np.dtype(entry.dtype).newbyteorder("<")
     place = entry.storage
@@ -100,4 +100,4 @@ def load_constants(folder: Path, names: set[str], device: torch.device) -> dict[
 
 
 class Arguments(SimpleNamespace):
-    """What a stage's forward reaches as `p`: parameters `w…`, constants `c…`, `device`, `group`, `later`, `random`."""
+    """Argument `p` of a forward: parameters `w…`, constants `c…`, `device`, `group`, `weight_grads`, `random`."""

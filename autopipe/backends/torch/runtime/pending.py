@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 
 @dataclass(slots=True)
-class Arrival:
+class PendingRecv:
     """A tensor that is being received."""
 
     work: dist.Work | None
     buffer: torch.Tensor
     device: torch.device
     sent: torch.Tensor | None = None
-    """What is sent by the same exchange, and must not go away before."""
+    """Tensor sent by the same exchange, which must stay alive until it is done."""
 
     def wait(self) -> torch.Tensor:
         """The tensor, once it is there. Over NCCL it is the device's current stream that waits."""
@@ -28,10 +28,10 @@ class Arrival:
 
 
 @dataclass(slots=True)
-class Sum:
-    """What comes from all ranks, [ranks, ...], and is added up, or taken the largest of, when it is there."""
+class PendingReduce:
+    """Tensors of all ranks, [ranks, ...], to be added up, or reduced by maximum, once they are there."""
 
-    rows: Arrival
+    rows: PendingRecv
     how: dist.ReduceOp.RedOpType
 
     def wait(self) -> torch.Tensor:
@@ -43,7 +43,7 @@ class Sum:
 
 
 @dataclass(slots=True)
-class Departure:
+class PendingSend:
     """A tensor that is being sent; it must not change or go away before it is gone."""
 
     work: dist.Work | None
@@ -55,7 +55,7 @@ class Departure:
         self.bytes = 0 if self.tensor is None else self.tensor.nbytes
 
     def is_gone(self) -> bool:
-        """Whether it has been sent."""
+        """True if it has been sent."""
         return self.work is None or self.work.is_completed()
 
     def wait(self) -> None:

@@ -20,7 +20,7 @@ def key_of(seed: int, stream: tuple[int, ...]) -> Words:
     return np.random.SeedSequence([seed, *stream]).generate_state(2, np.uint64).astype(np.uint64, copy=False)
 
 
-class Reader:
+class WordReader:
     """Reads a stream's words at ascending places; skipping costs nothing, but a call some two microseconds."""
 
     def __init__(self, key: Words) -> None:
@@ -37,7 +37,7 @@ class Reader:
 
 def words(seed: int, stream: tuple[int, ...], start: int, count: int) -> Words:
     """Words [start, start + count) of a stream, uint64."""
-    return Reader(key_of(seed, stream)).read(start, count)
+    return WordReader(key_of(seed, stream)).read(start, count)
 
 
 def uniform(seed: int, stream: tuple[int, ...], start: int, count: int) -> np.ndarray:

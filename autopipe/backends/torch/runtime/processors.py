@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 
 def processors_of(rank: int, ranks: int, processors: Sequence[int]) -> frozenset[int]:
-    """Those of one of a machine's ranks: neighbours in shares as equal as can be, or one that several take in turn."""
+    """Cores of one of a machine's ranks: neighbours, in shares as equal as can be."""
     count = len(processors)
     if count < ranks:
         return frozenset((processors[rank % count],))
     return frozenset(processors[rank * count // ranks : (rank + 1) * count // ranks])
 
 
-def keep_to_processors(rank: int, ranks: int) -> None:
+def pin_to_cores(rank: int, ranks: int) -> None:
     """Keep this thread, and those that it starts from now on, to the processors of one of a machine's ranks. Linux
     alone has that.
 
@@ -29,7 +29,7 @@ def keep_to_processors(rank: int, ranks: int) -> None:
         os.sched_setaffinity(0, processors_of(rank, ranks, sorted(os.sched_getaffinity(0))))
 
 
-def take_turns(ranks: int) -> bool:
+def has_more_ranks_than_cores(ranks: int) -> bool:
     """Whether so many ranks of this machine take processors in turn: those of the process that started them."""
     inherited = _of_parent()
     return bool(inherited) and ranks > len(inherited)
@@ -48,8 +48,9 @@ def processor_count() -> int:
 
 
 def _has_own() -> bool:
-    """Whether this thread may not run wherever its parent process may: job managers too bind what they start. So it is
-    taken to be where the system does not tell of a parent."""
+    """True if this thread may not run on all processors that its parent process may use: job managers bind what they
+    start. Also where the system does not tell of a parent.
+    """
     return hasattr(os, "sched_getaffinity") and os.sched_getaffinity(0) != _of_parent()
 
 

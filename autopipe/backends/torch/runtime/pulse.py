@@ -50,19 +50,19 @@ DEFAULTS = Timeouts()
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """What a pulse says; times are those of the machine's monotonic clock, in seconds."""
+class HeartbeatRecord:
+    """A record in the heartbeat file; times are those of the machine's monotonic clock, in seconds."""
 
     at: float
     """The last sign of life."""
     since: float
     """Since when the rank does what it does."""
     waits: bool
-    """Whether it waits for other ranks."""
+    """True if the rank waits for other ranks."""
     task: str
 
 
-class Pulse:
+class Heartbeat:
     """This rank's own pulse."""
 
     def __init__(self, file: Path | None = None) -> None:
@@ -72,14 +72,14 @@ class Pulse:
         self.task = "start"
 
     @staticmethod
-    def of(rank: int) -> Pulse:
+    def of(rank: int) -> Heartbeat:
         """The pulse of a rank where its launcher looks for it."""
         folder = os.environ.get(PULSES)
-        return Pulse(None if folder is None else pulse_file(Path(folder), rank))
+        return Heartbeat(None if folder is None else heartbeat_file(Path(folder), rank))
 
     @property
     def task(self) -> str:
-        """What the rank does, such as `2F0` or `checkpoint`."""
+        """Current task of the rank, such as `2F0` or `checkpoint`."""
         return self._task
 
     @task.setter
@@ -102,13 +102,13 @@ class Pulse:
             _STATE.pack_into(self._record, _BEAT.size, time.monotonic(), False)
 
 
-def pulse_file(folder: Path, rank: int) -> Path:
+def heartbeat_file(folder: Path, rank: int) -> Path:
     """Where a rank keeps its pulse."""
     return folder / f"rank_{rank:03d}.pulse"
 
 
-def read_pulse(file: Path) -> Beat | None:
-    """What a pulse says; None where there is none yet."""
+def read_heartbeat(file: Path) -> HeartbeatRecord | None:
+    """Read a heartbeat record; None where there is none yet."""
     try:
         record = file.read_bytes()
     except FileNotFoundError:
@@ -116,7 +116,7 @@ def read_pulse(file: Path) -> Beat | None:
     if len(record) < _SIZE:
         return None
     since, waits, task = _TASK.unpack_from(record, _BEAT.size)
-    return Beat(_BEAT.unpack_from(record)[0], since, waits, task.decode(errors="replace"))
+    return HeartbeatRecord(_BEAT.unpack_from(record)[0], since, waits, task.decode(errors="replace"))
 
 
 def _mapped(file: Path) -> mmap.mmap:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autopipe.backends.torch.checkpoint.folder import check_unused
-from autopipe.backends.torch.runtime.blocking import BlockingStage, Turns
+from autopipe.backends.torch.runtime.blocking import BlockingStage, GlobalOrder
 from autopipe.backends.torch.runtime.buckets import buckets_of_rank
 from autopipe.backends.torch.runtime.checkpointing.checkpointer import Checkpointer
 from autopipe.backends.torch.runtime.checkpointing.host_copies import HostCopies
@@ -26,15 +26,15 @@ from autopipe.backends.torch.runtime.data import Position, open_source, read_blo
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport
 from autopipe.backends.torch.runtime.failures import end_on_error, live_with_launcher
 from autopipe.backends.torch.runtime.gradients import GradientReduction
-from autopipe.backends.torch.runtime.later import Later
+from autopipe.backends.torch.runtime.later import WeightGradQueue
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.optimizers import make_optimizer, make_state
 from autopipe.backends.torch.runtime.options import parse_options
 from autopipe.backends.torch.runtime.outputs import OutputCollector
 from autopipe.backends.torch.runtime.parameters import Arguments, load_constants, load_parameters, torch_dtype
-from autopipe.backends.torch.runtime.pulse import ENDED, Pulse
+from autopipe.backends.torch.runtime.pulse import ENDED, Heartbeat
 from autopipe.backends.torch.runtime.random_streams import Random
-from autopipe.backends.torch.runtime.recording import moved, record_gradients
+from autopipe.backends.torch.runtime.recording import dump_gradients, moved
 from autopipe.backends.torch.runtime.report import Reporter
 from autopipe.backends.torch.runtime.stage import Stage
 from autopipe.backends.torch.runtime.transport import Transport
@@ -42,7 +42,7 @@ from autopipe.backends.torch.runtime.wiring import Data, Wire
 from autopipe.ir.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from autopipe.backends.torch.runtime.valueless import Valueless
+    from autopipe.backends.torch.runtime.valueless import MemoryTracker
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,7 +52,7 @@ class Rank:
 
     def __init__(self, number: int, file: str) -> None:
         self.number = number
-        self.pulse = Pulse.of(number)
+        self.pulse = Heartbeat.of(number)
         end_on_error(self)
         live_with_launcher(self.pulse)
         self.options = parse_options(sys.argv[1:])
@@ -65,7 +65,7 @@ class Rank:
         self._check_world()
         self.device = self.transport.device
         self.clock = Clock(self.device)
-        self.turns = Turns(self) if self.options.blocking else None
+        self.turns = GlobalOrder(self) if self.options.blocking else None
         self.stages: dict[int, Stage] = {}
         self.steps_done = 0
         self._samples = 0
@@ -73,7 +73,7 @@ class Rank:
         self._repeated = False
         """Whether it was said that data is taken again."""
         self.parameters: dict[int, torch.Tensor] = {}
-        self.valueless: Valueless | None = None
+        self.valueless: MemoryTracker | None = None
         self._modules: dict[int, tuple[ModuleType, Arguments]] = {}
         self._inputs = {entry.name: entry for entry in self.manifest.inputs}
 
@@ -88,7 +88,7 @@ class Rank:
 
     @property
     def task(self) -> str:
-        """What the rank does, for its pulse and its errors."""
+        """Current task of the rank, for its heartbeat and its errors."""
         return self.pulse.task
 
     @task.setter
@@ -104,7 +104,7 @@ class Rank:
         return self.stages[number]
 
     def arguments_of(self, stage: int) -> Arguments:
-        """What the stage's forward reaches as `p`."""
+        """The object `p` for the stage's forward."""
         return self._modules[stage][1]
 
     def main(self, step: Callable[[], None]) -> None:
@@ -112,9 +112,9 @@ class Rank:
         if self.options.device != "meta":
             self._run_all(step)
             return
-        from autopipe.backends.torch.runtime.valueless import without_values
+        from autopipe.backends.torch.runtime.valueless import use_fake_tensors
 
-        with without_values() as self.valueless:
+        with use_fake_tensors() as self.valueless:
             self._run_all(step)
 
     def _run_all(self, step: Callable[[], None]) -> None:
@@ -141,7 +141,7 @@ class Rank:
         transport.make_groups({*gradient_groups, *(ranks for entry in manifest.stages for ranks in entry.groups())})
         transport.make_channels(manifest.channels)
         if self.options.blocking:
-            self.meeting = transport.make_meeting()
+            self.meeting = transport.make_control_group()
         self.parameters = load_parameters(manifest, self.number, self.device, self.seed, self.valueless is None)
         if self.options.perturb:
             for index, tensor in self.parameters.items():
@@ -154,7 +154,7 @@ class Rank:
                 setattr(arguments, name, named[name])
             arguments.group = Group(manifest.stages[number].ranks, transport)
             arguments.random = Random(self.device, arguments.group.position)
-            arguments.later = Later(named[name] for name in module.PARAMETERS)
+            arguments.weight_grads = WeightGradQueue(named[name] for name in module.PARAMETERS)
         buckets = buckets_of_rank(manifest, self.number) if self.train else ()
         self.reduction = GradientReduction(transport, self.parameters, buckets, manifest.optimizer["shard"])
         self.optimizer = make_optimizer(manifest.optimizer, self.reduction.updated) if self.train else None
@@ -170,7 +170,7 @@ class Rank:
             return None
         kept = OptimizerState(self.manifest, self.number, self.parameters, self.optimizer, self.reduction.shares)
         state = TrainingState(self.manifest, self.number, self.parameters, kept, self.device)
-        meeting, copies = self.transport.make_meeting(), HostCopies(self.device)
+        meeting, copies = self.transport.make_control_group(), HostCopies(self.device)
         return Checkpointer(self.options.checkpoint, self.manifest, state, meeting, copies, self.pulse)
 
     def _restore(self) -> None:
@@ -191,7 +191,7 @@ class Rank:
         self.reporter.say(f"going on after {saved.step} steps, from {self.options.checkpoint}")
 
     def _save(self) -> None:
-        """Start to save a checkpoint where one is due: every so many steps, and after the last."""
+        """Start to save a checkpoint where one is due: at the interval, and after the last step."""
         if self.checkpointer is None:
             return
         every, done = self.options.checkpoint_every, self.steps_done
@@ -248,7 +248,7 @@ class Rank:
         with self.pulse.waiting():
             self.reduction.finish()
         if self.options.record is not None and self.steps_done == 0:
-            record_gradients(self.options.record, self.number, self.reduction.gradients())
+            dump_gradients(self.options.record, self.number, self.reduction.gradients())
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -274,7 +274,7 @@ class Rank:
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def read(self, stage: int, micro_batch: int, data: Data) -> torch.Tensor:
-        """What a stage reads of a graph input for one of its micro-batches of this step, on the device."""
+        """Read a stage's block of a graph input for one of its micro-batches of this step, on the device."""
         entry = self._inputs[data.name]
         size = self.manifest.batch_size // self.manifest.micro_batches_at(stage)
         sample = self.samples_done + micro_batch * size

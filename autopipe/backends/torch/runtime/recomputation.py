@@ -16,7 +16,7 @@ import torch
 
 from autopipe.backends.torch.runtime.parameters import Arguments
 from autopipe.backends.torch.runtime.random_streams import Random
-from autopipe.backends.torch.runtime.roots import root_of
+from autopipe.backends.torch.runtime.roots import output_edge
 
 Tensors = tuple[torch.Tensor, ...]
 Segment = Callable[..., tuple[Tensors, Tensors]]
@@ -24,20 +24,20 @@ Segment = Callable[..., tuple[Tensors, Tensors]]
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class ForwardContext:
     """What else a forward depends on: what its random operators draw, and autocast."""
 
     random: Random
     drawn: torch.Tensor
     narrow: torch.dtype | None
-    """What autocast computes in."""
+    """Type that autocast computes in."""
 
     @staticmethod
-    def now(p: Arguments) -> Surroundings:
+    def now(p: Arguments) -> ForwardContext:
         """As they are."""
         is_narrow = torch.is_autocast_enabled(p.device.type)
         narrow = torch.get_autocast_dtype(p.device.type) if is_narrow else None
-        return Surroundings(p.random, p.random.state, narrow)
+        return ForwardContext(p.random, p.random.state, narrow)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -49,7 +49,7 @@ class Surroundings:
         self.random.state = meanwhile
 
 
-def again(segment: Segment) -> Callable[..., Tensors]:
+def recompute(segment: Segment) -> Callable[..., Tensors]:
     """Makes of a generated segment one that keeps its arguments alone where it trains."""
 
     @functools.wraps(segment)
@@ -68,7 +68,7 @@ def again(segment: Segment) -> Callable[..., Tensors]:
 class _Again(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, segment: Segment, p: Arguments, _: torch.Tensor, *arguments: torch.Tensor) -> Tensors:
-        context.segment, context.p, context.surroundings = segment, p, Surroundings.now(p)
+        context.segment, context.p, context.surroundings = segment, p, ForwardContext.now(p)
         context.save_for_backward(*arguments)
         flowing, others = segment(p, *arguments)
         torch.clear_autocast_cache()  # Its narrow copies of parameters: they know of no gradient, and are many.
@@ -79,8 +79,8 @@ class _Again(torch.autograd.Function):
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         arguments = [each.detach().requires_grad_(each.requires_grad) for each in context.saved_tensors]
         with torch.enable_grad(), context.surroundings.again():
-            context.p.later.begin(context.segment.__name__)
-            ends = [root_of(each).edge for each in context.segment(context.p, *arguments)[0]]
+            context.p.weight_grads.begin(context.segment.__name__)
+            ends = [output_edge(each).edge for each in context.segment(context.p, *arguments)[0]]
         seeds = [(edge, gradient) for edge, gradient in zip(ends, gradients, strict=False) if edge is not None]
         torch.autograd.backward([edge for edge, _ in seeds], [gradient for _, gradient in seeds])
         return (None, None, None, *(each.grad for each in arguments))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 
-def record_gradients(folder: Path, rank: int, gradients: dict[int, torch.Tensor]) -> None:
+def dump_gradients(folder: Path, rank: int, gradients: dict[int, torch.Tensor]) -> None:
     """Write the gradients of the rank's blocks to `gradients_<rank>.npz` by parameter index, as float32 or float64."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step took, over all ranks."""
+    """Figures of a step, over all ranks."""
 
     step: int
     loss: float | None
@@ -33,7 +33,7 @@ class StepReport:
     peak_memory_bytes: tuple[int, ...]
     """So far, by rank."""
     communication_bytes: dict[str, int]
-    """What all ranks' exchanges moved, by kind (`ir/traffic.py`)."""
+    """Bytes moved by all ranks' exchanges, by kind (`ir/traffic.py`)."""
 
     def line(self) -> str:
         """The report as a person reads it."""
@@ -55,7 +55,7 @@ _MOST_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """What a rank knows of one step."""
+    """Figures of one step on one rank."""
 
     loss: float
     """The rank's share."""
@@ -73,7 +73,7 @@ class _Figures:
 
     @staticmethod
     def of(numbers: Sequence[float]) -> _Figures:
-        """What `numbers` say."""
+        """Decode the figures from numbers."""
         loss, stage, micro_batch, seconds, busy, *moved = numbers
         return _Figures(loss, stage, micro_batch, seconds, busy, tuple(moved))
 
@@ -209,7 +209,7 @@ def _resident_peak() -> int:
 
 
 _INTERPRETER = _resident_peak()
-"""What Python and torch take before a program loads anything."""
+"""Memory that Python and torch take before a program loads anything."""
 
 
 def peak_memory(device: torch.device) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-class Ring:
+class RecvBufferPool:
     """The buffers of one channel in one direction, all of one shape; made when first needed.
 
     A buffer is free when nothing but the ring holds its memory: no view of it, no operator that keeps it for backward,

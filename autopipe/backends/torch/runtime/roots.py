@@ -9,7 +9,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
+class OutputEdge:
     """A result's place in autograd's graph, and its shape."""
 
     edge: GradientEdge | None
@@ -19,7 +19,7 @@ class Root:
     device: torch.device
 
 
-def root_of(result: torch.Tensor) -> Root:
+def output_edge(result: torch.Tensor) -> OutputEdge:
     """The root that a result is."""
     edge = get_gradient_edge(result) if result.requires_grad else None
-    return Root(edge, result.shape, result.dtype, result.device)
+    return OutputEdge(edge, result.shape, result.dtype, result.device)

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 
 import torch
 
-from autopipe.backends.torch.runtime.pending import Arrival, Sum
+from autopipe.backends.torch.runtime.pending import PendingRecv, PendingReduce
 from autopipe.backends.torch.runtime.transport import Transport
-from autopipe.ir.buckets import Bucket, Run
+from autopipe.ir.buckets import Bucket, ElementRange
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Share:
+class OptimizerShard:
     """A tensor that the optimizer updates in place of parameters, and which elements of them it is."""
 
     tensor: torch.Tensor
-    runs: tuple[Run, ...]
+    runs: tuple[ElementRange, ...]
 
 
-class SharedBucket:
+class ShardedBucket:
     """A bucket of which each rank gets a share of the sums, and updates that.
 
     Its parameters lie in one row, and the share is a part of it: what is gathered after an update is in place.
@@ -38,7 +38,7 @@ class SharedBucket:
         for parameter, place in zip(parameters, self._places(self._row), strict=True):
             parameter.data = place.copy_(parameter.detach())
         self.share = self._row.chunk(len(bucket.ranks))[bucket.ranks.index(transport.rank)]
-        self._coming: Arrival | Sum | None = None
+        self._coming: PendingRecv | PendingReduce | None = None
 
     def _places(self, row: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' parts of a row."""

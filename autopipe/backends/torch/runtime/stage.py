@@ -13,8 +13,8 @@ from torch.autograd.graph import GradientEdge
 from autopipe.backends.torch.runtime.blocks import Block, Form, added, extents, joined, part
 from autopipe.backends.torch.runtime.later import Waiting, compute_all
 from autopipe.backends.torch.runtime.parameters import Arguments
-from autopipe.backends.torch.runtime.pending import Arrival, Departure
-from autopipe.backends.torch.runtime.roots import Root, root_of
+from autopipe.backends.torch.runtime.pending import PendingRecv, PendingSend
+from autopipe.backends.torch.runtime.roots import OutputEdge, output_edge
 from autopipe.backends.torch.runtime.wiring import (
     Data,
     Loss,
@@ -22,7 +22,7 @@ from autopipe.backends.torch.runtime.wiring import (
     Send,
     Wire,
 )
-from autopipe.ir.turn import Turn
+from autopipe.ir.turn import MicroBatchSlice
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank
@@ -32,12 +32,12 @@ _End = TypeVar("_End", Receive, Send)
 
 
 @dataclass(slots=True)
-class Kept:
-    """What a forward leaves for its backward."""
+class ForwardState:
+    """Tensors that a forward leaves for its backward."""
 
     arguments: Tensors
-    """Those whose gradients are asked for."""
-    roots: tuple[Root, ...]
+    """Arguments whose gradients are needed."""
+    roots: tuple[OutputEdge, ...]
     """Of the results, whose numbers are kept by nobody but those operators that need them."""
     gradients: dict[int, list[Block]] = field(default_factory=dict)
     """Gradients of results as they come in from stages on this rank."""
@@ -59,18 +59,18 @@ class Stage:
         self._data = [wire for wire in wires if isinstance(wire, Data)]
         self.receives = tuple(wire for wire in wires if isinstance(wire, Receive))
         self.sends = tuple(wire for wire in wires if isinstance(wire, Send))
-        self._turns = {wire.channel: Turn(*wire.turn) for wire in wires if isinstance(wire, Receive | Send)}
+        self._turns = {wire.channel: MicroBatchSlice(*wire.slice) for wire in wires if isinstance(wire, Receive | Send)}
         """By channel."""
         self._loss = next((wire for wire in wires if isinstance(wire, Loss)), None)
         self._forward = module.forward
         self.readers = Counter(int(name[1:]) for segment in getattr(module, "SEGMENTS", ()) for name in segment)
         """By parameter the segments that run again and read it."""
-        self._arriving: dict[tuple[int, bool], dict[int, Arrival]] = {}
+        self._arriving: dict[tuple[int, bool], dict[int, PendingRecv]] = {}
         """By micro-batch, and whether they are gradients, the messages that come, by channel."""
         self._leaving: dict[tuple[int, bool], dict[int, torch.Tensor]] = {}
         """In the same way what is to be sent."""
         self._handed: dict[int, dict[int, torch.Tensor]] = {}
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, ForwardState] = {}
         self._waiting: dict[int, Waiting] = {}
         self.backwards = 0
         """Micro-batches of this step whose gradients of parameters are being or have been computed."""
@@ -99,14 +99,14 @@ class Stage:
         dtype, shape = self._outputs[wire.result] if isinstance(wire, Send) else self._inputs[wire.argument]
         return dtype, shape if wire.box is None else extents(wire.box)
 
-    def ask(self, wire: Receive | Send, micro_batch: int) -> Arrival:
+    def ask(self, wire: Receive | Send, micro_batch: int) -> PendingRecv:
         """Post the receive of what comes along a wire: an argument, or the gradient of a result."""
         gradient = isinstance(wire, Send)
         arrival = self._rank.transport.receive(self._form(wire), wire.rank, wire.channel, gradient)
         self._arriving.setdefault((micro_batch, gradient), {})[wire.channel] = arrival
         return arrival
 
-    def give(self, wire: Receive | Send, micro_batch: int) -> Departure:
+    def give(self, wire: Receive | Send, micro_batch: int) -> PendingSend:
         """Start sending what goes along a wire: a result, or the gradient of an argument."""
         gradient = isinstance(wire, Receive)
         block = self._leaving[micro_batch, gradient].pop(wire.channel)
@@ -121,8 +121,8 @@ class Stage:
         results = self._results(arguments)
         self._rank.clock.add(task, start)
         if self._rank.train:
-            kept = Kept(_asking(arguments), tuple(map(root_of, results)))
-            kept.waiting = self._p.later.take()
+            kept = ForwardState(_asking(arguments), tuple(map(output_edge, results)))
+            kept.waiting = self._p.weight_grads.take()
             self._kept[micro_batch] = kept
         self._leaving[micro_batch, False] = {
             wire.channel: part(results[wire.result].detach(), wire.box)
@@ -157,8 +157,8 @@ class Stage:
             found[name] = tensor.requires_grad_(True) if name in gradients and self._rank.train else tensor
         return {name: found[name] for name in self._inputs}
 
-    def _await(self, arrival: Arrival) -> torch.Tensor:
-        """What comes from another rank, once it is there."""
+    def _await(self, arrival: PendingRecv) -> torch.Tensor:
+        """Wait for a tensor from another rank."""
         with self._rank.pulse.waiting():
             return arrival.wait()
 
@@ -189,7 +189,7 @@ class Stage:
     def backward(self, micro_batch: int) -> None:
         """Wait for the results' gradients and compute those of parameters and arguments."""
         self.backwards += 1
-        if not self._p.later.used:
+        if not self._p.weight_grads.used:
             self._rank.before_last_gradients(self)
         self._propagate(micro_batch, "B")
         self._rank.after_gradients(self)
@@ -216,7 +216,7 @@ class Stage:
         seeds = self._seeds(kept, incoming)
         if seeds:
             torch.autograd.backward([edge for edge, _ in seeds], [gradient for _, gradient in seeds])
-        kept.waiting += self._p.later.take()  # What ran again leaves.
+        kept.waiting += self._p.weight_grads.take()  # What ran again leaves.
         if phase == "I":
             self._waiting[micro_batch] = kept.waiting
         else:
@@ -233,7 +233,7 @@ class Stage:
             if wire.gradient and self._is_remote(wire)
         }
 
-    def _incoming(self, kept: Kept, micro_batch: int) -> dict[int, list[Block]]:
+    def _incoming(self, kept: ForwardState, micro_batch: int) -> dict[int, list[Block]]:
         """Wait for the gradients of results, and give them by result."""
         arrivals = self._arriving.pop((micro_batch, True), {})
         found: dict[int, list[Block]] = dict(kept.gradients)
@@ -242,7 +242,7 @@ class Stage:
                 found.setdefault(wire.result, []).append((self._await(arrivals[wire.channel]), wire.box))
         return found
 
-    def _seeds(self, kept: Kept, incoming: dict[int, list[Block]]) -> list[tuple[GradientEdge, torch.Tensor]]:
+    def _seeds(self, kept: ForwardState, incoming: dict[int, list[Block]]) -> list[tuple[GradientEdge, torch.Tensor]]:
         """Where backward starts, and the gradients there."""
         if self._loss is not None:
             loss = kept.roots[self._loss.result]

@@ -21,14 +21,14 @@ from autopipe.backends.torch.runtime.at_once import (
     start_sum_of_rows,
 )
 from autopipe.backends.torch.runtime.blocks import Form
-from autopipe.backends.torch.runtime.departures import Departures
+from autopipe.backends.torch.runtime.departures import SendQueue
 from autopipe.backends.torch.runtime.gloo_threads import give_way, patient_threads
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
-from autopipe.backends.torch.runtime.meeting import Meeting
-from autopipe.backends.torch.runtime.pending import Arrival, Departure, Sum
-from autopipe.backends.torch.runtime.processors import keep_to_processors, take_turns
-from autopipe.backends.torch.runtime.pulse import DEFAULTS, Pulse, Timeouts
-from autopipe.backends.torch.runtime.rings import Ring
+from autopipe.backends.torch.runtime.meeting import ControlGroup
+from autopipe.backends.torch.runtime.pending import PendingRecv, PendingReduce, PendingSend
+from autopipe.backends.torch.runtime.processors import has_more_ranks_than_cores, pin_to_cores
+from autopipe.backends.torch.runtime.pulse import DEFAULTS, Heartbeat, Timeouts
+from autopipe.backends.torch.runtime.rings import RecvBufferPool
 from autopipe.backends.torch.runtime.signed_store import KEY, SignedStore, Signer
 from autopipe.ir.errors import LaunchError
 
@@ -43,9 +43,9 @@ class Transport:
     handle is gone. Where ranks share a GPU, which NCCL refuses, tensors travel through pinned host memory.
     """
 
-    def __init__(self, device: str, timeouts: Timeouts = DEFAULTS, pulse: Pulse | None = None) -> None:
+    def __init__(self, device: str, timeouts: Timeouts = DEFAULTS, pulse: Heartbeat | None = None) -> None:
         self.timeouts = timeouts
-        self.pulse = pulse or Pulse()
+        self.pulse = pulse or Heartbeat()
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.device = _choose_device(device)
@@ -54,14 +54,14 @@ class Transport:
         self._local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
         self.nccl = self.device.type == "cuda" and self._local_world <= torch.cuda.device_count()
         self.staged = self.device.type == "cuda" and not self.nccl
-        self._gives_way = not self.nccl and not take_turns(self._local_world)
+        self._gives_way = not self.nccl and not has_more_ranks_than_cores(self._local_world)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._channels: dict[tuple[int, bool], dist.ProcessGroup] = {}
-        self._rings: dict[tuple[int, bool], Ring] = {}
-        self._departures = Departures(watched=not self.nccl)
+        self._rings: dict[tuple[int, bool], RecvBufferPool] = {}
+        self._departures = SendQueue(watched=not self.nccl)
         self.traffic: Counter[str] = Counter()
         """What this step's exchanges have moved so far, in bytes by kind (`ir/traffic.py`)."""
-        self._meetings: list[Meeting] = []
+        self._meetings: list[ControlGroup] = []
         self._joined = False
         self._store: Store | None = None
         """Kept here, as `SignedStore` wants it."""
@@ -74,7 +74,7 @@ class Transport:
         if self.world_size == 1 or dist.is_initialized():
             return
         if not self.nccl and "LOCAL_RANK" in os.environ:
-            keep_to_processors(int(os.environ["LOCAL_RANK"]), self._local_world)
+            pin_to_cores(int(os.environ["LOCAL_RANK"]), self._local_world)
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
         backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
@@ -86,10 +86,10 @@ class Transport:
             dist.init_process_group(backend, rank=self.rank, world_size=self.world_size, timeout=patience, store=store)
         self._joined = True
 
-    def make_meeting(self) -> Meeting:
+    def make_control_group(self) -> ControlGroup:
         """A meeting of all ranks that waits for the slowest one's files to be on the disk."""
         patience_s = self.timeouts.checkpoint_s + self.timeouts.step_s
-        meeting = Meeting(self.rank, self.world_size, patience_s, self.pulse)
+        meeting = ControlGroup(self.rank, self.world_size, patience_s, self.pulse)
         self._meetings.append(meeting)
         return meeting
 
@@ -105,7 +105,7 @@ class Transport:
         own there; gloo tells them apart by tag."""
         for each in channels:
             for gradient, buffers in ((False, each.buffers), (True, each.gradient_buffers)):
-                self._rings[each.number, gradient] = Ring(buffers)
+                self._rings[each.number, gradient] = RecvBufferPool(buffers)
                 if self.nccl:
                     with self.pulse.waiting():
                         self._channels[each.number, gradient] = dist.new_group([each.source, each.target])
@@ -114,7 +114,7 @@ class Transport:
         """The group of these ranks; None stands for the whole world."""
         return self._groups.get(ranks)
 
-    def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> Departure:
+    def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> PendingSend:
         """Send without waiting."""
         self.traffic["send"] += tensor.nbytes
         tensor = tensor.detach().contiguous()
@@ -123,13 +123,13 @@ class Transport:
             host.copy_(tensor)
             tensor = host
         work = dist.isend(tensor, rank, group=self._channels.get((channel, gradient)), tag=_tag(channel, gradient))
-        departure = Departure(work, tensor)
+        departure = PendingSend(work, tensor)
         self._departures.add(departure)
         if self._gives_way:
             give_way()
         return departure
 
-    def receive(self, like: Form, rank: int, channel: int, gradient: bool) -> Arrival:
+    def receive(self, like: Form, rank: int, channel: int, gradient: bool) -> PendingRecv:
         """Post a receive; the arrival is waited for where the tensor is used."""
         dtype, shape = like
         if self.staged:  # Torch keeps pinned memory for its next use, once copies from it are done.
@@ -141,9 +141,9 @@ class Transport:
             raise LaunchError(f"rank {self.rank} cannot receive from rank {rank}")
         if self._gives_way:
             give_way()
-        return Arrival(work, buffer, self.device)
+        return PendingRecv(work, buffer, self.device)
 
-    def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Arrival | Sum:
+    def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv | PendingReduce:
         """Start adding up a gradient over the ranks; it may be done in place."""
         self.traffic["gradient"] += tensor.nbytes
         group = self.group(ranks)
@@ -151,13 +151,13 @@ class Transport:
             return start_sum(tensor, group)
         return self._start_in_place(tensor, ranks)
 
-    def _start_in_place(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Arrival:
+    def _start_in_place(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv:
         work: dist.Work | None = dist.all_reduce(tensor, group=self.group(ranks), async_op=True)
         if work is None:
             raise LaunchError(f"rank {self.rank} is not among ranks {ranks}")
-        return Arrival(work, tensor, tensor.device)
+        return PendingRecv(work, tensor, tensor.device)
 
-    def start_reduce_scatter(self, row: torch.Tensor, ranks: tuple[int, ...]) -> Arrival | Sum:
+    def start_reduce_scatter(self, row: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv | PendingReduce:
         """Start adding up gradients over the ranks, of which this rank gets its share of the sums."""
         self.traffic["gradient"] += row.nbytes
         if self.staged:  # gloo scatters tensors of the host alone.
@@ -171,7 +171,7 @@ class Transport:
         started: dist.Work | None = dist.reduce_scatter(share, parts, group=group, async_op=True)
         if started is None:
             raise LaunchError(f"rank {self.rank} is not among ranks {ranks}")
-        return Arrival(started, share, share.device, row)
+        return PendingRecv(started, share, share.device, row)
 
     def gather(self, row: torch.Tensor, ranks: tuple[int, ...]) -> None:
         """Fill a row, of which each of the ranks has its share in place. Counted by who asks for it."""

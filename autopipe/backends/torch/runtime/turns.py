@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.schedule import Phase, Task
-from autopipe.ir.turn import EVERY, Turn
+from autopipe.ir.turn import EVERY, MicroBatchSlice
 
 _UNITS = {Phase.FORWARD: 1, Phase.BACKWARD: 2, Phase.INPUT_GRADIENT: 1, Phase.WEIGHT_GRADIENT: 1}
 """Rough lengths: they choose among orders, all of which are correct."""
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class ChannelEnd:
     """A channel, from a stage on one rank to a stage on another, or on the same."""
 
     channel: int
@@ -28,16 +28,16 @@ class End:
     target_stage: int
     target_rank: int
     gradient: bool
-    """Whether gradients come back."""
-    source_turn: Turn = EVERY
-    target_turn: Turn = EVERY
+    """True if gradients come back."""
+    source_turn: MicroBatchSlice = EVERY
+    target_turn: MicroBatchSlice = EVERY
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     """One message on a channel, forwards or, as gradient, back; `number` counts those of its direction in a step."""
 
-    end: End
+    end: ChannelEnd
     gradient: bool
     number: int
 
@@ -51,21 +51,21 @@ class Message:
 Event = Task | Message
 
 
-def turns_of(lists: Sequence[Sequence[Task]], ends: Sequence[End]) -> list[list[Event]]:
+def global_event_order(lists: Sequence[Sequence[Task]], ends: Sequence[ChannelEnd]) -> list[list[Event]]:
     """For each rank its tasks and messages in the one order. `lists` are the ranks' tasks; a group's run together.
 
     What can start first comes first, so that the order is near to that in which things happen.
     """
-    merge = _Merge(lists, ends)
+    merge = _EventMerge(lists, ends)
     while (task := merge.next_task()) is not None:
         merge.run(task)
     return merge.turns
 
 
-class _Merge:
+class _EventMerge:
     """How far every rank has come in the order."""
 
-    def __init__(self, lists: Sequence[Sequence[Task]], ends: Sequence[End]) -> None:
+    def __init__(self, lists: Sequence[Sequence[Task]], ends: Sequence[ChannelEnd]) -> None:
         self.turns: list[list[Event]] = [[] for _ in lists]
         self._rest = [deque(tasks) for tasks in lists]
         self._clocks = [0] * len(lists)
@@ -75,7 +75,7 @@ class _Merge:
         for rank, tasks in enumerate(lists):
             for stage in {task.stage for task in tasks}:
                 self._ranks.setdefault(stage, []).append(rank)
-        self._sources: dict[tuple[int, bool], set[tuple[Turn, int, Turn]]] = {}
+        self._sources: dict[tuple[int, bool], set[tuple[MicroBatchSlice, int, MicroBatchSlice]]] = {}
         """By stage, and whether of gradients, the stages whose messages its tasks need: its turn, stage, their turn."""
         for end in ends:
             forward = end.target_turn, end.source_stage, end.source_turn

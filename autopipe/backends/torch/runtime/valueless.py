@@ -20,16 +20,16 @@ from autopipe.ir.errors import LaunchError
 
 _NEED_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _NO_NUMBERS = "is not supported for tensor subclasses"
-"""What torch says of `tolist` and `numpy`."""
+"""Part of torch's message for `tolist` and `numpy` of fake tensors."""
 
 
 @contextmanager
-def without_values() -> Iterator[Valueless]:
+def use_fake_tensors() -> Iterator[MemoryTracker]:
     """From now on new tensors have no values, and exchanges return at once.
 
     Raises LaunchError at an operator that needs values to know what to do, or how large its result is.
     """
-    tensors = Valueless()
+    tensors = MemoryTracker()
     try:
         # What is read as it is, data and constants, becomes such a tensor where it meets one.
         with FakeTensorMode(allow_non_fake_inputs=True), tensors:
@@ -43,7 +43,7 @@ def without_values() -> Iterator[Valueless]:
         ) from error
 
 
-class Valueless(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Sees all that operators make, and counts what it would take."""
 
     def __init__(self) -> None:

@@ -105,7 +105,7 @@ def formula_of(function: Function, operands: Operands, settings: Settings, place
 
 
 _Found = tuple[tuple[torch.Tensor, ...], Add]
-"""What is cut off, and how the gradient is added."""
+"""The parameter that is detached, and how its gradient is added."""
 _Make = Callable[[Weight, Operands, Settings], _Found | None]
 
 

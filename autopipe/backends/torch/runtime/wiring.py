@@ -27,7 +27,7 @@ class Receive:
     channel: int
     gradient: bool = True
     box: Slices | None = None
-    turn: tuple[int, int] = (0, 1)
+    slice: tuple[int, int] = (0, 1)
     """Index and count of the `Turn` of the stage's micro-batches of which it carries something."""
 
 
@@ -41,7 +41,7 @@ class Send:
     channel: int
     gradient: bool = True
     box: Slices | None = None
-    turn: tuple[int, int] = (0, 1)
+    slice: tuple[int, int] = (0, 1)
     """Index and count of the `Turn` of the stage's micro-batches of which it carries something."""
 
 

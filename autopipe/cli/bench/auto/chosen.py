@@ -15,7 +15,7 @@ from autopipe.configs.cluster_file import build_cluster
 from autopipe.configs.presets import cluster_preset
 from autopipe.ir.problem import Mode
 from autopipe.passes.auto.choose import choose
-from autopipe.passes.pipeline import Planned
+from autopipe.passes.pipeline import PlanResult
 from autopipe.passes.request import Request
 
 
@@ -35,7 +35,7 @@ class Asked:
 
 
 @cache
-def chosen(asked: Asked) -> Planned:
+def chosen(asked: Asked) -> PlanResult:
     """The plan that is chosen. Raises InfeasibleError where there is none."""
     with asked_for(asked) as request:
         return choose(request)
@@ -60,7 +60,7 @@ def asked_for(asked: Asked) -> Iterator[Request]:
         )
 
 
-def decision(found: Planned) -> str:
+def decision(found: PlanResult) -> str:
     """The plan in a few words."""
     summary, request = found.plan.summary, found.request
     again = sum(stage.recompute for stage in found.plan.placement.stages)
@@ -74,5 +74,5 @@ def decision(found: Planned) -> str:
     return ", ".join(words)
 
 
-def _sizes(found: Planned) -> str:
+def _sizes(found: PlanResult) -> str:
     return ", ".join(str(len(stage.devices)) for stage in found.plan.placement.stages)

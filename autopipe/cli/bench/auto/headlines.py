@@ -16,7 +16,7 @@ from autopipe.cli.bench.tepdist.last_layer import class_parts
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Mode, Problem
-from autopipe.passes.pipeline import Planned
+from autopipe.passes.pipeline import PlanResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def _rows(headline: Headline) -> Iterator[Row]:
     yield _over_own_strategy(case, headline.strategy, found)
 
 
-def _over_own_strategy(case: str, strategy: str, found: Planned) -> Row:
+def _over_own_strategy(case: str, strategy: str, found: PlanResult) -> Row:
     """The chosen plan beside the best one of the paper's own strategy, whatever its options and its schedule."""
     own = [each for each in found.plan.alternatives if each.choice.strategy == strategy]
     best = min(own, key=lambda each: each.step_time_s or math.inf, default=None)

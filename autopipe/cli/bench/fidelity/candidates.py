@@ -12,14 +12,14 @@ from autopipe.ir.errors import AutopipeError
 from autopipe.ir.program import Program
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.auto.choose import weigh
-from autopipe.passes.auto.tried import Run, Tried
+from autopipe.passes.auto.tried import CandidateTrial, ScheduleOutcome
 from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.uses import uses_of
 from autopipe.passes.lower.assemble import lower
 from autopipe.passes.lower.traffic import communication_bytes
 from autopipe.passes.pipeline import Placed
 from autopipe.passes.request import Request
-from autopipe.passes.runner import Runner, Silent
+from autopipe.passes.runner import NullObserver, Runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def candidates_of(request: Request) -> tuple[Candidate, ...]:
     Bounds leave out most schedules; the fastest placement of several stages is run under all of them. The chosen plan
     comes first. Raises the reason where there is none.
     """
-    search = weigh(request, Runner(Silent()))
+    search = weigh(request, Runner(NullObserver()))
     assert search.best is not None
     best = search.best.best
     pipelines = [each for each in search.tried if each.placed and each.runs and len(each.placed.placement.stages) > 1]
@@ -96,7 +96,7 @@ def candidates_of(request: Request) -> tuple[Candidate, ...]:
     return tuple(found)
 
 
-def _candidate(request: Request, tried: Tried, run: Run, chosen: bool) -> Candidate | None:
+def _candidate(request: Request, tried: CandidateTrial, run: ScheduleOutcome, chosen: bool) -> Candidate | None:
     """What came of a schedule on a placement; None where there is no step."""
     placed = tried.placed
     if placed is None or run.scheduled is None:

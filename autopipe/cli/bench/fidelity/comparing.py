@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from autopipe.backends.torch.crew.crew import Crew
+from autopipe.backends.torch.crew.crew import WorkerPool
 from autopipe.cli.bench.fidelity.candidates import candidates_of
 from autopipe.cli.bench.fidelity.measuring import measured
 from autopipe.cli.bench.fidelity.outcome import Comparison
@@ -46,7 +46,7 @@ def compare(
     most = max(ranks for _, ranks in planned)
     given = exchange_costs(most) if costs is None else read_costs(costs)
     known: dict[str, tuple[Subject, list[Costs]]] = {}
-    crew: Crew | None = None
+    crew: WorkerPool | None = None
     try:
         for done, (name, ranks) in enumerate(planned):
             part = ranks / sum(each for _, each in planned[done:])
@@ -54,7 +54,7 @@ def compare(
             if crew is None or crew.size != ranks:
                 if crew is not None:
                     crew.stop()
-                crew = Crew(ranks)
+                crew = WorkerPool(ranks)
             try:
                 if name not in known:
                     known[name] = _measured_subject(name, given, most if costs is None else None, folder, bar)
@@ -76,7 +76,7 @@ def _measured_subject(
 
 
 def _compared(
-    subject: tuple[Subject, list[Costs]], ranks: int, crew: Crew, folder: Path, until: float, bar: Bar
+    subject: tuple[Subject, list[Costs]], ranks: int, crew: WorkerPool, folder: Path, until: float, bar: Bar
 ) -> Comparison:
     model, costs = subject
     title = f"{model.name} on {ranks} ranks"

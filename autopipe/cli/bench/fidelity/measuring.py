@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from autopipe.backends.torch.crew.crew import Crew
+from autopipe.backends.torch.crew.crew import WorkerPool
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.bench.fidelity.candidates import Candidate
@@ -30,7 +30,7 @@ _PATIENCE_S = 120.0
 
 
 def measured(
-    candidates: Sequence[Candidate], crew: Crew, folder: Path, seconds: float, tell: Callable[[str], None]
+    candidates: Sequence[Candidate], crew: WorkerPool, folder: Path, seconds: float, tell: Callable[[str], None]
 ) -> list[Outcome]:
     """What came of each candidate: all are run once, and again while there is time, of `seconds` in all. The chosen one
     and those near the fastest are run once more in any case, and in what time is left for no round of all.
@@ -81,7 +81,7 @@ def _unrun(candidate: Candidate) -> Outcome:
     )
 
 
-def _run(candidate: Candidate, before: Outcome, crew: Crew, program: Path, first: bool, count: int) -> Outcome:
+def _run(candidate: Candidate, before: Outcome, crew: WorkerPool, program: Path, first: bool, count: int) -> Outcome:
     """Some more steps of a candidate; its memory too, the first time."""
     recorded = _RECORDED if first else 0
     try:

@@ -11,7 +11,7 @@ from autopipe.backends.torch.runtime.processors import processor_count
 from autopipe.cli.bench.fidelity.outcome import Comparison
 from autopipe.cli.bench.fidelity.rows import HEADINGS, cells, ordered
 from autopipe.cli.bench.fidelity.subjects import BATCH
-from autopipe.cli.drawing.scatter import Cloud, scatter_svg
+from autopipe.cli.drawing.scatter import PointSeries, scatter_svg
 from autopipe.cli.files import write_texts
 from autopipe.cli.profiling.session import processor
 
@@ -51,7 +51,9 @@ def write_page(target: Path, command: str, comparisons: Sequence[Comparison]) ->
         picture=picture.name,
         tables="\n\n".join(map(_table, comparisons)),
     )
-    clouds = [Cloud(each.name, tuple((one.predicted_s, step) for one, step in each.measured)) for each in comparisons]
+    clouds = [
+        PointSeries(each.name, tuple((one.predicted_s, step) for one, step in each.measured)) for each in comparisons
+    ]
     drawn = scatter_svg("seconds of a step", ("predicted", "measured"), clouds)
     write_texts({target: text, picture: drawn})
 

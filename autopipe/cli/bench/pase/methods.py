@@ -14,7 +14,7 @@ from autopipe.passes.placement.pase.paper.samples import sample_axes
 from autopipe.passes.placement.pase.paper.search import tables_of
 from autopipe.passes.placement.pase.paper.strategy import model_of
 from autopipe.passes.placement.pase.paper.tables import PaperTables
-from autopipe.passes.solvers.min_sum import Answer, MinSum, TableTooLargeError, eliminate, solve
+from autopipe.passes.solvers.min_sum import Assignment, MinSum, TableTooLargeError, eliminate, solve
 from autopipe.passes.solvers.min_sum.metropolis import walk
 
 _ITERATIONS = 250_000
@@ -41,7 +41,7 @@ def _rows(model: str, devices: int) -> Iterator[Row]:
     costs = model_of(tables)
     start = _samples_first(tables, sample_axes(problem.graph, tables.graph))
     random_walk = partial(walk, start=start, iterations=_ITERATIONS, temperature=_TEMPERATURE)
-    exact: list[tuple[str, Callable[[MinSum], Answer], _Published, str]] = [
+    exact: list[tuple[str, Callable[[MinSum], Assignment], _Published, str]] = [
         ("dual, prune, eliminate", solve, {}, ""),
         ("eliminate, generate_seq", partial(eliminate, ordering="generate_seq"), SEARCH_S, "; theirs with its tables"),
         ("eliminate, min_fill", partial(eliminate, ordering="min_fill"), {}, ""),
@@ -65,7 +65,7 @@ def _method(
     name: str,
     costs: MinSum,
     least: float,
-    method: Callable[[MinSum], Answer],
+    method: Callable[[MinSum], Assignment],
     published: _Published,
     note: str,
 ) -> Iterator[Row]:

@@ -10,7 +10,7 @@ from autopipe.cli.bench.row import Case, Row
 from autopipe.cli.bench.tepdist.models import Training
 from autopipe.cli.bench.tepdist.published import PICTURE
 from autopipe.passes.placement.tepdist.levels import LevelName, solver_of
-from autopipe.passes.solvers.min_sum import Answer
+from autopipe.passes.solvers.min_sum import Assignment
 from autopipe.passes.spmd.search.exact import Exact
 from autopipe.passes.spmd.search.fitting import Solver
 from autopipe.passes.spmd.search.tables import Tables, make_tables
@@ -56,13 +56,13 @@ def _tables(settings: tuple[tuple[str, int | str], ...]) -> tuple[Tables, float]
     return tables, _processor_s() - start
 
 
-def _searched(tables: Tables, solver: Solver) -> tuple[Answer, float]:
+def _searched(tables: Tables, solver: Solver) -> tuple[Assignment, float]:
     start = _processor_s()
     answer = solver(tables, None)
     return answer, _processor_s() - start
 
 
-def _proof(answer: Answer, exact: Answer) -> str:
+def _proof(answer: Assignment, exact: Assignment) -> str:
     own = "its own proof: least" if answer.proven else f"its own bound: at least {float(answer.bound):.6g}"
     return f"{PICTURE}; {own}; {float(answer.cost / exact.cost):.6f} times the exact search's"
 

@@ -19,9 +19,9 @@ from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.tessel_shapes.cuts import line_of
 from autopipe.passes.placement.tessel_shapes.devices import shared_out
 from autopipe.passes.placement.tessel_shapes.model import CostedModel, costed_model
-from autopipe.passes.placement.tessel_shapes.parts import Part, hoisted, line_of_parts
+from autopipe.passes.placement.tessel_shapes.parts import ModelPart, hoisted, line_of_parts
 from autopipe.passes.placement.tessel_shapes.stages import stage_of, stage_of_several
-from autopipe.passes.placement.tessel_shapes.tables import Wide, large_tables, wide_nodes
+from autopipe.passes.placement.tessel_shapes.tables import SharedLookup, large_tables, wide_nodes
 
 _MOST_BLOCKS = 224
 _SHARES = 8
@@ -89,11 +89,11 @@ def _degrees(most: int) -> Iterator[int]:
         degree *= 2
 
 
-def _line(model: CostedModel, wide: tuple[Wide, ...]) -> Chain:
+def _line(model: CostedModel, wide: tuple[SharedLookup, ...]) -> Chain:
     return make_chain(model.graph, model.seconds, _MOST_BLOCKS, tuple(tuple(each.nodes) for each in wide))
 
 
-def _with_layers_moved(model: CostedModel, line: Chain, parts: tuple[Part, ...], shares: int) -> list[Part]:
+def _with_layers_moved(model: CostedModel, line: Chain, parts: tuple[ModelPart, ...], shares: int) -> list[ModelPart]:
     """The parts with the first chain's beginning in the shared part before it."""
     found = list(parts)
     place = next(index for index, part in enumerate(found) if not part.shared)
@@ -102,5 +102,5 @@ def _with_layers_moved(model: CostedModel, line: Chain, parts: tuple[Part, ...],
     runs = line_of(model, line, found[place].nodes).even(_SHARES)
     moved = tuple(node for run in runs[:shares] for node in run)
     rest = tuple(node for run in runs[shares:] for node in run)
-    found[place - 1 : place + 1] = [Part((*found[place - 1].nodes, *moved), True), Part(rest, False)]
+    found[place - 1 : place + 1] = [ModelPart((*found[place - 1].nodes, *moved), True), ModelPart(rest, False)]
     return found

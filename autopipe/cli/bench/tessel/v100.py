@@ -13,7 +13,7 @@ from autopipe.configs.zoo.model import Setting
 from autopipe.ir.problem import Problem
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
 from autopipe.passes.request import Request, first_problem
-from autopipe.passes.runner import Runner, Silent
+from autopipe.passes.runner import NullObserver, Runner
 
 _CLUSTER = "v100-32gb"
 _NO_LIMIT = 2**60
@@ -37,4 +37,4 @@ def problem_on_v100(
             recompute="full",
             memory_limit=_NO_LIMIT,
         )
-        return first_problem(request, TesselShapes(), Runner(Silent()))[1]
+        return first_problem(request, TesselShapes(), Runner(NullObserver()))[1]

@@ -22,13 +22,13 @@ NOTHING = Replacement(())
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """What a softmax is taken of."""
+    """Argument of a softmax."""
 
     query: str
     key_transposed: str
     scale: float
     masks: tuple[str, ...]
-    """What is added to the scores."""
+    """Masks added to the scores."""
     causal: bool
 
 
@@ -102,7 +102,7 @@ def _unguarded(view: View, name: str) -> str:
 
 
 def _scores(view: View, name: str) -> _Scores | None:
-    """What is softmaxed, as scale · Q Kᵀ + masks; recognised where their numbers are known."""
+    """Match scale · Q Kᵀ + masks before a softmax; recognised where their numbers are known."""
     masks: list[str] = []
     chosen = _chosen(view, name)
     name = chosen or name
@@ -165,7 +165,7 @@ def _mask_kind(view: View, mask: str) -> str:
 
 
 def _is_causal(mask: np.ndarray | None) -> bool:
-    """Whether a mask shows each position itself and those before it, and hides all others."""
+    """True if a mask shows each position itself and those before it, and hides all others."""
     if mask is None or mask.ndim < 2 or mask.shape[-1] != mask.shape[-2] or mask.dtype.kind not in "fV":
         return False
     square = mask.reshape(-1, *mask.shape[-2:]).astype(np.float32, copy=False)

@@ -39,7 +39,7 @@ def _gate(view: View, name: str, x: str) -> str:
 
 
 def _is_cubic(view: View, factors: tuple[str, ...], x: str) -> bool:
-    """Whether a product of factors is x + 0.044715 x³, or x (1 + 0.044715 x²)."""
+    """True if a product of factors is x + 0.044715 x³, or x (1 + 0.044715 x²)."""
     if len(factors) == 1:
         node = view.made_by(factors[0], "Add")
         if node is None or x not in node.inputs:

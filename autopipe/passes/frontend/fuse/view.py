@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopipe.ir.graph import Graph, Node, Value
-from autopipe.passes.frontend.known import Known
+from autopipe.passes.frontend.known import ConstantFolder
 
 MOST_STEPS = 32
 """Multiplications that are looked back through: a chain of thousands would take the square of its length."""
@@ -34,22 +34,22 @@ class Product:
 
 @dataclass(slots=True)
 class View:
-    """What patterns look at. Nodes before the one looked at are already rewritten."""
+    """Graph as patterns see it. Nodes before the current one are already rewritten."""
 
     graph: Graph
-    known: Known
+    known: ConstantFolder
     readers: Counter[str]
     writers: dict[str, Node] = field(default_factory=dict)
     made: dict[str, Value] = field(default_factory=dict)
     masks: dict[str, str] = field(default_factory=dict)
-    """What the masks seen so far hide."""
+    """Positions hidden by the masks seen so far."""
 
     @classmethod
     def of(cls, graph: Graph) -> View:
         """A view of `graph` before anything is rewritten."""
         readers = Counter(name for node in graph.nodes for name in node.inputs if name)
         readers.update(graph.outputs)
-        return cls(graph, Known.of(graph), readers)
+        return cls(graph, ConstantFolder.of(graph), readers)
 
     def type_of(self, name: str) -> Value:
         """The type of a value, new ones included."""
@@ -141,5 +141,5 @@ Rule = Callable[[View, Node], Replacement | None]
 
 
 def near(number: float, expected: float) -> bool:
-    """Whether a constant is the one meant, as far as a file in half precision can tell."""
+    """True if a constant is the one meant, as far as a file in half precision can tell."""
     return math.isclose(number, expected, rel_tol=1e-3)

@@ -1,4 +1,4 @@
-"""What a rank's instructions do, as far as others notice: post receives, send, and run tasks that wait for both."""
+"""Visible actions of a rank's instructions: post receives, send, and run tasks that wait for both."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from autopipe.ir.errors import CodegenError
-from autopipe.ir.turn import Turn
-from autopipe.passes.lower.proof.lanes import Door, Lane, Wait
+from autopipe.ir.turn import MicroBatchSlice
+from autopipe.passes.lower.proof.lanes import Barrier, ProofChannel, Wait
 
 _Each = TypeVar("_Each")
 ByTurn = tuple[tuple[_Each, ...], ...]
-"""What concerns a micro-batch: that at its index modulo the length."""
+"""Items by micro-batch: the one at its index modulo the length."""
 
 
-def by_turn(found: Iterable[tuple[Turn, _Each]]) -> ByTurn[_Each]:
-    """What concerns each micro-batch, of things that concern those of a turn."""
+def by_turn(found: Iterable[tuple[MicroBatchSlice, _Each]]) -> ByTurn[_Each]:
+    """Items for each micro-batch, from items that concern every micro-batch of a slice."""
     each = tuple(found)
     period = math.lcm(*(turn.of for turn, _ in each))
     return tuple(tuple(one for turn, one in each if turn.has(index)) for index in range(period))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """What tasks of one kind have done on a rank: a stage's forwards, or either half of its backwards."""
+class StagePhase:
+    """Progress of one kind of task on a rank: a stage's forwards, or either half of its backwards."""
 
     name: str
     """Stage and phase, such as `2F`."""
@@ -34,10 +34,10 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asking:
+class PostReceives:
     """Posts receives."""
 
-    lanes: ByTurn[Lane]
+    lanes: ByTurn[ProofChannel]
 
     def run(self, micro_batch: int, rank: int, awake: list[int]) -> None:
         """Raises CodegenError where one is posted out of turn."""
@@ -45,16 +45,16 @@ class Asking:
             lane.ask(lane.asks.message(micro_batch))
 
     def meets(self, wait: Wait, micro_batch: int) -> bool:
-        """Whether it gives another rank what that waits for."""
+        """True if it gives another rank what that waits for."""
         return False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sending:
+class SendResults:
     """Sends what a task has computed."""
 
-    lanes: ByTurn[Lane]
-    after: Part
+    lanes: ByTurn[ProofChannel]
+    after: StagePhase
 
     def run(self, micro_batch: int, rank: int, awake: list[int]) -> None:
         """Wake those who wait for it. Raises CodegenError where it is not there yet, or sent out of turn."""
@@ -68,20 +68,20 @@ class Sending:
                 lane.sleeper = None
 
     def meets(self, wait: Wait, micro_batch: int) -> bool:
-        """Whether it gives another rank what that waits for."""
+        """True if it gives another rank what that waits for."""
         lane = wait.what
-        if not isinstance(lane, Lane) or lane not in self.lanes[micro_batch % len(self.lanes)]:
+        if not isinstance(lane, ProofChannel) or lane not in self.lanes[micro_batch % len(self.lanes)]:
             return False
         return lane.sends.message(micro_batch) == wait.number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Handed:
-    """What a task gets from another of its own rank: used at once, so `part` must have run on it."""
+class LocalHandover:
+    """Value that a task gets from another of its own rank: used at once, so `part` must have run on it."""
 
-    part: Part
-    gives: Turn
-    uses: Turn
+    part: StagePhase
+    gives: MicroBatchSlice
+    uses: MicroBatchSlice
 
     def giver(self, micro_batch: int) -> int:
         """The micro-batch of `part` that a micro-batch of the task uses."""
@@ -89,17 +89,17 @@ class Handed:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Running:
+class RunTask:
     """Runs a task, when all is there that it needs."""
 
     name: str
-    before: ByTurn[Handed]
-    lanes: ByTurn[Lane]
-    door: Door | None
-    does: tuple[Part, ...]
+    before: ByTurn[LocalHandover]
+    lanes: ByTurn[ProofChannel]
+    door: Barrier | None
+    does: tuple[StagePhase, ...]
 
     def run(self, micro_batch: int, rank: int, awake: list[int]) -> Wait | None:
-        """What it waits for, if anything. Raises CodegenError where that was never asked for."""
+        """Run, and return what it waits for, if anything. Raises CodegenError where that was never asked for."""
         for handed in self.before[micro_batch % len(self.before)]:
             if (giver := handed.giver(micro_batch)) not in handed.part.done:
                 self._refuse(micro_batch, rank, f"runs before {handed.part.name}{giver}, whose results it uses")
@@ -125,11 +125,11 @@ class Running:
         return None
 
     def meets(self, wait: Wait, micro_batch: int) -> bool:
-        """Whether it gives another rank what that waits for."""
+        """True if it gives another rank what that waits for."""
         return wait.what is self.door and wait.number == micro_batch
 
     def _refuse(self, micro_batch: int, rank: int, reason: str) -> None:
         raise CodegenError(f"{self.name}{micro_batch} {reason}", where=f"rank {rank}")
 
 
-Action = Asking | Sending | Running
+Action = PostReceives | SendResults | RunTask

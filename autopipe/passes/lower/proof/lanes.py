@@ -1,15 +1,15 @@
-"""What passes between ranks: messages in order, and the doors that a group goes through together."""
+"""Synchronisation between ranks: messages in order, and barriers of groups."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from autopipe.ir.errors import CodegenError
-from autopipe.ir.turn import Turn
+from autopipe.ir.turn import MicroBatchSlice
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class ProofChannel:
     """The messages of one channel in one direction, by number. They arrive in the order in which they are sent."""
 
     channel: int
@@ -18,10 +18,10 @@ class Lane:
     target: int
     """Rank that asks."""
     sender: str
-    """What is sent: stage and phase of the task, such as `2F`."""
-    sends: Turn
+    """Task whose result is sent: its stage and phase, such as `2F`."""
+    sends: MicroBatchSlice
     """The sender's micro-batches that a message is made of."""
-    asks: Turn
+    asks: MicroBatchSlice
     """The receiver's micro-batches that use one."""
     sent: list[int] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Lane:
 
 
 @dataclass(slots=True, eq=False)
-class Door:
+class Barrier:
     """A task that the ranks of a group run together, because they exchange parts of tensors while it runs."""
 
     ranks: tuple[int, ...]
@@ -83,9 +83,9 @@ class Wait:
 
     task: str
     number: int
-    what: Lane | Door
+    what: ProofChannel | Barrier
 
     @property
     def rank(self) -> int:
         """The rank that is waited for."""
-        return self.what.source if isinstance(self.what, Lane) else self.what.missing(self.number)
+        return self.what.source if isinstance(self.what, ProofChannel) else self.what.missing(self.number)

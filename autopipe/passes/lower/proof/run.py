@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.program import Program, RankCode
-from autopipe.passes.lower.proof.lanes import Door, Lane, Wait
-from autopipe.passes.lower.proof.script import Script, Stages
+from autopipe.passes.lower.proof.lanes import Barrier, ProofChannel, Wait
+from autopipe.passes.lower.proof.script import ProgramSync, RankTrace
 
 
 def prove(program: Program) -> None:
@@ -20,8 +20,8 @@ def prove(program: Program) -> None:
     are asked for in the order in which they are sent, each is sent and asked for once, each task runs once, and groups
     come to their exchanges in one order. Time and memory grow with the number of instructions.
     """
-    stages = Stages(program)
-    scripts = [Script(rank, stages) for rank in program.ranks]
+    stages = ProgramSync(program)
+    scripts = [RankTrace(rank, stages) for rank in program.ranks]
     _check_waits(_run(scripts), scripts)
     for rank, script in zip(program.ranks, scripts, strict=True):
         _check_complete(program, rank, script)
@@ -29,7 +29,7 @@ def prove(program: Program) -> None:
     _check_reductions(program, scripts)
 
 
-def _run(scripts: list[Script]) -> dict[int, Wait]:
+def _run(scripts: list[RankTrace]) -> dict[int, Wait]:
     """Run all ranks as far as they come; what each of those that do not come to the end waits for."""
     waits: dict[int, Wait] = {}
     awake = [script.rank for script in reversed(scripts)]
@@ -48,7 +48,7 @@ def _run(scripts: list[Script]) -> dict[int, Wait]:
     return waits
 
 
-def _check_waits(waits: dict[int, Wait], scripts: list[Script]) -> None:
+def _check_waits(waits: dict[int, Wait], scripts: list[RankTrace]) -> None:
     """Raise CodegenError for one who waits for what never comes, or for the circle that waiting ends in."""
     for rank, wait in sorted(waits.items()):
         if not scripts[wait.rank].will_meet(wait):
@@ -64,14 +64,14 @@ def _check_waits(waits: dict[int, Wait], scripts: list[Script]) -> None:
 
 def _waiting(rank: int, wait: Wait) -> str:
     what = f"rank {wait.rank}"
-    if isinstance(wait.what, Lane):
+    if isinstance(wait.what, ProofChannel):
         what = f"{wait.what.task(wait.number)} of {what}"
-    elif isinstance(wait.what, Door):
+    elif isinstance(wait.what, Barrier):
         what += " to join in"
     return f"rank {rank} would wait in {wait.task} for {what}"
 
 
-def _check_lanes(stages: Stages) -> None:
+def _check_lanes(stages: ProgramSync) -> None:
     for lane in stages.lanes.values():
         if len(lane.sent) > len(lane.asked):
             task = lane.task(lane.sent[len(lane.asked)])
@@ -80,7 +80,7 @@ def _check_lanes(stages: Stages) -> None:
             raise CodegenError(f"rank {lane.target} asks for {lane.sender} more often than it uses it")
 
 
-def _check_complete(program: Program, rank: RankCode, script: Script) -> None:
+def _check_complete(program: Program, rank: RankCode, script: RankTrace) -> None:
     """Raise CodegenError unless each task has run on each of its stage's micro-batches."""
     for wired in rank.stages:
         due = program.micro_batches_of(wired.stage)
@@ -90,7 +90,7 @@ def _check_complete(program: Program, rank: RankCode, script: Script) -> None:
                 raise CodegenError(f"{wired.stage}{letter}{micro_batch} {reason}", where=f"rank {rank.rank}")
 
 
-def _check_reductions(program: Program, scripts: list[Script]) -> None:
+def _check_reductions(program: Program, scripts: list[RankTrace]) -> None:
     """Raise CodegenError where ranks would start the sums of gradients over one group in different orders.
 
     A stage's sums start with its last backward, if all ranks of the group have it.

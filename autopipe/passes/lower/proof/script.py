@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from autopipe.ir.program import Instruction, Loop, Piece, Program, RankCode, StageOnRank, Verb
-from autopipe.ir.turn import EVERY, Turn
-from autopipe.passes.lower.proof.actions import Action, Asking, ByTurn, Handed, Part, Running, Sending, by_turn
-from autopipe.passes.lower.proof.lanes import Door, Lane, Wait
+from autopipe.ir.program import Instruction, Loop, MessageBlock, Program, RankCode, StageOnRank, Verb
+from autopipe.ir.turn import EVERY, MicroBatchSlice
+from autopipe.passes.lower.proof.actions import (
+    Action,
+    ByTurn,
+    LocalHandover,
+    PostReceives,
+    RunTask,
+    SendResults,
+    StagePhase,
+    by_turn,
+)
+from autopipe.passes.lower.proof.lanes import Barrier, ProofChannel, Wait
 
 _LETTERS = {
     Verb.FORWARD: "F",
@@ -19,50 +28,50 @@ _LETTERS = {
 
 
 @dataclass(slots=True)
-class Stages:
+class ProgramSync:
     """The lanes and doors of a program, made as they are asked for."""
 
     program: Program
-    lanes: dict[tuple[int, bool], Lane] = field(default_factory=dict)
-    doors: dict[tuple[int, str], Door] = field(default_factory=dict)
+    lanes: dict[tuple[int, bool], ProofChannel] = field(default_factory=dict)
+    doors: dict[tuple[int, str], Barrier] = field(default_factory=dict)
 
-    def lane(self, piece: Piece, gradient: bool) -> Lane:
+    def lane(self, piece: MessageBlock, gradient: bool) -> ProofChannel:
         """Of a piece, or of its gradient, which travels back."""
         found = self.lanes.get((piece.channel, gradient))
         if found is None:
             first = piece.source_rank, piece.source_stage, piece.source_turn
             last = piece.target_rank, piece.target_stage, piece.target_turn
             (source, stage, sends), (target, _, asks) = (last, first) if gradient else (first, last)
-            found = Lane(piece.channel, source, target, f"{stage}{'B' if gradient else 'F'}", sends, asks)
+            found = ProofChannel(piece.channel, source, target, f"{stage}{'B' if gradient else 'F'}", sends, asks)
             self.lanes[piece.channel, gradient] = found
         return found
 
-    def door(self, stage: int, verb: Verb) -> Door | None:
+    def door(self, stage: int, verb: Verb) -> Barrier | None:
         """Of a task that a group runs together. Gradients of parameters are left to each rank."""
         ranks = self.program.stages[stage].devices
         if len(ranks) == 1 or verb is Verb.WEIGHT_GRADIENT:
             return None
-        return self.doors.setdefault((stage, _LETTERS[verb]), Door(ranks))
+        return self.doors.setdefault((stage, _LETTERS[verb]), Barrier(ranks))
 
 
-class Script:
+class RankTrace:
     """One rank: its actions in order, each with its micro-batch."""
 
-    def __init__(self, rank: RankCode, stages: Stages) -> None:
+    def __init__(self, rank: RankCode, stages: ProgramSync) -> None:
         self.rank = rank.rank
-        self.parts: dict[tuple[int, str], Part] = {}
+        self.parts: dict[tuple[int, str], StagePhase] = {}
         self._stages = stages
         self._wired = {each.stage: each for each in rank.stages}
         self._actions: dict[tuple[Verb, int, int | None], Action] = {}
         self.steps = list(self._unrolled(rank))
         self.position = 0
 
-    def part(self, stage: int, letter: str) -> Part:
-        """What a stage's forwards (F) or either half of its backwards (B, the first, and W) have done."""
-        return self.parts.setdefault((stage, letter), Part(f"{stage}{letter}"))
+    def part(self, stage: int, letter: str) -> StagePhase:
+        """Progress of a stage's forwards (F) or either half of its backwards (B, the first, and W)."""
+        return self.parts.setdefault((stage, letter), StagePhase(f"{stage}{letter}"))
 
     def will_meet(self, wait: Wait) -> bool:
-        """Whether what is still to run here sends, or joins in, what another rank waits for."""
+        """True if what is still to run here sends, or joins in, what another rank waits for."""
         return any(action.meets(wait, micro_batch) for action, micro_batch in self.steps[self.position :])
 
     def last_gradients(self) -> list[int]:
@@ -70,7 +79,7 @@ class Script:
         ends = {
             action.does[-1].name: place
             for place, (action, _) in enumerate(self.steps)
-            if isinstance(action, Running) and action.does[-1].name.endswith("W")
+            if isinstance(action, RunTask) and action.does[-1].name.endswith("W")
         }
         return [int(name[:-1]) for name in sorted(ends, key=ends.__getitem__)]
 
@@ -95,46 +104,51 @@ class Script:
         stage = wired.stage
         match verb:
             case Verb.RECEIVE:
-                return Asking(self._lanes(wired.receives, False, lambda piece: source in (None, piece.source_stage)))
+                return PostReceives(
+                    self._lanes(wired.receives, False, lambda piece: source in (None, piece.source_stage))
+                )
             case Verb.RECEIVE_GRADIENT:
-                return Asking(self._lanes(wired.sends, True, lambda piece: source in (None, piece.target_stage)))
+                return PostReceives(self._lanes(wired.sends, True, lambda piece: source in (None, piece.target_stage)))
             case Verb.SEND:
-                return Sending(self._lanes(wired.sends, False), self.part(stage, "F"))
+                return SendResults(self._lanes(wired.sends, False), self.part(stage, "F"))
             case Verb.SEND_GRADIENT:
-                return Sending(self._lanes(wired.receives, True), self.part(stage, "B"))
+                return SendResults(self._lanes(wired.receives, True), self.part(stage, "B"))
             case Verb.FORWARD:
                 return self._forward(wired)
             case Verb.WEIGHT_GRADIENT:
-                before = Handed(self.part(stage, "B"), EVERY, EVERY)
-                return Running(f"{stage}W", ((before,),), ((),), None, (self.part(stage, "W"),))
+                before = LocalHandover(self.part(stage, "B"), EVERY, EVERY)
+                return RunTask(f"{stage}W", ((before,),), ((),), None, (self.part(stage, "W"),))
             case _:
                 return self._backward(wired, verb)
 
-    def _forward(self, wired: StageOnRank) -> Running:
+    def _forward(self, wired: StageOnRank) -> RunTask:
         stage, own = wired.stage, self.rank
         before = (
-            (piece.target_turn, Handed(self.part(piece.source_stage, "F"), piece.source_turn, piece.target_turn))
+            (piece.target_turn, LocalHandover(self.part(piece.source_stage, "F"), piece.source_turn, piece.target_turn))
             for piece in wired.receives
             if piece.source_rank == own
         )
         door, does = self._stages.door(stage, Verb.FORWARD), (self.part(stage, "F"),)
-        return Running(f"{stage}F", by_turn(before), self._lanes(wired.receives, False), door, does)
+        return RunTask(f"{stage}F", by_turn(before), self._lanes(wired.receives, False), door, does)
 
-    def _backward(self, wired: StageOnRank, verb: Verb) -> Running:
+    def _backward(self, wired: StageOnRank, verb: Verb) -> RunTask:
         stage = wired.stage
-        before = [(EVERY, Handed(self.part(stage, "F"), EVERY, EVERY))]
+        before = [(EVERY, LocalHandover(self.part(stage, "F"), EVERY, EVERY))]
         before += (
-            (piece.source_turn, Handed(self.part(piece.target_stage, "B"), piece.target_turn, piece.source_turn))
+            (piece.source_turn, LocalHandover(self.part(piece.target_stage, "B"), piece.target_turn, piece.source_turn))
             for piece in wired.sends
             if piece.needs_gradient and piece.target_rank == self.rank
         )
         does = [self.part(stage, "B")] + [self.part(stage, "W")] * (verb is Verb.BACKWARD)
         lanes, door = self._lanes(wired.sends, True), self._stages.door(stage, verb)
-        return Running(f"{stage}{_LETTERS[verb]}", by_turn(before), lanes, door, tuple(does))
+        return RunTask(f"{stage}{_LETTERS[verb]}", by_turn(before), lanes, door, tuple(does))
 
     def _lanes(
-        self, pieces: tuple[Piece, ...], gradient: bool, wanted: Callable[[Piece], bool] = lambda piece: True
-    ) -> ByTurn[Lane]:
+        self,
+        pieces: tuple[MessageBlock, ...],
+        gradient: bool,
+        wanted: Callable[[MessageBlock], bool] = lambda piece: True,
+    ) -> ByTurn[ProofChannel]:
         """The lanes, between different ranks, of the wanted pieces or of their gradients, by this rank's turns."""
         return by_turn(
             (self._own_turn(piece), self._stages.lane(piece, gradient))
@@ -142,5 +156,5 @@ class Script:
             if piece.source_rank != piece.target_rank and (piece.needs_gradient or not gradient) and wanted(piece)
         )
 
-    def _own_turn(self, piece: Piece) -> Turn:
+    def _own_turn(self, piece: MessageBlock) -> MicroBatchSlice:
         return piece.source_turn if piece.source_rank == self.rank else piece.target_turn

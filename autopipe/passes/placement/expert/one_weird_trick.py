@@ -53,7 +53,7 @@ class OneWeirdTrick:
 
 
 def has_convolutions(graph: Graph) -> bool:
-    """Whether some node is a convolution."""
+    """True if some node is a convolution."""
     return any(use.row.kind == "convolution" for use in sample_axes(graph).uses)
 
 

@@ -1,4 +1,4 @@
-"""What an expert would do by hand: one rule a kind of network."""
+"""Strategies of experts, by hand: one rule a kind of network."""
 
 from __future__ import annotations
 

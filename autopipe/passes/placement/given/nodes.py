@@ -14,7 +14,7 @@ NodeName = int | str
 """A node's index in the graph, its name, or a glob over names."""
 
 NodeEntry = NodeName | tuple[NodeName, NodeName]
-"""What a name means, or the first and the last of nodes that follow one another in the graph."""
+"""A name, or the first and the last of nodes that follow one another in the graph."""
 
 _LAST = chr(0x10FFFF)
 _SPECIAL = re.compile(r"[*?[]")
@@ -75,7 +75,7 @@ class NodeNames:
         return name if len(self._positions[name]) == 1 else node
 
     def has(self, name: str) -> bool:
-        """Whether a node has this name."""
+        """True if a node has this name."""
         return name in self._positions
 
     def _one(self, end: NodeName) -> int:

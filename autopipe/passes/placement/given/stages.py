@@ -59,7 +59,7 @@ def devices_of(written: Sequence[int | str]) -> tuple[int, ...]:
 
 
 def written_devices(devices: Sequence[int]) -> tuple[int | str, ...]:
-    """What `devices_of` reads as these devices, in this order."""
+    """Devices in the form that `devices_of` reads, in this order."""
     return tuple(entry for run in _runs(devices) for entry in _written(run))
 
 

@@ -143,13 +143,13 @@ def _splits(
     """The splits of a stage's nodes, ascending; nodes that are not split are left out."""
     asked: dict[int, tuple[tuple[str, int], ...]] = {}
     for each in given.splits:
-        for node in _alike(names, samples, index, each, nodes):
+        for node in _same_splits(names, samples, index, each, nodes):
             asked[node] = split_of(samples, node, each.split)
     checked = ((node, checked_splits(f"stage {index}", samples, node, asked[node])) for node in sorted(asked))
     return tuple((node, own) for node, own in checked if own)
 
 
-def _alike(names: NodeNames, samples: SampleAxes, index: int, given: GivenSplits, nodes: set[int]) -> set[int]:
+def _same_splits(names: NodeNames, samples: SampleAxes, index: int, given: GivenSplits, nodes: set[int]) -> set[int]:
     """The nodes that are split alike."""
     found: set[int] = set()
     for entry in given.nodes:

@@ -34,7 +34,7 @@ def _stage(names: NodeNames, samples: SampleAxes, stage: Stage) -> GivenStage:
 
 
 def _splits(names: NodeNames, samples: SampleAxes, stage: Stage) -> tuple[GivenSplits, ...]:
-    """What most nodes have first, for all of them; then the others, those that are split alike together."""
+    """Splits as entries: first the most frequent one, for all nodes; then the others, equal ones together."""
     wanted = {node: degrees_of(samples, node, stage.splits_of(node)) for node in stage.nodes}
     counted = Counter(degrees for degrees in wanted.values() if degrees)
     if not counted:

@@ -1,4 +1,4 @@
-"""Whether a stage graph is valid: conditions C1 to C4 of Jeon et al., "GraphPipe" (2024), section 3.
+"""True if a stage graph is valid: conditions C1 to C4 of Jeon et al., "GraphPipe" (2024), section 3.
 
 Shares no code with the search, and asks the model's graph alone.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopipe.passes.placement.graphpipe.stages import Draft
+from autopipe.passes.placement.graphpipe.stages import DraftStage
 
 _PERIODS = 3
 """Micro-batches, times the stages' depth, after which a step goes on as it did."""
@@ -19,7 +19,9 @@ def stage_depths(before: Sequence[Sequence[int]]) -> list[int]:
     return depths
 
 
-def step_seconds(drafts: Sequence[Draft], before: Sequence[Sequence[int]], micro_batches: int, train: bool) -> float:
+def step_seconds(
+    drafts: Sequence[DraftStage], before: Sequence[Sequence[int]], micro_batches: int, train: bool
+) -> float:
     """Seconds of a step. Of many micro-batches the first are looked at; others take as long as the last of those."""
     depth = max(stage_depths(before))
     enough = _PERIODS * depth + 2
@@ -29,7 +31,7 @@ def step_seconds(drafts: Sequence[Draft], before: Sequence[Sequence[int]], micro
     return second + (second - first) / depth * (micro_batches - enough - depth)
 
 
-def _simulated(drafts: Sequence[Draft], before: Sequence[Sequence[int]], count: int, train: bool) -> float:
+def _simulated(drafts: Sequence[DraftStage], before: Sequence[Sequence[int]], count: int, train: bool) -> float:
     """Tasks start when their stage is free and all messages are there; F(s, m) is in turn 2m - depth(s) and B(s, m) in
     2m + depth(s) - 1, which is 1F1B's order on each stage and comes after all that a task waits for."""
     depths = stage_depths(before)

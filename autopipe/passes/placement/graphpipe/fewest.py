@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from autopipe.passes.placement.graphpipe.line import Region, Run
+from autopipe.passes.placement.graphpipe.line import BlockRun, Region
 from autopipe.passes.placement.graphpipe.search import NEVER, Devices
 
 
 def fewest_devices(regions: tuple[Region, ...], needs: Sequence[Devices], runs: Sequence[int]) -> int:
-    """What `Search.least` finds where `needs`, one a run of `runs` devices, are the same at all levels.
+    """Result of `Search.least` where `needs`, one a run of `runs` devices, are the same at all levels.
 
     It is `NEVER` where there is no line. Without levels each place has one number, and branches are a line like all
     else.
@@ -33,7 +33,7 @@ def fewest_devices(regions: tuple[Region, ...], needs: Sequence[Devices], runs: 
 def _places(regions: tuple[Region, ...]) -> Iterator[int]:
     """All places where a stage may begin, from the last to the first."""
     for region in reversed(regions):
-        if isinstance(region, Run):
+        if isinstance(region, BlockRun):
             yield from range(region.stop - 1, region.start - 1, -1)
         else:
             for branch in reversed(region.branches):

@@ -28,7 +28,7 @@ _FORKS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BlockRun:
     """Blocks `start` to `stop - 1`, each of which waits for the one before."""
 
     start: int
@@ -44,11 +44,11 @@ class Fork:
     stop: int
 
 
-Region = Run | Fork
+Region = BlockRun | Fork
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BlockLine:
     """Blocks of nodes in a topological order, and its regions from the first to the last."""
 
     chain: Chain
@@ -57,7 +57,9 @@ class Line:
     """For each block the blocks that it reads from, as bits."""
 
 
-def make_line(graph: Graph, units: Units, tree: Tree, seconds: NDArray[np.float64], limit: int, devices: int) -> Line:
+def make_line(
+    graph: Graph, units: Units, tree: Tree, seconds: NDArray[np.float64], limit: int, devices: int
+) -> BlockLine:
     """The line of a tree, in at most about `limit` blocks; `seconds` weighs each node.
 
     But in a small graph, forks with less work than what each of `devices` gets, or tiny ones, become runs. Where there
@@ -77,7 +79,7 @@ def make_line(graph: Graph, units: Units, tree: Tree, seconds: NDArray[np.float6
     regions = tuple(_placed(drafts, 0, crossing, weights[list(order)], share if len(order) > limit else np.inf, cuts))
     edges = [int(starts[cut]) for cut in (*cuts, len(order))]
     block_of = np.searchsorted(np.array(edges), place, side="right") - 1
-    return Line(Chain(tuple(nodes), tuple(edges), block_of), regions, _block_needs(units, block_of))
+    return BlockLine(Chain(tuple(nodes), tuple(edges), block_of), regions, _block_needs(units, block_of))
 
 
 def _block_needs(units: Units, block_of: NDArray[np.int64]) -> tuple[int, ...]:
@@ -90,7 +92,7 @@ def _block_needs(units: Units, block_of: NDArray[np.int64]) -> tuple[int, ...]:
 
 
 Draft = int | tuple["list[Draft]", ...]
-"""A stretch of so many units in a run, or the branches of a fork."""
+"""A range of units in a run, or the branches of a fork."""
 
 
 def _drafts(tree: Tree, weights: NDArray[np.float64], light: float) -> list[Draft]:
@@ -131,7 +133,7 @@ def _placed(
             ]
             first = len(cuts)
             cuts.extend(int(begins[each]) for each in chosen)
-            yield Run(first, len(cuts))
+            yield BlockRun(first, len(cuts))
             place = int(begins[-1])
             continue
         for fork in group:

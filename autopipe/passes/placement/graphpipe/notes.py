@@ -1,4 +1,4 @@
-"""What a plan says of the parts of a model that are not series-parallel."""
+"""Notes of a plan on the parts of a model that are not series-parallel."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ def other_orders(tree: Tree, needs: Sequence[int], weights: Sequence[float]) -> 
     """
     count = len(needs)
     few = count <= FEW
-    seen = {_alike(tree, weights)}
+    seen = {_equal_branches(tree, weights)}
     for each in (_mirrored(tree), *(itertools.islice(_permuted(tree), _MOST_LINES) if few else ())):
-        if _alike(each, weights) not in seen:
-            seen.add(_alike(each, weights))
+        if _equal_branches(each, weights) not in seen:
+            seen.add(_equal_branches(each, weights))
             yield each
     # The stretches of the tree's own order are those of its line.
     known = {leaves(tree)}
@@ -41,11 +41,11 @@ def other_orders(tree: Tree, needs: Sequence[int], weights: Sequence[float]) -> 
             yield Series(tuple(map(Leaf, order)))
 
 
-def _alike(tree: Tree, weights: Sequence[float]) -> object:
+def _equal_branches(tree: Tree, weights: Sequence[float]) -> object:
     """Equal for trees that differ in the order of equal branches alone."""
     if isinstance(tree, Leaf):
         return weights[tree.unit]
-    return type(tree).__name__, tuple(_alike(part, weights) for part in tree.parts)
+    return type(tree).__name__, tuple(_equal_branches(part, weights) for part in tree.parts)
 
 
 def _mirrored(tree: Tree) -> Tree:

@@ -10,26 +10,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.passes.cost.ranges import Matrix
-from autopipe.passes.placement.graphpipe.search import NEVER, Devices, Piece
-from autopipe.passes.placement.graphpipe.ways import Way
+from autopipe.passes.placement.graphpipe.search import NEVER, Devices, PartitionStage
+from autopipe.passes.placement.graphpipe.ways import StageOption
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
-    """What the search asks of a way: the seconds of each stretch, and the most micro-batches in flight."""
+class StagePrice:
+    """Prices of an option: the seconds of each range of blocks, and the most micro-batches in flight."""
 
-    way: Way
+    way: StageOption
     seconds: Matrix
     most: NDArray[np.int16]
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class StagePrices:
     """The prices of one size of micro-batch, degrees descending."""
 
     size: int
     micro_batches: int
-    each: tuple[Price, ...]
+    each: tuple[StagePrice, ...]
     runs: tuple[int, ...]
     """Numbers of devices in each run of like ones, in the order of the line."""
     limits: tuple[float, ...]
@@ -57,7 +57,7 @@ class Prices:
                 found.append(found[-1])
         return found
 
-    def way(self, piece: Piece, target: float) -> Way:
+    def way(self, piece: PartitionStage, target: float) -> StageOption:
         """The way that `needs` found for a stage: of those on as few devices of its run the fastest."""
         start, stop, kept = piece.start, piece.stop, min(piece.level, self.micro_batches)
         fitting = (
@@ -69,12 +69,12 @@ class Prices:
 
 
 def make_prices(
-    ways: list[Way], size: int, micro_batches: int, runs: Sequence[int], limits: Sequence[float], levels: int
-) -> Prices:
-    """The prices of stages with at most `levels` micro-batches in flight, on runs of so many devices with memory."""
+    ways: list[StageOption], size: int, micro_batches: int, runs: Sequence[int], limits: Sequence[float], levels: int
+) -> StagePrices:
+    """Prices of stages with at most `levels` micro-batches in flight, on runs of devices with memory."""
     ordered = sorted(ways, key=lambda way: -way.degree)
-    each = tuple(Price(way, way.seconds(micro_batches), way.most(limits[way.run], levels)) for way in ordered)
+    each = tuple(StagePrice(way, way.seconds(micro_batches), way.most(limits[way.run], levels)) for way in ordered)
     bounds = (np.bincount(price.most.ravel()).nonzero()[0].tolist() for price in each)
-    return Prices(
+    return StagePrices(
         size, micro_batches, each, tuple(runs), tuple(limits), frozenset(itertools.chain.from_iterable(bounds))
     )

@@ -3,11 +3,10 @@
 Jeon et al., "GraphPipe" (2024), Algorithm 1, asks for the fewest samples in flight on a given number of devices. Here
 it is the other way round, which is the same question: for each number of micro-batches in flight at the source (its
 *level*, under 1F1B one more than the highest level of its successors) the fewest devices. Devices of parts in series
-and in parallel then both add up, and one table serves all numbers of devices.
-
-Where devices are of several kinds, which stand in runs, their number is counted from the last device on: so many that
-are taken say whose turn it is, and fewer taken are never worse. A stage has devices of one run; those that are left
-over where a run goes on to the one before count as taken.
+and in parallel then both add up, and one table serves all numbers of devices. Where devices are of several kinds, which
+stand in runs, their number is counted from the last device on: the number taken tells which run is next, and fewer
+taken are never worse. A stage has devices of one run; those that are left over where a run goes on to the one before
+count as taken.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.passes.placement.graphpipe.line import Region, Run
+from autopipe.passes.placement.graphpipe.line import BlockRun, Region
 
 Devices = NDArray[np.int16]
 
@@ -29,7 +28,7 @@ NEVER = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PartitionStage:
     """A stage of an answer: blocks `start` to `stop - 1`, with at most `level` micro-batches in flight."""
 
     start: int
@@ -39,8 +38,8 @@ class Piece:
     """The run of its devices."""
 
 
-class Front:
-    """What lies to the right of a place in the line, as a stage that ends there sees it.
+class DownstreamStages:
+    """Stages to the right of a place in the line, as a stage that ends there sees them.
 
     `devices[level, place]` is the fewest devices for all that lies from `place` on, in such a way that the highest
     level among the successors of a stage that ends at `place` is `level`. An entry that needs no fewer devices than one
@@ -51,18 +50,19 @@ class Front:
         self.devices: Devices = np.full((levels + 1, places), NEVER, dtype=np.int16)
         self.ways = np.full((levels + 1, places), -1, dtype=np.int32) if traced else None
 
-    def masked(self, level: int, stop: int) -> Front:
-        """What the branches of a fork that ends at `stop` see, if what joins them has `level`: in a stage that begins
-        there, or in one that begins in a branch."""
-        found = Front(len(self.devices) - 1, self.devices.shape[1], self.ways is not None)
+    def masked(self, level: int, stop: int) -> DownstreamStages:
+        """View of the branches of a fork that ends at `stop`, if the join has `level`: in a stage that begins there, or
+        in one that begins in a branch.
+        """
+        found = DownstreamStages(len(self.devices) - 1, self.devices.shape[1], self.ways is not None)
         found.take(self, slice(level, level + 1), slice(stop, stop + 1))
         if level:
             found.take(self, slice(level - 1, level), slice(stop + 1, None))
         return found
 
-    def copy(self) -> Front:
+    def copy(self) -> DownstreamStages:
         """The same, to be changed."""
-        found = Front(0, 0, False)
+        found = DownstreamStages(0, 0, False)
         found.devices = self.devices.copy()
         found.ways = None if self.ways is None else self.ways.copy()
         return found
@@ -76,19 +76,19 @@ class Front:
         if self.ways is not None:
             self.ways[level, place] = self.ways[best, place]
 
-    def is_as(self, other: Front, most: int, stop: int) -> bool:
-        """Whether all from `stop` on is the same on levels up to `most`."""
+    def is_as(self, other: DownstreamStages, most: int, stop: int) -> bool:
+        """True if all from `stop` on is the same on levels up to `most`."""
         mine, others = self.devices[: most + 1, stop:], other.devices[: most + 1, stop:]
         return mine.tobytes() == others.tobytes()
 
-    def take(self, other: Front, levels: slice, places: slice) -> None:
+    def take(self, other: DownstreamStages, levels: slice, places: slice) -> None:
         """Have what another has at some levels and places."""
         self.devices[levels, places] = other.devices[levels, places]
         if self.ways is not None and other.ways is not None:
             self.ways[levels, places] = other.ways[levels, places]
 
 
-class Search:
+class TargetProbe:
     """One probe: `needs(level)[run][start, stop]` are the fewest devices of a run on which blocks `start` to `stop - 1`
     meet the target as one stage with `level` micro-batches in flight; `NEVER` where they do not. `runs` says how many
     devices there are of each."""
@@ -108,18 +108,18 @@ class Search:
         self.limit: Devices = np.minimum(room + 1, NEVER).astype(np.int16)
         """Fewer devices than so many may be taken for all that lies from a place on: what lies before it takes the
         others."""
-        self.pieces: list[tuple[Piece, int]] = []
+        self.pieces: list[tuple[PartitionStage, int]] = []
         """Stages of ways, each with the number of the next one on its way; -1 at the end."""
 
     def least(self, regions: tuple[Region, ...]) -> tuple[int, int]:
         """The fewest devices for a whole line, and the number of a way (-1 where ways are not traced)."""
-        front = Front(self.levels, self.places, self.traced)
+        front = DownstreamStages(self.levels, self.places, self.traced)
         front.devices[0, self.places - 1] = 0
         self._line(regions, front, self.levels)
         best = int(front.devices[:, 0].argmin())
         return int(front.devices[best, 0]), -1 if front.ways is None else int(front.ways[best, 0])
 
-    def way(self, number: int) -> tuple[Piece, ...]:
+    def way(self, number: int) -> tuple[PartitionStage, ...]:
         """The stages of a way, from left to right."""
         found = []
         while number >= 0:
@@ -127,15 +127,15 @@ class Search:
             found.append(piece)
         return tuple(found)
 
-    def _line(self, regions: tuple[Region, ...], front: Front, most: int) -> None:
+    def _line(self, regions: tuple[Region, ...], front: DownstreamStages, most: int) -> None:
         """Go on from what lies to the right of `regions` to their first place; no level is above `most`."""
         for region in reversed(regions):
-            if isinstance(region, Run):
+            if isinstance(region, BlockRun):
                 self._run(region, front, most)
             else:
                 self._fork(region.branches, region.start, region.stop, front, most)
 
-    def _run(self, run: Run, front: Front, most: int) -> None:
+    def _run(self, run: BlockRun, front: DownstreamStages, most: int) -> None:
         places = slice(run.start, run.stop)
         limit = self.limit[places]
         behind = front.devices[:most, run.start + 1 :]
@@ -162,10 +162,10 @@ class Search:
                     stop = int(chosen[place])
                     front.ways[level, run.start + place] = len(self.pieces)
                     turn = bisect.bisect_left(self.ends, int(devices[place]))
-                    piece = Piece(run.start + int(place), stop, level, len(self.ends) - 1 - turn)
+                    piece = PartitionStage(run.start + int(place), stop, level, len(self.ends) - 1 - turn)
                     self.pieces.append((piece, int(front.ways[level - 1, stop])))
 
-    def _taken(self, level: int, run: Run, stops: NDArray[np.int64], seen: Devices) -> Devices:
+    def _taken(self, level: int, run: BlockRun, stops: NDArray[np.int64], seen: Devices) -> Devices:
         """The devices taken with a stage from each place of a run of blocks to `stops`, where `seen` are behind it."""
         found: list[Devices] = []
         start = 0
@@ -176,15 +176,17 @@ class Search:
             start = end
         return found[0] if len(found) == 1 else np.minimum.reduce(found)
 
-    def _fork(self, branches: tuple[tuple[Region, ...], ...], start: int, stop: int, front: Front, most: int) -> None:
+    def _fork(
+        self, branches: tuple[tuple[Region, ...], ...], start: int, stop: int, front: DownstreamStages, most: int
+    ) -> None:
         """Whatever joins the branches has one level; a stage before them sees the highest level of their sources."""
-        found = Front(self.levels, self.places, self.traced)
+        found = DownstreamStages(self.levels, self.places, self.traced)
         filled = _filled(front.devices[: most + 1, stop + 1 :])
         for level in range(most + 1):
             if front.devices[level, stop] == NEVER and not (level and filled[level - 1]):
                 continue
             inside = front.masked(level, stop)
-            passed: list[Front] = []
+            passed: list[DownstreamStages] = []
             ends = self._branches(branches, inside.copy(), level, most, passed)
             self._keep(found, ends, most, start, stop)
             if not start:
@@ -201,8 +203,13 @@ class Search:
             front.ways[:, start:stop] = found.ways[:, start:stop]
 
     def _branches(
-        self, branches: tuple[tuple[Region, ...], ...], front: Front, level: int, most: int, passed: list[Front]
-    ) -> Front:
+        self,
+        branches: tuple[tuple[Region, ...], ...],
+        front: DownstreamStages,
+        level: int,
+        most: int,
+        passed: list[DownstreamStages],
+    ) -> DownstreamStages:
         """The branches from the last to the first; what joins them has `level`. `passed` gets what each came to."""
         for number, branch in reversed(list(enumerate(branches))):
             if number < len(branches) - 1:
@@ -212,8 +219,13 @@ class Search:
         return front
 
     def _branches_again(
-        self, branches: tuple[tuple[Region, ...], ...], front: Front, level: int, most: int, passed: list[Front]
-    ) -> Front:
+        self,
+        branches: tuple[tuple[Region, ...], ...],
+        front: DownstreamStages,
+        level: int,
+        most: int,
+        passed: list[DownstreamStages],
+    ) -> DownstreamStages:
         """The same with fewer levels. A branch behind which all is as before has the same on those as it had."""
         for number, before in zip(reversed(range(len(branches))), passed, strict=True):
             branch = branches[number]
@@ -225,7 +237,7 @@ class Search:
                 self._line(branch, front, most)
         return front
 
-    def _keep(self, found: Front, ends: Front, level: int, start: int, stop: int) -> None:
+    def _keep(self, found: DownstreamStages, ends: DownstreamStages, level: int, start: int, stop: int) -> None:
         """Note for each place of a fork the fewest devices, of any level up to `level`, as of that level."""
         best = ends.devices[:, start:stop].argmin(axis=0)
         columns = np.arange(start, stop)
@@ -252,7 +264,7 @@ def _before(needs: Sequence[Devices], places: int) -> Devices:
     return found
 
 
-def _leave_out(front: Front, start: int, stop: int) -> None:
+def _leave_out(front: DownstreamStages, start: int, stop: int) -> None:
     """Leave out entries that need no fewer devices than one of a lower level."""
     devices = front.devices[:, start:stop]
     lower = np.minimum.accumulate(devices, axis=0)[:-1]

@@ -60,7 +60,7 @@ class NodeSeconds:
         return forward[self.kind_of], backward[self.kind_of]
 
     def undivided(self, degree: int) -> Seconds:
-        """1 for nodes whose samples so many devices cannot share."""
+        """1 for nodes whose samples `degree` devices cannot share."""
         found = self._undivided.get(degree)
         if found is None:
             each = [degree > 1 and not self.samples.divides(node, degree) for node in self.firsts]

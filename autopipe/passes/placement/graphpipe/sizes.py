@@ -13,16 +13,16 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.chain_tables import Tables, make_tables
 from autopipe.passes.cost.fit import out_of_memory
-from autopipe.passes.cost.kinds import alike_runs
+from autopipe.passes.cost.kinds import equal_device_runs
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.roofline import accumulate_per_byte
 from autopipe.passes.cost.splits import sample_axes
-from autopipe.passes.placement.graphpipe.line import Line, make_line
+from autopipe.passes.placement.graphpipe.line import BlockLine, make_line
 from autopipe.passes.placement.graphpipe.orders import FEW
-from autopipe.passes.placement.graphpipe.prices import Prices, make_prices
+from autopipe.passes.placement.graphpipe.prices import StagePrices, make_prices
 from autopipe.passes.placement.graphpipe.seconds import NodeSeconds
-from autopipe.passes.placement.graphpipe.solve import Answer, Solver
+from autopipe.passes.placement.graphpipe.solve import Partition, Solver
 from autopipe.passes.placement.graphpipe.stages import stages_of
 from autopipe.passes.placement.graphpipe.tree import Tree
 from autopipe.passes.placement.graphpipe.trial import trial
@@ -48,18 +48,18 @@ _ROOM = 0.9
 """Share of the memory up to which the search's own count of it is trusted."""
 
 _NEAR = 1.2
-"""Another line is looked at where a step takes more than so many times what it took if all devices only computed."""
+"""Another line is looked at where a step takes more than this many times the step of devices that only compute."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
     """An answer on the line it is about. Each is its own: answers of arrays cannot be compared."""
 
-    answer: Answer
-    line: Line
+    answer: Partition
+    line: BlockLine
 
 
-class Sizes:
+class MicroBatchSearch:
     """The search over lines and sizes of micro-batches."""
 
     def __init__(self, problem: Problem, units: Units, weights: NDArray[np.float64]) -> None:
@@ -78,9 +78,9 @@ class Sizes:
         self.close = _CLOSE_AMONG_NODES if several else _CLOSE
 
     def _load(self, size: int) -> float:
-        """What a micro-batch takes on the fastest device, at least once for each parameter and each operator.
+        """Seconds of a micro-batch on the fastest device, at least once for each parameter and each operator.
 
-        What was measured of a share may be less than that share of the whole: then all shares of it count.
+        The measured time of a share may be less than that share of the whole: then all shares of it count.
         """
         problem, kinds = self.problem, self.problem.cluster.kinds
         some = self.seconds.measured.any()
@@ -101,7 +101,7 @@ class Sizes:
         """
         found: list[_Found] = []
         near = _NEAR if len(self.units.nodes) > FEW else 1.0
-        first: Line | None = None
+        first: BlockLine | None = None
         least = np.inf
         for tree in trees:
             line = self._line(tree)
@@ -116,7 +116,7 @@ class Sizes:
             raise self._too_little_memory(first)
         return chosen
 
-    def _line(self, tree: Tree) -> Line:
+    def _line(self, tree: Tree) -> BlockLine:
         devices = self.problem.cluster.size
         limit = min(max(_BLOCKS_A_DEVICE * devices, _FEWEST_BLOCKS), _MOST_BLOCKS)
         return make_line(self.problem.graph, self.units, tree, self.weights, limit, devices)
@@ -145,11 +145,11 @@ class Sizes:
             self._problems[size] = resized(self.problem, size)
         return self._problems[size]
 
-    def _at_best(self, answer: Answer) -> float:
-        """What a step may turn out to take; nothing overlaps in one stage, whose time is known."""
+    def _at_best(self, answer: Partition) -> float:
+        """Lower bound of a step; nothing overlaps in one stage, whose time is known."""
         return answer.step_s / (self.close if len(answer.drafts) > 1 else 1)
 
-    def _answers(self, line: Line, best: float) -> Iterator[Answer]:
+    def _answers(self, line: BlockLine, best: float) -> Iterator[Partition]:
         """Answers of a line that promise to be better than `best`, or close."""
         batch = self.problem.batch_size
         solver = self._solver(line)
@@ -167,7 +167,7 @@ class Sizes:
                 best = min(best, answer.step_s)
                 yield answer
 
-    def _replicas(self, solver: Solver, tables: Tables) -> Iterator[Answer]:
+    def _replicas(self, solver: Solver, tables: Tables) -> Iterator[Partition]:
         """One stage on all devices, with the largest micro-batches that memory takes: known at once, and often good."""
         for size in sorted(self.loads, reverse=True):
             prices = self._prices(tables, size, (self.problem.cluster.size,))
@@ -176,15 +176,15 @@ class Sizes:
                 yield answer
                 return
 
-    def _solver(self, line: Line) -> Solver:
+    def _solver(self, line: BlockLine) -> Solver:
         return Solver(line, self.problem.cluster.size, self.problem.train)
 
-    def _prices(self, tables: Tables, size: int, degrees: Iterable[int], spare: float = 0.0) -> Prices:
+    def _prices(self, tables: Tables, size: int, degrees: Iterable[int], spare: float = 0.0) -> StagePrices:
         """The prices of a size; each device has its memory limit, and `spare` bytes more."""
         problem, devices = self.problem, self.problem.cluster.size
         shared = bool(problem.graph.batch_axes)
         allowed = [degree for degree in degrees if size % degree == 0 and (shared or degree == 1)]
-        runs = alike_runs(problem.cluster)
+        runs = equal_device_runs(problem.cluster)
         ways = [
             way
             for index, run in enumerate(runs)
@@ -199,13 +199,13 @@ class Sizes:
         drafts, size = found.answer.drafts, found.answer.size
         return Placement(stages_of(found.line.chain, self.samples, self.problem.cluster, drafts, size))
 
-    def _too_little_memory(self, line: Line) -> InfeasibleError:
+    def _too_little_memory(self, line: BlockLine) -> InfeasibleError:
         """The error for the stages that exceed the memory limit by least, on the smallest micro-batches."""
         problem = self.problem
         tables = make_tables(problem, line.chain, self.samples)
         solver = self._solver(line)
 
-        def prices(spare: float) -> Prices:
+        def prices(spare: float) -> StagePrices:
             return self._prices(tables, min(self.loads), self.degrees, spare)
 
         low, high = 0.0, float(problem.memory_of(0))

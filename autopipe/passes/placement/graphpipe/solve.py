@@ -10,13 +10,13 @@ import numpy as np
 
 from autopipe.passes.placement.graphpipe.estimate import stage_depths, step_seconds
 from autopipe.passes.placement.graphpipe.fewest import fewest_devices
-from autopipe.passes.placement.graphpipe.line import Line
-from autopipe.passes.placement.graphpipe.prices import Prices
-from autopipe.passes.placement.graphpipe.search import Search
-from autopipe.passes.placement.graphpipe.stages import Draft
+from autopipe.passes.placement.graphpipe.line import BlockLine
+from autopipe.passes.placement.graphpipe.prices import StagePrices
+from autopipe.passes.placement.graphpipe.search import TargetProbe
+from autopipe.passes.placement.graphpipe.stages import DraftStage
 
 _WORTH_WIDENING = 1.2
-"""Answers that take no longer than so many times the best are given the devices that they leave over."""
+"""Partitions that take no longer than this many times the best are given the devices that they leave over."""
 
 _FEW_STAGES = 6
 """Of more stages, cuts stay where the search puts them."""
@@ -26,10 +26,10 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Partition:
     """A line of stages on micro-batches of `size` samples."""
 
-    drafts: tuple[Draft, ...]
+    drafts: tuple[DraftStage, ...]
     size: int
     depth: int
     step_s: float
@@ -40,13 +40,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Solver:
-    """One line on at most so many devices."""
+    """Search on one line with at most `devices` devices."""
 
-    line: Line
+    line: BlockLine
     devices: int
     train: bool
 
-    def answers(self, prices: Prices, least: float, limit: float) -> Iterator[Answer]:
+    def answers(self, prices: StagePrices, least: float, limit: float) -> Iterator[Partition]:
         """The fastest line of stages, then the fastest of less depth, and so on, as long as they promise to be better.
 
         No stage takes less than `least` seconds a micro-batch; a step must take less than `limit`.
@@ -65,16 +65,16 @@ class Solver:
             levels = answer.depth - 1
             least = target
 
-    def whole(self, prices: Prices) -> Answer | None:
+    def whole(self, prices: StagePrices) -> Partition | None:
         """The fastest single stage; None where memory holds none."""
         at = (0, prices.places - 1)
         fitting = [price for price in prices.each if price.seconds[at] < np.inf and price.most[at]]
         if not fitting:
             return None
         way = min(fitting, key=lambda price: float(price.seconds[at])).way
-        return self._judged((Draft.of(way, *at, 1),), prices)
+        return self._judged((DraftStage.of(way, *at, 1),), prices)
 
-    def widened(self, answer: Answer, prices: Prices) -> Answer:
+    def widened(self, answer: Partition, prices: StagePrices) -> Partition:
         """The answer with devices that it leaves over given to the stages where they shorten the step most.
 
         Of few stages the cuts are moved too, where that does: the target of the search does not ask for it.
@@ -96,7 +96,7 @@ class Solver:
                 return best
             best = better
 
-    def _moved(self, drafts: tuple[Draft, ...], prices: Prices) -> Iterator[tuple[Draft, ...]]:
+    def _moved(self, drafts: tuple[DraftStage, ...], prices: StagePrices) -> Iterator[tuple[DraftStage, ...]]:
         """The stages with one cut a block further on or back, where depths and memory stay as they are."""
         depths = stage_depths(self._before(drafts))
         for stage, (one, other) in enumerate(itertools.pairwise(drafts)):
@@ -110,37 +110,37 @@ class Solver:
                     if stage_depths(self._before(found)) == depths:
                         yield found
 
-    def _resized(self, draft: Draft, start: int, stop: int, prices: Prices) -> Draft | None:
+    def _resized(self, draft: DraftStage, start: int, stop: int, prices: StagePrices) -> DraftStage | None:
         """A stage of other blocks on as many devices; None where they cannot be shared or memory does not hold it."""
         at = (start, stop)
         for price in prices.each:
             way = price.way
             alike = (way.run, way.degree, way.recompute) == (draft.run, draft.degree, draft.recompute)
             if alike and price.seconds[at] < np.inf and price.most[at] >= draft.in_flight:
-                return Draft.of(price.way, start, stop, draft.in_flight)
+                return DraftStage.of(price.way, start, stop, draft.in_flight)
         return None
 
-    def _wider(self, draft: Draft, prices: Prices, spare: int) -> Iterator[Draft]:
+    def _wider(self, draft: DraftStage, prices: StagePrices, spare: int) -> Iterator[DraftStage]:
         """A stage on more devices of its run, `spare` at most, with what it keeps in flight."""
         for price in prices.each:
             at = (draft.start, draft.stop)
             more = price.way.degree - draft.degree if price.way.run == draft.run else 0
             if 0 < more <= spare and price.seconds[at] < np.inf and price.most[at] >= draft.in_flight:
-                yield Draft.of(price.way, draft.start, draft.stop, draft.in_flight)
+                yield DraftStage.of(price.way, draft.start, draft.stop, draft.in_flight)
 
-    def is_held(self, prices: Prices) -> bool:
-        """Whether memory holds some line of stages, however long they take."""
+    def is_held(self, prices: StagePrices) -> bool:
+        """True if memory holds some line of stages, however long they take."""
         return self._meets(prices, np.inf, self._levels(prices))
 
-    def any_answer(self, prices: Prices) -> Answer:
+    def any_answer(self, prices: StagePrices) -> Partition:
         """A line of stages that memory holds, however long they take, where there is one."""
         return self._answer(prices, np.inf, self._levels(prices))
 
-    def _levels(self, prices: Prices) -> int:
+    def _levels(self, prices: StagePrices) -> int:
         """The most stages that follow one another."""
         return min(self.devices, prices.places - 1)
 
-    def fastest(self, prices: Prices, low: float, high: float, levels: int) -> float | None:
+    def fastest(self, prices: StagePrices, low: float, high: float, levels: int) -> float | None:
         """The least number of seconds, between two, that every stage of some line of this depth takes at most."""
         slowest = (np.max(price.seconds, where=price.seconds < np.inf, initial=0.0) for price in prices.each)
         high = min(high, float(max(slowest)))
@@ -167,17 +167,17 @@ class Solver:
                 first = middle + 1
         return float(values[first])
 
-    def _meets(self, prices: Prices, target: float, levels: int) -> bool:
-        """Whether the devices are enough; mostly it is told without levels."""
+    def _meets(self, prices: StagePrices, target: float, levels: int) -> bool:
+        """True if the devices are enough; mostly it is told without levels."""
         needs = prices.needs(target, levels)
         if fewest_devices(self.line.regions, needs[1], prices.runs) > self.devices:
             return False
         if needs[1] is needs[-1] and levels == self._levels(prices):
             return True  # No line has more levels than devices or blocks, and it keeps what it will.
-        search = Search(needs.__getitem__, prices.places, prices.runs, levels)
+        search = TargetProbe(needs.__getitem__, prices.places, prices.runs, levels)
         return search.least(self.line.regions)[0] <= self.devices
 
-    def _answer(self, prices: Prices, target: float, levels: int) -> Answer:
+    def _answer(self, prices: StagePrices, target: float, levels: int) -> Partition:
         """The line that meets the target with the fewest micro-batches in flight."""
         # Mostly no fewer do: from the most downwards.
         fewer = 1
@@ -192,20 +192,20 @@ class Solver:
             else:
                 low = middle + 1
         needs = prices.needs(target, levels)
-        search = Search(needs.__getitem__, prices.places, prices.runs, levels, traced=True)
+        search = TargetProbe(needs.__getitem__, prices.places, prices.runs, levels, traced=True)
         drafts = []
         for piece in search.way(search.least(self.line.regions)[1]):
             way = prices.way(piece, target)
-            drafts.append(Draft.of(way, piece.start, piece.stop, min(piece.level, prices.micro_batches)))
+            drafts.append(DraftStage.of(way, piece.start, piece.stop, min(piece.level, prices.micro_batches)))
         return self._judged(tuple(drafts), prices)
 
-    def _judged(self, drafts: tuple[Draft, ...], prices: Prices) -> Answer:
+    def _judged(self, drafts: tuple[DraftStage, ...], prices: StagePrices) -> Partition:
         memory = max(draft.memory / prices.limits[draft.run] for draft in drafts)
         before = self._before(drafts)
         step = step_seconds(drafts, before, prices.micro_batches, self.train)
-        return Answer(drafts, prices.size, max(stage_depths(before)), step, memory)
+        return Partition(drafts, prices.size, max(stage_depths(before)), step, memory)
 
-    def _before(self, drafts: Sequence[Draft]) -> list[list[int]]:
+    def _before(self, drafts: Sequence[DraftStage]) -> list[list[int]]:
         """For each stage the stages that it reads from."""
         masks = [(1 << draft.stop) - (1 << draft.start) for draft in drafts]
         found = []

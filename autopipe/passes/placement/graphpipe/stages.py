@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.placement import Stage
 from autopipe.passes.cost.chain import Chain
-from autopipe.passes.cost.kinds import alike_runs
+from autopipe.passes.cost.kinds import equal_device_runs
 from autopipe.passes.cost.splits import SampleAxes
-from autopipe.passes.placement.graphpipe.ways import Way
+from autopipe.passes.placement.graphpipe.ways import StageOption
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class DraftStage:
     """A stage that has no devices yet: blocks `start` to `stop - 1` of a line on `degree` devices."""
 
     start: int
@@ -35,11 +35,11 @@ class Draft:
     in_flight: int
 
     @staticmethod
-    def of(way: Way, start: int, stop: int, in_flight: int) -> Draft:
+    def of(way: StageOption, start: int, stop: int, in_flight: int) -> DraftStage:
         """A stretch run in some way."""
         at = (start, stop)
         memory = way.always[at] + in_flight * way.kept[at]
-        return Draft(
+        return DraftStage(
             start,
             stop,
             way.run,
@@ -56,17 +56,17 @@ class Draft:
 
 
 def stages_of(
-    chain: Chain, samples: SampleAxes, cluster: Cluster, drafts: Sequence[Draft], size: int
+    chain: Chain, samples: SampleAxes, cluster: Cluster, drafts: Sequence[DraftStage], size: int
 ) -> tuple[Stage, ...]:
     """Stages in the line's order, on micro-batches of `size` samples."""
     stages = []
-    for draft, devices in zip(drafts, groups(alike_runs(cluster), drafts), strict=True):
+    for draft, devices in zip(drafts, groups(equal_device_runs(cluster), drafts), strict=True):
         nodes = chain.nodes(draft.start, draft.stop)
         stages.append(Stage(nodes, devices, size, samples.splits(nodes, draft.degree), draft.recompute))
     return tuple(stages)
 
 
-def groups(runs: Sequence[range], drafts: Sequence[Draft]) -> list[tuple[int, ...]]:
+def groups(runs: Sequence[range], drafts: Sequence[DraftStage]) -> list[tuple[int, ...]]:
     """Neighbouring devices of its run for each stage, larger groups first: where degrees and nodes are powers of two,
     no group that would fit into a node then lies in two. Among equal ones neighbours in the line are neighbours."""
     order = sorted(range(len(drafts)), key=lambda stage: -drafts[stage].degree)

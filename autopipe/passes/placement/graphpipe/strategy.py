@@ -19,7 +19,7 @@ from autopipe.passes.placement.graphpipe.check import check_stages
 from autopipe.passes.placement.graphpipe.notes import region_notes
 from autopipe.passes.placement.graphpipe.orders import other_orders
 from autopipe.passes.placement.graphpipe.own_sizes import with_own_sizes
-from autopipe.passes.placement.graphpipe.sizes import Sizes
+from autopipe.passes.placement.graphpipe.sizes import MicroBatchSearch
 from autopipe.passes.placement.graphpipe.tree import decompose
 from autopipe.passes.placement.graphpipe.units import make_units
 from autopipe.passes.spmd.search.further import split_further
@@ -34,7 +34,7 @@ class GraphPipe:
     """How the devices of a stage share its work: by samples, or as the search for splits makes a step shorter."""
 
     per_stage_micro_batch: bool = False
-    """Whether stages get micro-batches of their own sizes where a step by kFkB is shorter with them."""
+    """True if stages get micro-batches of their own sizes where a step by kFkB is shorter with them."""
 
     name: ClassVar[str] = "graphpipe"
 
@@ -77,7 +77,7 @@ def _in_stages(problem: Problem) -> Placement | InfeasibleError:
     found = decompose(units.needs, weights)
     trees = itertools.chain((found.tree,), other_orders(found.tree, units.needs, weights))
     try:
-        best = Sizes(problem, units, forward + backward).best(trees)
+        best = MicroBatchSearch(problem, units, forward + backward).best(trees)
     except InfeasibleError as error:
         return error
     placement = replace(best, notes=region_notes(problem.graph, units, found.regions))

@@ -69,7 +69,7 @@ def leaves(tree: Tree) -> tuple[int, ...]:
 
 
 class Relations:
-    """What waits for what, directly and not, as bits."""
+    """Transitive dependencies as bits."""
 
     def __init__(self, needs: tuple[int, ...]) -> None:
         self.needs = needs

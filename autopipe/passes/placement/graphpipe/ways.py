@@ -1,4 +1,4 @@
-"""What every stretch of the line takes as one stage on so many devices, and what it needs of their memory.
+"""Time and memory of every range of the line as one stage, by number of devices.
 
 All figures grow with the micro-batch by a straight line. They are read off once, and no graph is made for each size.
 """
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Cluster, Link
 from autopipe.passes.cost.chain_tables import Tables
-from autopipe.passes.cost.kinds import alike_runs
+from autopipe.passes.cost.kinds import equal_device_runs
 from autopipe.passes.cost.ranges import Matrix, range_sums
 from autopipe.passes.cost.replicas import exchange_of_gradients, updated_part
 from autopipe.passes.cost.roofline import accumulate_per_byte, task_seconds, update_line
@@ -21,7 +21,7 @@ from autopipe.passes.placement.graphpipe.seconds import NodeSeconds
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class StageOption:
     """A way of running stretches: on `degree` devices of a run of like ones, with or without recomputation.
 
     Every matrix is indexed by (first block, block after the last); seconds are those of a micro-batch.
@@ -58,13 +58,13 @@ class Way:
         return np.clip(np.where(room < 0, 0, found), 0, levels).astype(np.int16)
 
 
-def ways_of(tables: Tables, seconds: NodeSeconds, size: int, degree: int, run: int = 0) -> Iterator[Way]:
+def ways_of(tables: Tables, seconds: NodeSeconds, size: int, degree: int, run: int = 0) -> Iterator[StageOption]:
     """The ways that the problem's recomputation leaves, with micro-batches of `size` samples.
 
-    `run` is that of the devices, as `alike_runs` counts them.
+    `run` is that of the devices, as `equal_device_runs` counts them.
     """
     problem, chain = tables.problem, tables.chain
-    devices = alike_runs(problem.cluster)[run]
+    devices = equal_device_runs(problem.cluster)[run]
     kinds = problem.cluster.kinds_among(devices)
     part = size / problem.micro_batch_size / degree
     received, sent, kept, workspace = (
@@ -82,7 +82,7 @@ def ways_of(tables: Tables, seconds: NodeSeconds, size: int, degree: int, run: i
     always = tables.held(degree) + workspace + received + sent
     if not problem.train:
         zero = np.zeros_like(forward)
-        yield Way(run, degree, False, forward, zero, arriving, zero, zero, always, zero)
+        yield StageOption(run, degree, False, forward, zero, arriving, zero, zero, always, zero)
         return
     backward += starts[1] + tables.gradients * accumulate_per_byte(device) * (1 - size / problem.batch_size)
     returning = tables.leaving * link.latency_s + sent / link.bandwidth_bytes_per_s
@@ -91,9 +91,11 @@ def ways_of(tables: Tables, seconds: NodeSeconds, size: int, degree: int, run: i
     end += exchange_of_gradients(problem, devices[:degree]).seconds_each(tables.gradients)
     always = always + received + sent
     if problem.recompute != "full":
-        yield Way(run, degree, False, forward, backward, arriving, returning, end, always, kept)
+        yield StageOption(run, degree, False, forward, backward, arriving, returning, end, always, kept)
     if problem.recompute != "none":
-        yield Way(run, degree, True, forward, forward + backward, arriving, returning, end, always + kept, received)
+        yield StageOption(
+            run, degree, True, forward, forward + backward, arriving, returning, end, always + kept, received
+        )
 
 
 def _mean_link(cluster: Cluster, devices: range, degree: int) -> Link:

@@ -1,4 +1,4 @@
-"""What a factorisation takes at least, and about, before any of its stages is made."""
+"""Lower bound and estimate of a factorisation, before any of its stages is made."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Bounds:
     chunks: int
     """Stages of each group."""
     is_live: NDArray[np.bool_]
-    """Whether a step runs a node."""
+    """True if a step runs a node."""
     state: State
     """Of all parameters, on one device."""
     _seconds: dict[int, float] = field(default_factory=dict)
 
     @staticmethod
     def of(problem: Problem, chunks: int) -> Bounds:
-        """The bounds of a problem, for so many stages a group."""
+        """The bounds of a problem, for `chunks` stages a group."""
         whole = Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size)
         wanted = (problem.loss,) if problem.train and problem.loss is not None else problem.graph.outputs
         (plan,) = assign_nodes(problem.graph, Placement((whole,)), wanted)

@@ -39,7 +39,7 @@ class Degrees:
         )
 
     def may_be_apart(self, cluster: Cluster) -> bool:
-        """Whether it makes a difference where replicas are."""
+        """True if it makes a difference where replicas are."""
         return self.pipeline > 1 and self.data > 1 and cluster.node_count > 1
 
     def __str__(self) -> str:

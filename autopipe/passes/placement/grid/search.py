@@ -14,8 +14,8 @@ from autopipe.passes.cost.memory import static_memory
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.grid.bounds import Bounds
 from autopipe.passes.placement.grid.degrees import Degrees
-from autopipe.passes.placement.grid.sized import Sized
-from autopipe.passes.schedule.trial import fitting_step_s
+from autopipe.passes.placement.grid.sized import SizedProblem
+from autopipe.passes.schedule.trial import quick_step_seconds
 
 _TASKS = 2**14
 """The most stages times micro-batches that are tried first: one sample at a time may mean tens of thousands of
@@ -26,7 +26,7 @@ _CLOSE = 1.1
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class GridTrial:
     """A placement that memory holds, and its step."""
 
     degrees: Degrees
@@ -37,12 +37,12 @@ class Trial:
     """Of each device, but equal ones once: bytes whatever the micro-batches, bytes that grow with them, the limit."""
 
     def fits(self, size: int) -> bool:
-        """Whether memory should hold the same with micro-batches of so many samples."""
+        """True if memory should hold the same with micro-batches of `size` samples."""
         return all(fixed + grows * size / self.size <= limit for fixed, grows, limit in self.memory)
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
+class Factorisation:
     """A factorisation with the sizes of micro-batches that it may have, ascending, and an estimate of the step with
     each."""
 
@@ -52,7 +52,7 @@ class Walk:
     soon: int
     """The size to be tried first: the smallest that does not make too many tasks."""
 
-    def promise(self, first: Trial) -> tuple[int, float]:
+    def promise(self, first: GridTrial) -> tuple[int, float]:
         """Of the sizes that memory should hold the place of the best, and its step: as much longer than that of the
         size which was tried first as estimates say."""
         tried = self.sizes.index(first.size)
@@ -61,27 +61,27 @@ class Walk:
         return best, first.step_s * self.estimates[best] / self.estimates[tried]
 
 
-def _walk_of(bounds: Bounds, degrees: Degrees, sizes: Sequence[int]) -> Walk | None:
+def _walk_of(bounds: Bounds, degrees: Degrees, sizes: Sequence[int]) -> Factorisation | None:
     """None where no size can be shared by the replicas."""
     own = tuple(size for size in sizes if size % degrees.data == 0)
     if not own:
         return None
     most = max(1, _TASKS // (degrees.pipeline * bounds.chunks))
     soon = next((size for size in own if bounds.problem.batch_size <= most * size), own[-1])
-    return Walk(degrees, own, tuple(bounds.estimate_s(degrees, size) for size in own), soon)
+    return Factorisation(degrees, own, tuple(bounds.estimate_s(degrees, size) for size in own), soon)
 
 
 @dataclass(slots=True, eq=False)
-class Search:
+class GridSearch:
     """One search: the best trial so far, and the problem on micro-batches of the sizes that were looked into."""
 
     problem: Problem
     chunks: int
     wave: bool
-    best: Trial | None = None
+    best: GridTrial | None = None
     refused: list[AutopipeError] = field(default_factory=list)
-    _sized: dict[int, Sized | AutopipeError] = field(default_factory=dict)
-    _trials: dict[tuple[Degrees, int], Trial | None] = field(default_factory=dict)
+    _sized: dict[int, SizedProblem | AutopipeError] = field(default_factory=dict)
+    _trials: dict[tuple[Degrees, int], GridTrial | None] = field(default_factory=dict)
 
     def run(self, every: Sequence[Degrees], sizes: Sequence[int]) -> Placement:
         """The best of all factorisations on micro-batches of any of `sizes` samples.
@@ -108,7 +108,7 @@ class Search:
             self._try(replace(self.best.degrees, apart=True), self.best.size)
         return self.best.placement
 
-    def _go(self, walk: Walk, start: int) -> None:
+    def _go(self, walk: Factorisation, start: int) -> None:
         """Try micro-batches of the size that promises most, and larger and smaller ones as long as that helps."""
         middle = self._try(walk.degrees, walk.sizes[start])
         for places in (range(start + 1, len(walk.sizes)), range(start - 1, -1, -1)):
@@ -119,7 +119,7 @@ class Search:
                     break
 
     def _has_room(self, bounds: Bounds, degrees: Degrees) -> bool:
-        """Whether memory may hold the parameters and their state."""
+        """True if memory may hold the parameters and their state."""
         try:
             bounds.check_memory(degrees)
         except InfeasibleError as error:
@@ -127,12 +127,12 @@ class Search:
             return False
         return True
 
-    def _shorter(self, degrees: Degrees, size: int, last: Trial | None) -> Trial | None:
+    def _shorter(self, degrees: Degrees, size: int, last: GridTrial | None) -> GridTrial | None:
         """The trial of another size where it is shorter than the last one."""
         found = self._try(degrees, size)
         return found if found and (last is None or found.step_s < last.step_s) else None
 
-    def _try(self, degrees: Degrees, size: int) -> Trial | None:
+    def _try(self, degrees: Degrees, size: int) -> GridTrial | None:
         """The placement on micro-batches of that size, tried once; None where there is none."""
         key = degrees, size
         if key not in self._trials:
@@ -145,23 +145,23 @@ class Search:
                 self.best = found if found.step_s < self._best_s() else self.best
         return self._trials[key]
 
-    def _trial(self, sized: Sized, degrees: Degrees) -> Trial:
+    def _trial(self, sized: SizedProblem, degrees: Degrees) -> GridTrial:
         problem = sized.problem
         placement = fitted(problem, sized.placement(degrees, self.chunks, self.wave))
         costs = stage_costs(problem, placement)
-        step_s = fitting_step_s(problem, placement, costs)
+        step_s = quick_step_seconds(problem, placement, costs)
         used, fixed = device_memory(problem, placement, costs), static_memory(problem, placement)
         limits = (problem.memory_of(device) for device in range(problem.cluster.size))
         memory = {(held, most - held, limit) for held, most, limit in zip(fixed, used, limits, strict=True)}
-        return Trial(degrees, problem.micro_batch_size, placement, step_s, tuple(sorted(memory)))
+        return GridTrial(degrees, problem.micro_batch_size, placement, step_s, tuple(sorted(memory)))
 
     def _best_s(self) -> float:
         return math.inf if self.best is None else self.best.step_s
 
-    def _of(self, size: int) -> Sized:
+    def _of(self, size: int) -> SizedProblem:
         if size not in self._sized:
             try:
-                self._sized[size] = Sized.of(self.problem, size)
+                self._sized[size] = SizedProblem.of(self.problem, size)
             except (ConfigurationError, ModelError) as error:
                 self._sized[size] = error
         found = self._sized[size]

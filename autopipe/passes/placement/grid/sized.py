@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.constraints import Wish, wishes_of
+from autopipe.passes.cost.constraints import ResolvedConstraint, wishes_of
 from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
 from autopipe.passes.placement.grid.degrees import Degrees
@@ -22,18 +22,18 @@ Nodes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sized:
-    """What is known of micro-batches of one size."""
+class SizedProblem:
+    """Facts on micro-batches of one size."""
 
     problem: Problem
     samples: SampleAxes
-    wishes: tuple[Wish, ...]
+    wishes: tuple[ResolvedConstraint, ...]
 
     @staticmethod
-    def of(problem: Problem, size: int) -> Sized:
+    def of(problem: Problem, size: int) -> SizedProblem:
         """Raises ConfigurationError or ModelError where there can be no micro-batches of `size` samples."""
         own = resized(problem, size)
-        return Sized(own, sample_axes(own.graph), wishes_of(own))
+        return SizedProblem(own, sample_axes(own.graph), wishes_of(own))
 
     def placement(self, degrees: Degrees, chunks: int, wave: bool) -> Placement:
         """The stages of a factorisation, recomputing where all are to.

@@ -11,12 +11,12 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.constraints import asked_sizes, wishes_of
+from autopipe.passes.cost.constraints import required_sizes, wishes_of
 from autopipe.passes.cost.fit import check_operators
-from autopipe.passes.cost.kinds import alike_runs, describe_kinds, may_share
+from autopipe.passes.cost.kinds import describe_kinds, equal_device_runs, may_share
 from autopipe.passes.orders import best_order
 from autopipe.passes.placement.grid.degrees import factorisations
-from autopipe.passes.placement.grid.search import Search
+from autopipe.passes.placement.grid.search import GridSearch
 from autopipe.passes.spmd.wishes import check_wishes
 
 
@@ -39,7 +39,7 @@ class Grid:
     chunks: int = 1
     """Stages of each group, which the line passes again and again, as interleaved schedules want it."""
     wave: bool = False
-    """Whether it passes the groups back and forth instead, as V-shaped schedules want it."""
+    """True if it passes the groups back and forth instead, as V-shaped schedules want it."""
 
     name: ClassVar[str] = "grid"
 
@@ -80,7 +80,7 @@ class Grid:
     def _placed(self, problem: Problem) -> Placement:
         wishes = wishes_of(problem)
         degrees = tuple(factorisations(problem.cluster, self.pipeline, self.data, self.tensor))
-        if len(alike_runs(problem.cluster)) > 1:
+        if len(equal_device_runs(problem.cluster)) > 1:
             degrees = tuple(each for each in degrees if all(may_share(problem, group) for group in each.groups()))
             if not degrees:
                 raise InfeasibleError(
@@ -88,6 +88,6 @@ class Grid:
                     f"{describe_kinds(problem.cluster, range(problem.cluster.size))}",
                     hint="set cluster.straddle to true, or take other degrees",
                 )
-        placement = Search(problem, self.chunks, self.wave).run(degrees, asked_sizes(problem, wishes))
+        placement = GridSearch(problem, self.chunks, self.wave).run(degrees, required_sizes(problem, wishes))
         check_wishes(problem, placement, self.name)
         return placement

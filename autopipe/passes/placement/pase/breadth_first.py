@@ -13,7 +13,7 @@ from autopipe.passes.batching import Division
 from autopipe.passes.cost.fit import check_operators
 from autopipe.passes.cost.kinds import check_one_kind
 from autopipe.passes.placement.pase.placing import in_stages
-from autopipe.passes.solvers.min_sum import Answer, TableTooLargeError, eliminate
+from autopipe.passes.solvers.min_sum import Assignment, TableTooLargeError, eliminate
 from autopipe.passes.spmd.search.tables import Tables
 
 
@@ -44,7 +44,7 @@ class BreadthFirst:
         """
         return in_stages(problem, 1, self._eliminated)
 
-    def _eliminated(self, tables: Tables, limit: float | None) -> Answer:
+    def _eliminated(self, tables: Tables, limit: float | None) -> Assignment:
         if limit is not None:
             raise InfeasibleError("breadth_first knows no memory limit", hint="take strategy pase")
         try:

@@ -16,7 +16,7 @@ from autopipe.passes.cost.fit import check_operators
 from autopipe.passes.cost.kinds import check_one_kind
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.placement.pase.placing import in_stages
-from autopipe.passes.solvers.min_sum import Answer
+from autopipe.passes.solvers.min_sum import Assignment
 from autopipe.passes.solvers.min_sum.metropolis import walk
 from autopipe.passes.spmd.search.configurations import Splits
 from autopipe.passes.spmd.search.tables import Tables
@@ -57,7 +57,7 @@ class Mcmc:
         """
         return replace(in_stages(problem, 1, partial(self._walk, problem)), proof=None)
 
-    def _walk(self, problem: Problem, tables: Tables, limit: float | None) -> Answer:
+    def _walk(self, problem: Problem, tables: Tables, limit: float | None) -> Assignment:
         hubs = len(tables.model.costs) - len(tables.nodes)
         return walk(
             tables.model,

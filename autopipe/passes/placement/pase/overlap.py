@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopipe.passes.solvers.min_sum import Answer, MinSum
+from autopipe.passes.solvers.min_sum import Assignment, MinSum
 from autopipe.passes.spmd.search.moves import Floats
 from autopipe.passes.spmd.search.tables import Tables
 
@@ -23,9 +23,9 @@ _CLOSE = 1e-6
 """Share of a step below which a gap is none."""
 
 
-def solve_overlapped(tables: Tables, solve: Callable[[MinSum], Answer]) -> Answer:
+def solve_overlapped(tables: Tables, solve: Callable[[MinSum], Assignment]) -> Assignment:
     """The best choice found and its bound, its cost a step in which backward hides the exchange of gradients."""
-    best: Answer | None = None
+    best: Assignment | None = None
     bound = 0.0
     low, high, weight = 0.0, 1.0, 0.0
     for _ in range(_ROUNDS):
@@ -55,7 +55,7 @@ def _weighed(tables: Tables, weight: float) -> tuple[Floats, ...]:
     return tuple(found)
 
 
-def _beyond(tables: Tables, answer: Answer) -> float:
+def _beyond(tables: Tables, answer: Assignment) -> float:
     """G - B of a choice."""
     each = zip(tables.gradients, tables.backwards, answer.choice, strict=True)
     return float(np.sum([gradients[number] - backward[number] for gradients, backward, number in each]))

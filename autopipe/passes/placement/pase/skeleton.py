@@ -1,4 +1,4 @@
-"""What is fixed before splits are searched: which stage has which nodes on which devices, and what constraints ask."""
+"""Template before splits are searched: nodes and devices of each stage, and the splits of constraints."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import dataclass
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.constraints import Wish, wishes_of
+from autopipe.passes.cost.constraints import ResolvedConstraint, wishes_of
 from autopipe.passes.cost.splits import sample_axes
-from autopipe.passes.cost.wished import wished_splits
+from autopipe.passes.cost.wished import required_splits
 from autopipe.passes.spmd.cutting import cut_into_stages
 from autopipe.passes.spmd.search.configurations import Splits
 from autopipe.passes.spmd.settled import check_degrees, settled_stages
 
 
 @dataclass(frozen=True, slots=True)
-class Skeleton:
+class StageTemplate:
     """Stages without splits, and the splits that constraints ask for, by node."""
 
     placement: Placement
     wished: dict[int, Splits]
 
 
-def skeleton_of(problem: Problem, count: int) -> Skeleton:
+def skeleton_of(problem: Problem, count: int) -> StageTemplate:
     """The problem as `count` stages that follow its constraints.
 
     Raises ConfigurationError naming constraints that contradict one another or cannot be followed.
     """
     wishes = wishes_of(problem)
-    wished = wished_splits(wishes, sample_axes(problem.graph))
+    wished = required_splits(wishes, sample_axes(problem.graph))
     groups = _groups(problem, wishes, count)
     fixed = settled_stages(wishes, groups, "pase")
     recompute = problem.train and problem.recompute == "full"
@@ -40,10 +40,10 @@ def skeleton_of(problem: Problem, count: int) -> Skeleton:
     )
     placement = Placement(tuple(stages))
     check_degrees(problem, wished, placement)
-    return Skeleton(placement, wished)
+    return StageTemplate(placement, wished)
 
 
-def _groups(problem: Problem, wishes: Sequence[Wish], count: int) -> list[tuple[int, ...]]:
+def _groups(problem: Problem, wishes: Sequence[ResolvedConstraint], count: int) -> list[tuple[int, ...]]:
     """The devices of each stage: equal groups in order; those asked for where there is one stage."""
     size = problem.cluster.size
     if size % count:

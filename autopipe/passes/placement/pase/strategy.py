@@ -20,7 +20,7 @@ from autopipe.passes.placement.pase.overlap import solve_overlapped
 from autopipe.passes.placement.pase.paper.placing import placement_of
 from autopipe.passes.placement.pase.paper.search import search
 from autopipe.passes.placement.pase.placing import in_stages
-from autopipe.passes.solvers.min_sum import Answer, MinSum, TableTooLargeError, eliminate
+from autopipe.passes.solvers.min_sum import Assignment, MinSum, TableTooLargeError, eliminate
 from autopipe.passes.spmd.search.exact import Exact
 from autopipe.passes.spmd.search.tables import Tables
 
@@ -43,7 +43,7 @@ class Pase:
     """Pipeline stages, of equal groups of devices; splits are searched inside each."""
 
     overlap: bool = False
-    """Whether the exchange of gradients counts only as far as the last micro-batch's backward does not hide it."""
+    """True if the exchange of gradients counts only as far as the last micro-batch's backward does not hide it."""
 
     name: ClassVar[str] = "pase"
 
@@ -87,7 +87,7 @@ class Pase:
             proof = SplitProof(found.cost, found.bound, found.proven, "operations")
             return replace(fitted(problem, placement_of(problem, found)), proof=proof)
 
-        def solver(tables: Tables, limit: float | None) -> Answer:
+        def solver(tables: Tables, limit: float | None) -> Assignment:
             if self.overlap:
                 return solve_overlapped(tables, lambda model: self._solved(model, limit, exact))
             return self._solved(tables.model, limit, exact)
@@ -97,7 +97,7 @@ class Pase:
 
         return best_order(problem, placed) if self.stages > 1 else placed(problem)
 
-    def _solved(self, model: MinSum, limit: float | None, exact: Exact) -> Answer:
+    def _solved(self, model: MinSum, limit: float | None, exact: Exact) -> Assignment:
         """The answer of the chosen solver, within `limit` bytes."""
         if self.solver == "exact":
             return exact.solved(model, limit)

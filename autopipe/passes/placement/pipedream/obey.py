@@ -9,14 +9,14 @@ import numpy as np
 
 from autopipe.ir.errors import ConfigurationError
 from autopipe.passes.cost.chain import Chain
-from autopipe.passes.cost.constraints import BATCH_AXIS, Wish
+from autopipe.passes.cost.constraints import BATCH_AXIS, ResolvedConstraint
 from autopipe.passes.cost.ranges import Matrix
 from autopipe.passes.cost.splits import SampleAxes
 from autopipe.passes.placement.pipedream.search import Price
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ChainConstraint:
     """The blocks `first` to `last` go, together, to the stage that has what is not None here."""
 
     first: int
@@ -42,7 +42,7 @@ class Rule:
         return np.where((first <= self.first) & (stop > self.last), 0.0, np.inf)
 
 
-def ruled(price: Price, rules: tuple[Rule, ...], size: int, stages: int) -> Price:
+def ruled(price: Price, rules: tuple[ChainConstraint, ...], size: int, stages: int) -> Price:
     """`price` with the rules obeyed, for chains of `stages` stages (which matters to rules about a stage alone)."""
 
     def obedient(place: int, device: int, degree: int) -> Matrix:
@@ -52,7 +52,7 @@ def ruled(price: Price, rules: tuple[Rule, ...], size: int, stages: int) -> Pric
     return obedient
 
 
-def groups_of(wishes: tuple[Wish, ...]) -> tuple[tuple[int, ...], ...]:
+def groups_of(wishes: tuple[ResolvedConstraint, ...]) -> tuple[tuple[int, ...], ...]:
     """Nodes that cuts must be able to part from the others: all of one stage together, else of one constraint."""
     by_stage: dict[int, list[int]] = {}
     for wish in wishes:
@@ -62,24 +62,24 @@ def groups_of(wishes: tuple[Wish, ...]) -> tuple[tuple[int, ...], ...]:
     return (*map(tuple, by_stage.values()), *rest)
 
 
-def rules_of(wishes: tuple[Wish, ...], chain: Chain, samples: SampleAxes) -> tuple[Rule, ...]:
+def rules_of(wishes: tuple[ResolvedConstraint, ...], chain: Chain, samples: SampleAxes) -> tuple[ChainConstraint, ...]:
     """The wishes as rules. Raises ConfigurationError, with the reason, for those that no chain can fulfil."""
-    stages: dict[int, Rule] = {}
-    found: list[Rule] = []
+    stages: dict[int, ChainConstraint] = {}
+    found: list[ChainConstraint] = []
     for wish in wishes:
         blocks = chain.block_of[list(wish.nodes)]
         first, last = int(blocks.min()), int(blocks.max())
         if wish.constraint.stage is not None:
             other = stages.get(wish.constraint.stage)
             low, high = (first, last) if other is None else (min(first, other.first), max(last, other.last))
-            stages[wish.constraint.stage] = Rule(low, high, stage=wish.constraint.stage)
+            stages[wish.constraint.stage] = ChainConstraint(low, high, stage=wish.constraint.stage)
         if wish.devices is not None:
-            found.append(Rule(first, last, devices=_neighbours(wish)))
+            found.append(ChainConstraint(first, last, devices=_neighbours(wish)))
         found.extend(_degrees(wish, chain, samples))
     return (*stages.values(), *found)
 
 
-def _neighbours(wish: Wish) -> range:
+def _neighbours(wish: ResolvedConstraint) -> range:
     assert wish.devices is not None
     devices = sorted(wish.devices)
     if devices[-1] - devices[0] + 1 != len(devices):
@@ -90,11 +90,11 @@ def _neighbours(wish: Wish) -> range:
     return range(devices[0], devices[-1] + 1)
 
 
-def _degrees(wish: Wish, chain: Chain, samples: SampleAxes) -> Iterator[Rule]:
+def _degrees(wish: ResolvedConstraint, chain: Chain, samples: SampleAxes) -> Iterator[ChainConstraint]:
     nodes = [node for node in wish.nodes if samples.axes[node] is not None]
     if wish.constraint.split == ():
         for block in sorted({int(chain.block_of[node]) for node in nodes}):
-            yield Rule(block, block, degree=1)
+            yield ChainConstraint(block, block, degree=1)
     for axis, degree in wish.constraint.split or ():
         if not nodes or any(axis not in (BATCH_AXIS, samples.axes[node]) for node in nodes):
             raise ConfigurationError(
@@ -102,4 +102,4 @@ def _degrees(wish: Wish, chain: Chain, samples: SampleAxes) -> Iterator[Rule]:
                 hint="strategy manual follows any constraint",
             )
         for block in sorted({int(chain.block_of[node]) for node in nodes}):
-            yield Rule(block, block, degree=degree)
+            yield ChainConstraint(block, block, degree=degree)

@@ -13,10 +13,10 @@ from autopipe.passes.cost.communication import Cost
 from autopipe.passes.cost.kinds import may_share
 from autopipe.passes.cost.ranges import Matrix
 from autopipe.passes.cost.replicas import exchange_of_gradients
-from autopipe.passes.placement.pipedream.search import Piece
+from autopipe.passes.placement.pipedream.search import ChainStage
 
 
-class Prices:
+class StagePrices:
     """Prices by place from the end, first device and degree; surroundings that are alike share their figures."""
 
     def __init__(self, tables: Tables) -> None:
@@ -48,8 +48,8 @@ class Prices:
         plain, again = self._memory(degree, self._in_flight(place))
         return np.minimum(plain, again) - self._limit(device, degree) + self._empty
 
-    def recomputes(self, place: int, piece: Piece) -> bool:
-        """Whether a stage of an answer runs its forward again."""
+    def recomputes(self, place: int, piece: ChainStage) -> bool:
+        """True if a stage of an answer runs its forward again."""
         fits, _ = self._fits(piece.degree, self._in_flight(place), self._limit(piece.device, piece.degree))
         return not fits[piece.first, piece.stop]
 

@@ -16,7 +16,7 @@ from autopipe.passes.cost.ranges import Matrix
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChainStage:
     """One stage of an answer: blocks `first` to `stop - 1` on `degree` devices from `device` on, at a price."""
 
     first: int
@@ -32,7 +32,7 @@ Price = Callable[[int, int, int], Matrix]
 
 def search(
     blocks: int, devices: int, stages: int, degrees: tuple[int, ...], price: Price, join: np.ufunc = np.maximum
-) -> Iterator[list[Piece]]:
+) -> Iterator[list[ChainStage]]:
     """For every number of stages up to `stages` the best chain over all devices, if there is any.
 
     The best has the least largest price, or with `join=np.add` the least sum of prices.
@@ -71,13 +71,13 @@ def _ending(blocks: int) -> np.ndarray:
 
 def _trace(
     choices: list[dict[int, tuple[np.ndarray, np.ndarray]]], place: int, devices: int, price: Price
-) -> list[Piece]:
+) -> list[ChainStage]:
     pieces = []
     first, used = 0, devices
     for left in range(place, 0, -1):
         stops, degrees = choices[left][used]
         stop, degree = int(stops[first]), int(degrees[first])
         device = devices - used
-        pieces.append(Piece(first, stop, device, degree, float(price(left, device, degree)[first, stop])))
+        pieces.append(ChainStage(first, stop, device, degree, float(price(left, device, degree)[first, stop])))
         first, used = stop, used - degree
     return pieces

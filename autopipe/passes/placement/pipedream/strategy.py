@@ -20,10 +20,10 @@ from autopipe.passes.cost.fit import check_operators, out_of_memory
 from autopipe.passes.cost.ranges import Matrix
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.orders import best_order
-from autopipe.passes.placement.pipedream.obey import Rule, groups_of, ruled, rules_of
-from autopipe.passes.placement.pipedream.prices import Prices
-from autopipe.passes.placement.pipedream.search import Piece, Price, search
-from autopipe.passes.sweep import Answer, best_size
+from autopipe.passes.placement.pipedream.obey import ChainConstraint, groups_of, ruled, rules_of
+from autopipe.passes.placement.pipedream.prices import StagePrices
+from autopipe.passes.placement.pipedream.search import ChainStage, Price, search
+from autopipe.passes.sweep import SweepResult, best_size
 
 _MOST_BLOCKS = 224
 """Cuts that the search considers: its time grows with their square."""
@@ -39,12 +39,12 @@ class PipeDream:
     max_stages: int | None = None
     """The most stages; as many as there are devices where nothing is given."""
     replicate: bool = True
-    """Whether several devices may share a stage's samples."""
+    """True if several devices may share a stage's samples."""
     sweep: bool = False
-    """Whether it tries all sizes of micro-batches, where they are left open, for the one with the shortest step."""
+    """True if it tries all sizes of micro-batches, where they are left open, for the one with the shortest step."""
 
     objective: Literal["step", "slowest_stage"] = "step"
-    """What is to take least time: a whole step, filling and draining included, or, as published, the slowest stage."""
+    """Objective: the time of a whole step, filling and draining included, or, as published, of the slowest stage."""
 
     name: ClassVar[str] = "pipedream"
 
@@ -67,7 +67,7 @@ class PipeDream:
         """
         return best_order(problem, lambda ordered: best_size(ordered, lambda sized, _: self._answer(sized)))
 
-    def _answer(self, problem: Problem) -> Answer:
+    def _answer(self, problem: Problem) -> SweepResult:
         """The chain for the problem's micro-batches."""
         wishes = wishes_of(problem)
         forward, backward = mean_seconds(problem)
@@ -76,10 +76,10 @@ class PipeDream:
         # Constraints speak of the devices there are; without any, fewer will do.
         least_devices = problem.cluster.size if rules else 1
         for devices in range(problem.cluster.size, least_devices - 1, -1):
-            prices = Prices(replace(tables, problem=replace(problem, cluster=problem.cluster.take(devices))))
+            prices = StagePrices(replace(tables, problem=replace(problem, cluster=problem.cluster.take(devices))))
             pieces = self._best(prices, rules)
             if pieces:
-                return Answer(_placement(prices, pieces), _step_seconds(prices, pieces))
+                return SweepResult(_placement(prices, pieces), _step_seconds(prices, pieces))
             nearest = min(self._answers(prices, prices.excess, rules), key=_highest, default=[])
             if nearest:
                 raise _out_of_memory(prices.problem, nearest)
@@ -89,14 +89,14 @@ class PipeDream:
             hint="strategy manual follows any constraint",
         )
 
-    def _answers(self, prices: Prices, price: Price, rules: tuple[Rule, ...]) -> list[list[Piece]]:
+    def _answers(self, prices: StagePrices, price: Price, rules: tuple[ChainConstraint, ...]) -> list[list[ChainStage]]:
         """The best chain for each number of stages that has one."""
         devices, blocks = prices.problem.cluster.size, prices.tables.chain.blocks
         most = min(self.max_stages or devices, devices)
         degrees = self._degrees(prices.problem)
         if all(rule.stage is None for rule in rules):
             return list(search(blocks, devices, most, degrees, ruled(price, rules, blocks + 1, 0) if rules else price))
-        found: list[list[Piece]] = []
+        found: list[list[ChainStage]] = []
         for stages in range(1, most + 1):
             answers = search(blocks, devices, stages, degrees, ruled(price, rules, blocks + 1, stages))
             found.extend(pieces for pieces in answers if len(pieces) == stages)
@@ -109,7 +109,7 @@ class PipeDream:
         samples = problem.micro_batch_size
         return tuple(degree for degree in range(1, problem.cluster.size + 1) if samples % degree == 0)
 
-    def _best(self, prices: Prices, rules: tuple[Rule, ...]) -> list[Piece]:
+    def _best(self, prices: StagePrices, rules: tuple[ChainConstraint, ...]) -> list[ChainStage]:
         """The best chain over all numbers of stages, the fewest of equals."""
         step = partial(_step_seconds, prices)
         aim = step if self.objective == "step" else _highest
@@ -119,7 +119,9 @@ class PipeDream:
         evened = self._evened(prices, rules, best)
         return evened if evened and step(evened) <= step(best) * _EVEN_ENOUGH else best
 
-    def _evened(self, prices: Prices, rules: tuple[Rule, ...], best: list[Piece]) -> list[Piece]:
+    def _evened(
+        self, prices: StagePrices, rules: tuple[ChainConstraint, ...], best: list[ChainStage]
+    ) -> list[ChainStage]:
         """As many stages, none slower than the slowest of `best`, the others even: with the least sum of squares."""
         slowest = _highest(best) * (1 + 1e-9)
 
@@ -134,16 +136,16 @@ class PipeDream:
         return [replace(piece, price=piece.price**0.5) for piece in evened]
 
 
-def _highest(pieces: list[Piece]) -> float:
+def _highest(pieces: list[ChainStage]) -> float:
     return max(piece.price for piece in pieces)
 
 
-def _step_seconds(prices: Prices, pieces: list[Piece]) -> float:
+def _step_seconds(prices: StagePrices, pieces: list[ChainStage]) -> float:
     """Seconds of a step, filling and draining included."""
     return sum(piece.price for piece in pieces) + (prices.problem.micro_batches - 1) * _highest(pieces)
 
 
-def _placement(prices: Prices, pieces: list[Piece]) -> Placement:
+def _placement(prices: StagePrices, pieces: list[ChainStage]) -> Placement:
     problem, chain = prices.problem, prices.tables.chain
     stages = []
     for index, piece in enumerate(pieces):
@@ -160,7 +162,7 @@ def _placement(prices: Prices, pieces: list[Piece]) -> Placement:
     return Placement(tuple(stages))
 
 
-def _out_of_memory(problem: Problem, pieces: list[Piece]) -> InfeasibleError:
+def _out_of_memory(problem: Problem, pieces: list[ChainStage]) -> InfeasibleError:
     """The error for a problem whose nearest answer is `pieces`, priced by bytes over the limit."""
     worst = max(pieces, key=lambda piece: piece.price)
     need = problem.memory_of(worst.device) + worst.price

@@ -137,7 +137,7 @@ class _Joining:
                 yield other, after
 
     def blocks(self) -> Blocks:
-        """What came of it, each block after all that it needs; of those that could be next the first in the graph."""
+        """The blocks, each after all that it needs; of those that could be next the first in the graph."""
         left = {block: len(before) for block, before in self.before.items()}
         ready = [(min(self.members[block]), block) for block, count in left.items() if not count]
         heapq.heapify(ready)

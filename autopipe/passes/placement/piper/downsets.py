@@ -92,7 +92,7 @@ class Pairs:
     outer: NDArray[np.int64]
 
     def some(self, places: NDArray[np.int64] | NDArray[np.bool_]) -> Pairs:
-        """Those at some places among these."""
+        """The pairs at some places among these."""
         return Pairs(self.numbers[places], self.inner[places], self.outer[places])
 
     def difference(self, figures: NDArray[np.float64]) -> Figures:

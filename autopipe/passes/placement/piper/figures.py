@@ -1,4 +1,4 @@
-"""What blocks take on a group that shares them, and how that adds up over the blocks of a stage."""
+"""Cost of blocks on a group that shares them, and sums over the blocks of a stage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.cost.uses import uses_of
 from autopipe.passes.placement.piper.blocks import Blocks
 from autopipe.passes.placement.piper.downsets import Downsets, Figures, Pairs
-from autopipe.passes.placement.piper.sharing import Sharing
+from autopipe.passes.placement.piper.sharing import StageSharing
 
 Key = TypeVar("Key")
 
@@ -57,7 +57,7 @@ class BlockFigures:
     """Bytes that come and go while a block runs."""
 
 
-def block_figures(problem: Problem, blocks: Blocks, sharing: Sharing) -> BlockFigures:
+def block_figures(problem: Problem, blocks: Blocks, sharing: StageSharing) -> BlockFigures:
     """The figures of each block on such a group."""
     placement = sharing.placement(problem, blocks)
     works = stage_work(problem, placement)

@@ -1,4 +1,4 @@
-"""What a stage between two downsets receives from the stages before it and sends to those after it."""
+"""Messages that a stage between two downsets receives from the stages before it and sends to those after it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Messages:
 def messages_between(
     graph: Graph, blocks: Blocks, downsets: Downsets, samples: SampleAxes
 ) -> tuple[Messages, Messages]:
-    """What the stage of each pair receives, and what it sends."""
+    """Messages that the stage of each pair receives, and those it sends."""
     values = _crossing(graph, blocks, samples)
     shape = len(downsets.holds), len(values)
     made = np.array([downsets.holds[:, value.block] for value in values], dtype=bool).T.reshape(shape)

@@ -17,7 +17,7 @@ from autopipe.passes.placement.piper.blocks import Blocks
 from autopipe.passes.placement.piper.downsets import Downsets, Figures, Pairs
 from autopipe.passes.placement.piper.figures import BlockFigures, Sums, block_figures
 from autopipe.passes.placement.piper.messages import Messages
-from autopipe.passes.placement.piper.sharing import Sharing, sharings
+from autopipe.passes.placement.piper.sharing import StageSharing, sharings
 
 _ROUNDING = 1e-9
 
@@ -33,7 +33,7 @@ class Option:
     """Stages shared in one way: pairs of downsets, seconds a micro-batch, and the farthest place from the end, counted
     from 1, at which memory holds each."""
 
-    sharing: Sharing
+    sharing: StageSharing
     recompute: bool
     pairs: NDArray[np.int64]
     seconds: Figures
@@ -42,17 +42,17 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """What is the same for micro-batches of any size: blocks, their downsets, and what passes between them."""
+    """Facts common to micro-batches of any size: blocks, their downsets, and the messages between them."""
 
     blocks: Blocks
     downsets: Downsets
     received: Messages
     sent: Messages
     samples: int
-    """Those that messages are counted for."""
+    """Samples that messages are counted for."""
 
 
-class Prices:
+class StagePrices:
     """Prices of stages for the micro-batches of one problem.
 
     A stage receives and sends over the slowest link that there is, since where it stands is not known, and is as slow
@@ -68,7 +68,7 @@ class Prices:
         """The most seconds for which options are known, and these: a search asks again and again, for a bit more."""
 
     @cached_property
-    def _shared(self) -> list[tuple[Sharing, BlockFigures]]:
+    def _shared(self) -> list[tuple[StageSharing, BlockFigures]]:
         problem, blocks = self.problem, self.chains.blocks
         ways = sharings(problem, blocks, self.samples)
         return [(sharing, block_figures(problem, blocks, sharing)) for sharing in ways]
@@ -125,7 +125,7 @@ class Prices:
         return [option for option in found if len(option.pairs)]
 
     def _within(self, option: Option, most_s: float) -> Option:
-        """What is left of an option with less time."""
+        """Part of an option with less time."""
         fits = option.seconds <= most_s
         if others := self._others(option.sharing):
             fits &= self._left.take(option.pairs) <= others * most_s
@@ -137,7 +137,7 @@ class Prices:
             farthest=option.farthest.take(places),
         )
 
-    def _others(self, sharing: Sharing) -> int:
+    def _others(self, sharing: StageSharing) -> int:
         """The devices outside a group."""
         return self.problem.cluster.size - sharing.devices
 
@@ -160,7 +160,9 @@ class Prices:
         wanted = self.problem.recompute if self.problem.train else "none"
         return {"none": (False,), "full": (True,)}.get(wanted, (False, True))
 
-    def _option(self, sharing: Sharing, figures: BlockFigures, recompute: bool, among: Pairs, most_s: float) -> Option:
+    def _option(
+        self, sharing: StageSharing, figures: BlockFigures, recompute: bool, among: Pairs, most_s: float
+    ) -> Option:
         compute = figures.backward_s + figures.forward_s * (2 if recompute else 1)
         seconds = Sums(compute).over(self.chains.downsets, among)
         left, others = self._left.take(among.numbers), self._others(sharing)
@@ -174,7 +176,7 @@ class Prices:
         fits = farthest > 0
         return Option(sharing, recompute, pairs.numbers[fits], seconds[fits], farthest[fits])
 
-    def _message_seconds(self, sharing: Sharing, pairs: Pairs) -> Figures:
+    def _message_seconds(self, sharing: StageSharing, pairs: Pairs) -> Figures:
         found = np.zeros(1)
         for messages in (self.chains.received, self.chains.sent)[: 2 if self.problem.train else 1]:
             size = messages.local_bytes(self._share(sharing), pairs)
@@ -182,11 +184,11 @@ class Prices:
             found = found + count * self.link.latency_s + size / self.link.bandwidth_bytes_per_s
         return found
 
-    def _share(self, sharing: Sharing) -> float:
+    def _share(self, sharing: StageSharing) -> float:
         """The part that a replica's micro-batch is of the samples that messages are counted for."""
         return self.problem.micro_batch_size / self.chains.samples / sharing.replicas
 
-    def _step_seconds(self, sharing: Sharing, figures: BlockFigures, pairs: Pairs) -> Figures:
+    def _step_seconds(self, sharing: StageSharing, figures: BlockFigures, pairs: Pairs) -> Figures:
         """A micro-batch's share of the end of a step: summing gradients over replicas, updating parameters."""
         if not self.problem.train:
             return np.zeros(1)
@@ -206,7 +208,9 @@ class Prices:
         found: Figures = gradients * update.per_byte_s + update.fixed_s * (gradients > 0)
         return found
 
-    def _farthest(self, sharing: Sharing, figures: BlockFigures, recompute: bool, pairs: Pairs) -> NDArray[np.int16]:
+    def _farthest(
+        self, sharing: StageSharing, figures: BlockFigures, recompute: bool, pairs: Pairs
+    ) -> NDArray[np.int16]:
         """The farthest place from the end at which each stage fits; 0 for none. At place k it keeps k micro-batches."""
         downsets, train = self.chains.downsets, self.problem.train
         received = self.chains.received.local_bytes(self._share(sharing), pairs)

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from autopipe.ir.problem import Problem
 from autopipe.passes.placement.piper.downsets import Downsets
-from autopipe.passes.placement.piper.prices import ANY_PLACE, Option, Prices
-from autopipe.passes.placement.piper.sharing import Sharing
+from autopipe.passes.placement.piper.prices import ANY_PLACE, Option, StagePrices
+from autopipe.passes.placement.piper.sharing import StageSharing
 
 _STEP = 1.15
 """By what factor limits begin above the least that there can be, and a limit that is too low is raised."""
@@ -32,19 +32,19 @@ _NONE = ANY_PLACE
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DownsetStage:
     """One stage of an answer: the blocks of the outer downset that the inner one lacks."""
 
     inner: int
     outer: int
-    sharing: Sharing
+    sharing: StageSharing
     recompute: bool
     device: int
     """The first of its devices."""
     seconds: float
 
 
-def search(prices: Prices, most_s: float) -> list[Piece]:
+def search(prices: StagePrices, most_s: float) -> list[DownsetStage]:
     """The stages, in order, whose slowest one is fastest; as few of them as that allows.
 
     Empty where memory holds none, or none of which the slowest takes about `most_s`.
@@ -72,7 +72,7 @@ def search(prices: Prices, most_s: float) -> list[Piece]:
     return answer
 
 
-def search_steps(prices: Prices, most_step_s: float) -> list[Piece]:
+def search_steps(prices: StagePrices, most_step_s: float) -> list[DownsetStage]:
     """As `search`, or of the chains with fewer stages and a slower one that whose step is shorter.
 
     Limits are raised by `_SLOWER` at a time, as long as a step could be shorter: so this is no proof.
@@ -91,16 +91,16 @@ def search_steps(prices: Prices, most_step_s: float) -> list[Piece]:
     return best
 
 
-def step_seconds(pieces: list[Piece], micro_batches: int) -> float:
+def step_seconds(pieces: list[DownsetStage], micro_batches: int) -> float:
     """Seconds of a step, filling and draining included; infinite without stages."""
     return sum(piece.seconds for piece in pieces) + (micro_batches - 1) * _slowest(pieces) if pieces else math.inf
 
 
-def _slowest(pieces: list[Piece]) -> float:
+def _slowest(pieces: list[DownsetStage]) -> float:
     return max((piece.seconds for piece in pieces), default=math.inf)
 
 
-def _answer(prices: Prices, options: list[Option], limit: float) -> list[Piece]:
+def _answer(prices: StagePrices, options: list[Option], limit: float) -> list[DownsetStage]:
     """The fewest stages within a limit; empty where there are none."""
     chosen = list(_useful(options, limit, len(prices.chains.downsets.inner)))
     fewest = _fewest_stages(prices, chosen)
@@ -118,8 +118,8 @@ def _useful(options: list[Option], limit: float, pairs: int) -> Iterator[Option]
         yield kept
 
 
-def _fewest_stages(prices: Prices, options: list[Option]) -> NDArray[np.int16]:
-    """For each downset and number of devices the fewest stages that do the rest on the last so many devices."""
+def _fewest_stages(prices: StagePrices, options: list[Option]) -> NDArray[np.int16]:
+    """For each downset and number of devices the fewest stages that do the rest on that many last devices."""
     downsets, size = prices.chains.downsets, prices.problem.cluster.size
     found = np.full((len(downsets.holds), size + 1), _NONE, np.int16)
     found[0] = 0
@@ -147,7 +147,7 @@ def _reach(downsets: Downsets, found: NDArray[np.int16], option: Option, part: s
 
 
 def _after(problem: Problem, devices: int) -> NDArray[np.int64]:
-    """How many devices may be behind a group of so many: a group fits into a node or begins with one."""
+    """Possible numbers of devices behind a group of `devices`: a group fits into a node or begins with one."""
     size, node = problem.cluster.size, problem.cluster.devices_per_node
     after = np.arange(size - devices + 1)
     first, last = size - after - devices, size - after - 1
@@ -156,16 +156,16 @@ def _after(problem: Problem, devices: int) -> NDArray[np.int64]:
     return found
 
 
-def _trace(prices: Prices, options: list[Option], fewest: NDArray[np.int16]) -> list[Piece]:
+def _trace(prices: StagePrices, options: list[Option], fewest: NDArray[np.int16]) -> list[DownsetStage]:
     """The stages behind the fewest for all blocks on all devices; of equally few the quickest first stages."""
     downsets, problem = prices.chains.downsets, prices.problem
     inner, devices = len(downsets.holds) - 1, problem.cluster.size
-    found: list[Piece] = []
+    found: list[DownsetStage] = []
     while inner:
         stages = fewest[inner, devices]
         devices = int(np.argmax(fewest[inner] == stages))
         begin, end = np.searchsorted(downsets.inner, (inner, inner + 1))
-        choices: list[Piece] = []
+        choices: list[DownsetStage] = []
         for option in options:
             after = devices - option.sharing.devices
             if after < 0 or after not in _after(problem, option.sharing.devices):
@@ -175,7 +175,7 @@ def _trace(prices: Prices, options: list[Option], fewest: NDArray[np.int16]) -> 
             fits = (fewest[outer, after] == stages - 1) & (stages <= option.farthest[part])
             for place in np.flatnonzero(fits)[option.seconds[part][fits].argsort(kind="stable")[:1]]:
                 seconds = float(option.seconds[part][place])
-                piece = Piece(
+                piece = DownsetStage(
                     inner, int(outer[place]), option.sharing, option.recompute, problem.cluster.size - devices, seconds
                 )
                 choices.append(piece)

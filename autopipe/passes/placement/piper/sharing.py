@@ -15,7 +15,7 @@ from autopipe.passes.spmd.replicas import NodeSplits, ReplicatedNetwork, replica
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class StageSharing:
     """`replicas` share the samples, each of them `tensor` neighbouring devices that share layers; `splits` by block."""
 
     replicas: int
@@ -34,7 +34,7 @@ class Sharing:
         return Placement(tuple(Stage(nodes, devices, problem.micro_batch_size, splits) for nodes, splits in pairs))
 
 
-def sharings(problem: Problem, blocks: Blocks, samples: SampleAxes) -> Iterator[Sharing]:
+def sharings(problem: Problem, blocks: Blocks, samples: SampleAxes) -> Iterator[StageSharing]:
     """All of them, the smallest groups first.
 
     Layers are shared inside a node of the cluster. A group fits into a node or has whole nodes, so that what it takes
@@ -52,8 +52,11 @@ def sharings(problem: Problem, blocks: Blocks, samples: SampleAxes) -> Iterator[
                     continue  # Some node's samples cannot be cut into so many equal parts.
 
 
-def _sharing(problem: Problem, blocks: Blocks, samples: SampleAxes, replicas: int, tensor: int) -> Sharing:
-    """Raises InfeasibleError where so many replicas cannot share the samples, or nothing can be shared by layers."""
+def _sharing(problem: Problem, blocks: Blocks, samples: SampleAxes, replicas: int, tensor: int) -> StageSharing:
+    """Sharing of blocks.
+
+    Raises InfeasibleError where `replicas` cannot share the samples, or nothing can be shared by layers.
+    """
     graph = problem.graph
     if problem.micro_batch_size % replicas or (replicas > 1 and not graph.batch_axes):
         raise InfeasibleError(f"{replicas} replicas cannot share {problem.micro_batch_size} samples")
@@ -63,7 +66,7 @@ def _sharing(problem: Problem, blocks: Blocks, samples: SampleAxes, replicas: in
         raise InfeasibleError(f"no layer can be shared by {tensor} devices")
     pairs = zip(blocks.nodes, found, strict=True)
     splits = tuple(with_samples_split(samples, nodes, replicas, own) for nodes, own in pairs)
-    return Sharing(replicas, tensor, splits)
+    return StageSharing(replicas, tensor, splits)
 
 
 def _closed(

@@ -11,16 +11,16 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.fit import check_operators, fitted
-from autopipe.passes.cost.kinds import alike_runs, describe_kinds
+from autopipe.passes.cost.kinds import describe_kinds, equal_device_runs
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.placement.piper.blocks import Blocks, join_nodes
 from autopipe.passes.placement.piper.downsets import all_downsets, count_downsets
 from autopipe.passes.placement.piper.messages import messages_between
-from autopipe.passes.placement.piper.prices import Chains, Prices
-from autopipe.passes.placement.piper.search import Piece, search, search_steps, step_seconds
+from autopipe.passes.placement.piper.prices import Chains, StagePrices
+from autopipe.passes.placement.piper.search import DownsetStage, search, search_steps, step_seconds
 from autopipe.passes.spmd.wishes import check_wishes
-from autopipe.passes.sweep import Answer, best_size
+from autopipe.passes.sweep import SweepResult, best_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Piper:
     max_downsets: int = 10_000
     """The most downsets that it takes on."""
     objective: Literal["step", "slowest_stage"] = "step"
-    """What is to take least time: a whole step, filling and draining included, or, as published, the slowest stage."""
+    """Objective: the time of a whole step, filling and draining included, or, as published, of the slowest stage."""
 
     name: ClassVar[str] = "piper"
 
@@ -52,7 +52,7 @@ class Piper:
                 f"max_downsets is {self.max_downsets}", hint="it must be at least 1", where="strategy"
             )
         check_operators(problem)
-        if len(alike_runs(problem.cluster)) > 1:
+        if len(equal_device_runs(problem.cluster)) > 1:
             everything = describe_kinds(problem.cluster, range(problem.cluster.size))
             raise InfeasibleError(
                 f"piper takes a stage to be as fast wherever it stands, and devices differ: {everything}",
@@ -89,12 +89,12 @@ class Piper:
                 hint="strategies pipedream and graphpipe do not depend on their number",
             )
 
-    def _answer(self, problem: Problem, chains: Chains, most_step_s: float) -> Answer:
+    def _answer(self, problem: Problem, chains: Chains, most_step_s: float) -> SweepResult:
         """The best chain for the micro-batches of a problem.
 
         Raises InfeasibleError where memory holds none, or none whose step could be shorter than `most_step_s`.
         """
-        prices, count = Prices(problem, chains), problem.micro_batches
+        prices, count = StagePrices(problem, chains), problem.micro_batches
         by_step = self.objective == "step"
         pieces = search_steps(prices, most_step_s) if by_step else search(prices, most_step_s / count)
         if not pieces:
@@ -104,10 +104,10 @@ class Piper:
                 + ("" if problem.recompute == "auto" else " or recompute: auto"),
             )
         stages = tuple(_stage(problem, chains, piece) for piece in pieces)
-        return Answer(fitted(problem, Placement(stages)), step_seconds(pieces, count))
+        return SweepResult(fitted(problem, Placement(stages)), step_seconds(pieces, count))
 
 
-def _stage(problem: Problem, chains: Chains, piece: Piece) -> Stage:
+def _stage(problem: Problem, chains: Chains, piece: DownsetStage) -> Stage:
     holds = chains.downsets.holds
     blocks = (holds[piece.outer] & ~holds[piece.inner]).nonzero()[0].tolist()
     return Stage(

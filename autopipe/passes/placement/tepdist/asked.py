@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import ConfigurationError
-from autopipe.passes.cost.constraints import Wish
+from autopipe.passes.cost.constraints import ResolvedConstraint
 from autopipe.passes.placement.tepdist.meshes import Mesh, meshes
 
 
-def asked_meshes(cluster: Cluster, stages: int | None, wishes: Sequence[Wish]) -> tuple[Mesh, ...]:
-    """The meshes of `cluster`, into so many stages where that is given, that constraints leave.
+def constrained_meshes(cluster: Cluster, stages: int | None, wishes: Sequence[ResolvedConstraint]) -> tuple[Mesh, ...]:
+    """The meshes of `cluster`, into `stages` stages where that is given, that constraints leave.
 
     Where they ask for devices, each group asked for is a stage's, in the order asked for: in equal groups of all
     devices, or in stages of just these groups, which need not be equal. Raises ConfigurationError, naming a constraint,
@@ -37,7 +37,7 @@ def asked_meshes(cluster: Cluster, stages: int | None, wishes: Sequence[Wish]) -
     )
 
 
-def _groups(wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
+def _groups(wishes: Sequence[ResolvedConstraint]) -> list[tuple[int, ...]]:
     """The groups of devices, each once, by the stage that is asked for with them, else by their first node."""
     ranks: dict[frozenset[int], tuple[tuple[int, int], tuple[int, ...]]] = {}
     for wish in wishes:

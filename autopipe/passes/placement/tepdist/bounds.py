@@ -1,4 +1,4 @@
-"""What a factorisation takes at least, and about, before any of its splits are searched."""
+"""Lower bound and estimate of a factorisation, before any of its splits are searched."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopipe.passes.placement.tepdist.meshes import Mesh
 _Floats = NDArray[np.float64]
 
 _Kind = tuple[tuple[Device, ...], int]
-"""What tells groups of devices apart: their kinds, and how many they are."""
+"""Signature of a group of devices: their kinds, and how many they are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class Bounds:
 
     problem: Problem
     is_live: NDArray[np.bool_]
-    """Whether a step runs a node."""
+    """True if a step runs a node."""
     _seconds: dict[tuple[_Kind, int], _Floats] = field(default_factory=dict)
 
     @staticmethod

@@ -14,11 +14,11 @@ from math import prod
 import numpy as np
 
 from autopipe.passes.placement.tepdist.equal_segments import EqualSegments
-from autopipe.passes.placement.tepdist.narrowing import Narrowed, narrowed
+from autopipe.passes.placement.tepdist.narrowing import ReducedModel, fix_by_reduced_cost
 from autopipe.passes.placement.tepdist.path import choice_of, is_over, shortest
 from autopipe.passes.placement.tepdist.program import Programs
 from autopipe.passes.placement.tepdist.segments import cut
-from autopipe.passes.solvers.min_sum import Answer, MinSum
+from autopipe.passes.solvers.min_sum import Assignment, MinSum
 from autopipe.passes.solvers.min_sum.model import Array
 from autopipe.passes.solvers.min_sum.restriction import conditioned, everything, restricted
 
@@ -39,14 +39,14 @@ class _Given:
 
 def by_segments(
     model: MinSum, rank: Array, programs: Programs, end: float | None = None, close: float = SAME
-) -> Answer:
+) -> Assignment:
     """The best choice of a merged model whose edges lead to higher `rank`; at `end` of the clock, what is known.
 
     What may be less by a share of `close` at most is not looked for. Raises InfeasibleError where every choice is
     forbidden.
     """
     parts = cut(model, rank)
-    left = narrowed(model, 0 if parts.wide else np.inf)
+    left = fix_by_reduced_cost(model, 0 if parts.wide else np.inf)
     if left.is_met:
         return left.answer(model)
     given, others = _given(left, parts.wide)
@@ -68,7 +68,7 @@ def by_segments(
         choice = left.choice
     cost = float(model.cost_of(choice))
     bound = min(cost, max(left.bound, min(bounds)))
-    return Answer(choice, cost, bound, cost - bound <= SAME * abs(cost), model.memory_of(choice))
+    return Assignment(choice, cost, bound, cost - bound <= SAME * abs(cost), model.memory_of(choice))
 
 
 def _with(model: MinSum, wide: Sequence[int], strategies: Sequence[int]) -> MinSum:
@@ -79,7 +79,7 @@ def _with(model: MinSum, wide: Sequence[int], strategies: Sequence[int]) -> MinS
     return conditioned(restricted(model, kept))
 
 
-def _given(left: Narrowed, wide: Sequence[int]) -> tuple[list[_Given], float]:
+def _given(left: ReducedModel, wide: Sequence[int]) -> tuple[list[_Given], float]:
     """Combinations of what is left, the most promising first; what any other one costs at least."""
     reach = {v: dict(zip(left.kept[v].tolist(), left.reach[v].tolist(), strict=True)) for v in wide}
     others = np.inf

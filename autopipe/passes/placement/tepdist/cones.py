@@ -14,20 +14,20 @@ from autopipe.passes.solvers.min_sum.model import Array
 
 
 def least_costs(model: MinSum) -> Array:
-    """What each variable costs at least; inf where every configuration is forbidden."""
+    """Least cost of each variable; inf where every configuration is forbidden."""
     known = {id(costs): float(costs.min()) for costs in model.costs}
     return np.array([known[id(costs)] for costs in model.costs])
 
 
 def is_heavy(model: MinSum) -> Array:
-    """Whether a variable takes more than all of them do on average, of [variables]."""
+    """True if a variable takes more than all of them do on average, of [variables]."""
     least = least_costs(model)
     heavy: Array = least > least.mean()
     return heavy
 
 
 def is_root(model: MinSum) -> Array:
-    """Whether a variable is the root of a cone, of [variables]. Edges lead from operands to users."""
+    """True if a variable is the root of a cone, of [variables]. Edges lead from operands to users."""
     users, operands = (np.zeros(len(model.costs), dtype=np.int64) for _ in range(2))
     for edge in model.edges:
         users[edge.source] += 1

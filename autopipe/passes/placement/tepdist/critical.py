@@ -39,7 +39,7 @@ def ranks(model: MinSum) -> Array:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ways:
+class RankedVariables:
     """A model's variables from low to high rank, and what each takes."""
 
     order: tuple[int, ...]
@@ -49,17 +49,17 @@ class Ways:
     """Seconds of each at least."""
 
     @staticmethod
-    def of(model: MinSum, around: Neighbours, rank: Array) -> Ways:
+    def of(model: MinSum, around: Neighbours, rank: Array) -> RankedVariables:
         """The ways of a model whose edges lead from lower to higher `rank`."""
         ranked = rank.tolist()
         behind = (
             sorted(other for other in near if ranked[other] < own) for near, own in zip(around, ranked, strict=True)
         )
         weight = np.where(np.isfinite(least := least_costs(model)), least, 0.0)
-        return Ways(tuple(np.argsort(rank, kind="stable").tolist()), tuple(map(tuple, behind)), weight)
+        return RankedVariables(tuple(np.argsort(rank, kind="stable").tolist()), tuple(map(tuple, behind)), weight)
 
 
-def heaviest_path(ways: Ways, without: Set[int]) -> tuple[int, ...]:
+def heaviest_path(ways: RankedVariables, without: Set[int]) -> tuple[int, ...]:
     """The variables that take most together of any way from low to high rank, none of them in `without`."""
     total = ways.weight.tolist()
     for variable in without:

@@ -10,12 +10,12 @@ from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.reach import reach
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
 from autopipe.passes.lower.gradients import differentiable_values
-from autopipe.passes.spmd.search.ground import Terms
+from autopipe.passes.spmd.search.ground import StageOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """What tells the nodes of a problem apart, beside their names."""
+class NodeContents:
+    """Signatures of the nodes of a problem, beside their names."""
 
     problem: Problem
     samples: SampleAxes
@@ -23,13 +23,13 @@ class Contents:
     widths: dict[str, int]
 
     @staticmethod
-    def of(problem: Problem) -> Contents:
+    def of(problem: Problem) -> NodeContents:
         """The contents of a problem's graph."""
         samples = sample_axes(problem.graph)
         gradient = differentiable_values(problem.graph) if problem.train else frozenset()
-        return Contents(problem, samples, gradient, element_bytes(problem.graph, samples.uses, problem.precision))
+        return NodeContents(problem, samples, gradient, element_bytes(problem.graph, samples.uses, problem.precision))
 
-    def key(self, nodes: Sequence[int], devices: Sequence[int], terms: Terms) -> Hashable:
+    def key(self, nodes: Sequence[int], devices: Sequence[int], terms: StageOptions) -> Hashable:
         """Equal for stages whose searches are equal, node by node in order; micro-batches in flight do not count."""
         known: dict[str, int] = {}
         parts: list[Hashable] = [reach(self.problem.cluster, devices), terms.recompute]
@@ -42,7 +42,7 @@ class Contents:
             )
         return tuple(parts)
 
-    def _read(self, name: str, known: dict[str, int], terms: Terms) -> Hashable:
+    def _read(self, name: str, known: dict[str, int], terms: StageOptions) -> Hashable:
         """A value by its number where it is known; what else it is where it is new."""
         if name in known:
             return known[name]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopipe.passes.placement.tepdist.pairs import Pairs
-from autopipe.passes.placement.tepdist.segments import Cut, Segment
+from autopipe.passes.placement.tepdist.segments import Segment, SegmentedModel
 from autopipe.passes.solvers.min_sum import Edge, MinSum
 
 
@@ -19,15 +19,15 @@ class EqualSegments:
     known: dict[Hashable, Pairs] = field(default_factory=dict)
     """By where their arrays lie, all of which they hold."""
 
-    def pairs(self, model: MinSum, cut: Cut) -> list[Pairs]:
-        """Those of each segment of a merged model, whose wide variables have no edges."""
+    def pairs(self, model: MinSum, cut: SegmentedModel) -> list[Pairs]:
+        """Pairs of each segment of a merged model, whose wide variables have no edges."""
         around: list[list[Edge]] = [[] for _ in model.costs]
         for edge in model.edges:
             around[edge.source].append(edge)
             around[edge.target].append(edge)
         return [self._pairs(model, around, segment, cut) for segment in cut.segments]
 
-    def _pairs(self, model: MinSum, around: Sequence[Sequence[Edge]], segment: Segment, cut: Cut) -> Pairs:
+    def _pairs(self, model: MinSum, around: Sequence[Sequence[Edge]], segment: Segment, cut: SegmentedModel) -> Pairs:
         ends = [cut.critical[place] for place in segment.ends]
         own = [model.costs[variable] for variable in segment.inner]
         free = [len(model.costs[end]) for end in ends]

@@ -24,7 +24,7 @@ class Cones:
     model: MinSum
     roots: tuple[int, ...]
     """Of the model's variables: those that they were."""
-    filled: tuple[Filled, ...]
+    filled: tuple[FilledVariable, ...]
     """In the order in which they were."""
 
     def expanded(self, choice: Sequence[int]) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ class Cones:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Filled:
+class FilledVariable:
     """A non-root, and its best configuration for each of its neighbours'."""
 
     variable: int
@@ -48,7 +48,7 @@ class Filled:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
-    """What choices cost, and the bytes that they need."""
+    """Cost of choices, and the bytes that they need."""
 
     costs: Array
     memory: Array
@@ -100,7 +100,7 @@ class _Filler:
             around[edge.target][edge.source] = turned.setdefault(id(both), both.turned)
         return cls(rate, own, around)
 
-    def fill(self, variable: int) -> Filled:
+    def fill(self, variable: int) -> FilledVariable:
         """Take a variable of one or two neighbours away."""
         ends = tuple(sorted(self.around[variable]))
         parts = (self.own.pop(variable), *(self.around[variable][end] for end in ends))
@@ -115,10 +115,10 @@ class _Filler:
             self.own[ends[0]] = self._sum(self.own[ends[0]], least)
         else:
             self._link(ends[0], ends[1], least)
-        return Filled(variable, ends, best)
+        return FilledVariable(variable, ends, best)
 
     def left(self) -> tuple[MinSum, tuple[int, ...]]:
-        """What remains, and which variables those are."""
+        """The remaining model, and its variables."""
         roots = tuple(self.own)
         number = {root: place for place, root in enumerate(roots)}
         edges = tuple(

@@ -12,11 +12,11 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import device_memory, out_of_memory
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
 from autopipe.passes.cost.stages import StageCost, stage_costs, step_seconds
-from autopipe.passes.placement.tepdist.equal import Contents
+from autopipe.passes.placement.tepdist.equal import NodeContents
 from autopipe.passes.placement.tepdist.level import Level
 from autopipe.passes.schedule.trial import step_s
 from autopipe.passes.spmd.search.configurations import Splits
-from autopipe.passes.spmd.search.stages import Inside, inside_of
+from autopipe.passes.spmd.search.stages import SplitProblem, split_problem
 from autopipe.passes.spmd.search.tables import make_tables
 
 _ROUNDS = 2
@@ -24,7 +24,7 @@ _ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class CostedPlacement:
     """A placement, what its stages cost, and by how much the fullest device of each is over its limit."""
 
     placement: Placement
@@ -34,26 +34,26 @@ class Weighed:
 
     @property
     def fits(self) -> bool:
-        """Whether memory holds it under 1F1B."""
+        """True if memory holds it under 1F1B."""
         return all(excess <= 0 for excess, _ in self.excess)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Insides:
+class IntraStageSearch:
     """The search inside stages of one problem, which remembers what it found for stages that come again."""
 
     problem: Problem
     solver: Level
-    contents: Contents
+    contents: NodeContents
     samples: SampleAxes
     _found: dict[Hashable, tuple[tuple[Splits, ...], SplitProof]] = field(default_factory=dict)
 
     @staticmethod
-    def of(problem: Problem, solver: Level) -> Insides:
+    def of(problem: Problem, solver: Level) -> IntraStageSearch:
         """The search on micro-batches of the problem's size."""
-        return Insides(problem, solver, Contents.of(problem), sample_axes(problem.graph))
+        return IntraStageSearch(problem, solver, NodeContents.of(problem), sample_axes(problem.graph))
 
-    def placements(self, skeleton: Placement, wished: Mapping[int, Splits], limit_s: float) -> list[Weighed]:
+    def placements(self, skeleton: Placement, wished: Mapping[int, Splits], limit_s: float) -> list[CostedPlacement]:
         """Placements with the stages of `skeleton` that memory holds under 1F1B, `wished` nodes split as asked.
 
         Every stage is split as the solver finds it best, or by its samples, or the faster of both. Where memory is
@@ -75,16 +75,16 @@ class Insides:
         return fitting
 
     def proof(self, placement: Placement, wished: Mapping[int, Splits]) -> SplitProof:
-        """What is known of the splits of a single stage, by what the solver proved where memory is no limit."""
-        inside = inside_of(self.problem, placement, wished)
+        """Proof of the splits of a single stage, from the solver's bound where memory is no limit."""
+        inside = split_problem(self.problem, placement, wished)
         _, proof = self._searched(inside, placement, 0)
         (cost,) = stage_costs(self.problem, placement)
         seconds = max(step_seconds(cost, self.problem.micro_batches), proof.lower_bound)
         return SplitProof(seconds, proof.lower_bound, seconds <= proof.lower_bound * (1 + 1e-9))
 
-    def _unlimited(self, skeleton: Placement, wished: Mapping[int, Splits]) -> list[Weighed]:
-        """What there is without regard to memory, as the solver finds it best first."""
-        inside = inside_of(self.problem, skeleton, wished)
+    def _unlimited(self, skeleton: Placement, wished: Mapping[int, Splits]) -> list[CostedPlacement]:
+        """Placements without regard to memory, as the solver finds it best first."""
+        inside = split_problem(self.problem, skeleton, wished)
         numbers = range(len(skeleton.stages))
         searched = self._weighed(_with_stages(skeleton, [self._searched(inside, skeleton, i)[0] for i in numbers]))
         by_samples = [self._by_samples(stage, wished) for stage in skeleton.stages]
@@ -98,13 +98,13 @@ class Insides:
         stages = [(searched, sampled)[which].placement.stages[i] for i, which in enumerate(faster)]
         return [searched, sampled, self._weighed(_with_stages(skeleton, stages))]
 
-    def _seconds(self, candidate: tuple[int, Weighed], stage: int) -> tuple[bool, float, int]:
+    def _seconds(self, candidate: tuple[int, CostedPlacement], stage: int) -> tuple[bool, float, int]:
         """By what the ways of a stage are compared."""
         number, weighed = candidate
         seconds = step_seconds(weighed.costs[stage], self.problem.micro_batches)
         return weighed.excess[stage][0] > 0, seconds, number
 
-    def _searched(self, inside: Inside, placement: Placement, index: int) -> tuple[Stage, SplitProof]:
+    def _searched(self, inside: SplitProblem, placement: Placement, index: int) -> tuple[Stage, SplitProof]:
         """A stage as the solver finds it best without regard to memory."""
         stage, terms = placement.stages[index], inside.terms[index]
         nodes = [node for node, _ in inside.plans[index].nodes]
@@ -125,7 +125,7 @@ class Insides:
             return None
         return replace(stage, splits=self.samples.splits(stage.nodes, width))
 
-    def _recomputing(self, plain: Weighed, wished: Mapping[int, Splits]) -> list[Weighed]:
+    def _recomputing(self, plain: CostedPlacement, wished: Mapping[int, Splits]) -> list[CostedPlacement]:
         """The same with recomputation in the stages that memory does not hold, in all where that is not enough."""
         stages = plain.placement.stages
         full = [replace(stage, recompute=excess > 0) for stage, (excess, _) in zip(stages, plain.excess, strict=True)]
@@ -136,13 +136,13 @@ class Insides:
                 return fitting
         return []
 
-    def _within(self, plain: Weighed, wished: Mapping[int, Splits], limit_s: float) -> Weighed:
+    def _within(self, plain: CostedPlacement, wished: Mapping[int, Splits], limit_s: float) -> CostedPlacement:
         """The placement with other splits in the stages that memory does not hold: in equal ones those of the fullest.
 
         Splits under which a stage alone takes `limit_s` a step are as good as any others that do.
         Raises InfeasibleError, with the least excess, where nothing fits.
         """
-        inside = inside_of(self.problem, plain.placement, wished)
+        inside = split_problem(self.problem, plain.placement, wished)
         keys = [
             self.contents.key([node for node, _ in plan.nodes], stage.devices, terms)
             for plan, stage, terms in zip(inside.plans, plain.placement.stages, inside.terms, strict=True)
@@ -166,7 +166,7 @@ class Insides:
             plain = self._weighed(_with_stages(plain.placement, stages))
         return plain
 
-    def _check_least(self, inside: Inside, plain: Weighed, index: int) -> None:
+    def _check_least(self, inside: SplitProblem, plain: CostedPlacement, index: int) -> None:
         """Raise InfeasibleError where a stage needs more than there is however each node is split by itself."""
         nodes = [node for node, _ in inside.plans[index].nodes]
         tables = make_tables(self.problem, nodes, plain.placement.stages[index].devices, inside.terms[index])
@@ -176,14 +176,14 @@ class Insides:
         if least > self.problem.memory_of(device):
             raise out_of_memory(self.problem, [index], len(inside.plans), device, least, least=True)
 
-    def _weighed(self, placement: Placement) -> Weighed:
+    def _weighed(self, placement: Placement) -> CostedPlacement:
         costs = stage_costs(self.problem, placement)
         used = device_memory(self.problem, placement, costs)
         excess = tuple(
             max((used[device] - self.problem.memory_of(device), device) for device in stage.devices)
             for stage in placement.stages
         )
-        return Weighed(placement, costs, excess)
+        return CostedPlacement(placement, costs, excess)
 
 
 def _with_stages(placement: Placement, stages: Sequence[Stage]) -> Placement:

@@ -1,4 +1,4 @@
-"""What TePDist's levels of the search for splits have in common: a solver of the tables that every search shares."""
+"""Interface of TePDist's levels of the search for splits: a solver of the tables that every search shares."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from functools import partial
 from typing import Self
 
 from autopipe.passes.placement.tepdist.critical import ranks
-from autopipe.passes.placement.tepdist.pricing import Priced, search_price
+from autopipe.passes.placement.tepdist.pricing import PricedSearch, search_price
 from autopipe.passes.placement.tepdist.program import Programs
 from autopipe.passes.solvers import milp
-from autopipe.passes.solvers.min_sum import Answer, MinSum
+from autopipe.passes.solvers.min_sum import Assignment, MinSum
 from autopipe.passes.solvers.min_sum.answer import counted
 from autopipe.passes.solvers.min_sum.pricing import memory_alone
 from autopipe.passes.spmd.search.tables import Tables
@@ -43,14 +43,14 @@ class Level(ABC):
         other._enough = cost
         return other
 
-    def __call__(self, tables: Tables, limit: float | None) -> Answer:
+    def __call__(self, tables: Tables, limit: float | None) -> Assignment:
         """The best choice that is found, of those that need at most `limit` bytes where that is given.
 
         Cost and memory are counted in the tables' own model. Raises InfeasibleError where every choice is forbidden.
         """
         model = tables.model
         if not model.costs:  # A stage may compute nothing but what others compute, too.
-            return Answer((), 0.0, 0.0, proven=True, memory=0)
+            return Assignment((), 0.0, 0.0, proven=True, memory=0)
         if limit is None:
             return counted(self.least(model), model)
         # Least memory is found sooner than least cost, and says where that need not be looked for.
@@ -71,15 +71,15 @@ class Level(ABC):
         return counted(self.within(model, found), model)
 
     @abstractmethod
-    def least(self, model: MinSum) -> Answer:
+    def least(self, model: MinSum) -> Assignment:
         """The choice of least cost, whatever memory it needs."""
 
     @abstractmethod
-    def at_price(self, model: MinSum, rate: float) -> Answer:
+    def at_price(self, model: MinSum, rate: float) -> Assignment:
         """A choice that costs little when a byte costs `rate`; its bound is one of all choices' cost and price."""
 
     @abstractmethod
-    def within(self, model: MinSum, found: Priced) -> Answer:
+    def within(self, model: MinSum, found: PricedSearch) -> Assignment:
         """The best within the limit, prices being searched."""
 
     @property

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.placement.tepdist.level import Level
-from autopipe.passes.placement.tepdist.narrowing import narrowed
+from autopipe.passes.placement.tepdist.narrowing import fix_by_reduced_cost
 from autopipe.passes.placement.tepdist.one_program import least_by_program, least_within
-from autopipe.passes.placement.tepdist.pricing import Priced
-from autopipe.passes.solvers.min_sum import Answer, MinSum
+from autopipe.passes.placement.tepdist.pricing import PricedSearch
+from autopipe.passes.solvers.min_sum import Assignment, MinSum
 from autopipe.passes.solvers.min_sum.model import merged
 from autopipe.passes.solvers.min_sum.pricing import priced
 
@@ -15,16 +15,16 @@ from autopipe.passes.solvers.min_sum.pricing import priced
 class O4(Level):
     """All operators at once. A memory limit is a row of the program."""
 
-    def least(self, model: MinSum) -> Answer:
+    def least(self, model: MinSum) -> Assignment:
         """The choice of least cost; proven, but for time and size."""
         return least_by_program(merged(model), self.programs)
 
-    def at_price(self, model: MinSum, rate: float) -> Answer:
-        """What the dual of the program meets, and its bound."""
-        left = narrowed(merged(priced(model, rate)))
-        return Answer(left.choice, left.cost, left.bound, proven=False)
+    def at_price(self, model: MinSum, rate: float) -> Assignment:
+        """Choice that meets the dual of the program, and its bound."""
+        left = fix_by_reduced_cost(merged(priced(model, rate)))
+        return Assignment(left.choice, left.cost, left.bound, proven=False)
 
-    def within(self, model: MinSum, found: Priced) -> Answer:
+    def within(self, model: MinSum, found: PricedSearch) -> Assignment:
         """The program of all that may be better than what prices found."""
         try:
             answer = least_within(merged(model), found.limit, found.rate, found.cost, found.choice, self.programs)

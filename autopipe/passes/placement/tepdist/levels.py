@@ -16,5 +16,5 @@ _SOLVERS: Final[Mapping[LevelName, Callable[[float | None], Level]]] = {"O2": O2
 
 
 def solver_of(level: LevelName, time_limit: float | None) -> Level:
-    """The solver of a level, whose searches together take at most so many seconds from now on."""
+    """The solver of a level, whose searches together take at most `time_limit` seconds from now on."""
     return _SOLVERS[level](time_limit)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autopipe.ir.cluster import Cluster
 from autopipe.passes.batching import divisors
-from autopipe.passes.cost.kinds import alike_runs
+from autopipe.passes.cost.kinds import equal_device_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class Mesh:
 
 
 def meshes(cluster: Cluster, stages: int | None = None) -> Iterator[Mesh]:
-    """Every way to make equal groups of all devices, into so many stages where that is given.
+    """Every way to make equal groups of all devices, into `stages` stages where that is given.
 
     Groups are neighbours in the cluster, so that a stage's mesh lies in one node where it can. One of several whole
     nodes has two levels, and both orders of them: nodes outside, so that samples are shared among nodes and other axes
     within one, and the other way around. Where devices are of several kinds, groups are equal within each kind.
     """
-    runs = alike_runs(cluster)
+    runs = equal_device_runs(cluster)
     # The widest groups first, so that few stages come first.
     for widths in itertools.product(*(divisors(len(run))[::-1] for run in runs)):
         count = sum(len(run) // width for run, width in zip(runs, widths, strict=True))
@@ -56,7 +56,7 @@ class _Part:
 
     groups: tuple[tuple[int, ...], ...]
     levels: str
-    """Those of each one's mesh, such as `2 x 4`."""
+    """Extents of each one's mesh, such as `2 x 4`."""
 
 
 def _ways(cluster: Cluster, run: range, width: int) -> tuple[_Part, ...]:

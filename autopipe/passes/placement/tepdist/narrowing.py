@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopipe.passes.solvers.min_sum import Answer, MinSum
+from autopipe.passes.solvers.min_sum import Assignment, MinSum
 from autopipe.passes.solvers.min_sum.model import Array
-from autopipe.passes.solvers.min_sum.part import Part
+from autopipe.passes.solvers.min_sum.part import Subproblem
 from autopipe.passes.solvers.min_sum.restriction import everything
 
 ROUNDS = 60
@@ -28,8 +28,8 @@ SHARES = (0.3, 0.1, 0.03, 0.01, 0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Narrowed:
-    """What is left of a model's configurations."""
+class ReducedModel:
+    """A model with fewer configurations."""
 
     kept: tuple[Array, ...]
     """Of every variable, ascending."""
@@ -46,21 +46,23 @@ class Narrowed:
 
     @property
     def is_met(self) -> bool:
-        """Whether no choice costs less than the one that was met."""
+        """True if no choice costs less than the one that was met."""
         return self.cost - self.bound <= SLACK * abs(self.cost)
 
-    def answer(self, model: MinSum) -> Answer:
+    def answer(self, model: MinSum) -> Assignment:
         """The choice that was met, where none costs less."""
-        return Answer(self.choice, self.cost, self.cost, True, model.memory_of(self.choice))
+        return Assignment(self.choice, self.cost, self.cost, True, model.memory_of(self.choice))
 
 
-def narrowed(model: MinSum, most: float = 0, known: Sequence[int] = (), cutoff: float | None = None) -> Narrowed:
-    """What is left of a merged model once it has at most `most` pairs of configurations, or bounds get no better.
+def fix_by_reduced_cost(
+    model: MinSum, most: float = 0, known: Sequence[int] = (), cutoff: float | None = None
+) -> ReducedModel:
+    """Reduce a merged model until it has at most `most` pairs of configurations, or bounds get no better.
 
-    Kept is what may be in a choice that costs no more than `cutoff`; or, where none is given, than the best choice that
-    is met or `known`. Raises InfeasibleError where every choice is forbidden, as far as pairs show it.
+    A configuration stays if it may be in a choice that costs no more than `cutoff`; or, where none is given, than the
+    best choice that is met or `known`. Raises InfeasibleError where every choice is forbidden, as far as pairs show it.
     """
-    part = Part(model, everything(model))
+    part = Subproblem(model, everything(model))
     choice, cost = tuple(known), float(model.cost_of(known)) if known else np.inf
     top = _at_most(cost if cutoff is None else cutoff)
     before = -np.inf
@@ -79,10 +81,10 @@ def narrowed(model: MinSum, most: float = 0, known: Sequence[int] = (), cutoff: 
         before = bound
     positions = part.within(top)
     reach = tuple(each[places] - part.dual.rounding for each, places in zip(part.dual.reach, positions, strict=True))
-    return Narrowed(tuple(part.at(positions)), reach, choice, cost, min(part.bound, cost))
+    return ReducedModel(tuple(part.at(positions)), reach, choice, cost, min(part.bound, cost))
 
 
-def promising(model: MinSum, found: Narrowed, most: float) -> Narrowed:
+def promising(model: MinSum, found: ReducedModel, most: float) -> ReducedModel:
     """The same with at most `most` pairs of configurations, or with no more than promise the least, and its choice."""
     top = max(float(reach.max()) for reach in found.reach)
     for share in SHARES:

@@ -1,16 +1,16 @@
-"""What the outer search has to say: a line for each factorisation."""
+"""Notes of the outer search: a line for each factorisation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 
-from autopipe.passes.placement.tepdist.search import Tried
+from autopipe.passes.placement.tepdist.search import MeshTrial
 
 
-def search_notes(tried: Sequence[Tried], best: Tried, undivided: Mapping[str, str]) -> tuple[str, ...]:
+def search_notes(tried: Sequence[MeshTrial], best: MeshTrial, undivided: Mapping[str, str]) -> tuple[str, ...]:
     """A line a factorisation, the best first: its step, or what speaks against it."""
-    by_mesh: dict[str, list[Tried]] = {}
+    by_mesh: dict[str, list[MeshTrial]] = {}
     for each in tried:
         by_mesh.setdefault(each.mesh.name, []).append(each)
     ranked = sorted(by_mesh.values(), key=lambda each: min(one.step_s for one in each))
@@ -19,7 +19,7 @@ def search_notes(tried: Sequence[Tried], best: Tried, undivided: Mapping[str, st
     return tuple([*notes, f"the operators were divided in one line: {reason}"] if reason else notes)
 
 
-def _said(tried: Sequence[Tried], best: Tried) -> str:
+def _said(tried: Sequence[MeshTrial], best: MeshTrial) -> str:
     fastest = min(tried, key=lambda each: each.step_s)
     if fastest is best:
         return f"{_ms(best.step_s)} with {_micro_batches(best)}, the best of {len(tried)} tried"
@@ -32,7 +32,7 @@ def _said(tried: Sequence[Tried], best: Tried) -> str:
     return str(next(each.refused for each in tried if each.refused)).partition("\n")[0]
 
 
-def _micro_batches(tried: Tried) -> str:
+def _micro_batches(tried: MeshTrial) -> str:
     return f"{tried.micro_batches} micro-batch{'es' if tried.micro_batches > 1 else ''}"
 
 

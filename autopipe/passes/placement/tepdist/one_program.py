@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopipe.passes.placement.tepdist.narrowing import Narrowed, narrowed, promising
+from autopipe.passes.placement.tepdist.narrowing import ReducedModel, fix_by_reduced_cost, promising
 from autopipe.passes.placement.tepdist.program import Programs
-from autopipe.passes.solvers.min_sum import Answer, MinSum
+from autopipe.passes.solvers.min_sum import Assignment, MinSum
 from autopipe.passes.solvers.min_sum.pricing import priced
 from autopipe.passes.solvers.min_sum.restriction import chosen, restricted
 
@@ -18,13 +18,13 @@ MOST_PAIRS_WITHIN = 10_000
 """The same within a memory limit, where programs take longest."""
 
 
-def least_by_program(model: MinSum, programs: Programs, most: float = MOST_PAIRS) -> Answer:
+def least_by_program(model: MinSum, programs: Programs, most: float = MOST_PAIRS) -> Assignment:
     """The best choice of a merged model, by a program of about `most` pairs of configurations at most.
 
     There is none where the dual of the relaxation meets a choice. Raises InfeasibleError where every choice is
     forbidden.
     """
-    left = narrowed(model)
+    left = fix_by_reduced_cost(model)
     if left.is_met:
         return left.answer(model)
     left = promising(model, left, most)
@@ -37,14 +37,14 @@ def least_by_program(model: MinSum, programs: Programs, most: float = MOST_PAIRS
 
 def least_within(
     model: MinSum, limit: float, rate: float, cutoff: float, known: Sequence[int], programs: Programs
-) -> Answer:
+) -> Assignment:
     """The best choice of a merged model that needs at most `limit` bytes and costs at most `cutoff`.
 
     What the program may leave out shows at the price `rate` for a byte; it begins with `known` if that fits.
     Raises InfeasibleError where there is no such choice, or none was found in time.
     """
     at_price = priced(model, rate)
-    left = narrowed(at_price, 0, known, cutoff + rate * limit)
+    left = fix_by_reduced_cost(at_price, 0, known, cutoff + rate * limit)
     left = promising(at_price, left, MOST_PAIRS_WITHIN)
     start = _places(left, known) if model.memory_of(known) <= limit else None
     found = programs.least(restricted(model, left.kept), start or (), limit)
@@ -55,7 +55,7 @@ def least_within(
     )
 
 
-def _places(left: Narrowed, choice: Sequence[int]) -> list[int] | None:
+def _places(left: ReducedModel, choice: Sequence[int]) -> list[int] | None:
     """Where a choice is among what is left; None where a part of it is not."""
     places = [int(keep.searchsorted(number)) for keep, number in zip(left.kept, choice, strict=True)]
     there = all(

@@ -1,7 +1,7 @@
-"""What a segment costs for each pair of strategies of its head and its tail: an integer program over its cones a pair.
+"""Cost of a segment for each pair of strategies of its head and its tail: an integer program over its cones a pair.
 
-Not every pair is asked for: all begin with bounds, and the dynamic programming settles what lies on its best path.
-Equal segments are one object, so that what is settled for one is settled for all.
+Not every pair is solved: all begin with bounds, and the dynamic programming settles those on its best path. Equal
+segments are one object, so that a pair settled for one is settled for all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopipe.passes.placement.tepdist.one_program import least_by_program
 from autopipe.passes.placement.tepdist.program import Programs
 from autopipe.passes.solvers.min_sum import Edge, MinSum
 from autopipe.passes.solvers.min_sum.model import Array
-from autopipe.passes.solvers.min_sum.part import Part
+from autopipe.passes.solvers.min_sum.part import Subproblem
 from autopipe.passes.solvers.min_sum.restriction import conditioned, everything, restricted
 
 ROUNDS = 5
@@ -103,7 +103,7 @@ def _bounds(model: MinSum, inner: int) -> Array:
         # What the dual knows of both ends together gathers on an edge between them.
         model = MinSum(model.costs, (*model.edges, Edge(ends[0], ends[1], np.zeros(shape))))
     try:
-        part = Part(model, everything(model))
+        part = Subproblem(model, everything(model))
     except InfeasibleError:
         return found
     for _ in range(ROUNDS):

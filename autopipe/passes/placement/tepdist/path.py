@@ -10,7 +10,7 @@ import numpy as np
 
 from autopipe.passes.placement.tepdist.pairs import Pairs
 from autopipe.passes.placement.tepdist.program import Programs
-from autopipe.passes.placement.tepdist.segments import Cut
+from autopipe.passes.placement.tepdist.segments import SegmentedModel
 from autopipe.passes.solvers.min_sum import MinSum
 from autopipe.passes.solvers.min_sum.model import Array
 
@@ -25,11 +25,11 @@ class Path:
     bound: float
     """No path costs less."""
     settled: bool
-    """Whether the integer programs on it are solved: else the cost is a bound, too."""
+    """True if the integer programs on it are solved: else the cost is a bound, too."""
 
 
 def shortest(
-    model: MinSum, cut: Cut, pairs: Sequence[Pairs], programs: Programs, known: float, end: float | None
+    model: MinSum, cut: SegmentedModel, pairs: Sequence[Pairs], programs: Programs, known: float, end: float | None
 ) -> Path:
     """The path that costs least, where that is less than `known`; what is found by `end` of the clock otherwise.
 
@@ -48,11 +48,11 @@ def shortest(
 
 
 def is_over(end: float | None) -> bool:
-    """Whether the clock has come to `end`."""
+    """True if the clock has come to `end`."""
     return end is not None and time.monotonic() >= end
 
 
-def choice_of(path: Path, cut: Cut, pairs: Sequence[Pairs], wide: Sequence[int]) -> tuple[int, ...]:
+def choice_of(path: Path, cut: SegmentedModel, pairs: Sequence[Pairs], wide: Sequence[int]) -> tuple[int, ...]:
     """The choice for all variables that goes with a settled path."""
     chosen = dict(zip(cut.wide, wide, strict=True)) | dict(zip(cut.critical, path.strategies, strict=True))
     for segment, each in zip(cut.segments, pairs, strict=True):
@@ -61,7 +61,7 @@ def choice_of(path: Path, cut: Cut, pairs: Sequence[Pairs], wide: Sequence[int])
     return tuple(chosen[variable] for variable in range(len(chosen)))
 
 
-def _least(own: Sequence[Array], cut: Cut, tables: Sequence[Array]) -> tuple[tuple[int, ...], float]:
+def _least(own: Sequence[Array], cut: SegmentedModel, tables: Sequence[Array]) -> tuple[tuple[int, ...], float]:
     """The strategies that cost least by the tables of all segments, and what they cost."""
     alone = [costs.astype(float) for costs in own]
     between: list[Array | None] = [None] * len(own)

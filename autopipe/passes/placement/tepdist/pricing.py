@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from autopipe.passes.placement.tepdist.mixing import best_mixture
 from autopipe.passes.placement.tepdist.path import is_over
-from autopipe.passes.solvers.min_sum import Answer, MinSum
+from autopipe.passes.solvers.min_sum import Assignment, MinSum
 from autopipe.passes.solvers.min_sum.model import Array
 
-AtPrice = Callable[[float], Answer]
+AtPrice = Callable[[float], Assignment]
 """For a price a byte the best choice; its bound is that of cost and price together."""
 
 ROUNDS = 8
@@ -27,8 +27,8 @@ _SAME = 1e-9
 
 
 @dataclass(slots=True, eq=False)
-class Priced:
-    """What the search for a price has found."""
+class PricedSearch:
+    """State of the search for a price."""
 
     model: MinSum
     rank: Array
@@ -43,10 +43,10 @@ class Priced:
     """No choice within the limit costs less."""
 
     @property
-    def answer(self) -> Answer:
-        """What is known by now."""
+    def answer(self) -> Assignment:
+        """The best answer by now."""
         proven = self.cost - self.bound <= _SAME * abs(self.cost)
-        return Answer(self.choice, self.cost, self.bound, proven, self.model.memory_of(self.choice))
+        return Assignment(self.choice, self.cost, self.bound, proven, self.model.memory_of(self.choice))
 
     def raise_bound(self, bound: float) -> None:
         """Nothing that fits costs less than this."""
@@ -69,18 +69,18 @@ def search_price(
     model: MinSum,
     rank: Array,
     limit: float,
-    free: Answer,
+    free: Assignment,
     least: Sequence[int],
     at_price: AtPrice,
     end: float | None,
     enough: float = math.inf,
-) -> Priced:
+) -> PricedSearch:
     """The best within `limit` bytes of what prices and mixtures find; `free` needs more, `least` does not.
 
     Variables come one after the other by `rank`; no price is tried after `end` of the clock, nor once it is known that
     nothing costs less than `enough`.
     """
-    found = Priced(model, rank, limit, tuple(least), float(model.cost_of(least)), bound=float(free.bound))
+    found = PricedSearch(model, rank, limit, tuple(least), float(model.cost_of(least)), bound=float(free.bound))
     over, under = free.choice, tuple(least)
     found.mix(over, under)
     for _ in range(ROUNDS):

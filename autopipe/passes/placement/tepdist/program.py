@@ -14,7 +14,7 @@ import numpy as np
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.solvers import milp
-from autopipe.passes.solvers.min_sum import Answer, MinSum
+from autopipe.passes.solvers.min_sum import Assignment, MinSum
 from autopipe.passes.solvers.min_sum.model import Array
 from autopipe.passes.solvers.min_sum.restriction import conditioned
 
@@ -38,12 +38,11 @@ class Programs:
     seconds: float = 60.0
     """For each; the best that is found by then is the answer."""
 
-    def least(self, model: MinSum, known: Sequence[int] = (), limit: float | None = None) -> Answer:
+    def least(self, model: MinSum, known: Sequence[int] = (), limit: float | None = None) -> Assignment:
         """The best choice of a merged model, within `limit` bytes where that is given; `known` is one that fits.
 
-        Within a limit the search ends at a gap of `CLOSE`, or after so many nodes.
-
-        Raises InfeasibleError where there is none, or none was found in time and none is known.
+        Within a limit the search ends at a gap of `CLOSE`, or at a limit of nodes. Raises InfeasibleError where there
+        is none, or none was found in time and none is known.
         """
         answer = self._solved(model, known, limit)
         if limit is not None and answer.memory > limit:
@@ -52,7 +51,7 @@ class Programs:
             answer = replace(stricter, bound=min(answer.bound, stricter.bound), proven=False)
         return answer
 
-    def _solved(self, model: MinSum, known: Sequence[int], limit: float | None) -> Answer:
+    def _solved(self, model: MinSum, known: Sequence[int], limit: float | None) -> Assignment:
         program = _Program.of(model, limit)
         start = program.values(known) if known else None
         gap, nodes = (0.0, None) if limit is None else (CLOSE, NODES)
@@ -65,7 +64,7 @@ class Programs:
         proven = found.proven and (limit is None or found.gap <= SAME)
         bound = cost if proven else min(float(cost), found.bound)
         memory = model.memory_of(choice)
-        return Answer(choice, cost, bound, proven, memory, limit is None or memory <= limit)
+        return Assignment(choice, cost, bound, proven, memory, limit is None or memory <= limit)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

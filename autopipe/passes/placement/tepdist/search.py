@@ -12,12 +12,12 @@ from autopipe.ir.placement import Placement
 from autopipe.passes.placement.tepdist.bounds import Bounds
 from autopipe.passes.placement.tepdist.level import Level
 from autopipe.passes.placement.tepdist.meshes import Mesh
-from autopipe.passes.placement.tepdist.sized import Divide, Nodes, Sized
+from autopipe.passes.placement.tepdist.sized import Divide, Nodes, SizedProblem
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """What came of a factorisation with one number of micro-batches."""
+class MeshTrial:
+    """Result of a factorisation with one number of micro-batches."""
 
     mesh: Mesh
     micro_batches: int
@@ -27,9 +27,9 @@ class Tried:
     least_s: float = 0.0
     """Seconds that no step can be shorter than, where it was looked into no further."""
     late: bool = False
-    """Whether that was for want of time."""
+    """True if that was for want of time."""
     refused: AutopipeError | None = None
-    """What speaks against it."""
+    """Reason why it has no step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,13 +42,13 @@ class Outer:
     """Ways to divide the nodes among stages, each of which is tried."""
     end: float | None = None
     """When to stop, by `time.monotonic`, once there is a placement."""
-    tried: list[Tried] = field(default_factory=list)
-    best: Tried | None = None
+    tried: list[MeshTrial] = field(default_factory=list)
+    best: MeshTrial | None = None
     undivided: dict[str, str] = field(default_factory=dict)
     """By a factorisation's name why not all ways to divide the nodes were possible; empty where they were."""
-    _sized: dict[int, Sized | AutopipeError] = field(default_factory=dict)
+    _sized: dict[int, SizedProblem | AutopipeError] = field(default_factory=dict)
 
-    def run(self, meshes: Iterable[Mesh], sizes: Iterable[int]) -> Tried:
+    def run(self, meshes: Iterable[Mesh], sizes: Iterable[int]) -> MeshTrial:
         """The best of all `meshes` on micro-batches of `sizes` samples.
 
         Raises the reason against the most promising of them where none has a placement.
@@ -78,39 +78,39 @@ class Outer:
                 break
             last = found
 
-    def _try(self, mesh: Mesh, count: int) -> Tried:
+    def _try(self, mesh: Mesh, count: int) -> MeshTrial:
         try:
             found = self._answer(mesh, count)
         except REFUSALS as error:
-            found = Tried(mesh, count, refused=error)
+            found = MeshTrial(mesh, count, refused=error)
         self.tried.append(found)
         if found.placement is not None and found.step_s < self._known_s():
             self.best = found
         return found
 
-    def _answer(self, mesh: Mesh, count: int) -> Tried:
+    def _answer(self, mesh: Mesh, count: int) -> MeshTrial:
         """The best placement, or why it is not worth looking for."""
         least = self.bounds.step_s(mesh, count)
         late = self.best is not None and self.end is not None and time.monotonic() > self.end
         if late or least >= self._known_s():
-            return Tried(mesh, count, least_s=least, late=late)
+            return MeshTrial(mesh, count, least_s=least, late=late)
         sized = self.of(count)
         found = [self._placed(sized, mesh, count, stages) for stages in self._divided(sized, mesh)]
         return min(found, key=lambda each: (each.step_s, each.refused is not None))
 
-    def _placed(self, sized: Sized, mesh: Mesh, count: int, stages: Nodes) -> Tried:
+    def _placed(self, sized: SizedProblem, mesh: Mesh, count: int, stages: Nodes) -> MeshTrial:
         """The best placement of stages as divided."""
         least = self.bounds.divided_s(mesh, count, stages)
         if least >= self._known_s():
-            return Tried(mesh, count, least_s=least)
+            return MeshTrial(mesh, count, least_s=least)
         try:
             found = sized.placements(mesh, stages, self._known_s())
         except InfeasibleError as error:
-            return Tried(mesh, count, refused=error)
+            return MeshTrial(mesh, count, refused=error)
         step_s, placement = min(found, key=lambda each: each[0], default=(math.inf, None))
-        return Tried(mesh, count, step_s, placement, 0.0 if found else self._known_s())
+        return MeshTrial(mesh, count, step_s, placement, 0.0 if found else self._known_s())
 
-    def _divided(self, sized: Sized, mesh: Mesh) -> Iterable[Nodes]:
+    def _divided(self, sized: SizedProblem, mesh: Mesh) -> Iterable[Nodes]:
         """The divisions that there are, each once. Raises the first one's reason where there is none."""
         found: dict[Nodes, None] = {}
         refused: dict[str, InfeasibleError] = {}
@@ -127,11 +127,13 @@ class Outer:
     def _known_s(self) -> float:
         return self.bounds.problem.known_s if self.best is None else self.best.step_s
 
-    def of(self, count: int) -> Sized:
-        """The problem in so many micro-batches. Raises ConfigurationError or ModelError where there is none."""
+    def of(self, count: int) -> SizedProblem:
+        """The problem in `count` micro-batches. Raises ConfigurationError or ModelError where there is none."""
         if count not in self._sized:
             try:
-                self._sized[count] = Sized.of(self.bounds.problem, self.bounds.problem.batch_size // count, self.solver)
+                self._sized[count] = SizedProblem.of(
+                    self.bounds.problem, self.bounds.problem.batch_size // count, self.solver
+                )
             except (ConfigurationError, ModelError) as error:
                 self._sized[count] = error
         found = self._sized[count]

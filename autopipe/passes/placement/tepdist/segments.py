@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from autopipe.passes.placement.tepdist.critical import Ways, heaviest_path, parting, parts
+from autopipe.passes.placement.tepdist.critical import RankedVariables, heaviest_path, parting, parts
 from autopipe.passes.solvers.min_sum import MinSum
 from autopipe.passes.solvers.min_sum.model import Array
 from autopipe.passes.solvers.min_sum.ordering import Neighbours, neighbours
@@ -31,7 +31,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SegmentedModel:
     """A model's variables, each of them wide, critical or inside of a segment."""
 
     wide: tuple[int, ...]
@@ -40,14 +40,14 @@ class Cut:
     segments: tuple[Segment, ...]
 
 
-def cut(model: MinSum, rank: Array) -> Cut:
+def cut(model: MinSum, rank: Array) -> SegmentedModel:
     """The cut with small segments; of such the one with fewest wide variables.
 
     Edges lead from lower to higher `rank`.
     """
     around = neighbours(model)
     widest = _widest(around, rank)
-    ways = Ways.of(model, around, rank)
+    ways = RankedVariables.of(model, around, rank)
     best = min((_cut(ways, around, widest[:count]) for count in range(len(widest) + 1)), key=_largest)
     for variable in best.wide:
         fewer = _cut(ways, around, tuple(other for other in best.wide if other != variable))
@@ -56,9 +56,9 @@ def cut(model: MinSum, rank: Array) -> Cut:
 
 
 def _widest(around: Neighbours, rank: Array) -> tuple[int, ...]:
-    """Those that reach farthest, all their neighbours taken together, one after the other.
+    """Values that reach farthest, all their neighbours taken together, one after the other.
 
-    What reads one of them far away reaches as far through it alone, and no more once it is wide.
+    A value that reads one of them far away reaches as far through it alone, and no more once it is wide.
     """
     far = [sum(abs(int(rank[other] - rank[own])) for other in near) for own, near in enumerate(around)]
     found: dict[int, None] = {}
@@ -70,15 +70,15 @@ def _widest(around: Neighbours, rank: Array) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _largest(found: Cut) -> int:
+def _largest(found: SegmentedModel) -> int:
     """Variables of the largest segment, or as many as are no trouble."""
     return max(SMALL, *(len(segment.inner) for segment in found.segments), 0)
 
 
-def _cut(ways: Ways, around: Neighbours, wide: tuple[int, ...]) -> Cut:
+def _cut(ways: RankedVariables, around: Neighbours, wide: tuple[int, ...]) -> SegmentedModel:
     without = set(wide)
     if len(without) == len(around):
-        return Cut(wide, (), ())
+        return SegmentedModel(wide, (), ())
     critical = parting(heaviest_path(ways, without), around, without)
     place = {variable: number for number, variable in enumerate(critical)}
     segments = [
@@ -89,4 +89,4 @@ def _cut(ways: Ways, around: Neighbours, wide: tuple[int, ...]) -> Cut:
     for inner in parts(around, without | place.keys()):
         ends = {place[other] for variable in inner for other in around[variable] if other in place}
         segments.append(Segment(tuple(sorted(ends)), inner))
-    return Cut(wide, critical, tuple(segments))
+    return SegmentedModel(wide, critical, tuple(segments))

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.constraints import Wish, wishes_of
+from autopipe.passes.cost.constraints import ResolvedConstraint, wishes_of
 from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.splits import sample_axes
-from autopipe.passes.cost.wished import wished_splits
-from autopipe.passes.placement.tepdist.inside import Insides
+from autopipe.passes.cost.wished import required_splits
+from autopipe.passes.placement.tepdist.inside import IntraStageSearch
 from autopipe.passes.placement.tepdist.level import Level
 from autopipe.passes.placement.tepdist.meshes import Mesh
-from autopipe.passes.schedule.trial import busy_s, fitting_step_s
+from autopipe.passes.schedule.trial import busy_s, quick_step_seconds
 from autopipe.passes.spmd.search.configurations import Splits
 from autopipe.passes.spmd.settled import check_degrees, settled_stages
 
@@ -27,25 +27,25 @@ Divide = Callable[[Problem, Mesh, dict[int, int]], Nodes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sized:
-    """What is known of micro-batches of one size."""
+class SizedProblem:
+    """Facts on micro-batches of one size."""
 
     problem: Problem
-    wishes: tuple[Wish, ...]
+    wishes: tuple[ResolvedConstraint, ...]
     wished: dict[int, Splits]
     """The splits that constraints ask for, by node."""
-    insides: Insides
+    insides: IntraStageSearch
 
     @staticmethod
-    def of(problem: Problem, size: int, solver: Level) -> Sized:
+    def of(problem: Problem, size: int, solver: Level) -> SizedProblem:
         """The problem on micro-batches of `size` samples.
 
         Raises ConfigurationError or ModelError where there can be none, and for constraints that cannot be followed.
         """
         own = resized(problem, size)
         wishes = wishes_of(own)
-        wished = wished_splits(wishes, sample_axes(own.graph)) if wishes else {}
-        return Sized(own, wishes, wished, Insides.of(own, solver))
+        wished = required_splits(wishes, sample_axes(own.graph)) if wishes else {}
+        return SizedProblem(own, wishes, wished, IntraStageSearch.of(own, solver))
 
     def stages(self, mesh: Mesh, divide: Divide) -> Nodes:
         """The nodes of each stage. Raises ConfigurationError for constraints that the mesh cannot follow."""
@@ -72,7 +72,7 @@ class Sized:
             if busy_s(each.costs, self.problem.micro_batches) >= limit_s:
                 continue
             try:
-                found.append((fitting_step_s(self.problem, each.placement, each.costs), each.placement))
+                found.append((quick_step_seconds(self.problem, each.placement, each.costs), each.placement))
             except InfeasibleError as error:
                 refused = error
         if not found and refused is not None:

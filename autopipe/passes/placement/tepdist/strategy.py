@@ -11,16 +11,16 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.constraints import asked_sizes, wishes_of
+from autopipe.passes.cost.constraints import required_sizes, wishes_of
 from autopipe.passes.cost.fit import check_operators
 from autopipe.passes.orders import best_order
-from autopipe.passes.placement.tepdist.asked import asked_meshes
+from autopipe.passes.placement.tepdist.asked import constrained_meshes
 from autopipe.passes.placement.tepdist.bounds import Bounds
 from autopipe.passes.placement.tepdist.dividing import LeastCrossing, linear_cut
 from autopipe.passes.placement.tepdist.levels import LevelName, solver_of
 from autopipe.passes.placement.tepdist.meshes import meshes
 from autopipe.passes.placement.tepdist.notes import search_notes
-from autopipe.passes.placement.tepdist.search import Outer, Tried
+from autopipe.passes.placement.tepdist.search import MeshTrial, Outer
 from autopipe.passes.spmd.wishes import check_wishes
 
 
@@ -78,12 +78,12 @@ class TePDist:
 
     def _placed(self, problem: Problem) -> Placement:
         wishes = wishes_of(problem, own_sizes=True)
-        found = asked_meshes(problem.cluster, self.stages, wishes)
+        found = constrained_meshes(problem.cluster, self.stages, wishes)
         if not found:
             raise InfeasibleError(f"no equal groups of these devices make {self.stages} stages")
         outer = self.search(problem)
         outer.bounds.check_memory()
-        best = outer.run(found, asked_sizes(problem, wishes))
+        best = outer.run(found, required_sizes(problem, wishes))
         assert best.placement is not None
         return self._told(problem, outer, best, best.placement)
 
@@ -93,7 +93,7 @@ class TePDist:
         divisions = linear_cut, LeastCrossing(self.unbalance, problem.time_limit)
         return Outer(Bounds.of(problem), solver_of(self.level, problem.time_limit), divisions, end)
 
-    def _told(self, problem: Problem, outer: Outer, best: Tried, placement: Placement) -> Placement:
+    def _told(self, problem: Problem, outer: Outer, best: MeshTrial, placement: Placement) -> Placement:
         """The placement with what is known of it, checked against the constraints."""
         sized = outer.of(best.micro_batches)
         check_wishes(sized.problem, placement, self.name)

@@ -10,7 +10,7 @@ from autopipe.passes.placement.tessel_shapes.model import CostedModel
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class BranchJoin:
     """The branches, and everything from where they meet on. All nodes are in one of them."""
 
     branches: tuple[tuple[int, ...], ...]
@@ -23,7 +23,7 @@ class _Component:
     seconds: float = 0.0
 
 
-def find_meeting(model: CostedModel, order: tuple[int, ...]) -> Meeting | None:
+def find_join(model: CostedModel, order: tuple[int, ...]) -> BranchJoin | None:
     """The first node, in `order`, at which branches meet: each half a device's share of the work or more.
 
     Each has at least half as much work as the largest too: a decoder's first layer is no branch beside the encoder.
@@ -39,7 +39,7 @@ def find_meeting(model: CostedModel, order: tuple[int, ...]) -> Meeting | None:
         most = max((each.seconds for each in met.values()), default=0.0)
         large = [each for each in met.values() if each.seconds >= max(least, most / 2)]
         if len(large) > 1:
-            return _meeting(model, order, [sorted(each.nodes) for each in large], apart)
+            return _join(model, order, [sorted(each.nodes) for each in large], apart)
         joined = _joined(list(met.values()))
         joined.nodes.append(node)
         joined.seconds += float(model.seconds[node])
@@ -53,7 +53,7 @@ def _joined(parts: list[_Component]) -> _Component:
     return _Component([node for part in parts for node in part.nodes], sum(part.seconds for part in parts))
 
 
-def _meeting(model: CostedModel, order: tuple[int, ...], branches: list[list[int]], apart: Set[int]) -> Meeting:
+def _join(model: CostedModel, order: tuple[int, ...], branches: list[list[int]], apart: Set[int]) -> BranchJoin:
     """The branches in order of their first nodes, each with the weights it reads first; all others are the rest."""
     branches = sorted(branches)
     home = {node: index for index, nodes in enumerate(branches) for node in nodes}
@@ -64,4 +64,4 @@ def _meeting(model: CostedModel, order: tuple[int, ...], branches: list[list[int
             homes = [home[reader] for name in names for reader in model.readers.get(name, ())]
             home[node] = min(homes, default=rest) if node in apart else rest
     found = [tuple(sorted(node for node, index in home.items() if index == each)) for each in range(rest + 1)]
-    return Meeting(tuple(found[:rest]), found[rest])
+    return BranchJoin(tuple(found[:rest]), found[rest])

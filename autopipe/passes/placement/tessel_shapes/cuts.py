@@ -25,7 +25,7 @@ Stages = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Line:
+class CutLine:
     """A run of nodes in blocks, between which it may be cut, and what tells where."""
 
     blocks: Stages
@@ -63,8 +63,8 @@ class Line:
 
 
 @remembered(GRAPHS)
-def line_of(model: CostedModel, chain: Chain, nodes: Sequence[int]) -> Line:
-    """Those of `nodes` in each block of a chain."""
+def line_of(model: CostedModel, chain: Chain, nodes: Sequence[int]) -> CutLine:
+    """Nodes of `nodes` in each block of a chain."""
     groups: dict[int, list[int]] = {}
     for node in nodes:
         groups.setdefault(int(chain.block_of[node]), []).append(node)
@@ -74,11 +74,11 @@ def line_of(model: CostedModel, chain: Chain, nodes: Sequence[int]) -> Line:
         for kind, seconds in model.on_kind.items()
     }
     seconds = np.array([model.weighs(block) for block in blocks])
-    return Line(blocks, seconds, on_kind, _crossing_seconds(model, blocks), _parameter_bytes(model, blocks))
+    return CutLine(blocks, seconds, on_kind, _crossing_seconds(model, blocks), _parameter_bytes(model, blocks))
 
 
 def _crossing_seconds(model: CostedModel, blocks: Stages) -> _Floats:
-    """`Line.crossing` of some blocks."""
+    """`CutLine.crossing` of some blocks."""
     graph, recomputed = model.graph, recomputed_nodes(model.graph)
     link = model.cluster.slowest_link(range(model.devices))
     place = {node: index for index, block in enumerate(blocks) for node in block}
@@ -96,7 +96,7 @@ def _crossing_seconds(model: CostedModel, blocks: Stages) -> _Floats:
 
 
 def _parameter_bytes(model: CostedModel, blocks: Stages) -> _Floats:
-    """`Line.sizes` of some blocks."""
+    """`CutLine.sizes` of some blocks."""
     seen: set[str] = set()
     found = np.zeros(len(blocks))
     for index, block in enumerate(blocks):

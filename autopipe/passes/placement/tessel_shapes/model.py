@@ -1,4 +1,4 @@
-"""What the shapes are read from: a problem's graph with its uses, its line of blocks and the seconds of each node."""
+"""Input of the shapes: a problem's graph with its uses, its line of blocks and the seconds of each node."""
 
 from __future__ import annotations
 

@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.placement.tessel_shapes.cuts import Line
+from autopipe.passes.placement.tessel_shapes.cuts import CutLine
 from autopipe.passes.placement.tessel_shapes.stages import stage_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class StageRow:
     """A line on a row of devices: a stage on each, in their order."""
 
-    line: Line
+    line: CutLine
     devices: tuple[int, ...]
     pipeline: int = 0
 
 
-Outline = tuple[Stage | Row, ...]
+Outline = tuple[Stage | StageRow, ...]
 
 
 def with_chains_cut(problem: Problem, outline: Outline, room: Sequence[float]) -> Placement:

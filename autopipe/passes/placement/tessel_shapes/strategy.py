@@ -20,15 +20,15 @@ from autopipe.passes.cost.chain import Chain
 from autopipe.passes.cost.fit import check_operators, fitted
 from autopipe.passes.cost.kinds import may_share
 from autopipe.passes.orders import best_order
-from autopipe.passes.placement.tessel_shapes.branches import find_meeting
+from autopipe.passes.placement.tessel_shapes.branches import find_join
 from autopipe.passes.placement.tessel_shapes.cuts import line_of
 from autopipe.passes.placement.tessel_shapes.devices import shared_out
 from autopipe.passes.placement.tessel_shapes.memory import with_chains_that_fit
 from autopipe.passes.placement.tessel_shapes.model import CostedModel, costed_model, line_around, whole_line
-from autopipe.passes.placement.tessel_shapes.outline import Outline, Row, with_chains_cut
+from autopipe.passes.placement.tessel_shapes.outline import Outline, StageRow, with_chains_cut
 from autopipe.passes.placement.tessel_shapes.parts import hoisted, line_of_parts
 from autopipe.passes.placement.tessel_shapes.stages import stage_of_several
-from autopipe.passes.placement.tessel_shapes.tables import Wide, large_tables, wide_nodes
+from autopipe.passes.placement.tessel_shapes.tables import SharedLookup, large_tables, wide_nodes
 from autopipe.passes.spmd.visits import visited
 
 _SHAPES = ("auto", "v", "x", "m", "nn", "k")
@@ -46,7 +46,7 @@ class TesselShapes:
     chunks: int = 1
     """Stages that each device has of a chain."""
     wave: bool = False
-    """Whether chunks go over the devices back and forth instead of again and again."""
+    """True if chunks go over the devices back and forth instead of again and again."""
 
     name: ClassVar[str] = "tessel_shapes"
 
@@ -107,7 +107,7 @@ class TesselShapes:
 
     def _around_tables(
         self, problem: Problem, model: CostedModel, shape: str, only_large: bool
-    ) -> Iterator[Stage | Row]:
+    ) -> Iterator[Stage | StageRow]:
         """M and NN: shared parts over all devices, chains between them."""
         tables = large_tables(model, at_least_one=not only_large)
         wide = wide_nodes(model, tables, model.devices)
@@ -130,10 +130,10 @@ class TesselShapes:
             else:
                 yield self._chain(model, line, part.nodes, next(groups))
 
-    def _branches(self, problem: Problem, model: CostedModel, only_shared: bool) -> Iterator[Stage | Row]:
+    def _branches(self, problem: Problem, model: CostedModel, only_shared: bool) -> Iterator[Stage | StageRow]:
         """K: branches on devices of their own, then the rest over all (refused at will where they cannot share it)."""
         line = whole_line(model)
-        meeting = find_meeting(model, line.order)
+        meeting = find_join(model, line.order)
         if meeting is None or len(meeting.branches) > model.devices:
             found = "none" if meeting is None else f"{len(meeting.branches)} for {model.devices} devices"
             raise InfeasibleError(
@@ -148,17 +148,17 @@ class TesselShapes:
             yield self._chain(model, line, branch, devices)
         yield rest
 
-    def _chain(self, model: CostedModel, line: Chain, nodes: tuple[int, ...], devices: tuple[int, ...]) -> Row:
-        return Row(line_of(model, line, nodes), visited(devices, self.chunks, self.wave))
+    def _chain(self, model: CostedModel, line: Chain, nodes: tuple[int, ...], devices: tuple[int, ...]) -> StageRow:
+        return StageRow(line_of(model, line, nodes), visited(devices, self.chunks, self.wave))
 
 
 def _is_shared(model: CostedModel, stage: Stage) -> bool:
-    """Whether a stage's devices share half of its work, or its work is little."""
+    """True if a stage's devices share half of its work, or its work is little."""
     work, shared = model.weighs(stage.nodes), model.weighs(node for node, _ in stage.splits)
     return shared >= work / 2 or work < model.share * float(model.seconds.sum())
 
 
-def _check_chains(shape: str, chains: int, devices: int, wide: Sequence[Wide]) -> None:
+def _check_chains(shape: str, chains: int, devices: int, wide: Sequence[SharedLookup]) -> None:
     """Raise InfeasibleError unless the parts between large tables make the shape."""
     tables = ", ".join(sorted({repr(each.table) for each in wide}))
     wanted = {"m": 1, "nn": 2}[shape]

@@ -13,7 +13,7 @@ from autopipe.passes.spmd.regions import grow, seed_axis
 
 
 @dataclass(frozen=True, slots=True)
-class Wide:
+class SharedLookup:
     """A lookup in a large table, or a head over many classes, with all nodes that stay cut with it."""
 
     table: str
@@ -38,7 +38,7 @@ def large_tables(model: CostedModel, at_least_one: bool) -> frozenset[str]:
     return frozenset(name for name, size in sizes.items() if size >= least)
 
 
-def wide_nodes(model: CostedModel, tables: frozenset[str], degree: int) -> tuple[Wide, ...]:
+def wide_nodes(model: CostedModel, tables: frozenset[str], degree: int) -> tuple[SharedLookup, ...]:
     """The lookups and heads that read one of `tables`, in order.
 
     Raises InfeasibleError, naming the table, where `degree` devices cannot share one equally.
@@ -55,7 +55,7 @@ def wide_nodes(model: CostedModel, tables: frozenset[str], degree: int) -> tuple
             raise _uneven(model, node, read[0], degree)
         region = grow(model, node, axis, degree, everything, {})
         cut = frozenset({node}) if region.open else frozenset(region.axes)
-        found.append(Wide(read[0], node, cut | model.feeders(node)))
+        found.append(SharedLookup(read[0], node, cut | model.feeders(node)))
     return tuple(found)
 
 

@@ -52,9 +52,8 @@ class DualPipe(Published):
 
 
 def dual_words(place: int, depth: int, micro_batches: int) -> Iterator[str]:
-    """What the device `place` steps from one end runs, of `depth` devices up to the middle, in eight phases.
-
-    0 is the direction that begins at this end. `micro_batches` are those of one direction.
+    """Tasks of the device `place` steps from one end, of `depth` devices up to the middle, in eight phases. 0 is the
+    direction that begins at this end. `micro_batches` are those of one direction.
     """
     inner = depth - 1 - place
     yield from ("F0",) * (2 * inner)

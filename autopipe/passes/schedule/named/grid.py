@@ -32,7 +32,7 @@ def there_and_back(forwards: Sequence[Item], backwards: Sequence[Item], first: i
 
 
 def on_grid(pipeline: Sequence[int], micro_batches: Iterable[int], group: int) -> Iterator[tuple[int, Task]]:
-    """(slot, task) of all micro-batches that a pipeline of these stages runs, in groups of so many."""
+    """(slot, task) of all micro-batches that a pipeline of these stages runs, in groups of `group`."""
     for index, each in enumerate(micro_batches):
         forwards = [Task(stage, Phase.FORWARD, each) for stage in pipeline]
         backwards = [Task(stage, Phase.BACKWARD, each) for stage in pipeline]

@@ -65,7 +65,7 @@ def order_kfkb(graph: StageGraph, micro_batches: int, ks: Sequence[int], train: 
 
 def kept_micro_batches(graph: StageGraph, ks: Sequence[int]) -> tuple[int, ...]:
     """The most of its own micro-batches that each stage keeps between forward and backward."""
-    turns = [graph.turns_at(stage) for stage in range(len(ks))]
+    turns = [graph.micro_batch_ratio_at(stage) for stage in range(len(ks))]
     samples = [math.lcm(*turns) // each for each in turns]
     in_flight = stages_in_flight(ks, samples, graph.edges)
     return tuple(kept // size for kept, size in zip(in_flight, samples, strict=True))

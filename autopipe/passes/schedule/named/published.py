@@ -1,4 +1,4 @@
-"""What the schedules that are published for one form of placement have in common."""
+"""Common parts of schedules that are published for one form of placement."""
 
 from __future__ import annotations
 

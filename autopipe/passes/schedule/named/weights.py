@@ -30,7 +30,7 @@ def fill_weights(orders: Sequence[Sequence[Task]], stages: int, room: int) -> li
 
 
 class _Lane:
-    """What a lane has still to do, what it owes and what it keeps."""
+    """State of a lane: tasks to do, deferred weight gradients, and activations kept."""
 
     def __init__(self, rest: deque[Task], room: int) -> None:
         self.rest, self.room, self.kept = rest, room, 0

@@ -39,7 +39,7 @@ class ZeroBubbleV(Published):
 
 
 def _words(place: int, devices: int, micro_batches: int) -> Iterator[str]:
-    """What a device runs but weight gradients: 0 is its stage on the way down, 1 the one on the way up."""
+    """Tasks of a device without weight gradients: 0 is its stage on the way down, 1 the one on the way up."""
     yield from ("F0",) * (2 * (devices - place) - 1)
     yield from ("F1", "F0") * place
     yield from ("F1", "I1") * (devices - place)

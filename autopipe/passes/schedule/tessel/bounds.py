@@ -1,4 +1,4 @@
-"""What no schedule can beat, from the blocks alone."""
+"""Lower bounds on any schedule, from the blocks alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def unit_bound(graph: BlockGraph) -> int:
 
 
 def makespan_bound(graph: BlockGraph, units: int) -> int:
-    """No schedule of so many units is shorter: one unit's longest way, and each device's load between its ends."""
+    """Lower bound on the makespan of `units` units: one unit's longest way, and each device's load between its ends."""
     first, last = heads(graph), tails(graph)
     found = unit_bound(graph)
     on_device: list[list[int]] = [[] for _ in range(graph.devices)]

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from itertools import product
 
 from autopipe.ir.blocks import BlockGraph
-from autopipe.passes.schedule.tessel.cyclic import Cyclic, is_valid
+from autopipe.passes.schedule.tessel.cyclic import PeriodicStarts, is_valid
 from autopipe.passes.schedule.tessel.options import Budget
-from autopipe.passes.schedule.tessel.placing import Placing, Way
+from autopipe.passes.schedule.tessel.placing import PlacementRule, Placing
 from autopipe.passes.schedule.tessel.sequences import forward_order, outward_order
 from autopipe.passes.schedule.tessel.tighten import tighten
 
@@ -24,7 +24,7 @@ _HALVINGS = 4
 """Periods between the least and the best known that are tried with random orders."""
 
 
-def construct(graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget) -> Cyclic:
+def construct(graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget) -> PeriodicStarts:
     """A steady state of a period of `low` or more. `serial` is an order of one unit's blocks that fits memory."""
     best, placing = one_at_a_time(graph, serial), Placing(graph, budget)
     ways = _ways([tuple(serial), graph.order])
@@ -47,7 +47,7 @@ def construct(graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget
     return best
 
 
-def one_at_a_time(graph: BlockGraph, serial: Sequence[int]) -> Cyclic:
+def one_at_a_time(graph: BlockGraph, serial: Sequence[int]) -> PeriodicStarts:
     """One block at a time on all devices together, and each unit after the one before."""
     starts, now = [0] * len(graph.blocks), 0
     for index in serial:
@@ -55,12 +55,14 @@ def one_at_a_time(graph: BlockGraph, serial: Sequence[int]) -> Cyclic:
         ends = (starts[other] + graph.blocks[other].time + block.delay(at) for at, other in enumerate(block.after))
         starts[index] = max(now, *ends, 0)
         now = starts[index] + block.time
-    return Cyclic(now, tuple(starts))
+    return PeriodicStarts(now, tuple(starts))
 
 
-def _best_of(graph: BlockGraph, placing: Placing, period: int, ways: Sequence[Way], budget: Budget) -> Cyclic | None:
+def _best_of(
+    graph: BlockGraph, placing: Placing, period: int, ways: Sequence[PlacementRule], budget: Budget
+) -> PeriodicStarts | None:
     """Of all steady states of this period that these ways lead to the one with the shortest way of a unit."""
-    best: Cyclic | None = None
+    best: PeriodicStarts | None = None
     for way in ways:
         if budget.over:
             break
@@ -72,13 +74,13 @@ def _best_of(graph: BlockGraph, placing: Placing, period: int, ways: Sequence[Wa
     return best
 
 
-def _random_ways(graph: BlockGraph, seed: int) -> list[Way]:
+def _random_ways(graph: BlockGraph, seed: int) -> list[PlacementRule]:
     draw = random.Random(seed)
     count = max(4, min(_MOST_ORDERS, 4000 // len(graph.blocks)))
     forward = [forward_order(graph, draw) for _ in range(count)]
     return _ways(forward + [outward_order(graph, draw) for _ in range(count)])
 
 
-def _ways(orders: Sequence[tuple[int, ...]]) -> list[Way]:
+def _ways(orders: Sequence[tuple[int, ...]]) -> list[PlacementRule]:
     """All ways with these orders, each once."""
-    return [Way(*way) for way in product(dict.fromkeys(orders), (False, True), (False, True))]
+    return [PlacementRule(*way) for way in product(dict.fromkeys(orders), (False, True), (False, True))]

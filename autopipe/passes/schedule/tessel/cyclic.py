@@ -10,7 +10,7 @@ from autopipe.passes.schedule.tessel.memory import changes
 
 
 @dataclass(frozen=True, slots=True)
-class Cyclic:
+class PeriodicStarts:
     """Block i of unit n starts at `starts[i] + period * n`, for every whole n."""
 
     period: int
@@ -33,7 +33,7 @@ class Cyclic:
         return max(ends) - min(self.starts)
 
 
-def steady_peak(graph: BlockGraph, cyclic: Cyclic, device: int) -> int:
+def steady_peak(graph: BlockGraph, cyclic: PeriodicStarts, device: int) -> int:
     """Most memory in use on a device while units follow one another without end."""
     added = changes(graph, device)
     phases, stages = cyclic.phases, cyclic.stages
@@ -45,8 +45,8 @@ def steady_peak(graph: BlockGraph, cyclic: Cyclic, device: int) -> int:
     return peak
 
 
-def is_valid(graph: BlockGraph, cyclic: Cyclic) -> bool:
-    """Whether dependencies are kept, no two blocks of any units overlap on a device, and memory suffices."""
+def is_valid(graph: BlockGraph, cyclic: PeriodicStarts) -> bool:
+    """True if dependencies are kept, no two blocks of any units overlap on a device, and memory suffices."""
     starts, period = cyclic.starts, cyclic.period
     for index, block in enumerate(graph.blocks):
         for position, other in enumerate(block.after):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autopipe.ir.blocks import BlockGraph
-from autopipe.passes.schedule.tessel.cyclic import Cyclic, sharing_pairs
+from autopipe.passes.schedule.tessel.cyclic import PeriodicStarts, sharing_pairs
 from autopipe.passes.schedule.tessel.memory import changes
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class CyclicModel:
     phases: list[IntVar]
     stages: list[IntVar]
     before: dict[tuple[int, int], IntVar]
-    """Whether the first of a pair that shares a device has the smaller phase."""
+    """True if the first of a pair that shares a device has the smaller phase."""
 
     def starts(self, index: int, period: int) -> LinearExprT:
         """Start of a block for a period that is known."""
@@ -60,7 +60,7 @@ def model_cyclic(graph: BlockGraph, low: int, high: int, in_flight: int | None =
     if low < high and in_flight is None:
         for phase in made.phases:
             model.add(phase < made.period)
-    _take_turns(graph, made)
+    _order_on_devices(graph, made)
     for index, block in enumerate(graph.blocks):
         for position, other in enumerate(block.after):
             wait = graph.blocks[other].time + block.delay(position)
@@ -89,10 +89,10 @@ def anchor(graph: BlockGraph, made: CyclicModel) -> None:
             made.model.add(made.stages[sources[0]] == 0)
 
 
-def hint(graph: BlockGraph, made: CyclicModel, known: Cyclic) -> None:
+def hint(graph: BlockGraph, made: CyclicModel, known: PeriodicStarts) -> None:
     """Let the solver begin from a known answer."""
     start = known.starts[_widest(graph)]
-    turned = Cyclic(known.period, tuple(each - start for each in known.starts))
+    turned = PeriodicStarts(known.period, tuple(each - start for each in known.starts))
     for index, (stage, phase) in enumerate(zip(turned.stages, turned.phases, strict=True)):
         made.model.add_hint(made.stages[index], stage)
         made.model.add_hint(made.phases[index], phase)
@@ -145,7 +145,7 @@ def _most_gap(wait: int, period: int) -> int:
     return math.ceil((wait + period - 1) / period)
 
 
-def _take_turns(graph: BlockGraph, made: CyclicModel) -> None:
+def _order_on_devices(graph: BlockGraph, made: CyclicModel) -> None:
     for (first, second), before in made.before.items():
         for one, other, holds in ((first, second, before), (second, first, before.negated())):
             made.model.add(made.phases[one] + graph.blocks[one].time <= made.phases[other]).only_enforce_if(holds)

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from autopipe.ir.blocks import BlockGraph
 from autopipe.passes.schedule.tessel.bounds import makespan_bound
-from autopipe.passes.schedule.tessel.cyclic import Cyclic
+from autopipe.passes.schedule.tessel.cyclic import PeriodicStarts
 from autopipe.passes.schedule.tessel.options import Budget
-from autopipe.passes.schedule.tessel.task_model import Task, TaskModel, Window, model_tasks
+from autopipe.passes.schedule.tessel.task_model import StartWindow, Task, TaskModel, model_tasks
 from autopipe.passes.schedule.tessel.unroll import Starts, compact, makespan, peaks, unroll
 from autopipe.passes.solvers.cp_sat import solve
 
@@ -23,8 +23,8 @@ _SHARE = 0.03
 """Of the work that is left, for one end."""
 
 
-def complete(graph: BlockGraph, cyclic: Cyclic, units: int, budget: Budget) -> Starts:
-    """Starts of so many units in this steady state: the shortest found, and of these the one of least memory."""
+def complete(graph: BlockGraph, cyclic: PeriodicStarts, units: int, budget: Budget) -> Starts:
+    """Starts of `units` units in this steady state: the shortest found, and of these the one of least memory."""
     early = unroll(graph, cyclic, units)
     stages = cyclic.stages
     sizes = sum(max(stages) - stage for stage in stages), sum(stages)
@@ -40,7 +40,7 @@ def complete(graph: BlockGraph, cyclic: Cyclic, units: int, budget: Budget) -> S
     )
 
 
-def _solved(graph: BlockGraph, cyclic: Cyclic, units: int, budget: Budget) -> Starts:
+def _solved(graph: BlockGraph, cyclic: PeriodicStarts, units: int, budget: Budget) -> Starts:
     """With both ends as short as the solver makes them."""
     plain = _plain(cyclic, units)
     moved = {**plain, **_warm_up(graph, cyclic, plain, budget), **_cool_down(graph, cyclic, plain, budget)}
@@ -49,14 +49,14 @@ def _solved(graph: BlockGraph, cyclic: Cyclic, units: int, budget: Budget) -> St
     return compact(graph, tuple(rows))
 
 
-def _plain(cyclic: Cyclic, units: int) -> dict[Task, int]:
+def _plain(cyclic: PeriodicStarts, units: int) -> dict[Task, int]:
     """Starts that repeat from the first unit to the last."""
     period, rows = cyclic.period, zip(cyclic.stages, cyclic.phases, strict=True)
     once = [stage * period + phase for stage, phase in rows]
     return {(unit, index): start + unit * period for unit in range(units) for index, start in enumerate(once)}
 
 
-def _warm_up(graph: BlockGraph, cyclic: Cyclic, plain: Mapping[Task, int], budget: Budget) -> dict[Task, int]:
+def _warm_up(graph: BlockGraph, cyclic: PeriodicStarts, plain: Mapping[Task, int], budget: Budget) -> dict[Task, int]:
     """Better starts of the blocks before the first complete repetition, the first of which is as late as can be.
 
     Where no unit has blocks in both ends, they may even start later than before, into gaps of that repetition.
@@ -65,7 +65,7 @@ def _warm_up(graph: BlockGraph, cyclic: Cyclic, plain: Mapping[Task, int], budge
     apart = max(unit for unit, _ in plain) >= 2 * first
     given = {task: start for task, start in plain.items() if start // period == first}
     latest = _latest(graph, plain, first * period, period) if apart else plain
-    free = {task: Window(0, latest[task], start) for task, start in plain.items() if start // period < first}
+    free = {task: StartWindow(0, latest[task], start) for task, start in plain.items() if start // period < first}
     made = model_tasks(graph, given, free, (0,) * graph.devices)
     begin = made.model.new_int_var(0, first * period, "")
     for start in made.variables:
@@ -74,7 +74,7 @@ def _warm_up(graph: BlockGraph, cyclic: Cyclic, plain: Mapping[Task, int], budge
     return _moved(made, budget)
 
 
-def _cool_down(graph: BlockGraph, cyclic: Cyclic, plain: Mapping[Task, int], budget: Budget) -> dict[Task, int]:
+def _cool_down(graph: BlockGraph, cyclic: PeriodicStarts, plain: Mapping[Task, int], budget: Budget) -> dict[Task, int]:
     """Better starts of the blocks behind the last complete repetition, whose end is as early as can be."""
     period, last = cyclic.period, max(unit for unit, _ in plain)
     given = {task: start for task, start in plain.items() if last - 1 <= start // period <= last}
@@ -83,7 +83,7 @@ def _cool_down(graph: BlockGraph, cyclic: Cyclic, plain: Mapping[Task, int], bud
     for (unit, index), start in plain.items():
         if start // period > last:
             earliest = max(last * period, _ready(graph, plain, (unit, index), last * period + period))
-            free[unit, index] = Window(earliest, horizon - graph.blocks[index].time, start)
+            free[unit, index] = StartWindow(earliest, horizon - graph.blocks[index].time, start)
     in_use = [0] * graph.devices
     for (_, index), start in plain.items():
         if start // period < last - 1:

@@ -47,7 +47,7 @@ def _numbers_in_flight(graph: BlockGraph) -> Iterator[int]:
 
 
 def greedy(graph: BlockGraph, units: int, in_flight: int) -> Starts | None:
-    """A list schedule with at most so many units begun and not ended on any device.
+    """A list schedule with at most `in_flight` units begun and not ended on any device.
 
     None where limits leave units waiting for each other.
     """
@@ -62,9 +62,9 @@ def greedy(graph: BlockGraph, units: int, in_flight: int) -> Starts | None:
 
 
 class _State:
-    """What has started when, and when devices are to be looked at again.
+    """State of a list schedule: the blocks started, and when devices are looked at again.
 
-    Units are alike, so of each block only the oldest unit that has not started it is looked at.
+    Units are equal, so of each block only the oldest unit that has not started it is looked at.
     """
 
     def __init__(self, graph: BlockGraph, units: int, in_flight: int) -> None:
@@ -90,7 +90,7 @@ class _State:
         self.ranks = [(self._rank(index), -far) for index, far in enumerate(tails(graph))]
 
     def _rank(self, index: int) -> int:
-        """What others wait for comes before what takes memory, and that before what nothing waits for."""
+        """Priority: blocks that others wait for come before blocks that allocate, and these before the rest."""
         block = self.graph.blocks[index]
         if block.memory > 0 or not block.after:
             return 1
@@ -117,7 +117,7 @@ class _State:
         return True
 
     def _has_room(self, unit: int, index: int) -> bool:
-        """Whether memory and the number of units in flight allow it."""
+        """True if memory and the number of units in flight allow it."""
         for device in self.graph.blocks[index].devices:
             room = self.graph.memory[device]
             if room is not None and self.used[device] + self.graph.blocks[index].memory > room:

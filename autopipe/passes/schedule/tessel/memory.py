@@ -8,9 +8,10 @@ from autopipe.ir.blocks import BlockGraph
 
 
 def changes(graph: BlockGraph, device: int) -> dict[int, int]:
-    """What each block on a device adds to the memory in use there, with the sum 0.
+    """Change of the memory in use on a device by each block there, with the sum 0.
 
-    What a unit never frees is taken off its last allocations; what it frees without having it, off its first frees.
+    Memory that a unit never frees is taken off its last allocations; memory it frees without having it, off its first
+    frees.
     """
     found = {index: block.memory for index, block in enumerate(graph.blocks) if device in block.devices}
     left = sum(found.values())
@@ -23,17 +24,17 @@ def changes(graph: BlockGraph, device: int) -> dict[int, int]:
 
 
 def kept(graph: BlockGraph, device: int) -> int:
-    """What a unit adds to the memory in use on a device and never frees; negative where it frees more."""
+    """Memory that a unit adds on a device and never frees; negative where it frees more."""
     return sum(block.memory for block in graph.blocks if device in block.devices)
 
 
 def frees_all(graph: BlockGraph) -> bool:
-    """Whether a unit frees on each limited device what it allocates there, so that `changes` are its own."""
+    """True if a unit frees on each limited device what it allocates there, so that `changes` are its own."""
     return not any(kept(graph, device) for device, room in enumerate(graph.memory) if room is not None)
 
 
 def reserved(graph: BlockGraph, units: int) -> BlockGraph:
-    """The same blocks, with what so many units never free taken from the room from the start."""
+    """The same blocks, with the memory that `units` units never free taken from the room from the start."""
     rooms = enumerate(graph.memory)
     memory = (None if room is None else room - units * max(0, kept(graph, device)) for device, room in rooms)
     return replace(graph, memory=tuple(memory))

@@ -9,8 +9,8 @@ from autopipe.passes.schedule.tessel.unroll import Starts
 def observed_state(graph: BlockGraph, starts: Starts) -> BlockSchedule:
     """The schedule with the steady state that is found in its middle, if any.
 
-    A steady state is there where, over the middle third, the same so many units further everything is later by one
-    distance. The period is its share a unit; a repetend is given where it holds one unit.
+    A steady state is there where, over the middle third, every block of a unit a fixed number of units further starts
+    later by one distance. The period is its share a unit; a repetend is given where it holds one unit.
     """
     busiest, count = max(graph.loads), len(starts)
     first, last = count // 3, count - count // 3

@@ -1,4 +1,4 @@
-"""What a search may spend, and whom it tells."""
+"""Budget and callbacks of a search."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SearchOptions:
 
 @dataclass(slots=True)
 class Budget:
-    """What is left of a search's time."""
+    """Rest of a search's budget."""
 
     options: SearchOptions
     start: float = field(default_factory=time.perf_counter)
@@ -59,7 +59,7 @@ class Budget:
 
     @property
     def over(self) -> bool:
-        """Whether the seconds are used up but for what it takes to finish."""
+        """True if the seconds are used up but for what it takes to finish."""
         return self.used > self._usable
 
     def limit(self, share: float) -> Limit:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopipe.ir.blocks import BlockGraph
-from autopipe.passes.schedule.tessel.cyclic import Cyclic
+from autopipe.passes.schedule.tessel.cyclic import PeriodicStarts
 from autopipe.passes.schedule.tessel.options import Budget
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class PlacementRule:
     """How blocks are put down."""
 
     order: tuple[int, ...]
     """The blocks in turn."""
     reserve: bool
-    """Whether the blocks on most devices have their phases beforehand, one behind the other."""
+    """True if the blocks on most devices have their phases beforehand, one behind the other."""
     touch: bool
-    """Whether blocks stand against a neighbour, so that gaps stay whole."""
+    """True if blocks stand against a neighbour, so that gaps stay whole."""
 
 
 class Placing:
@@ -47,7 +47,7 @@ class Placing:
                 self.reserved[index] = end
                 end += graph.blocks[index].time
 
-    def place(self, period: int, way: Way) -> Cyclic | None:
+    def place(self, period: int, way: PlacementRule) -> PeriodicStarts | None:
         """Each block as near as there is a gap to those that it waits for, or else to those that wait for it."""
         starts: dict[int, int] = {}
         phases = dict(self.reserved) if way.reserve else {}
@@ -67,7 +67,7 @@ class Placing:
                 return None
             starts[index], phases[index] = start, start % period
         turns = min(starts.values()) // period
-        return Cyclic(period, tuple(starts[index] - turns * period for index in range(len(starts))))
+        return PeriodicStarts(period, tuple(starts[index] - turns * period for index in range(len(starts))))
 
     def _distances(
         self, phases: dict[int, int], index: int, near: int, period: int, onward: bool, touch: bool
@@ -82,7 +82,7 @@ class Placing:
         return sorted(found if touch and taken else found | {0})
 
     def _free(self, phases: dict[int, int], index: int, start: int, period: int) -> bool:
-        """Whether the block overlaps none of its neighbours in any period."""
+        """True if the block overlaps none of its neighbours in any period."""
         time = self.blocks[index].time
         if time > period:
             return False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from autopipe.ir.blocks import BlockGraph
 from autopipe.ir.errors import AutopipeError
 from autopipe.passes.schedule.tessel.bounds import unit_bound
-from autopipe.passes.schedule.tessel.cyclic import Cyclic, is_valid
+from autopipe.passes.schedule.tessel.cyclic import PeriodicStarts, is_valid
 from autopipe.passes.schedule.tessel.cyclic_model import CyclicModel, anchor, hint, memory_in_use, model_cyclic
 from autopipe.passes.solvers.cp_sat import Limit, OnSolution, Status, solve
 
@@ -21,7 +21,7 @@ class Repetend:
     """A steady state, None where none was found, and what was proven of what the run minimised."""
 
     status: Status
-    cyclic: Cyclic | None
+    cyclic: PeriodicStarts | None
     bound: int | None
     work: float
     stages: tuple[int, ...] = ()
@@ -38,7 +38,7 @@ def with_period(graph: BlockGraph, period: int, limit: Limit, in_flight: int | N
 def least_period(
     graph: BlockGraph,
     low: int,
-    known: Cyclic,
+    known: PeriodicStarts,
     limit: Limit,
     on_solution: OnSolution | None = None,
     in_flight: int | None = None,
@@ -55,7 +55,7 @@ def least_period(
     return _run(graph, made, limit, on_solution)
 
 
-def least_latency(graph: BlockGraph, known: Cyclic, limit: Limit) -> Repetend:
+def least_latency(graph: BlockGraph, known: PeriodicStarts, limit: Limit) -> Repetend:
     """The steady state of the known period with the least time from a unit's first start to its last end."""
     made = model_cyclic(graph, known.period, known.period)
     latency = _latency(graph, made, known)
@@ -64,7 +64,7 @@ def least_latency(graph: BlockGraph, known: Cyclic, limit: Limit) -> Repetend:
     return _run(graph, made, limit)
 
 
-def least_memory(graph: BlockGraph, known: Cyclic, limit: Limit, latency: int | None = None) -> Repetend:
+def least_memory(graph: BlockGraph, known: PeriodicStarts, limit: Limit, latency: int | None = None) -> Repetend:
     """The steady state of the known period whose fullest device uses least, and `latency` at most; then the others."""
     made = model_cyclic(graph, known.period, known.period)
     model = made.model
@@ -82,7 +82,7 @@ def least_memory(graph: BlockGraph, known: Cyclic, limit: Limit, latency: int | 
     return _run(graph, made, limit, relax=True)
 
 
-def _latency(graph: BlockGraph, made: CyclicModel, known: Cyclic) -> IntVar:
+def _latency(graph: BlockGraph, made: CyclicModel, known: PeriodicStarts) -> IntVar:
     """A variable that is at least a unit's time from its first start to its last end."""
     period = known.period
     latency = made.model.new_int_var(unit_bound(graph), max(unit_bound(graph), known.latency(graph)), "")
@@ -102,7 +102,7 @@ def _run(
     period, values = answer.values[0], answer.values[1:]
     count = len(graph.blocks)
     starts = [phase + period * stage for phase, stage in zip(values[:count], values[count:], strict=True)]
-    cyclic = Cyclic(period, tuple(start - min(starts) for start in starts))
+    cyclic = PeriodicStarts(period, tuple(start - min(starts) for start in starts))
     if not is_valid(graph, cyclic):
         raise AutopipeError("the solver's steady state breaks a rule of its own model")
     return Repetend(answer.status, cyclic, answer.bound, answer.work, values[count:])

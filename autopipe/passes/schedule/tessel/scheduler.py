@@ -135,9 +135,9 @@ class Tessel:
 
 
 def _proof(name: str, blocks: StageBlocks, found: BlockSchedule, all_orders: bool, load: int) -> Proof:
-    """What the search proved of the period or, without a steady state, of all tasks together, in seconds.
+    """Proof of the period or, without a steady state, of the whole step, in seconds.
 
-    `load` is what one unit takes at least on the busiest device, in whatever order.
+    `load` is a lower bound on one unit's time on the busiest device, in any order.
     """
     if found.repetend is not None:
         least = found.lower_bound if all_orders else load
@@ -160,12 +160,12 @@ class _Answer:
     excess: int
     """Bytes that devices would need beside what they have, all together."""
     messages_wait: bool
-    """Whether the step is longer than the search expected, since messages wait for one another on their links."""
+    """True if the step is longer than the search expected, since messages wait for one another on their links."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What is to be scheduled."""
+    """A task to be scheduled."""
 
     problem: Problem
     stages: StageGraph

@@ -14,7 +14,7 @@ from autopipe.ir.blocks import BlockGraph, BlockRepetend, BlockSchedule
 from autopipe.ir.errors import ConfigurationError
 from autopipe.passes.schedule.tessel.bounds import makespan_bound
 from autopipe.passes.schedule.tessel.construct import one_at_a_time
-from autopipe.passes.schedule.tessel.cyclic import Cyclic
+from autopipe.passes.schedule.tessel.cyclic import PeriodicStarts
 from autopipe.passes.schedule.tessel.ends import complete
 from autopipe.passes.schedule.tessel.greedy import shortest_greedy
 from autopipe.passes.schedule.tessel.observed import observed_state, turn_of
@@ -40,7 +40,7 @@ __all__ = ["SearchOptions", "search"]
 
 
 def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) -> BlockSchedule:
-    """The best schedule found for so many units: least period, then shortest ends, then least memory.
+    """The best schedule found for `units` units: least period, then shortest warm-up and cool-down, then least memory.
 
     Raises ConfigurationError for blocks that make no sense, InfeasibleError where memory does not suffice for one unit.
     """
@@ -62,7 +62,7 @@ def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) 
     return replace(schedule, search_time_s=budget.used)
 
 
-def _shortened(schedule: BlockSchedule, cyclic: Cyclic, budget: Budget) -> BlockSchedule:
+def _shortened(schedule: BlockSchedule, cyclic: PeriodicStarts, budget: Budget) -> BlockSchedule:
     """A shorter schedule that repeats later or not at all, where there is one and few enough units do not repeat."""
     graph, units = schedule.graph, schedule.units
     bound, few = makespan_bound(graph, units), _few(graph, cyclic, units)
@@ -102,13 +102,13 @@ def _list_schedule(known: BlockSchedule, few: bool, early: int) -> BlockSchedule
 
 
 def _settles(starts: Starts, early: int, group: int) -> bool:
-    """Whether a steady state of so many units together begins after `early` units."""
+    """True if a steady state of `group` units together begins after `early` units."""
     middle = len(starts) // 2
     return early + group < middle and turn_of(starts, group, early, middle) is not None
 
 
-def _few(graph: BlockGraph, cyclic: Cyclic, units: int) -> bool:
-    """Whether so few units repeat that all of them at once may do better, and so few blocks that they can be solved."""
+def _few(graph: BlockGraph, cyclic: PeriodicStarts, units: int) -> bool:
+    """True if so few units repeat that all of them at once may do better, and so few blocks that they can be solved."""
     count = units * len(graph.blocks)
     return count <= _FEW_BLOCKS or (count <= _MOST_BLOCKS and units <= 2 * max(cyclic.stages) + 2)
 
@@ -124,7 +124,7 @@ def _all_at_once(schedule: BlockSchedule, budget: Budget) -> BlockSchedule:
     return BlockSchedule(graph, whole.starts, None, whole.bound, length == whole.bound)
 
 
-def _repetend(cyclic: Cyclic) -> BlockRepetend:
+def _repetend(cyclic: PeriodicStarts) -> BlockRepetend:
     """Each block's start within the period, and its unit in that repetition."""
     last = max(cyclic.stages)
     return BlockRepetend(cyclic.phases, tuple(last - stage for stage in cyclic.stages))

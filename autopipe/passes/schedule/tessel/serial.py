@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def serial_order(graph: BlockGraph, units: int, limit: Limit) -> tuple[int, ...]:
-    """An order within the room on all devices for so many units, one after the other.
+    """An order within the room on all devices for `units` units, one after the other.
 
     Raises InfeasibleError, with the device and the least room that would do, where there is none.
     """

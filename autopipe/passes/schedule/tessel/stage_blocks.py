@@ -65,7 +65,7 @@ def stage_blocks(
         (stage, phase, turn)
         for phase in phases
         for stage in range(len(stages.stage_devices))
-        for turn in range(stages.turns_at(stage))
+        for turn in range(stages.micro_batch_ratio_at(stage))
     )
     index = {kind: position for position, kind in enumerate(kinds)}
     delays = _delays(stages, prediction.messages)
@@ -78,7 +78,7 @@ def stage_blocks(
         ]
         time = max(1, whole(prediction.stages[stage].seconds(phase) / tick_s))
         after, late = tuple(each for each, _ in waits), tuple(each for _, each in waits)
-        name = f"{stage}{phase.value}" + (f".{turn}" if stages.turns_at(stage) > 1 else "")
+        name = f"{stage}{phase.value}" + (f".{turn}" if stages.micro_batch_ratio_at(stage) > 1 else "")
         blocks.append(Block(name, stages.stage_devices[stage], time, 0, after, late))
     graph = BlockGraph(stages.devices, tuple(blocks), (None,) * stages.devices, stages.pipeline_count)
     return StageBlocks(graph, kinds, tick_s)
@@ -114,7 +114,7 @@ def busiest_seconds(stages: StageGraph, prediction: Prediction) -> float:
     loads = [0.0] * stages.devices
     for stage, (devices, cost) in enumerate(zip(stages.stage_devices, prediction.stages, strict=True)):
         for device in devices:
-            loads[device] += (cost.forward_s + cost.backward_s) * stages.turns_at(stage)
+            loads[device] += (cost.forward_s + cost.backward_s) * stages.micro_batch_ratio_at(stage)
     return max(loads)
 
 
@@ -144,8 +144,9 @@ def with_memory(blocks: StageBlocks, costs: Sequence[StagePrediction], free: Seq
 def stage_schedule(blocks: StageBlocks, found: BlockSchedule, stages: StageGraph, micro_batches: int) -> Schedule:
     """The order of the blocks' starts as an order of tasks; of the last unit only the micro-batches there are.
 
-    The search may begin a unit's first turn before the last turn of the unit before. Each stage takes its micro-batches
-    in order nevertheless: so many of a neighbour's tasks as a stage waits for are done by then, whichever they are.
+    The search may begin a unit's first micro-batch before the last one of the unit before. Each stage takes its
+    micro-batches in order nevertheless: as many of a neighbour's tasks as a stage waits for are done by then, whichever
+    they are.
     """
     pipelines = stages.pipelines or (0,) * len(stages.stage_devices)
     orders = []
@@ -155,7 +156,7 @@ def stage_schedule(blocks: StageBlocks, found: BlockSchedule, stages: StageGraph
             stage, phase, turn = blocks.kinds[index]
             micro_batch = unit * stages.pipeline_count + pipelines[stage]
             if micro_batch < micro_batches:
-                order.append(Task(stage, phase, micro_batch * stages.turns_at(stage) + turn))
+                order.append(Task(stage, phase, micro_batch * stages.micro_batch_ratio_at(stage) + turn))
         orders.append(_in_order(order))
     period = None if found.period is None else found.period * blocks.tick_s
     return Schedule(micro_batches, tuple(orders), find_repetends(orders), period)
@@ -172,7 +173,7 @@ def _in_order(tasks: Sequence[Task]) -> tuple[Task, ...]:
 def _in_unit(stages: StageGraph, messages: Sequence[Message]) -> Iterator[tuple[Message, Turned, Turned]]:
     """Each message of a unit, with the stage and the turn that sends it forwards, and those that receive it."""
     for each in messages:
-        for number in range(stages.turns_at(each.source_stage) // each.source_turn.of):
+        for number in range(stages.micro_batch_ratio_at(each.source_stage) // each.source_turn.of):
             source = each.source_stage, each.source_turn.micro_batch(number)
             yield each, source, (each.target_stage, each.target_turn.micro_batch(number))
 
@@ -188,7 +189,7 @@ def _delays(stages: StageGraph, messages: Sequence[Message]) -> dict[tuple[Turne
 
 
 def _before(stages: StageGraph, stage: int, phase: Phase, turn: int) -> list[Kind]:
-    """What a task waits for in its unit: its stage's last turn of the kind, and what its micro-batch needs."""
+    """Tasks that a task waits for in its unit: its stage's last one of the kind, and those its micro-batch needs."""
     last = [(stage, phase, turn - 1)] if turn else []
     if phase is Phase.WEIGHT_GRADIENT:
         return [(stage, Phase.INPUT_GRADIENT, turn), *last]
@@ -203,7 +204,7 @@ def _before(stages: StageGraph, stage: int, phase: Phase, turn: int) -> list[Kin
 
 
 def _change(cost: StagePrediction, phase: Phase, unit: int) -> int:
-    """What a task adds to the memory in use; the parts of a micro-batch add up to nothing."""
+    """Change of the memory in use by a task; the parts of a micro-batch add up to nothing."""
     kept, waiting = -(-cost.kept_bytes // unit), -(-cost.weight_kept_bytes // unit)
     match phase:
         case Phase.FORWARD:

@@ -9,7 +9,7 @@ from autopipe.ir.blocks import BlockGraph
 from autopipe.passes.schedule.tessel.bounds import period_bound
 from autopipe.passes.schedule.tessel.coarse import coarse
 from autopipe.passes.schedule.tessel.construct import construct
-from autopipe.passes.schedule.tessel.cyclic import Cyclic
+from autopipe.passes.schedule.tessel.cyclic import PeriodicStarts
 from autopipe.passes.schedule.tessel.memory import frees_all, reserved
 from autopipe.passes.schedule.tessel.options import Budget
 from autopipe.passes.schedule.tessel.repetend import Repetend, least_latency, least_memory, least_period, with_period
@@ -22,15 +22,15 @@ _PAIRS_PER_SECOND = 4000
 
 
 @dataclass(frozen=True, slots=True)
-class Steady:
+class PeriodicResult:
     """A steady state, and what no period is less than."""
 
-    cyclic: Cyclic
+    cyclic: PeriodicStarts
     bound: int
 
 
-def steady_state(graph: BlockGraph, units: int, budget: Budget) -> Steady:
-    """The best steady state found in the budget, for so many units.
+def steady_state(graph: BlockGraph, units: int, budget: Budget) -> PeriodicResult:
+    """The best steady state found in the budget, for `units` units.
 
     Raises InfeasibleError where memory does not suffice for them even one after the other.
     """
@@ -38,10 +38,10 @@ def steady_state(graph: BlockGraph, units: int, budget: Budget) -> Steady:
     budget.report(found.cyclic.period, found.bound)
     best = _shorter(reserved(graph, units), found.cyclic, budget)
     budget.report(best.period, found.bound)
-    return Steady(best, found.bound)
+    return PeriodicResult(best, found.bound)
 
 
-def least_steady_period(graph: BlockGraph, units: int, budget: Budget) -> Steady:
+def least_steady_period(graph: BlockGraph, units: int, budget: Budget) -> PeriodicResult:
     """A steady state of the least period found, whatever its way and memory. Raises as `steady_state` does."""
     serial = serial_order(graph, units, budget.limit(0.2))
     graph = reserved(graph, units)
@@ -54,10 +54,10 @@ def least_steady_period(graph: BlockGraph, units: int, budget: Budget) -> Steady
     if best.period > bound:
         best, proven = _exact(graph, best, bound, budget)
         bound = proven if frees_all(graph) else bound  # Other units may need less than `changes` say.
-    return Steady(best, bound)
+    return PeriodicResult(best, bound)
 
 
-def _rounded(graph: BlockGraph, best: Cyclic, bound: int, budget: Budget) -> Cyclic:
+def _rounded(graph: BlockGraph, best: PeriodicStarts, bound: int, budget: Budget) -> PeriodicStarts:
     """A better steady state by way of rounded times, if there is one."""
     rounded = coarse(graph, bound)
     if rounded is None:
@@ -72,7 +72,7 @@ def _rounded(graph: BlockGraph, best: Cyclic, bound: int, budget: Budget) -> Cyc
     return min(best, tighten(graph, found.cyclic, bound), key=lambda each: each.period)
 
 
-def _exact(graph: BlockGraph, best: Cyclic, bound: int, budget: Budget) -> tuple[Cyclic, int]:
+def _exact(graph: BlockGraph, best: PeriodicStarts, bound: int, budget: Budget) -> tuple[PeriodicStarts, int]:
     """The least period, or one closer to it, and a bound closer to it."""
     found = _ask(graph, budget, 0.15, lambda limit: with_period(graph, bound, limit))
     if found.cyclic is not None:
@@ -88,7 +88,7 @@ def _exact(graph: BlockGraph, best: Cyclic, bound: int, budget: Budget) -> tuple
     return best, min(best.period, max(low, found.bound or 0))
 
 
-def _shorter(graph: BlockGraph, best: Cyclic, budget: Budget) -> Cyclic:
+def _shorter(graph: BlockGraph, best: PeriodicStarts, budget: Budget) -> PeriodicStarts:
     """The same period with a shorter way of a unit, and then with less memory."""
     best = tighten(graph, best, best.period)
     best = _ask(graph, budget, 0.2, lambda limit: least_latency(graph, best, limit)).cyclic or best

@@ -16,7 +16,7 @@ Task = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class StartWindow:
     """Where a block may start, and where it is known to fit."""
 
     first: int
@@ -39,7 +39,7 @@ class TaskModel:
 
 
 def model_tasks(
-    graph: BlockGraph, given: Mapping[Task, int], free: Mapping[Task, Window], in_use: Sequence[int]
+    graph: BlockGraph, given: Mapping[Task, int], free: Mapping[Task, StartWindow], in_use: Sequence[int]
 ) -> TaskModel:
     """All ways to place the free tasks among the given ones, with `in_use` memory in use on each device before.
 

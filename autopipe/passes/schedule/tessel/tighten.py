@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopipe.ir.blocks import BlockGraph
-from autopipe.passes.schedule.tessel.cyclic import Cyclic
+from autopipe.passes.schedule.tessel.cyclic import PeriodicStarts
 
 _Wait = tuple[int, int, int, int]
-"""(before, after, time, periods): `after` starts no earlier than `before` does, plus time, less so many periods."""
+"""(before, after, time, periods): `after` starts no earlier than `before` plus time, less that many periods."""
 
 
-def tighten(graph: BlockGraph, order: Cyclic, low: int) -> Cyclic:
+def tighten(graph: BlockGraph, order: PeriodicStarts, low: int) -> PeriodicStarts:
     """The blocks in the order of `order`, at the least period of `low` or more that this order allows.
 
     Each block starts as early as it can, so that no other starts in this order and period make a unit's way shorter.
@@ -22,13 +22,13 @@ def tighten(graph: BlockGraph, order: Cyclic, low: int) -> Cyclic:
     while True:
         starts, circle = _earliest(len(graph.blocks), waits, period)
         if circle is None:
-            return Cyclic(period, starts)
+            return PeriodicStarts(period, starts)
         time = sum(wait[2] for wait in circle)
         periods = sum(wait[3] for wait in circle)
         period = -(-time // periods)
 
 
-def _waits(graph: BlockGraph, order: Cyclic) -> list[_Wait]:
+def _waits(graph: BlockGraph, order: PeriodicStarts) -> list[_Wait]:
     waits: list[_Wait] = []
     for index, block in enumerate(graph.blocks):
         for position, other in enumerate(block.after):

@@ -1,17 +1,17 @@
-"""From a steady state, or any order, to every start of so many units."""
+"""Start times of every block of all units, from a steady state or any order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from autopipe.ir.blocks import BlockGraph, BlockSchedule
-from autopipe.passes.schedule.tessel.cyclic import Cyclic
+from autopipe.passes.schedule.tessel.cyclic import PeriodicStarts
 
 Starts = tuple[tuple[int, ...], ...]
 """`starts[n][i]`: start of block i of unit n."""
 
 
-def unroll(graph: BlockGraph, cyclic: Cyclic, units: int) -> Starts:
+def unroll(graph: BlockGraph, cyclic: PeriodicStarts, units: int) -> Starts:
     """Units in the steady state's order on each device, each block as soon as this order and its own waits allow.
 
     Memory is as in the steady state or less: it depends on the order of starts alone.
@@ -54,6 +54,6 @@ def peaks(graph: BlockGraph, starts: Starts) -> tuple[int, ...]:
 
 
 def fits(graph: BlockGraph, starts: Starts) -> bool:
-    """Whether memory suffices on all devices."""
+    """True if memory suffices on all devices."""
     rooms = zip(peaks(graph, starts), graph.memory, strict=True)
     return all(room is None or peak <= room for peak, room in rooms)

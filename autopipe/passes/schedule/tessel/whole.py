@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from autopipe.ir.blocks import BlockGraph
 from autopipe.passes.schedule.tessel.bounds import heads, makespan_bound, tails
-from autopipe.passes.schedule.tessel.task_model import Window, model_tasks
+from autopipe.passes.schedule.tessel.task_model import StartWindow, model_tasks
 from autopipe.passes.schedule.tessel.unroll import Starts, compact, makespan
 from autopipe.passes.solvers.cp_sat import Limit, OnSolution, Status, solve
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class FullSolve:
     """The shortest schedule found, and the least makespan that may yet be possible."""
 
     starts: Starts
@@ -20,14 +20,14 @@ class Whole:
     work: float
 
 
-def shortest(graph: BlockGraph, known: Starts, limit: Limit, on_solution: OnSolution | None = None) -> Whole:
+def shortest(graph: BlockGraph, known: Starts, limit: Limit, on_solution: OnSolution | None = None) -> FullSolve:
     """The schedule of least makespan for the units of `known`, which it is no longer than."""
     horizon, low = makespan(graph, known), makespan_bound(graph, len(known))
     if low >= horizon:
-        return Whole(known, horizon, 0.0)
+        return FullSolve(known, horizon, 0.0)
     first, last = heads(graph), tails(graph)
     windows = {
-        (unit, index): Window(first[index], horizon - block.time - last[index], known[unit][index])
+        (unit, index): StartWindow(first[index], horizon - block.time - last[index], known[unit][index])
         for unit in range(len(known))
         for index, block in enumerate(graph.blocks)
     }
@@ -38,7 +38,11 @@ def shortest(graph: BlockGraph, known: Starts, limit: Limit, on_solution: OnSolu
     made.model.minimize(end)
     answer = solve(made.model, made.variables, limit, on_solution)
     if not answer.found:
-        return Whole(known, max(low, answer.bound or 0) if answer.status is Status.UNKNOWN else horizon, answer.work)
+        return FullSolve(
+            known, max(low, answer.bound or 0) if answer.status is Status.UNKNOWN else horizon, answer.work
+        )
     count = len(graph.blocks)
     found = compact(graph, tuple(answer.values[at : at + count] for at in range(0, len(answer.values), count)))
-    return Whole(min(known, found, key=lambda each: makespan(graph, each)), max(low, answer.bound or 0), answer.work)
+    return FullSolve(
+        min(known, found, key=lambda each: makespan(graph, each)), max(low, answer.bound or 0), answer.work
+    )

@@ -4,6 +4,6 @@ No solver is taken at its word: every answer's constraints are checked again, wi
 """
 
 from autopipe.passes.solvers.milp.model import Builder, Model
-from autopipe.passes.solvers.milp.solve import Answer, SolverName, Status, solve
+from autopipe.passes.solvers.milp.solve import MilpResult, SolverName, Status, solve
 
-__all__ = ["Answer", "Builder", "Model", "SolverName", "Status", "solve"]
+__all__ = ["Builder", "MilpResult", "Model", "SolverName", "Status", "solve"]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.errors import AutopipeError
-from autopipe.passes.solvers.milp.claim import Claim, Limits
+from autopipe.passes.solvers.milp.claim import Limits, SolverReport
 from autopipe.passes.solvers.milp.model import Model
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ _GRACE_S = 1.0
 _LOWER_BOUND = re.compile(r"^Lower bound:\s*(\S+)", re.MULTILINE)
 
 
-def by_cbc(model: Model, limits: Limits, start: NDArray[np.float64] | None) -> Claim:
-    """What CBC says, on one thread, begun from the values `start` where there are some.
+def by_cbc(model: Model, limits: Limits, start: NDArray[np.float64] | None) -> SolverReport:
+    """Run CBC on one thread, begun from the values `start` where there are some.
 
     Raises AutopipeError where PuLP has no CBC for this machine.
     """
@@ -51,7 +51,7 @@ def by_cbc(model: Model, limits: Limits, start: NDArray[np.float64] | None) -> C
             command += f"-maxNodes {limits.nodes}".split()
         log = _run([*command, "-solve", "-printingOptions", "all", "-solution", str(answer)], limits.seconds)
         if not answer.exists():
-            return Claim()
+            return SolverReport()
         status, by_name, *_, sol_status = solver.readsol_MPS(str(answer), problem, variables, names, constraints)
     values = np.zeros(model.variables)
     for name, value in by_name.items():
@@ -62,7 +62,7 @@ def by_cbc(model: Model, limits: Limits, start: NDArray[np.float64] | None) -> C
     bound = float(told[1]) if told else -np.inf
     if sol_status == pulp.LpSolutionOptimal and limits.gap == 0:
         bound = model.objective(values)
-    return Claim(
+    return SolverReport(
         values if found else None,
         bound,
         status == pulp.LpStatusInfeasible and sol_status == pulp.LpSolutionInfeasible,
@@ -101,7 +101,7 @@ def _problem(model: Model, start: NDArray[np.float64] | None) -> LpProblem:
 
 
 def _run(command: list[str], seconds: float) -> str:
-    """What CBC printed; told to stop, and at last ended, where it does not keep its time."""
+    """Output of CBC; it is told to stop, and at last ended, where it does not keep its time."""
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:

@@ -1,4 +1,4 @@
-"""What a solver says of a run, before anybody has looked at it."""
+"""Unchecked result of a solver."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Claim:
+class SolverReport:
     """The end of a run as the solver tells it."""
 
     values: NDArray[np.float64] | None = None

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from autopipe.ir.errors import AutopipeError
-from autopipe.passes.solvers.milp.claim import Claim, Limits
+from autopipe.passes.solvers.milp.claim import Limits, SolverReport
 from autopipe.passes.solvers.milp.model import Model
 
 _OPTIMAL, _INFEASIBLE, _UNBOUNDED, _OTHER = 0, 2, 3, 4
 """Codes of `scipy.optimize.milp`."""
 
 
-def by_highs(model: Model, limits: Limits) -> Claim:
-    """What HiGHS says, on one thread; it takes no values to start from, and its seed is its own.
+def by_highs(model: Model, limits: Limits) -> SolverReport:
+    """Run HiGHS on one thread; it takes no values to start from, and its seed is its own.
 
     Raises AutopipeError for a model that HiGHS does not accept.
     """
@@ -41,6 +41,6 @@ def by_highs(model: Model, limits: Limits) -> Claim:
     bound = found.mip_dual_bound
     if bound is None and found.status == _OPTIMAL:
         bound = found.fun
-    return Claim(
+    return SolverReport(
         found.x, -np.inf if bound is None else float(bound), found.status == _INFEASIBLE, found.status == _UNBOUNDED
     )

@@ -46,7 +46,7 @@ class Model:
         return len(self.row_lower)
 
     def objective(self, x: NDArray[np.float64]) -> float:
-        """What `x` costs."""
+        """Cost of `x`."""
         return float(self.cost @ x)
 
     def row_of(self) -> NDArray[np.int64]:
@@ -65,7 +65,7 @@ class Model:
         return np.clip(np.where(close, np.rint(x), x), self.lower, self.upper)
 
     def violation(self, x: NDArray[np.float64]) -> str:
-        """What `x` breaks, in words; "" if it breaks nothing but by rounding errors."""
+        """The first row that `x` violates, in words; "" if none but by rounding errors."""
         if x.shape != (self.variables,) or not np.isfinite(x).all():
             return f"{self.variables} finite numbers are needed"
         broken = np.flatnonzero(self.integral & (x != np.rint(x)))
@@ -125,7 +125,10 @@ class Builder:
         self._rows += count
 
     def model(self) -> Model:
-        """What was collected. Raises AutopipeError for a row that names no variable of it, or figures that are none."""
+        """The model as collected.
+
+        Raises AutopipeError for a row that names no variable of it, or figures that are none.
+        """
         cost, lower, upper, integral = _joined(self._variables, 4)
         rows, variables, values = _joined(self._entries, 3)
         row_lower, row_upper = _joined(self._bounds, 2)

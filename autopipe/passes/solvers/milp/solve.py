@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from autopipe.ir.errors import AutopipeError, InfeasibleError
 from autopipe.passes.solvers.milp.cbc import by_cbc
-from autopipe.passes.solvers.milp.claim import Claim, Limits
+from autopipe.passes.solvers.milp.claim import Limits, SolverReport
 from autopipe.passes.solvers.milp.highs import by_highs
 from autopipe.passes.solvers.milp.model import Model
 
@@ -25,7 +25,7 @@ _SAME = 1e-9
 
 
 class Status(Enum):
-    """What a run ended with."""
+    """End of a run."""
 
     OPTIMAL = "optimal"
     """Values whose cost is proven to be the least, within the gap that was asked for."""
@@ -37,25 +37,25 @@ class Status(Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
-    """What a run found and proved."""
+class MilpResult:
+    """Result and bound of a run."""
 
     status: Status
     values: NDArray[np.float64]
     """One figure a variable, checked against every row; of length 0 where there are none."""
     objective: float
-    """What the values cost; infinite where there are none."""
+    """Cost of the values; infinite where there are none."""
     bound: float
     """No values cost less, within the solver's tolerance; -infinity where nothing is known."""
 
     @property
     def found(self) -> bool:
-        """Whether there are values."""
+        """True if there are values."""
         return self.status in (Status.OPTIMAL, Status.FEASIBLE)
 
     @property
     def proven(self) -> bool:
-        """Whether the values are proven to cost the least, within the gap that was asked for."""
+        """True if the values are proven to cost the least, within the gap that was asked for."""
         return self.status is Status.OPTIMAL
 
     @property
@@ -82,18 +82,18 @@ def solve(
     solver: SolverName = "auto",
     nodes: int | None = None,
     seed: int = 0,
-) -> Answer:
+) -> MilpResult:
     """The values that cost the least, or the best found within `time_limit` seconds and `nodes` nodes of the search.
 
     An answer is never worse than the values `start`, which are the answer where a solver finds none; CBC begins its
     search there. One thread and one seed: the same answer again unless the clock ends a run.
     Raises AutopipeError for a `start` that breaks a constraint, and where costs have no least.
     """
-    best = Answer(Status.UNKNOWN, np.zeros(0), np.inf, -np.inf)
+    best = MilpResult(Status.UNKNOWN, np.zeros(0), np.inf, -np.inf)
     if start is not None:
         if broken := model.violation(start):
             raise AutopipeError(f"the values to start an integer program from do not hold: {broken}")
-        best = Answer(Status.FEASIBLE, start, model.objective(start), -np.inf)
+        best = MilpResult(Status.FEASIBLE, start, model.objective(start), -np.inf)
     if not model.variables:
         return _of_nothing(model, gap)
     end = time.monotonic() + time_limit
@@ -111,9 +111,12 @@ def solve(
     return best
 
 
-def _checked(model: Model, claim: Claim, gap: float) -> Answer | None:
-    """What holds of a claim; None where its values do not. Raises AutopipeError for costs without a least."""
-    nothing = Answer(Status.UNKNOWN, np.zeros(0), np.inf, -np.inf)
+def _checked(model: Model, claim: SolverReport, gap: float) -> MilpResult | None:
+    """The checked part of a result; None where its values do not hold.
+
+    Raises AutopipeError for costs without a least.
+    """
+    nothing = MilpResult(Status.UNKNOWN, np.zeros(0), np.inf, -np.inf)
     if claim.unbounded:
         raise AutopipeError("the integer program has no least cost: some variable lacks a bound")
     if claim.infeasible:
@@ -123,25 +126,25 @@ def _checked(model: Model, claim: Claim, gap: float) -> Answer | None:
     values = model.settled(claim.values)
     if model.violation(values):
         return None
-    return _judged(Answer(Status.FEASIBLE, values, model.objective(values), claim.bound), gap)
+    return _judged(MilpResult(Status.FEASIBLE, values, model.objective(values), claim.bound), gap)
 
 
-def _judged(answer: Answer, gap: float) -> Answer:
+def _judged(answer: MilpResult, gap: float) -> MilpResult:
     """The same, optimal where its bound says so."""
     if answer.objective - answer.bound <= _SAME * abs(answer.objective) + 1e-300:
         answer = replace(answer, bound=answer.objective)
     return replace(answer, status=Status.OPTIMAL if answer.gap <= gap else Status.FEASIBLE)
 
 
-def _better(start: Answer, answer: Answer, gap: float) -> Answer:
+def _better(start: MilpResult, answer: MilpResult, gap: float) -> MilpResult:
     if start.objective <= answer.objective and start.found:
         return _judged(replace(start, bound=answer.bound), gap)
     return answer
 
 
-def _of_nothing(model: Model, gap: float) -> Answer:
+def _of_nothing(model: Model, gap: float) -> MilpResult:
     """The answer of a program without variables."""
     values = np.zeros(0)
     if model.violation(values):
-        return Answer(Status.INFEASIBLE, values, np.inf, -np.inf)
-    return _judged(Answer(Status.FEASIBLE, values, 0.0, 0.0), gap)
+        return MilpResult(Status.INFEASIBLE, values, np.inf, -np.inf)
+    return _judged(MilpResult(Status.FEASIBLE, values, 0.0, 0.0), gap)

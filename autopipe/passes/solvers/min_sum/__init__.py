@@ -19,9 +19,9 @@
 - `eliminate` refuses, with TableTooLargeError, what would need too much memory.
 """
 
-from autopipe.passes.solvers.min_sum.answer import Answer
+from autopipe.passes.solvers.min_sum.answer import Assignment
 from autopipe.passes.solvers.min_sum.elimination import TableTooLargeError, eliminate
 from autopipe.passes.solvers.min_sum.model import Edge, MinSum
 from autopipe.passes.solvers.min_sum.solve import solve
 
-__all__ = ["Answer", "Edge", "MinSum", "TableTooLargeError", "eliminate", "solve"]
+__all__ = ["Assignment", "Edge", "MinSum", "TableTooLargeError", "eliminate", "solve"]

@@ -1,4 +1,4 @@
-"""What a solver found, and what it proved."""
+"""Result of a solver, and its proof."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopipe.passes.solvers.min_sum.model import MinSum, Number
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Assignment:
     """A choice for every node, and how far from the best it can be."""
 
     choice: tuple[int, ...]
@@ -23,7 +23,7 @@ class Answer:
     memory: Number = 0
     """Bytes of the choice."""
     fits: bool = True
-    """Whether the memory is within the limit. If not, the choice is the one of least memory that was found."""
+    """True if the memory is within the limit. If not, the choice is the one of least memory that was found."""
 
     @property
     def gap(self) -> float:
@@ -34,13 +34,13 @@ class Answer:
 
 
 def bound_of(least: float, cost: Number, proven: bool) -> Number:
-    """What to say of a choice of that cost when nothing costs less than `least`, but for rounding."""
+    """Lower bound to report for a choice of that cost when nothing costs less than `least`, but for rounding."""
     if proven:
         return cost
     return math.ceil(least) if isinstance(cost, int) and math.isfinite(least) else least
 
 
-def counted(answer: Answer, model: MinSum) -> Answer:
+def counted(answer: Assignment, model: MinSum) -> Assignment:
     """The answer with cost and memory of its choice in the model as it was given, which may round them otherwise."""
     cost = model.cost_of(answer.choice)
     bound = cost if answer.proven and answer.fits else answer.bound

@@ -14,7 +14,7 @@ PATIENCE_S = 60.0
 
 
 class Budget:
-    """What is left of a time limit."""
+    """Rest of a time limit."""
 
     def __init__(self, seconds: float | None, patience: float = PATIENCE_S) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds

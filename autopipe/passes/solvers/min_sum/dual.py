@@ -30,7 +30,7 @@ class Dual:
     reach: list[Array]
     """Of every node: no choice with this configuration costs less, but for rounding."""
     rounding: float
-    """What rounding may have added to `bound` and `reach`."""
+    """Rounding error of `bound` and `reach` at most."""
 
     def __init__(self, model: MinSum) -> None:
         """Takes a merged model."""
@@ -61,7 +61,7 @@ class Dual:
         return self.cells([len(costs) for costs in self._costs]) + CALLS * (len(self._ends) + len(self._costs))
 
     def cells(self, sizes: Sequence[int]) -> int:
-        """Sums that a sweep compares when the nodes have so many configurations."""
+        """Sums that a sweep compares when the nodes have these numbers of configurations."""
         return sum(sizes[source] * sizes[target] for source, target in self._ends)
 
     def sweep(self, forward: bool) -> tuple[int, ...]:

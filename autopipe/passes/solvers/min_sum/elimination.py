@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopipe.ir.errors import AutopipeError, InfeasibleError
-from autopipe.passes.solvers.min_sum.answer import Answer, counted
+from autopipe.passes.solvers.min_sum.answer import Assignment, counted
 from autopipe.passes.solvers.min_sum.blocks import blocks
 from autopipe.passes.solvers.min_sum.model import Array, MinSum, merged
 from autopipe.passes.solvers.min_sum.ordering import Neighbours, neighbours, sequence
@@ -29,7 +29,7 @@ class TableTooLargeError(AutopipeError):
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What an elimination takes."""
+    """Work and memory of an elimination."""
 
     entries: int
     """Of all tables: 8 bytes each, held until the end."""
@@ -47,7 +47,7 @@ class Factor:
 
 
 def size(around: Neighbours, configurations: Sequence[int], order: Sequence[int]) -> Size:
-    """What it takes to eliminate nodes of so many configurations in this order."""
+    """Work and memory of eliminating nodes of these numbers of configurations in this order."""
     rest = [set(near) for near in around]
     entries = work = 0
     for node in order:
@@ -61,7 +61,7 @@ def size(around: Neighbours, configurations: Sequence[int], order: Sequence[int]
     return Size(entries, work)
 
 
-def eliminate(model: MinSum, ordering: str = "generate_seq", max_bytes: int = MAX_BYTES) -> Answer:
+def eliminate(model: MinSum, ordering: str = "generate_seq", max_bytes: int = MAX_BYTES) -> Assignment:
     """The best choice, by eliminating nodes in an ordering of `ordering.ORDERINGS`. Memory is not limited.
 
     Raises TableTooLargeError before anything is computed where all tables need more than `max_bytes`; InfeasibleError
@@ -71,7 +71,7 @@ def eliminate(model: MinSum, ordering: str = "generate_seq", max_bytes: int = MA
     return counted(eliminate_in(simple, sequence(simple, ordering), max_bytes), model)
 
 
-def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYTES) -> Answer:
+def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYTES) -> Assignment:
     """The best choice of a merged model, by eliminating its nodes in this order; raises as `eliminate` does."""
     needed = 8 * size(neighbours(model), [len(costs) for costs in model.costs], order).entries
     if needed > max_bytes:
@@ -97,7 +97,7 @@ def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYT
     cost = model.cost_of(choice)
     if math.isinf(cost):
         raise InfeasibleError("every choice of configurations has a forbidden one, or a forbidden pair")
-    return Answer(choice, cost, cost, proven=True, memory=model.memory_of(choice))
+    return Assignment(choice, cost, cost, proven=True, memory=model.memory_of(choice))
 
 
 def _choose(buckets: dict[int, list[Factor]], order: tuple[int, ...]) -> tuple[int, ...]:

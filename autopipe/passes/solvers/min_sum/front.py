@@ -10,11 +10,11 @@ import numpy as np
 from autopipe.passes.solvers.min_sum.model import Array, Number
 
 SPREAD = 16
-"""A join may form so many times the labels that a list may keep."""
+"""A join may form this many times the labels that a list may keep."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Front:
+class ParetoFront:
     """Labels as columns of equal length."""
 
     at: dict[int, Array]
@@ -31,9 +31,9 @@ class Front:
     def __len__(self) -> int:
         return len(self.cost)
 
-    def take(self, labels: Array) -> Front:
+    def take(self, labels: Array) -> ParetoFront:
         """Some of the labels."""
-        return Front(
+        return ParetoFront(
             {node: column[labels] for node, column in self.at.items()},
             self.cost[labels],
             self.memory[labels],
@@ -54,7 +54,7 @@ class Sieve:
     least: Number
     """Bytes that all nodes need at least."""
     rate: float
-    """What a byte costs."""
+    """Cost of a byte."""
     floors: Sequence[Array]
     """Of every node: no choice with this configuration costs less, bytes at their price included."""
     bound: float
@@ -66,7 +66,7 @@ class Sieve:
     formed: int = 0
     """Labels so far."""
 
-    def join(self, one: Front, other: Front) -> Front:
+    def join(self, one: ParetoFront, other: ParetoFront) -> ParetoFront:
         """All pairs of labels that agree on the nodes both know, and leave memory for the rest."""
         shared = [node for node in other.at if node in one.at]
         while True:
@@ -88,13 +88,13 @@ class Sieve:
         first, second = one.take(left[fits]), other.take(right[fits])
         reach = np.maximum(first.reach, second.reach)
         cost = first.cost + second.cost
-        return Front(second.at | first.at, cost, memory[fits], reach, first.rows | second.rows, least)
+        return ParetoFront(second.at | first.at, cost, memory[fits], reach, first.rows | second.rows, least)
 
-    def sift(self, front: Front, scope: Iterable[int]) -> Front:
-        """What may be part of the cheapest choice, of labels that make the same choice in the scope.
+    def sift(self, front: ParetoFront, scope: Iterable[int]) -> ParetoFront:
+        """Labels that may be part of the cheapest choice, of labels that make the same choice in the scope.
 
-        Where two agree there, one can stand for the other. So a label goes if another costs and needs no more; and
-        no choice with it can cost less than the least of its scope and what it exceeds the cheapest label by.
+        Where two agree there, one can stand for the other. So a label goes if another costs and needs no more; and no
+        choice with it can cost less than the least of its scope and its excess over the cheapest label.
         """
         groups, inverse = np.unique(self._keys(front, scope), return_inverse=True)
         value = front.cost + self.rate * front.memory
@@ -110,9 +110,9 @@ class Sieve:
             self.threshold = float(np.partition(reach[labels], self.room)[self.room])
             labels = labels[reach[labels] < self.threshold]
         kept = front.take(labels)
-        return Front(kept.at, kept.cost, kept.memory, reach[labels], kept.rows, kept.least)
+        return ParetoFront(kept.at, kept.cost, kept.memory, reach[labels], kept.rows, kept.least)
 
-    def _keys(self, front: Front, scope: Iterable[int]) -> Array:
+    def _keys(self, front: ParetoFront, scope: Iterable[int]) -> Array:
         """One number for every choice of the scope."""
         keys = np.zeros(len(front), np.int64)
         for node in scope:

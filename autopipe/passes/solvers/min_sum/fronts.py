@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopipe.passes.solvers.min_sum.front import Front, Sieve
+from autopipe.passes.solvers.min_sum.front import ParetoFront, Sieve
 from autopipe.passes.solvers.min_sum.model import Array, MinSum, Number
 
 
@@ -19,7 +19,7 @@ def eliminate_within(
     Takes a merged model, and for each of its edges a matrix: no choice with that pair costs less.
     """
     position = {node: index for index, node in enumerate(order)}
-    buckets: dict[int, list[Front]] = {node: [] for node in order}
+    buckets: dict[int, list[ParetoFront]] = {node: [] for node in order}
     for node, least in enumerate(least_memory(model)):
         memory = None if model.memory is None else model.memory[node]
         buckets[node].append(_listed((node,), model.costs[node], memory, sieve.floors[node], sieve.threshold, least))
@@ -27,9 +27,9 @@ def eliminate_within(
         ends = (edge.source, edge.target)
         front = _listed(ends, edge.costs, edge.memory, floors, sieve.threshold, 0)
         buckets[min(ends, key=position.__getitem__)].append(front)
-    below: dict[int, Front] = {}
+    below: dict[int, ParetoFront] = {}
     nothing = np.zeros(1, np.int64)
-    roots = Front({}, nothing, nothing, np.full(1, -np.inf), {}, 0)
+    roots = ParetoFront({}, nothing, nothing, np.full(1, -np.inf), {}, 0)
     for node in order:
         front = buckets[node][0]
         for other in sorted(buckets[node][1:], key=len):
@@ -53,15 +53,15 @@ def least_memory(model: MinSum) -> list[Number]:
 
 def _listed(
     ends: tuple[int, ...], costs: Array, memory: Array | None, floors: Array, threshold: float, least: Number
-) -> Front:
-    """What is not forbidden of a vector or matrix, and below the threshold, as labels."""
+) -> ParetoFront:
+    """Entries of a vector or matrix that are not forbidden, and below the threshold, as labels."""
     allowed = np.nonzero((floors < threshold) & np.isfinite(costs))
     cost = costs[allowed]
     needs = np.zeros(len(cost), np.int64) if memory is None else memory[allowed]
-    return Front(dict(zip(ends, allowed, strict=True)), cost, needs, floors[allowed], {}, least)
+    return ParetoFront(dict(zip(ends, allowed, strict=True)), cost, needs, floors[allowed], {}, least)
 
 
-def _traced(roots: Front, below: dict[int, Front], nodes: int) -> tuple[int, ...]:
+def _traced(roots: ParetoFront, below: dict[int, ParetoFront], nodes: int) -> tuple[int, ...]:
     """The choice behind the cheapest label."""
     cheapest = int(np.argmin(roots.cost))
     chosen = [0] * nodes

@@ -1,4 +1,4 @@
-"""What a search is for: the least cost of all, or the least within a memory limit."""
+"""Objective of a search: the least cost of all, or the least within a memory limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopipe.passes.solvers.min_sum.front import Sieve
 from autopipe.passes.solvers.min_sum.fronts import eliminate_within, least_memory
 from autopipe.passes.solvers.min_sum.model import MinSum, Number
 from autopipe.passes.solvers.min_sum.ordering import smallest_table, with_choice
-from autopipe.passes.solvers.min_sum.part import Part
+from autopipe.passes.solvers.min_sum.part import Subproblem
 from autopipe.passes.solvers.min_sum.restriction import chosen, conditioned, restricted
 
 SHARES = (1.0, 0.3, 0.1, 0.03, 0.01)
@@ -25,7 +25,7 @@ MAX_ROOM = 200_000
 """Labels that a list may keep."""
 
 
-class Goal(Protocol):
+class Objective(Protocol):
     """Judges choices, and knows how to find the best one of a few configurations."""
 
     choice: tuple[int, ...]
@@ -42,7 +42,7 @@ class Goal(Protocol):
     def offer(self, choice: Sequence[int]) -> None:
         """Take the choice if it is better."""
 
-    def eliminate(self, part: Part, low: float, work: float) -> tuple[float, float]:
+    def eliminate(self, part: Subproblem, low: float, work: float) -> tuple[float, float]:
         """Offer the best choice of as many of the part's cheapest configurations as can be eliminated with the work.
 
         Returns what that proves, `low` being known: that all choices in the part which are better than the best known
@@ -50,7 +50,7 @@ class Goal(Protocol):
         """
 
 
-class Unlimited:
+class CostObjective:
     """The least cost of a merged model."""
 
     def __init__(self, model: MinSum) -> None:
@@ -70,7 +70,7 @@ class Unlimited:
         if not self.choice or cost < self.cost:
             self.choice, self.cost = tuple(choice), cost
 
-    def eliminate(self, part: Part, low: float, work: float) -> tuple[float, float]:
+    def eliminate(self, part: Subproblem, low: float, work: float) -> tuple[float, float]:
         """By tables: those up to a threshold. Where none of their choices costs as little, none of the part's does."""
         top = min(self.cutoff, part.top)
         for share in SHARES:
@@ -89,7 +89,7 @@ class Unlimited:
         return low, 0.0
 
 
-class Within:
+class MemoryLimitedObjective:
     """The least cost of a merged model within a memory limit; what is searched is the model with a price for bytes."""
 
     def __init__(self, model: MinSum, limit: Number, bound: float) -> None:
@@ -115,7 +115,7 @@ class Within:
         if cost < self.cost and memory <= self.limit:
             self.choice, self.cost, self.memory = tuple(choice), cost, memory
 
-    def eliminate(self, part: Part, low: float, work: float) -> tuple[float, float]:
+    def eliminate(self, part: Subproblem, low: float, work: float) -> tuple[float, float]:
         """By lists of labels: those up to a threshold, which is lowered where lists become too long."""
         for share in SHARES:
             threshold = low + share * (self.cutoff - low)

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopipe.passes.solvers.min_sum.answer import Answer, bound_of
+from autopipe.passes.solvers.min_sum.answer import Assignment, bound_of
 from autopipe.passes.solvers.min_sum.budget import Budget
 from autopipe.passes.solvers.min_sum.fronts import least_memory
-from autopipe.passes.solvers.min_sum.goal import Within
+from autopipe.passes.solvers.min_sum.goal import MemoryLimitedObjective
 from autopipe.passes.solvers.min_sum.model import Array, MinSum, Number
-from autopipe.passes.solvers.min_sum.part import Part
+from autopipe.passes.solvers.min_sum.part import Subproblem
 from autopipe.passes.solvers.min_sum.pricing import memory_alone, priced
 from autopipe.passes.solvers.min_sum.restriction import chosen, everything, restricted
 from autopipe.passes.solvers.min_sum.search import search
-from autopipe.passes.solvers.min_sum.unlimited import Beginning, solve_unlimited
+from autopipe.passes.solvers.min_sum.unlimited import ReducedStart, solve_unlimited
 
 FLAT = 1e-9
 """Of a cost: a price whose best choice is better by less tells nothing new."""
 FEW = 4
-"""What is left is searched alone once it is so many times smaller; until then equal layers stay equal."""
+"""A reduced model is searched alone once it is this many times smaller; until then equal layers stay equal."""
 ONE_PRICE = 0.1
 """Of the work left: what the search at one price may take; its bound is one even where its answer is not proven."""
 COARSE = 0.02
@@ -32,7 +32,7 @@ ROUNDS = 3
 """Pairs of sweeps of the smaller model before the whole one is searched."""
 
 
-def solve_within(model: MinSum, limit: Number, free: Answer, budget: Budget) -> Answer:
+def solve_within(model: MinSum, limit: Number, free: Assignment, budget: Budget) -> Assignment:
     """The best choice of a merged model that needs no more than `limit` bytes; where none fits, that of least memory.
 
     `free` is the best without a limit.
@@ -41,8 +41,8 @@ def solve_within(model: MinSum, limit: Number, free: Answer, budget: Budget) -> 
     least = solve_unlimited(memory_alone(model), budget)
     if least.cost > limit:
         cost = model.cost_of(least.choice)
-        return Answer(least.choice, cost, cost, least.proven, least.cost, fits=False)
-    goal = Within(model, limit, float(free.bound))
+        return Assignment(least.choice, cost, cost, least.proven, least.cost, fits=False)
+    goal = MemoryLimitedObjective(model, limit, float(free.bound))
     goal.offer(least.choice)
     kept = _fitting(model, limit)
     bound, kept = _price(model, goal, kept, free, budget)
@@ -51,7 +51,7 @@ def solve_within(model: MinSum, limit: Number, free: Answer, budget: Budget) -> 
         reached = _close(model, goal, kept, budget)
         proven = reached >= goal.cutoff
         bound = max(bound, reached - goal.rate * limit)
-    return Answer(goal.choice, goal.cost, bound_of(bound, goal.cost, proven), proven, goal.memory)
+    return Assignment(goal.choice, goal.cost, bound_of(bound, goal.cost, proven), proven, goal.memory)
 
 
 def _fitting(model: MinSum, limit: Number) -> list[Array]:
@@ -62,7 +62,9 @@ def _fitting(model: MinSum, limit: Number) -> list[Array]:
     return [np.flatnonzero(memory - memory.min() <= spare) for memory in model.memory]
 
 
-def _price(model: MinSum, goal: Within, kept: list[Array], free: Answer, budget: Budget) -> tuple[float, list[Array]]:
+def _price(
+    model: MinSum, goal: MemoryLimitedObjective, kept: list[Array], free: Assignment, budget: Budget
+) -> tuple[float, list[Array]]:
     """The highest bound of any price, which the goal takes for its own, and what may be in a better choice.
 
     The best choice at a price lies on the lower hull of all pairs of memory and cost. Of a point on either side of the
@@ -72,7 +74,7 @@ def _price(model: MinSum, goal: Within, kept: list[Array], free: Answer, budget:
     bound = float(free.bound)
     while budget.left and bound < goal.cost and over[0] < under[0]:
         rate = (under[0] - over[0]) / (over[1] - under[1])
-        begun = Beginning(priced(restricted(model, kept), rate), budget)
+        begun = ReducedStart(priced(restricted(model, kept), rate), budget)
         left = _swept(begun, goal, rate, kept, budget)
         if left is None:
             return float(goal.cost), kept
@@ -95,17 +97,19 @@ def _price(model: MinSum, goal: Within, kept: list[Array], free: Answer, budget:
     return bound, kept
 
 
-def _close(model: MinSum, goal: Within, kept: list[Array], budget: Budget) -> float:
+def _close(model: MinSum, goal: MemoryLimitedObjective, kept: list[Array], budget: Budget) -> float:
     """Search what may cost no more than the best choice known at the goal's price; the bound at that price."""
-    begun = Beginning(priced(restricted(model, kept), goal.rate), budget)
+    begun = ReducedStart(priced(restricted(model, kept), goal.rate), budget)
     left: list[Array] | None = kept
     for _ in range(ROUNDS):
         left = _swept(begun, goal, goal.rate, kept, budget)
-    return goal.cutoff if left is None else search(Part(priced(model, goal.rate), left), goal, budget)
+    return goal.cutoff if left is None else search(Subproblem(priced(model, goal.rate), left), goal, budget)
 
 
-def _swept(begun: Beginning, goal: Within, rate: float, kept: list[Array], budget: Budget) -> list[Array] | None:
-    """What is left of `kept`, of which the begun model is, after a sweep forth and one back; None if nothing is."""
+def _swept(
+    begun: ReducedStart, goal: MemoryLimitedObjective, rate: float, kept: list[Array], budget: Budget
+) -> list[Array] | None:
+    """Configurations left of `kept` after a sweep forth and one back; None if there are none."""
     part, reduction = begun.part, begun.reduction
     for forward in (True, False):
         goal.offer(chosen(kept, reduction.expanded(part.sweep(forward))))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.solvers.min_sum.answer import Answer
+from autopipe.passes.solvers.min_sum.answer import Assignment
 from autopipe.passes.solvers.min_sum.model import Array, MinSum, merged
 
 
@@ -24,7 +24,7 @@ def walk(
     seed: int = 0,
     followers: int = 0,
     memory_limit: float | None = None,
-) -> Answer:
+) -> Assignment:
     """The best choice met in `iterations` proposals, one node's random configuration each, from `start` on.
 
     A choice that costs more by d is taken with chance exp(-d / t), where t is `temperature` times what a node costs on
@@ -47,7 +47,7 @@ def walk(
         if moved and here.rank < rank:
             best, rank, improved = tuple(here.choice), here.rank, iteration
     memory = model.memory_of(best)
-    return Answer(best, model.cost_of(best), -math.inf, proven=False, memory=memory, fits=memory <= here.limit)
+    return Assignment(best, model.cost_of(best), -math.inf, proven=False, memory=memory, fits=memory <= here.limit)
 
 
 _Near = tuple[tuple[int, Array, Array | None], ...]
@@ -88,7 +88,7 @@ class _Walker:
         return taken
 
     def follow(self, node: int, changed: dict[int, int]) -> int:
-        """What costs a node least, given what the others have or change to."""
+        """The cheapest configuration of a node, given those that the others have or change to."""
         total = self.model.costs[node]
         for other, costs, _ in self.near[node]:
             total = total + costs[:, changed.get(other, self.choice[other])]

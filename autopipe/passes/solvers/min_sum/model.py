@@ -19,7 +19,7 @@ Number: TypeAlias = int | float
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edge:
-    """What the choices of two nodes cost together."""
+    """Joint cost of two nodes' choices."""
 
     source: int
     target: int

@@ -64,7 +64,7 @@ def min_fill(around: Neighbours) -> tuple[int, ...]:
 
 
 def smallest_table(around: Neighbours, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Always the node whose elimination leaves the smallest table, nodes having so many configurations."""
+    """Always the node whose elimination leaves the smallest table, by its neighbours' numbers of configurations."""
     bits = [math.log2(size) for size in sizes]
     return _greedy(around, lambda rest, node: sum(bits[other] for other in rest[node]), lambda rest, joined: joined)
 

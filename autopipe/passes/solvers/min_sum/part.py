@@ -14,7 +14,7 @@ from autopipe.passes.solvers.min_sum.ordering import neighbours
 from autopipe.passes.solvers.min_sum.restriction import Kept, Support, chosen, restricted
 
 
-class Part:
+class Subproblem:
     """Configurations of a merged model, and a dual that knows no others."""
 
     kept: Kept
@@ -66,14 +66,14 @@ class Part:
         self.dual.restrict([np.searchsorted(old, new) for old, new in zip(self.kept, kept, strict=True)])
         self.kept = kept
 
-    def cut(self, positions: Kept) -> Part:
+    def cut(self, positions: Kept) -> Subproblem:
         """Another part, of the configurations at these positions; raises as `narrow` does."""
         part = copy.copy(self)
         part.dual = self.dual.copy()
         part._keep(positions)
         return part
 
-    def halves(self) -> list[Part]:
+    def halves(self) -> list[Subproblem]:
         """The part cut in two at the node that most others depend on, cheaper configurations and dearer ones.
 
         None where only one choice was left, which a sweep has come upon.

@@ -115,7 +115,7 @@ class _Reducer:
         return each
 
     def left(self) -> tuple[MinSum, tuple[int, ...]]:
-        """What remains, and which nodes those are."""
+        """The remaining model, and its nodes."""
         nodes = tuple(self.costs)
         number = {node: index for index, node in enumerate(nodes)}
         edges = [
@@ -131,7 +131,7 @@ class _Reducer:
         self.around[other][one] = matrix.T
 
     def _tables(self, node: int) -> list[Array]:
-        """What a node's elimination adds up, an axis for the node and one for each neighbour in order."""
+        """Tables that a node's elimination adds up, an axis for the node and one for each neighbour in order."""
         tables = [self.costs[node]] + [matrix for _, matrix in sorted(self.around[node].items(), key=itemgetter(0))]
         if len(tables) == 2:
             return [tables[0][:, None], tables[1]]

@@ -12,18 +12,18 @@ from heapq import heappop, heappush
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.solvers.min_sum.budget import Budget
-from autopipe.passes.solvers.min_sum.goal import Goal
-from autopipe.passes.solvers.min_sum.part import Part
+from autopipe.passes.solvers.min_sum.goal import Objective
+from autopipe.passes.solvers.min_sum.part import Subproblem
 
 PROGRESS = 0.1
 """Sweeps go on while a pair of them closes this share of the gap."""
 PATIENCE = 50
-"""Where they do not, elimination may take so many times the work of the sweeps before the part is cut in two."""
+"""Where sweeps do not help, elimination may take this many times their work before the part is cut in two."""
 SMALL = 1e5
 """Sums that an elimination may always compare."""
 
 
-def search(root: Part, goal: Goal, budget: Budget) -> float:
+def search(root: Subproblem, goal: Objective, budget: Budget) -> float:
     """Find the goal's best choice in a part; what is proven: nothing better costs less, in the model that is searched.
 
     That is at least the goal's cutoff where its best choice is proven to be the best.
@@ -44,7 +44,7 @@ def search(root: Part, goal: Goal, budget: Budget) -> float:
     return min(parts[0][0], goal.cutoff) if parts else goal.cutoff
 
 
-def _refine(part: Part, bound: float, goal: Goal, budget: Budget) -> float:
+def _refine(part: Subproblem, bound: float, goal: Objective, budget: Budget) -> float:
     """Improve the goal's choice and the part's bound, which is returned; the cutoff if the part is exhausted."""
     work = 0.0
     before = -math.inf

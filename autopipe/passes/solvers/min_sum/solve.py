@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopipe.passes.solvers.min_sum.answer import Answer, counted
+from autopipe.passes.solvers.min_sum.answer import Assignment, counted
 from autopipe.passes.solvers.min_sum.budget import PATIENCE_S, Budget
 from autopipe.passes.solvers.min_sum.limited import solve_within
 from autopipe.passes.solvers.min_sum.model import MinSum, Number, merged
@@ -14,13 +14,12 @@ def solve(
     memory_limit: Number | None = None,
     time_limit: float | None = None,
     patience: float = PATIENCE_S,
-) -> Answer:
-    """The best choice whose memory is within the limit (bytes), in at most so many seconds.
+) -> Assignment:
+    """The best choice whose memory is within the limit (bytes), within `time_limit` seconds.
 
-    Work is counted, not time: the clock only ends what a slow machine cannot do in its limit. Without one, the work of
-    `patience` seconds is done at most. What is not proven by then is returned with its bound.
-
-    Raises InfeasibleError where every choice is forbidden.
+    Work is counted, not time: the clock only ends a search that a slow machine cannot do in its limit. Without a limit,
+    the work of `patience` seconds is done at most. A result without proof is returned with its bound. Raises
+    InfeasibleError where every choice is forbidden.
     """
     budget = Budget(time_limit, patience)
     simple = merged(model)

@@ -1,4 +1,4 @@
-"""What it takes to add up shares: collectives one after the other, for tensors of any size."""
+"""Cost of adding up partial sums: collectives one after the other, for tensors of any size."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Adding:
-    """What several additions take: step after step, each the cheapest of its ways."""
+class SumReduction:
+    """Cost of several reductions: step after step, each the cheapest of its ways."""
 
     parts: _Floats
     """[steps, additions] into how many the tensor is cut before."""
@@ -41,14 +41,14 @@ class Adding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collectives:
-    """What collectives take along the axes of the mesh of `devices`, worked out once each."""
+    """Costs of collectives along the axes of the mesh of `devices`, worked out once each."""
 
     cluster: Cluster
     devices: tuple[int, ...]
     _known: dict[tuple[str, MeshAxes], Cost] = field(default_factory=dict)
 
-    def adding(self, additions: Sequence[Addition]) -> Adding:
-        """What each of `additions` takes."""
+    def adding(self, additions: Sequence[Addition]) -> SumReduction:
+        """Cost of each of `additions`."""
         steps = max(map(len, additions))
         keys = dict.fromkeys((kind, over) for each in additions for kind, over, _ in each)
         costs = [FREE, *map(self._cost, keys)]
@@ -63,7 +63,7 @@ class Collectives:
         for number, cost in enumerate(costs):
             for place, way in enumerate(cost.ways):
                 figures[:, number, place] = way.fixed_s, way.per_byte_s
-        return Adding(parts, figures[0][which], figures[1][which])
+        return SumReduction(parts, figures[0][which], figures[1][which])
 
     def _cost(self, key: tuple[str, MeshAxes]) -> Cost:
         if key not in self._known:

@@ -30,7 +30,7 @@ def configurations(space: Space, group: int, outermost: str | None = None) -> tu
 
 
 def _are_blocks(mixed: Sequence[Dimension], extents: Mapping[str, int], splits: Splits) -> bool:
-    """Whether each device has one block of the dimensions that several axes make up."""
+    """True if each device has one block of the dimensions that several axes make up."""
     degrees = {split.axis: split.degree for split in splits}
     return all(is_one_block(dimension, extents, degrees) for dimension in mixed)
 

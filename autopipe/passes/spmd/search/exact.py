@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from autopipe.passes.solvers.min_sum import Answer, MinSum, solve
+from autopipe.passes.solvers.min_sum import Assignment, MinSum, solve
 from autopipe.passes.spmd.search.tables import Tables
 
 _PATIENCE_S = 2.0
@@ -21,11 +21,11 @@ class Exact:
     def __init__(self, time_limit: float | None) -> None:
         self._end = None if time_limit is None else time.monotonic() + time_limit
 
-    def __call__(self, tables: Tables, limit: float | None) -> Answer:
+    def __call__(self, tables: Tables, limit: float | None) -> Assignment:
         """The best choice, of those that need at most `limit` bytes where that is given."""
         return self.solved(tables.model, limit)
 
-    def solved(self, model: MinSum, limit: float | None) -> Answer:
+    def solved(self, model: MinSum, limit: float | None) -> Assignment:
         """The same of a model."""
         left = None if self._end is None else max(0.01, self._end - time.monotonic())
         if limit is None:

@@ -14,11 +14,11 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import device_memory, out_of_memory
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.stages import StageCost, stage_costs, step_seconds
-from autopipe.passes.solvers.min_sum import Answer
+from autopipe.passes.solvers.min_sum import Assignment
 from autopipe.passes.spmd.search.configurations import Splits
 from autopipe.passes.spmd.search.tables import Tables
 
-Solver = Callable[[Tables, float | None], Answer]
+Solver = Callable[[Tables, float | None], Assignment]
 """Answers tables, within a number of bytes where one is given."""
 
 _BOUNDS = 8
@@ -32,7 +32,7 @@ _ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FittedPlacement:
     """A placement with the splits of the stage in question, what is proven of them, and what lowering makes of them."""
 
     placement: Placement
@@ -45,7 +45,7 @@ class Fitted:
 
 def fit_stage(
     problem: Problem, placement: Placement, index: int, tables: Tables, solver: Solver, overlap: bool = False
-) -> Fitted:
+) -> FittedPlacement:
     """`placement` with the best splits of stage `index` that its devices hold.
 
     What comes and goes is the most that one node needs while it runs. So several bounds on that are tried: under each,
@@ -87,7 +87,7 @@ def fit_stage(
     raise out_of_memory(problem, [index], len(placement.stages), least.worst, need, least=True)
 
 
-def _bounds_on_passing(tables: Tables, answer: Answer, room: int) -> list[int]:
+def _bounds_on_passing(tables: Tables, answer: Assignment, room: int) -> list[int]:
     """From what an answer needs down to what every choice does: all that some configuration needs, well apart."""
     least = max(int(each.min()) for each in tables.passing)
     most = max(int(each[number]) for each, number in zip(tables.passing, answer.choice, strict=False))
@@ -99,7 +99,9 @@ def _bounds_on_passing(tables: Tables, answer: Answer, room: int) -> list[int]:
     return found
 
 
-def _measured(problem: Problem, placement: Placement, index: int, tables: Tables, answer: Answer) -> Fitted:
+def _measured(
+    problem: Problem, placement: Placement, index: int, tables: Tables, answer: Assignment
+) -> FittedPlacement:
     """The placement with an answer's splits, and what it takes whatever the model said."""
     proof = SplitProof(float(answer.cost), float(answer.bound), answer.proven)
     return _with_splits(problem, placement, index, tables.splits(answer.choice), proof)
@@ -107,17 +109,19 @@ def _measured(problem: Problem, placement: Placement, index: int, tables: Tables
 
 def _with_splits(
     problem: Problem, placement: Placement, index: int, splits: tuple[tuple[int, Splits], ...], proof: SplitProof
-) -> Fitted:
+) -> FittedPlacement:
     stages = list(placement.stages)
     stages[index] = replace(stages[index], splits=splits)
     found = replace(placement, stages=tuple(stages))
     costs = stage_costs(problem, found)
     used = device_memory(problem, found, costs)
     excess, worst = max((used[device] - problem.memory_of(device), device) for device in stages[index].devices)
-    return Fitted(found, proof, costs[index], excess, worst)
+    return FittedPlacement(found, proof, costs[index], excess, worst)
 
 
-def or_by_samples(problem: Problem, graph: Graph, fitted: Fitted, index: int, overlap: bool = False) -> Fitted:
+def or_by_samples(
+    problem: Problem, graph: Graph, fitted: FittedPlacement, index: int, overlap: bool = False
+) -> FittedPlacement:
     """The same, or the stage with nothing but its samples shared, where that is faster and fits.
 
     `graph` is the model on micro-batches of the stage's size.

@@ -13,12 +13,12 @@ from autopipe.ir.graph import Graph, Node
 from autopipe.ir.layout import Layout, operand_under, result_under
 from autopipe.ir.space import Dimension, Space, Windowed
 from autopipe.passes.spmd.search.configurations import Splits
-from autopipe.passes.spmd.search.lying import Axes, Lying, lying_in
+from autopipe.passes.spmd.search.lying import Axes, MeshPositions, mesh_positions
 from autopipe.passes.spmd.search.numbering import Integers, combined, numbered
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Form:
+class TensorLayouts:
     """One tensor under each configuration of a node: few different layouts, and which of them each one has."""
 
     layouts: tuple[Layout, ...]
@@ -39,7 +39,7 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Forms:
+class LayoutTable:
     """The forms of nodes on `group` devices.
 
     But for windows how a tensor is cut does not depend on its extents: those cut alike are worked out once. Equal
@@ -47,25 +47,27 @@ class Forms:
     """
 
     group: int
-    _lying: dict[int, tuple[tuple[Splits, ...], Lying]] = field(default_factory=dict)
+    _lying: dict[int, tuple[tuple[Splits, ...], MeshPositions]] = field(default_factory=dict)
     """Configurations, held so that their place stays their own, and where axes lie in them."""
-    _known: dict[Hashable, Form] = field(default_factory=dict)
+    _known: dict[Hashable, TensorLayouts] = field(default_factory=dict)
 
     def operand(
         self, graph: Graph, node: Node, position: int, space: Space, configurations: tuple[Splits, ...]
-    ) -> Form:
+    ) -> TensorLayouts:
         """How a node wants its operand at `position`."""
         shape, dimensions = graph.type_of(node.inputs[position]).shape, space.operands[position] or ()
         windows = space.windows_of(position)
         alike = id(configurations), dimensions, windows, shape if windows else ()
-        lying = self.lying(configurations)
+        lying = self.mesh_positions_of(configurations)
         return self._form(alike, shape, lying, lambda: _parts(lying, dimensions, shape, windows))
 
-    def result(self, graph: Graph, node: Node, position: int, space: Space, configurations: tuple[Splits, ...]) -> Form:
+    def result(
+        self, graph: Graph, node: Node, position: int, space: Space, configurations: tuple[Splits, ...]
+    ) -> TensorLayouts:
         """How a node leaves its result at `position`, shares of sums and means included."""
         shape, dimensions = graph.type_of(node.outputs[position]).shape, space.results[position] or ()
         kinds = tuple((axis.name, axis.kind) for axis in space.axes)
-        lying = self.lying(configurations)
+        lying = self.mesh_positions_of(configurations)
 
         def parts() -> list[_Part]:
             present = {name for dimension in dimensions for name in dimension}
@@ -75,13 +77,15 @@ class Forms:
 
         return self._form((id(configurations), dimensions, kinds), shape, lying, parts)
 
-    def lying(self, configurations: tuple[Splits, ...]) -> Lying:
+    def mesh_positions_of(self, configurations: tuple[Splits, ...]) -> MeshPositions:
         """Where axes lie in each of `configurations`."""
         if id(configurations) not in self._lying:
-            self._lying[id(configurations)] = configurations, lying_in(configurations, self.group)
+            self._lying[id(configurations)] = configurations, mesh_positions(configurations, self.group)
         return self._lying[id(configurations)][1]
 
-    def _form(self, alike: Hashable, shape: tuple[int, ...], lying: Lying, parts: Callable[[], list[_Part]]) -> Form:
+    def _form(
+        self, alike: Hashable, shape: tuple[int, ...], lying: MeshPositions, parts: Callable[[], list[_Part]]
+    ) -> TensorLayouts:
         """The layouts of a tensor of `shape`; tensors that are cut `alike` are worked out once."""
         key = alike, shape
         if key not in self._known:
@@ -91,13 +95,13 @@ class Forms:
             if form.layouts[0].shape != shape:
                 layouts = (Layout(shape, each.cuts, each.sums, each.means) for each in form.layouts)
                 more = math.prod(shape), max(1, math.prod(form.layouts[0].shape))
-                form = Form(tuple(layouts), form.of, form.elements * more[0] // more[1])
+                form = TensorLayouts(tuple(layouts), form.of, form.elements * more[0] // more[1])
             self._known[key] = form
         return self._known[key]
 
 
 def _parts(
-    lying: Lying, dimensions: tuple[Dimension, ...], shape: tuple[int, ...], windows: Sequence[Windowed] = ()
+    lying: MeshPositions, dimensions: tuple[Dimension, ...], shape: tuple[int, ...], windows: Sequence[Windowed] = ()
 ) -> list[_Part]:
     """How each dimension is cut."""
     found = []
@@ -112,14 +116,14 @@ def _one_dimension(dimension: Dimension, extent: int, windows: Sequence[Windowed
     return lambda axes: operand_under((dimension,), (extent,), axes, windows)
 
 
-def _part(lying: Lying, names: Iterable[str], make: Callable[[Axes], Layout]) -> _Part:
+def _part(lying: MeshPositions, names: Iterable[str], make: Callable[[Axes], Layout]) -> _Part:
     """The layouts that `make` gives, which depend on where the axes `names` lie."""
     cases, case_of = lying.cases(names)
     layouts, of = numbered(map(make, cases))
     return _Part(layouts, of[case_of])
 
 
-def _together(shape: tuple[int, ...], parts: Sequence[_Part], configurations: int) -> Form:
+def _together(shape: tuple[int, ...], parts: Sequence[_Part], configurations: int) -> TensorLayouts:
     """The layouts of a tensor whose dimensions, and then whose shares if it has any, are `parts`."""
     firsts, of = combined(((len(part.layouts), part.of) for part in parts), configurations)
     elements = np.ones(len(firsts), dtype=np.int64)
@@ -137,7 +141,7 @@ def _together(shape: tuple[int, ...], parts: Sequence[_Part], configurations: in
     if any(each.windows for part in parts for each in part.layouts):
         rows = zip(*cut, strict=True)
         layouts = [_windowed(layout, row) for layout, row in zip(layouts, rows, strict=True)]
-    return Form(tuple(layouts), of, elements)
+    return TensorLayouts(tuple(layouts), of, elements)
 
 
 def _windowed(layout: Layout, dimensions: Sequence[Layout]) -> Layout:

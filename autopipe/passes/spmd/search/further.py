@@ -13,13 +13,13 @@ from autopipe.ir.schedule import Schedule
 from autopipe.passes.cost.constraints import wishes_of
 from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.splits import sample_axes
-from autopipe.passes.cost.wished import wished_splits
+from autopipe.passes.cost.wished import required_splits
 from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.spmd.search.configurations import Splits
 from autopipe.passes.spmd.search.exact import Exact
-from autopipe.passes.spmd.search.stages import inside_of
+from autopipe.passes.spmd.search.stages import split_problem
 
 
 def split_further(problem: Problem, placement: Placement) -> Placement:
@@ -33,7 +33,7 @@ def split_further(problem: Problem, placement: Placement) -> Placement:
     """
     problem = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
     own = {size: resized(problem, size) for size in {stage.micro_batch_size for stage in placement.stages}}
-    asked = _asked(problem, placement, own)
+    asked = _constrained(problem, placement, own)
     found = dict(_searched(problem, placement, own, asked))
     settled = {
         index: found.pop(index)
@@ -55,10 +55,10 @@ def _with(placement: Placement, others: dict[int, Stage]) -> Placement:
     return replace(placement, stages=tuple(stages))
 
 
-def _asked(problem: Problem, placement: Placement, own: dict[int, Problem]) -> dict[int, Splits]:
+def _constrained(problem: Problem, placement: Placement, own: dict[int, Problem]) -> dict[int, Splits]:
     """The splits that constraints ask for and the devices of a node's stage can have, by node."""
     wishes = wishes_of(problem)
-    wished = {size: wished_splits(wishes, sample_axes(each.graph)) for size, each in own.items()} if wishes else {}
+    wished = {size: required_splits(wishes, sample_axes(each.graph)) for size, each in own.items()} if wishes else {}
     found = {}
     for stage in placement.stages:
         for node, splits in wished.get(stage.micro_batch_size, {}).items():
@@ -71,7 +71,7 @@ def _searched(
     problem: Problem, placement: Placement, own: dict[int, Problem], asked: dict[int, Splits]
 ) -> Iterator[tuple[int, Stage]]:
     """The stages that the search splits differently within memory, with `asked` splits as they are."""
-    inside, solver = inside_of(problem, placement, asked), Exact(problem.time_limit)
+    inside, solver = split_problem(problem, placement, asked), Exact(problem.time_limit)
     for index, stage in enumerate(placement.stages):
         if len(stage.devices) > 1:
             try:

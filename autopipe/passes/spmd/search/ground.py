@@ -1,4 +1,4 @@
-"""What the tables of a stage are read from: its nodes, who reads what, which gradients flow."""
+"""Inputs of a stage's tables: its nodes, the readers of each value, and the values gradients flow through."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Problem
 from autopipe.ir.space import Dimension
-from autopipe.passes.cost.kept import Kept, kept_values
+from autopipe.passes.cost.kept import SavedTensor, kept_values
 from autopipe.passes.cost.precision import element_bytes
 from autopipe.passes.cost.splits import sample_axes
-from autopipe.passes.cost.uses import Use
+from autopipe.passes.cost.uses import OpInstance
 from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.spmd.search.configurations import Splits
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class StageOptions:
     """Under which terms a stage runs its nodes."""
 
     allowed: dict[int, tuple[Splits, ...]] = field(default_factory=dict)
@@ -29,15 +29,15 @@ class Terms:
     in_flight: int = 1
     """Micro-batches between forward and backward."""
     recompute: bool = False
-    """Whether forward is run again for backward."""
+    """True if forward is run again for backward."""
 
 
-NO_TERMS = Terms()
+NO_TERMS = StageOptions()
 """None but those of the problem."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class ValueReader:
     """A node that reads a value, and one of the operands' positions where it does."""
 
     node: int
@@ -45,17 +45,17 @@ class Reader:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptAgain:
+class SharedSave:
     """A value that `node` makes backward keep, as `first` did before it: each device keeps the larger block."""
 
     first: int
-    by_first: Kept
+    by_first: SavedTensor
     node: int
-    by_node: Kept
+    by_node: SavedTensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ground:
+class StageContext:
     """A stage's nodes on its devices, with all that their costs depend on; by node of the whole graph.
 
     `readers` of a value are the stage's nodes that read it, each once for each way in which it wants it. `kept` is what
@@ -65,13 +65,13 @@ class Ground:
     problem: Problem
     nodes: tuple[int, ...]
     devices: tuple[int, ...]
-    terms: Terms
-    uses: tuple[Use, ...]
+    terms: StageOptions
+    uses: tuple[OpInstance, ...]
     sample_axes: tuple[str | None, ...]
     gradient: frozenset[str]
-    readers: dict[str, tuple[Reader, ...]]
-    kept: dict[int, tuple[Kept, ...]]
-    kept_again: tuple[KeptAgain, ...]
+    readers: dict[str, tuple[ValueReader, ...]]
+    kept: dict[int, tuple[SavedTensor, ...]]
+    kept_again: tuple[SharedSave, ...]
     widths: dict[str, int]
     """Bytes an element of each value."""
 
@@ -89,16 +89,18 @@ class Ground:
         return {position: name for name, position in found.items()}
 
     def is_shared_parameter(self, name: str) -> bool:
-        """Whether the layout of a parameter is a variable of its own."""
+        """True if the layout of a parameter is a variable of its own."""
         return len(self.readers[name]) > 1 or name in self.terms.whole
 
 
-def ground_of(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], terms: Terms) -> Ground:
+def stage_context(
+    problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], terms: StageOptions
+) -> StageContext:
     """The ground of `nodes`, ascending, on `devices`."""
     samples = sample_axes(problem.graph)
     everything = kept_values(problem.graph, samples.uses, problem.precision) if problem.train else ()
     kept, kept_again = _first_kept(everything, nodes) if problem.train else ({}, ())
-    return Ground(
+    return StageContext(
         problem=problem,
         nodes=tuple(nodes),
         devices=devices,
@@ -113,23 +115,23 @@ def ground_of(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], 
     )
 
 
-def _readers(graph: Graph, uses: tuple[Use, ...], nodes: Sequence[int]) -> dict[str, tuple[Reader, ...]]:
-    found: dict[str, dict[tuple[int, tuple[Dimension, ...]], Reader]] = {}
+def _readers(graph: Graph, uses: tuple[OpInstance, ...], nodes: Sequence[int]) -> dict[str, tuple[ValueReader, ...]]:
+    found: dict[str, dict[tuple[int, tuple[Dimension, ...]], ValueReader]] = {}
     for node in nodes:
         for position, (name, words) in enumerate(zip(graph.nodes[node].inputs, uses[node].space.operands, strict=True)):
             if name:
-                found.setdefault(name, {}).setdefault((node, words or ()), Reader(node, position))
+                found.setdefault(name, {}).setdefault((node, words or ()), ValueReader(node, position))
     return {name: tuple(each.values()) for name, each in found.items()}
 
 
 def _first_kept(
-    kept: tuple[tuple[Kept, ...], ...], nodes: Sequence[int]
-) -> tuple[dict[int, tuple[Kept, ...]], tuple[KeptAgain, ...]]:
-    """What each node is the first to keep, and what others keep again."""
-    seen: dict[tuple[str, int], tuple[int, Kept]] = {}
+    kept: tuple[tuple[SavedTensor, ...], ...], nodes: Sequence[int]
+) -> tuple[dict[int, tuple[SavedTensor, ...]], tuple[SharedSave, ...]]:
+    """Tensors that each node is the first to keep, and those that others keep again."""
+    seen: dict[tuple[str, int], tuple[int, SavedTensor]] = {}
     found, again = {}, []
     for node in nodes:
         found[node] = tuple(each for each in kept[node] if each.key not in seen)
-        again += [KeptAgain(*seen[each.key], node, each) for each in kept[node] if each.key in seen]
+        again += [SharedSave(*seen[each.key], node, each) for each in kept[node] if each.key in seen]
         seen.update((each.key, (node, each)) for each in found[node])
     return found, tuple(again)

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopipe.ir.layout import Layout, replicated
-from autopipe.passes.spmd.search.forms import Form
+from autopipe.passes.spmd.search.forms import TensorLayouts
 from autopipe.passes.spmd.search.moves import Floats
 from autopipe.passes.spmd.search.reducing import Changes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Hub:
+class SharedValue:
     """A variable for a value: its layouts, and what they cost with the source's and the readers' configurations."""
 
     layouts: tuple[Layout, ...]
@@ -27,13 +27,15 @@ class Hub:
     to_readers: tuple[Floats, ...]
     """For each reader [layouts, its configurations]; inf where they do not go together. Equal readers share them."""
 
-    def times(self, factor: float) -> Hub:
-        """The same so many times."""
+    def times(self, factor: float) -> SharedValue:
+        """The same `factor` times."""
         made = {id(each): each * factor for each in self.to_readers}
-        return Hub(self.layouts, self.from_source * factor, tuple(made[id(each)] for each in self.to_readers))
+        return SharedValue(self.layouts, self.from_source * factor, tuple(made[id(each)] for each in self.to_readers))
 
 
-def value_hub(source: Form, readers: Sequence[Form], size_bytes: float, changes: Changes, given: bool) -> Hub:
+def shared_value(
+    source: TensorLayouts, readers: Sequence[TensorLayouts], size_bytes: float, changes: Changes, given: bool
+) -> SharedValue:
     """The hub of a computed value of `size_bytes`; `given` says whether others want it besides `readers`.
 
     Lowering scatters shares of sums only to what all readers want alike: hence a second set of the layouts wanted by
@@ -58,10 +60,10 @@ def value_hub(source: Form, readers: Sequence[Form], size_bytes: float, changes:
             moving.append(of_equal + _only_equal(bound, [layout.even() for layout in reader.layouts]))
         out[id(reader)] = np.concatenate(moving)[:, reader.of]
     to_readers = tuple(out[id(reader)] for reader in readers)
-    return Hub((*free, *bound), np.concatenate(into, axis=1)[source.of], to_readers)
+    return SharedValue((*free, *bound), np.concatenate(into, axis=1)[source.of], to_readers)
 
 
-def parameter_hub(readers: Sequence[Form], shape: tuple[int, ...], only_whole: bool) -> Hub:
+def shared_parameter(readers: Sequence[TensorLayouts], shape: tuple[int, ...], only_whole: bool) -> SharedValue:
     """The hub of a parameter: held in the one layout that all its readers want, or whole and cut for free."""
     whole = replicated(shape)
     wanted = dict.fromkeys(layout for reader in readers for layout in reader.layouts)
@@ -72,7 +74,7 @@ def parameter_hub(readers: Sequence[Form], shape: tuple[int, ...], only_whole: b
         np.concatenate([np.zeros((1, len(reader.layouts))), _only_equal(common, reader.layouts)])[:, reader.of]
         for reader in readers
     )
-    return Hub((whole, *common), np.zeros((0, 1 + len(common))), out)
+    return SharedValue((whole, *common), np.zeros((0, 1 + len(common))), out)
 
 
 def _only_equal(layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Floats:

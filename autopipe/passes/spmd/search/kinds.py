@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.passes.cost.kept import Kept
+from autopipe.passes.cost.kept import SavedTensor
 from autopipe.passes.spmd.search.configurations import Splits, configurations
-from autopipe.passes.spmd.search.forms import Form, Forms
-from autopipe.passes.spmd.search.ground import Ground
-from autopipe.passes.spmd.search.lying import Lying
+from autopipe.passes.spmd.search.forms import LayoutTable, TensorLayouts
+from autopipe.passes.spmd.search.ground import StageContext
+from autopipe.passes.spmd.search.lying import MeshPositions
 from autopipe.passes.spmd.search.moves import Floats
 from autopipe.passes.spmd.search.nodes import Computing, kept_bytes
 from autopipe.passes.spmd.search.parameters import Parameters
@@ -21,30 +21,30 @@ from autopipe.passes.spmd.search.reducing import Changes
 
 
 @dataclass(eq=False, slots=True)
-class Kind:
+class NodeClass:
     """Nodes equal in all that their costs depend on; `node` is the first of them."""
 
-    ground: Ground
+    ground: StageContext
     node: int
     configurations: tuple[Splits, ...]
-    forms: Forms
+    forms: LayoutTable
     """Of all kinds together."""
-    _forms: dict[tuple[str, int], Form] = field(default_factory=dict)
+    _forms: dict[tuple[str, int], TensorLayouts] = field(default_factory=dict)
 
     @property
-    def lying(self) -> Lying:
+    def mesh_positions(self) -> MeshPositions:
         """Where axes lie in its configurations."""
-        return self.forms.lying(self.configurations)
+        return self.forms.mesh_positions_of(self.configurations)
 
-    def reads(self, position: int) -> Form:
+    def reads(self, position: int) -> TensorLayouts:
         """How its configurations want an operand."""
         return self._form("operand", position)
 
-    def leaves(self, position: int) -> Form:
+    def leaves(self, position: int) -> TensorLayouts:
         """How its configurations leave a result."""
         return self._form("result", position)
 
-    def _form(self, what: str, position: int) -> Form:
+    def _form(self, what: str, position: int) -> TensorLayouts:
         if (what, position) not in self._forms:
             graph, space = self.ground.graph, self.ground.uses[self.node].space
             make = self.forms.operand if what == "operand" else self.forms.result
@@ -52,21 +52,21 @@ class Kind:
         return self._forms[what, position]
 
 
-def kinds_of(ground: Ground) -> tuple[Kind, ...]:
+def node_classes(ground: StageContext) -> tuple[NodeClass, ...]:
     """The kind of each of the ground's nodes."""
-    known: dict[Hashable, Kind] = {}
+    known: dict[Hashable, NodeClass] = {}
     spaces: dict[Hashable, tuple[Splits, ...]] = {}
-    forms = Forms(len(ground.devices))
+    forms = LayoutTable(len(ground.devices))
     found = []
     for node in ground.nodes:
         key = _key(ground, node)
         if key not in known:
-            known[key] = Kind(ground, node, _configurations(ground, node, spaces), forms)
+            known[key] = NodeClass(ground, node, _configurations(ground, node, spaces), forms)
         found.append(known[key])
     return tuple(found)
 
 
-def _configurations(ground: Ground, node: int, known: dict[Hashable, tuple[Splits, ...]]) -> tuple[Splits, ...]:
+def _configurations(ground: StageContext, node: int, known: dict[Hashable, tuple[Splits, ...]]) -> tuple[Splits, ...]:
     if node in ground.terms.allowed:
         return ground.terms.allowed[node]
     space, outermost, group = ground.uses[node].space, ground.sample_axes[node], len(ground.devices)
@@ -80,8 +80,8 @@ def _configurations(ground: Ground, node: int, known: dict[Hashable, tuple[Split
     return known[key]
 
 
-def _key(ground: Ground, node: int) -> Hashable:
-    """What the costs of a node depend on."""
+def _key(ground: StageContext, node: int) -> Hashable:
+    """Key of all that the costs of a node depend on."""
     graph = ground.graph
     parameters = (
         (position, found.trainable)
@@ -99,8 +99,8 @@ def _key(ground: Ground, node: int) -> Hashable:
     )
 
 
-def _is_reduced_alone(ground: Ground, name: str) -> bool:
-    """Whether shares of a value are added up though no node of the stage reads it."""
+def _is_reduced_alone(ground: StageContext, name: str) -> bool:
+    """True if shares of a value are added up though no node of the stage reads it."""
     return (
         bool(name)
         and name not in ground.readers
@@ -112,7 +112,7 @@ def _is_reduced_alone(ground: Ground, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:
-    """What each configuration of a variable costs."""
+    """Cost of each configuration of a variable."""
 
     seconds: Floats
     """Of a step."""
@@ -124,11 +124,11 @@ class Costs:
     """Bytes on a device."""
 
 
-def kind_costs(kind: Kind, computing: Computing, parameters: Parameters, changes: Changes) -> Costs:
-    """What the configurations of a node cost, each by itself."""
+def node_class_costs(kind: NodeClass, computing: Computing, parameters: Parameters, changes: Changes) -> Costs:
+    """Costs of a node's configurations, each by itself."""
     ground, node = kind.ground, kind.node
     terms, problem = ground.terms, ground.problem
-    forward, backward = computing.seconds(node, ground.uses[node], kind.configurations, kind.lying)
+    forward, backward = computing.seconds(node, ground.uses[node], kind.configurations, kind.mesh_positions)
     seconds = forward * (1 + terms.recompute) + backward if problem.train else forward
     for position, name in enumerate(ground.graph.nodes[node].outputs):
         if _is_reduced_alone(ground, name):
@@ -147,16 +147,16 @@ def kind_costs(kind: Kind, computing: Computing, parameters: Parameters, changes
     if problem.train:
         # What recomputation brings back is that of one micro-batch at a time.
         micro_batches = 1 if terms.recompute else terms.in_flight
-        memory += micro_batches * kept_bytes(ground.kept[node], kind.lying)
+        memory += micro_batches * kept_bytes(ground.kept[node], kind.mesh_positions)
     return Costs(seconds + gradients, gradients, backward if problem.train else np.zeros_like(seconds), memory)
 
 
-def times_run(ground: Ground, value: str) -> int:
+def times_run(ground: StageContext, value: str) -> int:
     """How often a micro-batch makes a change of layout of a value: forward, again for backward, and its transpose."""
     return 1 + ground.terms.recompute + (value in ground.gradient)
 
 
-def passing_bytes(kind: Kind) -> NDArray[np.int64]:
+def passing_bytes(kind: NodeClass) -> NDArray[np.int64]:
     """For each configuration the bytes of gradients of what a node reads and writes (`memory.gradient_workspace`)."""
     ground, node = kind.ground, kind.ground.graph.nodes[kind.node]
     found = np.zeros(len(kind.configurations), dtype=np.int64)
@@ -171,8 +171,8 @@ def passing_bytes(kind: Kind) -> NDArray[np.int64]:
     return found
 
 
-def more_bytes(first: Kind, by_first: Kept, other: Kind, by_other: Kept) -> NDArray[np.int64]:
+def more_bytes(first: NodeClass, by_first: SavedTensor, other: NodeClass, by_other: SavedTensor) -> NDArray[np.int64]:
     """By how much the block that `other` keeps of a value exceeds that of `first`; [of first, of other]."""
-    own = kept_bytes([by_other], other.lying)
-    difference: NDArray[np.int64] = np.maximum(own[None, :] - kept_bytes([by_first], first.lying)[:, None], 0)
+    own = kept_bytes([by_other], other.mesh_positions)
+    difference: NDArray[np.int64] = np.maximum(own[None, :] - kept_bytes([by_first], first.mesh_positions)[:, None], 0)
     return difference

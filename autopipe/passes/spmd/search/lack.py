@@ -1,4 +1,6 @@
-"""What the device that lacks most lacks of a tensor, for all pairs of two sets of layouts: `ir/volume.py` as tables."""
+"""Volume that the device lacking most lacks of a tensor, for all pairs of two sets of layouts: `ir/volume.py` as
+tables.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.layout import Layout, MeshAxes, Window
+from autopipe.ir.layout import Layout, MeshAxes, WindowedBlocks
 from autopipe.ir.volume import cut_by_neighbours
 from autopipe.passes.spmd.search.overlaps import Overlap, overlap_between
 
@@ -21,8 +23,8 @@ _AT_ONCE = 2048
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lack:
-    """What devices lack, [sources, targets]."""
+class MissingVolume:
+    """Volume that devices lack, [sources, targets]."""
 
     share: NDArray[np.float64]
     """Of the device that lacks most, as a share of the whole tensor."""
@@ -31,29 +33,29 @@ class Lack:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Places:
+class DimensionCuts:
     """The few ways in which layouts cut one dimension, and which of them each layout has."""
 
     axes: list[MeshAxes]
-    windows: list[Window | None]
+    windows: list[WindowedBlocks | None]
     of: _Integers
 
-    def by_neighbours(self, size: int) -> Places:
+    def by_neighbours(self, size: int) -> DimensionCuts:
         """The same with each `size` neighbouring devices counted as one."""
         found = [cut_by_neighbours(*way, size) for way in zip(self.axes, self.windows, strict=True)]
-        return Places([axes for axes, _ in found], [window for _, window in found], self.of)
+        return DimensionCuts([axes for axes, _ in found], [window for _, window in found], self.of)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pair:
+class DimensionPair:
     """One dimension of `extent` cells: how sources cut it, and how targets do."""
 
     dimension: int
-    held: Places
-    wanted: Places
+    held: DimensionCuts
+    wanted: DimensionCuts
     extent: int
 
-    def by_neighbours(self, size: int) -> Pair:
+    def by_neighbours(self, size: int) -> DimensionPair:
         """The same with each `size` neighbouring devices counted as one (`ir/volume.py`)."""
         return replace(self, held=self.held.by_neighbours(size), wanted=self.wanted.by_neighbours(size))
 
@@ -63,25 +65,25 @@ class Pair:
         return found
 
 
-def pairs_by_dimension(sources: Sequence[Layout], targets: Sequence[Layout]) -> list[Pair]:
-    """Those dimensions that some layout cuts."""
+def pairs_by_dimension(sources: Sequence[Layout], targets: Sequence[Layout]) -> list[DimensionPair]:
+    """Dimensions that some layout cuts."""
     found = (
-        Pair(place, _places(sources, place), _places(targets, place), extent)
+        DimensionPair(place, _places(sources, place), _places(targets, place), extent)
         for place, extent in enumerate(targets[0].shape)
     )
     return [pair for pair in found if pair.held.axes != [()] or pair.wanted.axes != [()]]
 
 
-def _places(layouts: Sequence[Layout], dimension: int) -> Places:
-    known: dict[tuple[MeshAxes, Window | None], int] = {}
+def _places(layouts: Sequence[Layout], dimension: int) -> DimensionCuts:
+    known: dict[tuple[MeshAxes, WindowedBlocks | None], int] = {}
     of = []
     for layout in layouts:
         key = layout.cuts[dimension], layout.windows[dimension] if layout.windows else None
         of.append(known.setdefault(key, len(known)))
-    return Places([axes for axes, _ in known], [window for _, window in known], np.array(of, dtype=np.int64))
+    return DimensionCuts([axes for axes, _ in known], [window for _, window in known], np.array(of, dtype=np.int64))
 
 
-def lack_of(pairs: Sequence[Pair], shape: tuple[int, int], group: int) -> Lack:
+def missing_volume(pairs: Sequence[DimensionPair], shape: tuple[int, int], group: int) -> MissingVolume:
     """For each of [sources, targets] what `group` positions need under the target and do not have under the source.
 
     Along one dimension blocks mostly either contain one another or do not meet. Where that is so for all dimensions,
@@ -108,10 +110,10 @@ def lack_of(pairs: Sequence[Pair], shape: tuple[int, int], group: int) -> Lack:
         for pair, overlap in zip(pairs, overlaps, strict=True):
             had *= overlap.common[pair.held.of[row], pair.wanted.of[column]]
         share[row, column] = (needed[column] - had).max(axis=1) / cells
-    return Lack(share, dimensions)
+    return MissingVolume(share, dimensions)
 
 
-def _overlap_of(pair: Pair, group: int) -> Overlap:
+def _overlap_of(pair: DimensionPair, group: int) -> Overlap:
     windows = any(pair.wanted.windows)
     held, wanted = (tuple(zip(each.axes, each.windows, strict=True)) for each in (pair.held, pair.wanted))
     return overlap_between(held, wanted, pair.extent if windows else 0, group)

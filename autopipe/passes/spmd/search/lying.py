@@ -13,7 +13,7 @@ from autopipe.passes.spmd.search.configurations import Splits
 from autopipe.passes.spmd.search.numbering import Integers, combined, distinct
 
 Axes = dict[str, MeshAxis]
-"""Those of the mesh, outer to inner, by the axes of a space that lie along them."""
+"""Axes of the mesh, outer to inner, by the axes of a space that lie along them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,8 +25,8 @@ class _Places:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lying:
-    """Of so many configurations, those axes that any of them splits."""
+class MeshPositions:
+    """Axes that any of the configurations splits."""
 
     configurations: int
     _places: dict[str, _Places]
@@ -58,7 +58,7 @@ class Lying:
         return ways, of
 
 
-def lying_in(configurations: Sequence[Splits], group: int) -> Lying:
+def mesh_positions(configurations: Sequence[Splits], group: int) -> MeshPositions:
     """The axes of `configurations`, each outer to inner over `group` devices (`ir.layout.mesh_of`)."""
     rows: dict[str, list[int]] = defaultdict(list)
     marks: dict[str, list[int]] = defaultdict(list)
@@ -74,4 +74,4 @@ def lying_in(configurations: Sequence[Splits], group: int) -> Lying:
         known, numbers = distinct(np.array(marks[name], dtype=np.int64))
         of[where] = numbers + 1
         found[name] = _Places([None, *(MeshAxis(*divmod(mark, group + 1)) for mark in known.tolist())], of)
-    return Lying(len(configurations), found)
+    return MeshPositions(len(configurations), found)

@@ -1,7 +1,6 @@
-"""What every change between two sets of layouts takes, all at once: `cost/relayout.py` as tables.
-
-The part of a tensor that a device lacks depends on how both layouts cut it, not on its extents (but for windows). So a
-change of layout costs seconds at once and seconds a byte of the whole tensor, and tensors cut alike share one table.
+"""Cost of every change between two sets of layouts: `cost/relayout.py` as tables. The part of a tensor that a device
+lacks depends on how both layouts cut it, not on its extents (but for windows). So a change of layout costs seconds at
+once and seconds a byte of the whole tensor, and tensors cut alike share one table.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.layout import Layout, MeshAxes
 from autopipe.passes.cost.relayout import moving_lines
 from autopipe.passes.lower.relayout import is_chain, is_cut_further
-from autopipe.passes.spmd.search.lack import Pair, lack_of, pairs_by_dimension
+from autopipe.passes.spmd.search.lack import DimensionPair, missing_volume, pairs_by_dimension
 
 Floats = NDArray[np.float64]
 _Truths = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Moves:
+class ReshardTable:
     """Seconds of changes of layout on a group of `devices`; tables are made once for all tensors cut alike."""
 
     cluster: Cluster
@@ -52,13 +51,13 @@ class Moves:
         apart = _gathers_apart(pairs, shape, len(self.devices))
         apart &= np.array([not layout.windows for layout in targets])
         for size, line in moving_lines(self.cluster, self.devices):
-            lack = lack_of([pair.by_neighbours(size) for pair in pairs], shape, len(self.devices) // size)
+            lack = missing_volume([pair.by_neighbours(size) for pair in pairs], shape, len(self.devices) // size)
             fixed += np.where(apart, lack.dimensions, lack.share > 0) * line.fixed_s
             per_byte += lack.share * line.per_byte_s
         return fixed, per_byte
 
 
-def _gathers_apart(pairs: Sequence[Pair], shape: tuple[int, int], group: int) -> _Truths:
+def _gathers_apart(pairs: Sequence[DimensionPair], shape: tuple[int, int], group: int) -> _Truths:
     """Which of [sources, targets] are made by cutting and then gathering one dimension after the other.
 
     See `steps_between`.
@@ -96,7 +95,7 @@ def _marks(axes: MeshAxes, divisors: tuple[int, ...]) -> int:
     )
 
 
-def _nested(pairs: Sequence[Pair], shape: tuple[int, int], divisors: tuple[int, ...]) -> _Truths:
+def _nested(pairs: Sequence[DimensionPair], shape: tuple[int, int], divisors: tuple[int, ...]) -> _Truths:
     """Which pairs' axes begin and end at strides of which each divides the next."""
     together = np.zeros(shape, dtype=np.int64)
     for pair in pairs:

@@ -1,4 +1,4 @@
-"""What each configuration of a node costs by itself: computing, telling statistics, holding its own parameters."""
+"""Cost of each configuration of a node by itself: computing, exchanging statistics, holding its own parameters."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from autopipe.ir.ops import signature_of
 from autopipe.ir.ops.row import no_statistics
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.exchange import statistics_seconds
-from autopipe.passes.cost.kept import Kept
+from autopipe.passes.cost.kept import SavedTensor
 from autopipe.passes.cost.roofline import node_seconds
-from autopipe.passes.cost.uses import Use
+from autopipe.passes.cost.uses import OpInstance
 from autopipe.passes.spmd.search.configurations import Splits
-from autopipe.passes.spmd.search.lying import Lying
+from autopipe.passes.spmd.search.lying import MeshPositions
 from autopipe.passes.spmd.search.moves import Floats
 from autopipe.passes.spmd.search.numbering import Integers, distinct
 
@@ -30,7 +30,9 @@ class Computing:
     _told: dict[tuple[int, int], tuple[Sequence[Splits], Floats]] = field(default_factory=dict)
     """By use and configurations, which are held so that their place stays their own."""
 
-    def seconds(self, node: int, use: Use, configurations: Sequence[Splits], lying: Lying) -> tuple[Floats, Floats]:
+    def seconds(
+        self, node: int, use: OpInstance, configurations: Sequence[Splits], lying: MeshPositions
+    ) -> tuple[Floats, Floats]:
         """One micro-batch's forward and backward of a node in each configuration, statistics included."""
         degrees, of = distinct(lying.degree)
         found = np.array([self._computed(node, degree) for degree in degrees.tolist()])[of]
@@ -49,7 +51,7 @@ class Computing:
         forward, backward = self._by_degree[degree]
         return float(forward[node]), float(backward[node])
 
-    def _statistics(self, node: int, use: Use, configurations: Sequence[Splits]) -> Floats:
+    def _statistics(self, node: int, use: OpInstance, configurations: Sequence[Splits]) -> Floats:
         """Forward and backward of what the devices tell one another in each configuration."""
         key = id(use), id(configurations)
         if key not in self._told:
@@ -65,10 +67,10 @@ class Computing:
         return self._told[key][1]
 
 
-def kept_bytes(kept: Sequence[Kept], lying: Lying) -> Integers:
+def kept_bytes(kept: Sequence[SavedTensor], lying: MeshPositions) -> Integers:
     """Bytes on one device that backward keeps of a micro-batch, for each configuration of the node that keeps them.
 
-    `Kept.local_bytes` for all of them at once.
+    `SavedTensor.local_bytes` for all of them at once.
     """
     found = np.zeros(lying.configurations, dtype=np.int64)
     for each in kept:

@@ -1,4 +1,4 @@
-"""What devices have of what they need along one dimension, for all ways to cut it."""
+"""Overlap of what devices hold and need along one dimension, for all ways to cut it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.layout import MeshAxes, Window, degree_of, place_along
+from autopipe.ir.layout import MeshAxes, WindowedBlocks, degree_of, place_along
 
-Way = tuple[MeshAxes, Window | None]
+Way = tuple[MeshAxes, WindowedBlocks | None]
 """How a dimension is cut, and through which windows its blocks are read, if through any."""
 
 _Floats = NDArray[np.float64]
@@ -58,7 +58,7 @@ def _ranges(ways: Sequence[Way], group: int, extent: int) -> tuple[_Floats, _Flo
     positions = np.arange(group)
     for number, (axes, window) in enumerate(ways):
         even = extent // degree_of(axes)
-        block = window or Window(even, 0, even)
+        block = window or WindowedBlocks(even, 0, even)
         starts[number] = place_along(axes, positions) * block.step + block.offset
         stops[number] = starts[number] + block.length
     return np.maximum(starts, 0), np.minimum(stops, extent)

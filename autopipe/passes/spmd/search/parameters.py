@@ -1,4 +1,4 @@
-"""What holding a parameter in a layout costs a step, and how much memory it takes."""
+"""Cost a step, and memory, of holding a parameter in a layout."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parameters:
-    """What the parameters of a problem cost a group of devices."""
+    """Costs of a problem's parameters on a group of devices."""
 
     problem: Problem
     devices: tuple[int, ...]
     _rates: dict[frozenset[MeshAxis], float] = field(default_factory=dict)
 
     def holding(self, name: str, layouts: Sequence[Layout]) -> Holding:
-        """What parameter `name` costs in each of `layouts`.
+        """Cost of parameter `name` in each of `layouts`.
 
         Gradients go at the bandwidth of their group: many parameters share one exchange, and its latency is no one's.
         """

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopipe.ir.layout import Layout
-from autopipe.passes.spmd.search.adding import Adding, Addition, Collectives
-from autopipe.passes.spmd.search.moves import Floats, Moves
-from autopipe.passes.spmd.search.scattering import Ways, ways_between
+from autopipe.passes.spmd.search.adding import Addition, Collectives, SumReduction
+from autopipe.passes.spmd.search.moves import Floats, ReshardTable
+from autopipe.passes.spmd.search.scattering import ReductionPaths, reduction_paths
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Changes:
     """Seconds of changes of layout, with what has to be added up before."""
 
-    moves: Moves
+    moves: ReshardTable
     collectives: Collectives
-    _ways: dict[Hashable, tuple[Ways, Adding]] = field(default_factory=dict)
+    _ways: dict[Hashable, tuple[ReductionPaths, SumReduction]] = field(default_factory=dict)
 
     def to_reader(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float) -> Floats:
         """From each of `sources`, shares of sums among them, to each of `targets`, which nobody but it wants.
@@ -31,7 +31,7 @@ class Changes:
         evens = [target.even() for target in targets]
         key = tuple([(each.cuts, each.sums, each.means) for each in sources]), tuple([each.cuts for each in evens])
         if key not in self._ways:
-            found = ways_between(sources, evens)
+            found = reduction_paths(sources, evens)
             self._ways[key] = found, self.collectives.adding(found.additions)
         ways, adding = self._ways[key]
         moving = self.moves.seconds(ways.held, targets, size_bytes)
@@ -43,7 +43,7 @@ class Changes:
         return self.to_copies(sources, size_bytes)[:, None] + moving
 
     def to_copies(self, sources: Sequence[Layout], size_bytes: float) -> Floats:
-        """What it takes to add up the shares of each of `sources`, cut as they are."""
+        """Cost of adding up the partial sums of each of `sources`, cut as they are."""
         return self.collectives.adding([_all_reduced(each) for each in sources]).seconds(size_bytes)
 
 

@@ -14,12 +14,12 @@ import numpy as np
 from autopipe.ir.layout import Layout, MeshAxes, degree_of, merged
 from autopipe.passes.lower.relayout import scattered_along, without
 from autopipe.passes.spmd.search.adding import Addition
-from autopipe.passes.spmd.search.lack import Pair, pairs_by_dimension
+from autopipe.passes.spmd.search.lack import DimensionPair, pairs_by_dimension
 from autopipe.passes.spmd.search.numbering import Integers, distinct, numbered
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ways:
+class ReductionPaths:
     """How each source comes to each target: what adds up its shares, and what is held after that."""
 
     additions: list[Addition]
@@ -34,13 +34,13 @@ class Ways:
 class _Scattered:
     """Along one dimension: `insides` are the axes along which shares are scattered, the first of them none."""
 
-    pair: Pair
+    pair: DimensionPair
     insides: list[MeshAxes]
     of: Integers
     """Which of them, [sources, ways of targets]."""
 
 
-def ways_between(sources: Sequence[Layout], targets: Sequence[Layout]) -> Ways:
+def reduction_paths(sources: Sequence[Layout], targets: Sequence[Layout]) -> ReductionPaths:
     """How the shares of each of `sources` are added up on the way to each of `targets`, which are even and hold none.
 
     A target's axes cut one dimension each, so what is scattered along one does not depend on the others.
@@ -66,10 +66,10 @@ def ways_between(sources: Sequence[Layout], targets: Sequence[Layout]) -> Ways:
         for of, count, *own in np.stack([shares_of[row], parts_of[row], *digits])[:, one_each].T.tolist()
     ]
     held, held_of = _held(targets[0].shape, scattered, row, digits)
-    return Ways(additions, held, adding_of[case_of], held_of[case_of])
+    return ReductionPaths(additions, held, adding_of[case_of], held_of[case_of])
 
 
-def _scattered(pair: Pair, shares: Sequence[MeshAxes], shares_of: Integers) -> _Scattered:
+def _scattered(pair: DimensionPair, shares: Sequence[MeshAxes], shares_of: Integers) -> _Scattered:
     insides: dict[MeshAxes, int] = {(): 0}
     cases, case_of = distinct(pair.held.of * len(shares) + shares_of)
     table = np.zeros((len(cases), len(pair.wanted.axes)), dtype=np.int64)
@@ -81,7 +81,7 @@ def _scattered(pair: Pair, shares: Sequence[MeshAxes], shares_of: Integers) -> _
 
 
 def _addition(shares: MeshAxes, parts: int, insides: Iterable[MeshAxes]) -> Addition:
-    """What adds up `shares` of a tensor in `parts` blocks, scattered along `insides` of one dimension each."""
+    """Reduction that adds up `shares` of a tensor in `parts` blocks, scattered along `insides` of a dimension each."""
     steps = []
     for inside in filter(None, insides):
         steps.append(("reduce_scatter", inside, parts))

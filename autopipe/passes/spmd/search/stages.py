@@ -11,22 +11,22 @@ from autopipe.passes.cost.fit import in_flight
 from autopipe.passes.cost.resized import resized
 from autopipe.passes.lower.stages import StageNodes, assign_nodes
 from autopipe.passes.spmd.search.configurations import Splits
-from autopipe.passes.spmd.search.fitting import Fitted, Solver, fit_stage, or_by_samples
-from autopipe.passes.spmd.search.ground import Terms
+from autopipe.passes.spmd.search.fitting import FittedPlacement, Solver, fit_stage, or_by_samples
+from autopipe.passes.spmd.search.ground import StageOptions
 from autopipe.passes.spmd.search.tables import make_tables
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
-    """What each stage of a placement computes, and the terms of the search for its splits."""
+class SplitProblem:
+    """Nodes and options of each stage of a placement, for the search for its splits."""
 
     problem: Problem
     plans: tuple[StageNodes, ...]
-    terms: tuple[Terms, ...]
+    terms: tuple[StageOptions, ...]
 
     def split(
         self, placement: Placement, index: int, solver: Solver, overlap: bool = False, own: Problem | None = None
-    ) -> Fitted:
+    ) -> FittedPlacement:
         """`placement` with stage `index` split as `solver` finds it best, or by its samples where that is faster.
 
         `overlap` says whether `solver` counts the exchange of gradients as hidden by the last micro-batch's backward;
@@ -42,11 +42,11 @@ class Inside:
         return or_by_samples(self.problem, own.graph, best, index, overlap)
 
 
-def inside_of(problem: Problem, placement: Placement, fixed: Mapping[int, Splits]) -> Inside:
+def split_problem(problem: Problem, placement: Placement, fixed: Mapping[int, Splits]) -> SplitProblem:
     """The insides of `placement`'s stages, with the splits of `fixed` nodes as they are there."""
     wanted = (problem.loss,) if problem.train and problem.loss is not None else problem.graph.outputs
     plans = assign_nodes(problem.graph, placement, wanted)
-    return Inside(problem, plans, _terms(problem, placement, plans, fixed))
+    return SplitProblem(problem, plans, _terms(problem, placement, plans, fixed))
 
 
 def split_stages(
@@ -56,7 +56,7 @@ def split_stages(
 
     Raises InfeasibleError where memory does not hold any placement, with the least excess, and what `solver` raises.
     """
-    inside = inside_of(problem, placement, fixed)
+    inside = split_problem(problem, placement, fixed)
     proofs = []
     for index in range(len(placement.stages)):
         best = inside.split(placement, index, solver, overlap)
@@ -67,7 +67,7 @@ def split_stages(
 
 def _terms(
     problem: Problem, placement: Placement, plans: Sequence[StageNodes], fixed: Mapping[int, Splits]
-) -> tuple[Terms, ...]:
+) -> tuple[StageOptions, ...]:
     graph = problem.graph
     computed = [{node for node, _ in plan.nodes} for plan in plans]
     whole: Splits = ()
@@ -76,7 +76,7 @@ def _terms(
     read = [{name for node in each for name in graph.nodes[node].inputs if graph.parameter(name)} for each in computed]
     torn = frozenset(name for names in read for name in names if sum(name in each for each in read) > 1)
     return tuple(
-        Terms(
+        StageOptions(
             allowed={**shared, **{node: (splits,) for node, splits in fixed.items()}},
             given=frozenset(plan.outputs),
             whole=torn,

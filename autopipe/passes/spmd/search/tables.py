@@ -22,10 +22,18 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.solvers.min_sum import Edge, MinSum
 from autopipe.passes.spmd.search.adding import Collectives
 from autopipe.passes.spmd.search.configurations import Splits
-from autopipe.passes.spmd.search.ground import NO_TERMS, Ground, Terms, ground_of
-from autopipe.passes.spmd.search.hubs import Hub, parameter_hub, value_hub
-from autopipe.passes.spmd.search.kinds import Costs, Kind, kind_costs, kinds_of, more_bytes, passing_bytes, times_run
-from autopipe.passes.spmd.search.moves import Floats, Moves
+from autopipe.passes.spmd.search.ground import NO_TERMS, StageContext, StageOptions, stage_context
+from autopipe.passes.spmd.search.hubs import SharedValue, shared_parameter, shared_value
+from autopipe.passes.spmd.search.kinds import (
+    Costs,
+    NodeClass,
+    more_bytes,
+    node_class_costs,
+    node_classes,
+    passing_bytes,
+    times_run,
+)
+from autopipe.passes.spmd.search.moves import Floats, ReshardTable
 from autopipe.passes.spmd.search.nodes import Computing
 from autopipe.passes.spmd.search.parameters import Parameters
 from autopipe.passes.spmd.search.reducing import Changes
@@ -70,14 +78,16 @@ class Tables:
         return tuple((node, splits) for node, splits in zip(self.nodes, chosen, strict=True) if splits)
 
 
-def make_tables(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], terms: Terms = NO_TERMS) -> Tables:
+def make_tables(
+    problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], terms: StageOptions = NO_TERMS
+) -> Tables:
     """The model of `nodes` (ascending, all of them computed) on `devices`.
 
     Raises ConfigurationError where a device states no figure for a class of operators.
     """
-    ground = ground_of(problem, nodes, devices, terms)
-    kinds = kinds_of(ground)
-    changes = Changes(Moves(problem.cluster, devices), Collectives(problem.cluster, devices))
+    ground = stage_context(problem, nodes, devices, terms)
+    kinds = node_classes(ground)
+    changes = Changes(ReshardTable(problem.cluster, devices), Collectives(problem.cluster, devices))
     parameters = Parameters(problem, devices)
     builder = _Builder(ground, dict(zip(ground.nodes, kinds, strict=True)), changes, parameters)
     builder.add_nodes()
@@ -93,8 +103,8 @@ def make_tables(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...]
 class _Builder:
     """A model in the making; `shared` are arrays that equal nodes and edges have in common."""
 
-    ground: Ground
-    kinds: dict[int, Kind]
+    ground: StageContext
+    kinds: dict[int, NodeClass]
     changes: Changes
     parameters: Parameters
     places: dict[int, int] = field(default_factory=dict)
@@ -108,7 +118,9 @@ class _Builder:
         for node, kind in self.kinds.items():
             self.places[node] = len(self.costs)
             self.costs.append(
-                self._once(("node", id(kind)), partial(kind_costs, kind, computing, self.parameters, self.changes))
+                self._once(
+                    ("node", id(kind)), partial(node_class_costs, kind, computing, self.parameters, self.changes)
+                )
             )
 
     def add_parameter(self, name: str) -> None:
@@ -118,7 +130,7 @@ class _Builder:
             return
         shape = ground.graph.type_of(name).shape
         forms = [self.kinds[each.node].reads(each.position) for each in ground.readers[name]]
-        hub = parameter_hub(forms, shape, only_whole=name in ground.terms.whole)
+        hub = shared_parameter(forms, shape, only_whole=name in ground.terms.whole)
         held = self.parameters.holding(name, hub.layouts)
         costs = Costs(held.update_s + held.gradient_s, held.gradient_s, np.zeros(len(hub.layouts)), held.bytes)
         place = self._add_variable(costs)
@@ -142,13 +154,13 @@ class _Builder:
             matrix = self._once(key, lambda: change(left.layouts, only.layouts, size)[left.of][:, only.of] * times)
             self._add_edge(self.places[source], self.places[readers[0].node], matrix)
             return
-        hub = self._once(key, lambda: value_hub(left, wanted, size, self.changes, given).times(times))
+        hub = self._once(key, lambda: shared_value(left, wanted, size, self.changes, given).times(times))
         place = self._add_variable(self._once(("free", len(hub.layouts)), partial(_free, len(hub.layouts))))
         self._add_edge(self.places[source], place, hub.from_source)
         self._add_readers(place, name, hub)
 
     def tables(self) -> Tables:
-        """What has been added."""
+        """The collected tables."""
         seconds = tuple(each.seconds for each in self.costs)
         model = MinSum(seconds, tuple(self.edges), tuple(each.memory for each in self.costs))
         configurations = tuple(kind.configurations for kind in self.kinds.values())
@@ -179,7 +191,7 @@ class _Builder:
         self.costs.append(costs)
         return len(self.costs) - 1
 
-    def _add_readers(self, place: int, name: str, hub: Hub) -> None:
+    def _add_readers(self, place: int, name: str, hub: SharedValue) -> None:
         for reader, matrix in zip(self.ground.readers[name], hub.to_readers, strict=True):
             self._add_edge(place, self.places[reader.node], matrix)
 
@@ -195,6 +207,6 @@ class _Builder:
 
 
 def _free(count: int) -> Costs:
-    """A variable of so many choices that cost nothing by themselves."""
+    """A variable of `count` choices that cost nothing by themselves."""
     nothing = np.zeros(count)
     return Costs(nothing, nothing, nothing, np.zeros(count, dtype=np.int64))

@@ -74,32 +74,32 @@ def test_files_of_micro_batches_of_different_sizes(tmp_path: Path, golden: Golde
 
 
 def test_files_of_halved_backwards(tmp_path: Path, golden: Golden) -> None:
-    """Only the stage whose backwards are split calls its product through `p.later`."""
+    """Only the stage whose backwards are split calls its product through `p.weight_grads`."""
     graph, loss, placement = placed()
     whole = frozenset((stage, micro_batch) for stage in (0, 2) for micro_batch in range(8))
     folder = tmp_path / "program"
     write(graph, placement, halved(schedule_of(graph, placement, 8), 2, whole), loss, folder)
     golden((folder / "rank_001.py").read_text(encoding="utf-8"), "program/halved/rank_001.txt")
     golden((folder / "stage_01.py").read_text(encoding="utf-8"), "program/halved/stage_01.txt")
-    assert "later" not in (folder / "stage_00.py").read_text(encoding="utf-8")
+    assert "weight_grads" not in (folder / "stage_00.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
     ("code", "operands", "spelled"),
     [
-        ("F.linear(x0, p.w1.t(), p.w2)", ("x0", "p.w1", "p.w2"), "p.later(F.linear, x0, p.w1.t(), p.w2)"),
+        ("F.linear(x0, p.w1.t(), p.w2)", ("x0", "p.w1", "p.w2"), "p.weight_grads(F.linear, x0, p.w1.t(), p.w2)"),
         (
             "operators.gather_part(p.w0, x1, p.group)",
             ("p.w0", "x1"),
-            "p.later(operators.gather_part, p.w0, x1, p.group)",
+            "p.weight_grads(operators.gather_part, p.w0, x1, p.group)",
         ),
-        ("2.0 * torch.mm(x0, p.w1)", ("x0", "p.w1"), "p.later(lambda y0, y1: 2.0 * torch.mm(y0, y1), x0, p.w1)"),
+        ("2.0 * torch.mm(x0, p.w1)", ("x0", "p.w1"), "p.weight_grads(lambda y0, y1: 2.0 * torch.mm(y0, y1), x0, p.w1)"),
         (
             "torch.matmul(x0, p.w1).mT(0)",
             ("x0", "p.w1"),
-            "p.later(lambda y0, y1: torch.matmul(y0, y1).mT(0), x0, p.w1)",
+            "p.weight_grads(lambda y0, y1: torch.matmul(y0, y1).mT(0), x0, p.w1)",
         ),
-        ("p.w1[x0]", ("p.w1", "x0"), "p.later(lambda y0, y1: y0[y1], p.w1, x0)"),
+        ("p.w1[x0]", ("p.w1", "x0"), "p.weight_grads(lambda y0, y1: y0[y1], p.w1, x0)"),
     ],
 )
 def test_what_is_deferred_is_spelled_as_the_call_it_was(code: str, operands: tuple[str, ...], spelled: str) -> None:

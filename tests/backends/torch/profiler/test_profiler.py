@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from autopipe.backends.onnxruntime import profiler as onnxruntime_profiler
-from autopipe.backends.torch.profiler.exchanges import fitted, measure_exchanges
+from autopipe.backends.torch.profiler.exchanges import fit_line, measure_exchanges
 from autopipe.backends.torch.profiler.operators import measure_operations
-from autopipe.backends.torch.profiler.posts import Pairs, measure_ends
-from autopipe.backends.torch.profiler.tasks import Starts, measure_starts, measure_tasks
-from autopipe.backends.torch.profiler.watch import Watch, averaged, repeated, timing_of
+from autopipe.backends.torch.profiler.posts import StagePairs, measure_post_overhead
+from autopipe.backends.torch.profiler.tasks import TaskStartOverhead, measure_starts, measure_tasks
+from autopipe.backends.torch.profiler.watch import Stopwatch, averaged, repeated, timing_of
 from autopipe.backends.torch.profiler.worker import numbers_of
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.cli.profiling.medley import LONGER, write_medley, write_pair, write_rows
+from autopipe.cli.profiling.medley import LONGER, write_overhead_stage, write_pair, write_rows
 from autopipe.ir.costs import EXCHANGES, Affine, Sample, Timing
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.graph import Graph
@@ -25,7 +25,7 @@ from autopipe.passes.cost.operations import Operations
 from autopipe.passes.cost.work import annotate
 from tests.passes.cost.graphs import Builder, perceptron
 
-WATCH = Watch(torch.device("cpu"))
+WATCH = Stopwatch(torch.device("cpu"))
 GRAPH = perceptron([16, 8, 8])
 
 
@@ -112,13 +112,13 @@ def test_medians_spreads_and_means() -> None:
 def test_a_line_is_found_and_never_falls() -> None:
     line = Affine(1e-4, 1e-9)
     sizes = np.array([2**12, 2**16, 2**20, 2**24])
-    found = fitted([(int(size), Timing(line.seconds(size), 0.0, 5)) for size in sizes])
+    found = fit_line([(int(size), Timing(line.seconds(size), 0.0, 5)) for size in sizes])
     assert found.fixed_s == pytest.approx(1e-4)
     assert found.per_byte_s == pytest.approx(1e-9)
-    falling = fitted([(1000, Timing(2.0, 0.0, 5)), (2000, Timing(1.0, 0.0, 5))])
+    falling = fit_line([(1000, Timing(2.0, 0.0, 5)), (2000, Timing(1.0, 0.0, 5))])
     assert falling.per_byte_s == 0.0
     assert falling.fixed_s > 0
-    steep = fitted([(1000, Timing(1.0, 0.0, 5)), (2000, Timing(3.0, 0.0, 5))])
+    steep = fit_line([(1000, Timing(1.0, 0.0, 5)), (2000, Timing(3.0, 0.0, 5))])
     assert steep.fixed_s == 0.0
     assert steep.per_byte_s > 0
 
@@ -136,24 +136,24 @@ def test_what_tasks_take_besides_their_operators(tmp_path: Path) -> None:
     starts = measure_starts(WATCH, *write_rows(tmp_path), LONGER, seconds=0.1)
     assert starts.forward_s >= 0
     assert starts.backward_s >= 0
-    waiting = write_medley(tmp_path / "medley")
+    waiting = write_overhead_stage(tmp_path / "medley")
     assert waiting == 15
     plain = measure_tasks(WATCH, tmp_path / "medley", waiting, 0.1)
     assert 0 < plain.forward_s < 0.5
     assert 0 < plain.bucket.per_tensor_s < 0.5
     assert 0 < plain.bucket.per_byte_s < 1e-6
-    started = Starts(1.0, 2.0).added_to(plain)
+    started = TaskStartOverhead(1.0, 2.0).added_to(plain)
     assert started == replace(plain, forward_s=1.0 + plain.forward_s, backward_s=2.0 + plain.backward_s)
 
 
 @pytest.mark.distributed
 def test_ends_of_messages_in_a_pipeline(tmp_path: Path) -> None:
-    pairs = Pairs(tmp_path / "together", tmp_path / "apart", tmp_path / "laden", messages=3)
+    pairs = StagePairs(tmp_path / "together", tmp_path / "apart", tmp_path / "laden", messages=3)
     for folder, ranks, messages in ((pairs.together, 1, 1), (pairs.apart, 2, 1), (pairs.laden, 2, 3)):
         write_pair(folder, ranks, messages)
     channels = [len(read_manifest(folder).channels) for folder in (pairs.together, pairs.apart, pairs.laden)]
     assert channels == [0, 1, 3]
-    ends = measure_ends(pairs, "cpu")
+    ends = measure_post_overhead(pairs, "cpu")
     assert 0 <= ends.first < 0.5
     assert 0 <= ends.following < 0.5
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.backends.torch.runtime import drawing, philox
-from autopipe.backends.torch.runtime.drawing import draw_block
+from autopipe.backends.torch.runtime.drawing import init_shard
 from autopipe.backends.torch.runtime.manifest import ParameterEntry, ShardEntry, Storage
 
 NORMAL = Storage("draw", scheme="normal", scale=0.5)
@@ -36,7 +36,7 @@ def drawn(
     threads: int = 1,
 ) -> torch.Tensor:
     entry = ParameterEntry(name, dtype, shape, True, NORMAL)
-    return draw_block(entry, ShardEntry(0, starts, stops, (0,)), 9, threads)
+    return init_shard(entry, ShardEntry(0, starts, stops, (0,)), 9, threads)
 
 
 def whole(shape: tuple[int, ...], dtype: str = "float32", name: str = "w") -> torch.Tensor:
@@ -80,8 +80,8 @@ def test_a_narrow_block_draws_little_more_than_its_own(monkeypatch: pytest.Monke
     assert max(counted) <= drawing.PIECE, "what lies between near rows is drawn, a piece at a time"
 
 
-def counting_reader(counted: list[int]) -> type[philox.Reader]:
-    class Counting(philox.Reader):
+def counting_reader(counted: list[int]) -> type[philox.WordReader]:
+    class Counting(philox.WordReader):
         def read(self, start: int, count: int) -> philox.Words:
             counted.append(count)
             return super().read(start, count)
@@ -98,7 +98,7 @@ def test_parameters_are_told_apart_by_name_not_by_index() -> None:
     """Another plan may count them otherwise."""
     assert not torch.equal(whole((50,)), whole((50,), name="v"))
     entry = ParameterEntry("w", "float32", (50,), True, NORMAL)
-    assert torch.equal(draw_block(entry, ShardEntry(7, (0,), (50,), (0,)), 9), whole((50,)))
+    assert torch.equal(init_shard(entry, ShardEntry(7, (0,), (50,), (0,)), 9), whole((50,)))
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])

@@ -9,33 +9,33 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopipe.backends.torch.runtime.later import Later, compute_all
+from autopipe.backends.torch.runtime.later import WeightGradQueue, compute_all
 from autopipe.backends.torch.runtime.weight_formulas import FormulaGradient
 
-Forward = Callable[[Later, torch.Tensor, list[torch.Tensor]], torch.Tensor]
+Forward = Callable[[WeightGradQueue, torch.Tensor, list[torch.Tensor]], torch.Tensor]
 
 
-def linear(later: Later, x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
+def linear(later: WeightGradQueue, x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
     return later(F.linear, x, w[0].t(), w[1])
 
 
-def two_products(later: Later, x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
+def two_products(later: WeightGradQueue, x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
     return torch.tanh(later(torch.matmul, torch.tanh(later(torch.matmul, x, w[0])), w[2]))
 
 
-def tied(later: Later, x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
+def tied(later: WeightGradQueue, x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
     """One parameter in a lookup, as it is, and transposed."""
     rows = later(F.embedding, torch.tensor([[0, 2], [2, 3]]), w[0])
     return later(torch.matmul, later(torch.matmul, x, w[0]), w[0].t()).sum() * rows.sum(0)
 
 
-def rows_and_columns(later: Later, x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
+def rows_and_columns(later: WeightGradQueue, x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
     """Products of tensors of three dimensions, the first of which nothing flows through, by a weight and its like."""
     first = later(F.linear, torch.ones(2, 3, 6, dtype=torch.float64), w[0])
     return later(torch.matmul, first + x, w[0]) + later(torch.matmul, later(torch.mm, x, w[0]), w[5].t())
 
 
-def pieces(later: Later, x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
+def pieces(later: WeightGradQueue, x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
     """An operator of several results, one of them not used and one used twice."""
     first, _, third = torch.split(later(torch.matmul, x, w[0]), 2, -1)
     return first * third + later(lambda y0, y1: 0.5 * torch.mm(y0, y1), first, w[3]) * w[4]
@@ -54,9 +54,9 @@ def drawn() -> tuple[torch.Tensor, list[torch.Tensor]]:
 @pytest.mark.parametrize("forward", CASES)
 def test_gradients_equal_undeferred_ones(forward: Forward) -> None:
     plain_x, plain = drawn()
-    forward(Later(()), plain_x, plain).square().sum().backward()
+    forward(WeightGradQueue(()), plain_x, plain).square().sum().backward()
     x, weights = drawn()
-    later = Later(weights)
+    later = WeightGradQueue(weights)
     forward(later, x, weights).square().sum().backward()
     assert x.grad is None or torch.equal(x.grad, plain_x.grad)  # type: ignore[arg-type]
     waiting = later.take()
@@ -72,7 +72,7 @@ def test_gradients_equal_undeferred_ones(forward: Forward) -> None:
 def test_each_half_does_its_own_products() -> None:
     x = torch.randn(8, 16, requires_grad=True)
     first, second, table = (torch.randn(16, 16, requires_grad=True) for _ in range(3))
-    later = Later((first, second, table))
+    later = WeightGradQueue((first, second, table))
     product = 2 * 8 * 16 * 16
     with FlopCounterMode(display=False) as counter:
         result = later(torch.matmul, later(F.linear, x, first, torch.zeros(16, requires_grad=True)), second)
@@ -87,7 +87,7 @@ def test_each_half_does_its_own_products() -> None:
 
 def test_a_bias_does_not_wait() -> None:
     weight, bias = torch.randn(4, 3, requires_grad=True), torch.randn(4, requires_grad=True)
-    later = Later((weight, bias))
+    later = WeightGradQueue((weight, bias))
     later(F.linear, torch.randn(2, 3), weight, bias).sum().backward()
     assert bias.grad is not None
     assert weight.grad is None
@@ -95,7 +95,7 @@ def test_a_bias_does_not_wait() -> None:
 
 def test_nothing_waits_without_gradients() -> None:
     weight = torch.randn(4, 3, requires_grad=True)
-    later = Later((weight,))
+    later = WeightGradQueue((weight,))
     with torch.no_grad():
         later(F.linear, torch.randn(2, 3), weight)
     assert later.used
@@ -106,7 +106,7 @@ def test_what_waits_keeps_only_what_it_needs() -> None:
     """The product's operand, until the second half is done; what other operators kept is free after the first."""
     x = torch.randn(8, 16, requires_grad=True)
     weight = torch.randn(16, 16, requires_grad=True)
-    later = Later((weight,))
+    later = WeightGradQueue((weight,))
     operand = torch.tanh(x)
     after = torch.exp(later(torch.matmul, operand, weight))
     needed, other = operand.untyped_storage(), after.untyped_storage()
@@ -121,7 +121,7 @@ def test_what_waits_keeps_only_what_it_needs() -> None:
 
 def test_formulas_queue_no_graph() -> None:
     x, weight = torch.randn(2, 8, 16, requires_grad=True), torch.randn(16, 4, requires_grad=True)
-    later = Later((weight,))
+    later = WeightGradQueue((weight,))
     later(torch.matmul, x, weight).sum().backward()
     assert [type(each) for each in later.take()] == [FormulaGradient]
 
@@ -132,7 +132,7 @@ def test_autocast_is_autograd_s() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         F.linear(x, weight, bias).float().sum().backward()
     expected, weight.grad = weight.grad, None
-    later = Later((weight,))
+    later = WeightGradQueue((weight,))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         later(F.linear, x, weight, bias).float().sum().backward()
     compute_all(later.take())
@@ -165,7 +165,7 @@ def test_convolutions(
     waiting = [each.detach().clone().requires_grad_() for each in plain]
     plain[0].requires_grad_(flows)
     waiting[0].requires_grad_(flows)
-    later = Later(waiting[1:])
+    later = WeightGradQueue(waiting[1:])
     for turn in (1.0, 2.0):
         function(plain[0] * turn, *plain[1:], **settings).square().sum().backward()
         later(function, waiting[0] * turn, *waiting[1:], **settings).square().sum().backward()

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from autopipe.backends.torch.runtime.departures import Departures
-from autopipe.backends.torch.runtime.pending import Arrival, Departure
+from autopipe.backends.torch.runtime.departures import SendQueue
+from autopipe.backends.torch.runtime.pending import PendingRecv, PendingSend
 
 
 @dataclass
@@ -32,7 +32,7 @@ class CountingWork:
 
 def test_what_arrives_is_waited_for_once() -> None:
     work, buffer = CountingWork(), torch.ones(2)
-    arrival = Arrival(cast(Any, work), buffer, torch.device("cpu"))
+    arrival = PendingRecv(cast(Any, work), buffer, torch.device("cpu"))
     assert arrival.wait() is buffer
     assert arrival.wait() is buffer
     assert work.waits == 1
@@ -40,7 +40,7 @@ def test_what_arrives_is_waited_for_once() -> None:
 
 def test_what_leaves_is_held_until_it_is_gone() -> None:
     work = CountingWork()
-    departure = Departure(cast(Any, work), torch.ones(2))
+    departure = PendingSend(cast(Any, work), torch.ones(2))
     assert not departure.is_gone()
     departure.wait()
     departure.wait()
@@ -65,11 +65,11 @@ class GlooWork:
 
 
 def test_a_message_is_let_go_as_soon_as_it_is_gone() -> None:
-    departures, sent = Departures(watched=True, most_bytes=0), [threading.Event() for _ in range(3)]
+    departures, sent = SendQueue(watched=True, most_bytes=0), [threading.Event() for _ in range(3)]
     tensors = [torch.ones(4) for _ in sent]
     held = [weakref.ref(each) for each in tensors]
     for tensor, event in zip(tensors, sent, strict=True):
-        departures.add(Departure(cast(Any, GlooWork(event)), tensor))
+        departures.add(PendingSend(cast(Any, GlooWork(event)), tensor))
     del tensors, tensor
     sent[0].set()
     deadline = time.monotonic() + 60
@@ -84,15 +84,15 @@ def test_a_message_is_let_go_as_soon_as_it_is_gone() -> None:
 
 
 def test_small_messages_are_held_up_to_so_many_bytes() -> None:
-    departures, sent = Departures(watched=True, most_bytes=2 * torch.ones(4).nbytes), [threading.Event() for _ in "123"]
+    departures, sent = SendQueue(watched=True, most_bytes=2 * torch.ones(4).nbytes), [threading.Event() for _ in "123"]
     tensors = [torch.ones(4) for _ in sent]
     held = [weakref.ref(each) for each in tensors]
     for event in sent:
         event.set()
-    departures.add(Departure(cast(Any, GlooWork(sent[0])), tensors[0]))
-    departures.add(Departure(cast(Any, GlooWork(sent[1])), tensors[1]))
+    departures.add(PendingSend(cast(Any, GlooWork(sent[0])), tensors[0]))
+    departures.add(PendingSend(cast(Any, GlooWork(sent[1])), tensors[1]))
     assert "departures" not in {thread.name for thread in threading.enumerate()}
-    departures.add(Departure(cast(Any, GlooWork(sent[2])), tensors[2]))
+    departures.add(PendingSend(cast(Any, GlooWork(sent[2])), tensors[2]))
     tensors.clear()
     deadline = time.monotonic() + 60
     while held[0]() is not None and time.monotonic() < deadline:
@@ -105,21 +105,21 @@ def test_small_messages_are_held_up_to_so_many_bytes() -> None:
 
 @pytest.mark.parametrize("most_bytes", [0, 2**20])
 def test_a_message_that_cannot_be_sent_ends_the_step(most_bytes: int) -> None:
-    departures, sent = Departures(watched=True, most_bytes=most_bytes), threading.Event()
-    departures.add(Departure(cast(Any, GlooWork(sent, fails=True)), torch.ones(1)))
+    departures, sent = SendQueue(watched=True, most_bytes=most_bytes), threading.Event()
+    departures.add(PendingSend(cast(Any, GlooWork(sent, fails=True)), torch.ones(1)))
     sent.set()
     with pytest.raises(RuntimeError, match="closed by peer"):
         departures.finish()
     if not most_bytes:
         with pytest.raises(RuntimeError, match="closed by peer"):
-            departures.add(Departure(cast(Any, GlooWork(sent)), torch.ones(1)))
+            departures.add(PendingSend(cast(Any, GlooWork(sent)), torch.ones(1)))
     departures.close()
 
 
 def test_where_handles_tell_they_are_asked_without_waiting() -> None:
-    departures, works = Departures(watched=False), [CountingWork(completed=True), CountingWork()]
+    departures, works = SendQueue(watched=False), [CountingWork(completed=True), CountingWork()]
     for work in works:
-        departures.add(Departure(cast(Any, work), torch.ones(1)))
+        departures.add(PendingSend(cast(Any, work), torch.ones(1)))
     assert [work.waits for work in works] == [0, 0]
     departures.finish()
     assert [work.waits for work in works] == [0, 1]

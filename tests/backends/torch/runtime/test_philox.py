@@ -33,7 +33,7 @@ def test_numbers_depend_on_their_place_alone(draw: object, start: int, count: in
 
 @given(st.lists(st.tuples(PLACES, st.integers(0, 200)), max_size=5))
 def test_a_reader_goes_to_any_place(reads: list[tuple[int, int]]) -> None:
-    reader = philox.Reader(philox.key_of(3, (1,)))
+    reader = philox.WordReader(philox.key_of(3, (1,)))
     whole = philox.words(3, (1,), 0, 6000)
     for start, count in reads:
         assert np.array_equal(reader.read(start, count), whole[start : start + count])

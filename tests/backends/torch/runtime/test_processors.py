@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime.processors import keep_to_processors, processors_of, take_turns
+from autopipe.backends.torch.runtime.processors import has_more_ranks_than_cores, pin_to_cores, processors_of
 
 BOUND = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone binds threads")
 _RANK = """
@@ -82,7 +82,7 @@ def test_nothing_is_bound_where_the_system_does_not_tell_where_others_run(monkey
 
     monkeypatch.setattr(os, "sched_getaffinity", own_alone)
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("bound"))
-    keep_to_processors(0, 2)
+    pin_to_cores(0, 2)
 
 
 def _ranks(folder: Path, count: int, before=None) -> list[dict]:
@@ -100,4 +100,4 @@ def _ranks(folder: Path, count: int, before=None) -> list[dict]:
 @BOUND
 def test_ranks_take_turns_where_their_parent_has_fewer_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2} if process == os.getppid() else {0})
-    assert [take_turns(ranks) for ranks in (1, 3, 4)] == [False, False, True]
+    assert [has_more_ranks_than_cores(ranks) for ranks in (1, 3, 4)] == [False, False, True]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from autopipe.backends.torch.runtime.rings import Ring
+from autopipe.backends.torch.runtime.rings import RecvBufferPool
 
 CPU = torch.device("cpu")
 
 
-def take(ring: Ring) -> torch.Tensor:
+def take(ring: RecvBufferPool) -> torch.Tensor:
     return ring.take((3, 4), torch.float32, CPU)
 
 
 def test_a_free_buffer_is_used_again() -> None:
-    ring = Ring(1)
+    ring = RecvBufferPool(1)
     first = take(ring)
     address = first.data_ptr()
     del first
@@ -27,7 +27,7 @@ def test_a_free_buffer_is_used_again() -> None:
 
 
 def test_buffers_that_are_held_are_left_alone() -> None:
-    ring = Ring(2)
+    ring = RecvBufferPool(2)
     first, second, third = take(ring), take(ring), take(ring)
     assert len({each.data_ptr() for each in (first, second, third)}) == 3
     address = second.data_ptr()
@@ -39,7 +39,7 @@ def test_buffers_that_are_held_are_left_alone() -> None:
 
 
 def test_views_and_what_backward_keeps_hold_a_buffer() -> None:
-    ring = Ring(1)
+    ring = RecvBufferPool(1)
     came = take(ring).normal_().requires_grad_(True)
     address = came.data_ptr()
     kept = (came * came).sum()
@@ -57,7 +57,7 @@ def test_views_and_what_backward_keeps_hold_a_buffer() -> None:
 
 def test_a_gradient_that_is_passed_on_holds_its_buffer() -> None:
     """Backward of an addition hands on the very tensor that came."""
-    ring = Ring(1)
+    ring = RecvBufferPool(1)
     bias = torch.zeros(3, 4, requires_grad=True)
     result = torch.ones(3, 4) + bias.view(3, 4)
     came = take(ring).fill_(1.0)

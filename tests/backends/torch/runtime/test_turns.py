@@ -7,7 +7,7 @@ from collections import deque
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime.turns import End, Event, Message, turns_of
+from autopipe.backends.torch.runtime.turns import ChannelEnd, Event, Message, global_event_order
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import Phase, Task
 from autopipe.passes.lower.assemble import lower
@@ -15,9 +15,9 @@ from tests.distributed.drawing import Case, cases
 from tests.distributed.drawing_sizes import unequal_cases
 
 
-def ends_of(program: Program) -> list[End]:
+def ends_of(program: Program) -> list[ChannelEnd]:
     return [
-        End(
+        ChannelEnd(
             piece.channel,
             piece.source_stage,
             piece.source_rank,
@@ -60,7 +60,7 @@ def meet(turns: list[list[Event]]) -> list[Event]:
 def test_ranks_that_wait_for_every_message_come_to_their_end(case: Case) -> None:
     program = lower(case.graph, case.placement, case.schedule, case.loss)
     ends = ends_of(program)
-    turns = turns_of(case.schedule.tasks, ends)
+    turns = global_event_order(case.schedule.tasks, ends)
     assert [tuple(turn for turn in each if isinstance(turn, Task)) for each in turns] == list(case.schedule.tasks)
     place = {event: index for index, event in enumerate(meet(turns))}
     remote = [end for end in ends if end.source_rank != end.target_rank]
@@ -84,26 +84,26 @@ def test_ranks_that_wait_for_every_message_come_to_their_end(case: Case) -> None
         assert ran < place[message] < runs
 
 
-def _gives(task: Task, end: End) -> bool:
+def _gives(task: Task, end: ChannelEnd) -> bool:
     turn = end.source_turn
     return task.phase is Phase.FORWARD and task.stage == end.source_stage and task.micro_batch % turn.of == turn.index
 
 
-def _gives_back(task: Task, end: End) -> bool:
+def _gives_back(task: Task, end: ChannelEnd) -> bool:
     turn = end.target_turn
     backward = task.phase in (Phase.BACKWARD, Phase.INPUT_GRADIENT) and task.micro_batch % turn.of == turn.index
     return end.gradient and backward and task.stage == end.target_stage
 
 
-def _carrying(end: End, gradient: bool, task: Task) -> Message:
+def _carrying(end: ChannelEnd, gradient: bool, task: Task) -> Message:
     return Message(end, gradient, task.micro_batch // (end.target_turn if gradient else end.source_turn).of)
 
 
 def test_a_message_stands_right_behind_its_task() -> None:
     """Two forwards on the first rank: the second rank takes each message as it is made, before its next task."""
-    end = End(0, 0, 0, 1, 1, True)
+    end = ChannelEnd(0, 0, 0, 1, 1, True)
     lists = [[Task.parse(word) for word in row.split()] for row in ("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")]
-    first, second = turns_of(lists, [end])
+    first, second = global_event_order(lists, [end])
     assert [_word(turn) for turn in first] == ["0F0", ">0", "0F1", ">1", "<0", "0B0", "<1", "0B1"]
     assert [_word(turn) for turn in second] == [">0", "1F0", ">1", "1F1", "1B0", "<0", "1B1", "<1"]
 

@@ -7,14 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.passes.placement.graphpipe.fewest import fewest_devices
-from autopipe.passes.placement.graphpipe.line import Fork, Region, Run
-from autopipe.passes.placement.graphpipe.search import NEVER, Search
+from autopipe.passes.placement.graphpipe.line import BlockRun, Fork, Region
+from autopipe.passes.placement.graphpipe.search import NEVER, TargetProbe
 
 LINES: tuple[tuple[Region, ...], ...] = (
-    (Run(0, 6),),
-    (Run(0, 1), Fork(((Run(1, 3),), (Run(3, 5),)), 1, 5), Run(5, 6)),
-    (Fork(((Run(0, 2),), (Run(2, 3),), (Run(3, 5),)), 0, 5), Run(5, 6)),
-    (Run(0, 1), Fork(((Run(1, 2), Fork(((Run(2, 3),), (Run(3, 4),)), 2, 4)), (Run(4, 5),)), 1, 5), Run(5, 6)),
+    (BlockRun(0, 6),),
+    (BlockRun(0, 1), Fork(((BlockRun(1, 3),), (BlockRun(3, 5),)), 1, 5), BlockRun(5, 6)),
+    (Fork(((BlockRun(0, 2),), (BlockRun(2, 3),), (BlockRun(3, 5),)), 0, 5), BlockRun(5, 6)),
+    (
+        BlockRun(0, 1),
+        Fork(((BlockRun(1, 2), Fork(((BlockRun(2, 3),), (BlockRun(3, 4),)), 2, 4)), (BlockRun(4, 5),)), 1, 5),
+        BlockRun(5, 6),
+    ),
 )
 
 
@@ -31,5 +35,5 @@ def test_levels_change_nothing_where_needs_are_the_same_at_all(
     )
     for each in needs:
         each[np.tril_indices(7)] = NEVER
-    found = Search(lambda level: needs, 7, runs, 6).least(regions)[0]
+    found = TargetProbe(lambda level: needs, 7, runs, 6).least(regions)[0]
     assert min(fewest_devices(regions, needs, runs), NEVER) == min(found, NEVER)

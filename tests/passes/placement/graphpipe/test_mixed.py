@@ -15,12 +15,12 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.chain_tables import make_tables
 from autopipe.passes.cost.fit import device_memory
-from autopipe.passes.cost.kinds import alike_runs, check_kinds
+from autopipe.passes.cost.kinds import check_kinds, equal_device_runs
 from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.graphpipe.line import make_line
-from autopipe.passes.placement.graphpipe.prices import Prices, make_prices
+from autopipe.passes.placement.graphpipe.prices import StagePrices, make_prices
 from autopipe.passes.placement.graphpipe.seconds import NodeSeconds
 from autopipe.passes.placement.graphpipe.solve import Solver
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
@@ -35,13 +35,13 @@ from tests.passes.placement.graphpipe.test_strategy import TWO
 SIZE = 4
 
 
-def prices_of(both: Problem) -> tuple[Solver, Prices]:
+def prices_of(both: Problem) -> tuple[Solver, StagePrices]:
     units = make_units(both.graph)
     seconds = sum(mean_seconds(both))
     tree = decompose(units.needs, [float(seconds[list(nodes)].sum()) for nodes in units.nodes]).tree
     line = make_line(both.graph, units, tree, seconds, 100, both.cluster.size)
     tables = make_tables(both, line.chain)
-    runs = alike_runs(both.cluster)
+    runs = equal_device_runs(both.cluster)
     every = NodeSeconds(both, tables.samples)
     ways = [
         way
@@ -55,7 +55,7 @@ def prices_of(both: Problem) -> tuple[Solver, Prices]:
     return Solver(line, both.cluster.size, both.train), prices
 
 
-def chains(prices: Prices, start: int, run: int, room: int) -> Iterator[list[tuple[int, int, int, int]]]:
+def chains(prices: StagePrices, start: int, run: int, room: int) -> Iterator[list[tuple[int, int, int, int]]]:
     """Every chain of (start, stop, run, degree) from a place on, runs in order, with so many devices left of `run`."""
     if start == prices.places - 1:
         yield []
@@ -68,7 +68,7 @@ def chains(prices: Prices, start: int, run: int, room: int) -> Iterator[list[tup
                     yield [(start, stop, later, degree), *rest]
 
 
-def least_of_all(prices: Prices, levels: int) -> float:
+def least_of_all(prices: StagePrices, levels: int) -> float:
     best = np.inf
     for chain in chains(prices, 0, 0, prices.runs[0]):
         if len(chain) > levels:

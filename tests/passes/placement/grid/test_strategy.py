@@ -16,12 +16,12 @@ from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.cost.work import annotate
 from autopipe.passes.placement.grid import search
 from autopipe.passes.placement.grid.degrees import Degrees, factorisations
-from autopipe.passes.placement.grid.search import Search, Trial
-from autopipe.passes.placement.grid.sized import Sized
+from autopipe.passes.placement.grid.search import GridSearch, GridTrial
+from autopipe.passes.placement.grid.sized import SizedProblem
 from autopipe.passes.placement.grid.strategy import Grid
 from autopipe.passes.schedule.named.interleaved_1f1b import InterleavedOneForwardOneBackward
 from autopipe.passes.schedule.named.zb_v import ZeroBubbleV
-from autopipe.passes.schedule.trial import fitting_step_s, step_s
+from autopipe.passes.schedule.trial import quick_step_seconds, step_s
 from tests.distributed.zoo import small_graph
 from tests.passes.cost.graphs import cluster, perceptron, problem
 
@@ -95,11 +95,11 @@ def test_what_is_chosen_is_near_the_best_of_all_degrees_and_sizes() -> None:
     best = step_of(given, Grid().run(given))
     steps = []
     for size in given.micro_batch_sizes:
-        sized = Sized.of(given, size)
+        sized = SizedProblem.of(given, size)
         for degrees in factorisations(given.cluster):
             try:
                 placement = fitted(sized.problem, sized.placement(degrees, 1, wave=False))
-                steps.append(fitting_step_s(sized.problem, placement, stage_costs(sized.problem, placement)))
+                steps.append(quick_step_seconds(sized.problem, placement, stage_costs(sized.problem, placement)))
             except InfeasibleError:
                 continue
     assert best <= min(steps) * 1.02
@@ -107,13 +107,13 @@ def test_what_is_chosen_is_near_the_best_of_all_degrees_and_sizes() -> None:
 
 def test_what_is_tried_first_makes_few_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    trial = Search._trial
+    trial = GridSearch._trial
 
-    def noted(self: Search, sized: Sized, degrees: Degrees) -> Trial:
+    def noted(self: GridSearch, sized: SizedProblem, degrees: Degrees) -> GridTrial:
         sizes.append(sized.problem.micro_batch_size)
         return trial(self, sized, degrees)
 
-    monkeypatch.setattr(Search, "_trial", noted)
+    monkeypatch.setattr(GridSearch, "_trial", noted)
     monkeypatch.setattr(search, "_TASKS", 16)
     best = step_of(open_problem(), Grid(4, 1, 2).run(open_problem()))
     assert sizes[0] == 16 // (16 // 4), "four micro-batches through four stages"
@@ -135,7 +135,7 @@ def test_memory_asks_for_more_parts() -> None:
 
 def _on_one(given: Problem) -> tuple[Problem, Placement]:
     own = resized(given, 1)
-    return own, Sized.of(given, 1).placement(Degrees(1, 1, 1), 1, wave=False)
+    return own, SizedProblem.of(given, 1).placement(Degrees(1, 1, 1), 1, wave=False)
 
 
 def test_recomputation_is_obeyed() -> None:

@@ -19,7 +19,7 @@ from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.piper.blocks import Blocks, join_nodes
-from autopipe.passes.placement.piper.sharing import Sharing, sharings
+from autopipe.passes.placement.piper.sharing import StageSharing, sharings
 from autopipe.passes.placement.piper.strategy import Piper
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
 
@@ -38,7 +38,7 @@ class Exhaustive:
         self.given = given
         forward, backward = node_seconds(given.work, given.cluster.devices[0], given.precision)
         self.blocks: Blocks = join_nodes(given.graph, forward + backward)
-        self.ways: list[Sharing] = list(sharings(given, self.blocks, sample_axes(given.graph)))
+        self.ways: list[StageSharing] = list(sharings(given, self.blocks, sample_axes(given.graph)))
         self.recomputations = {"none": [False], "full": [True], "auto": [False, True]}[given.recompute]
         self.price = cache(self._price)
         self.downsets = [

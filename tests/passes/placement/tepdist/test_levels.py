@@ -15,7 +15,7 @@ from autopipe.passes.placement.tepdist.level_o2 import O2
 from autopipe.passes.placement.tepdist.level_o3 import O3
 from autopipe.passes.placement.tepdist.level_o4 import O4
 from autopipe.passes.solvers.min_sum import MinSum, solve
-from autopipe.passes.spmd.search.ground import Terms
+from autopipe.passes.spmd.search.ground import StageOptions
 from autopipe.passes.spmd.search.tables import Tables, make_tables
 from tests.passes.cost.graphs import cluster, problem
 from tests.passes.placement.pase.paper.models import model_graph, problem_of
@@ -81,7 +81,7 @@ def min_memory(model: MinSum) -> float:
 @given(graphs())
 def test_small_graphs_are_split_as_the_exact_search_does(level: type[Level], graph: Graph) -> None:
     given = problem(graph, cluster(4, 2))
-    tables = make_tables(given, range(len(graph.nodes)), (0, 1, 2, 3), Terms(given=frozenset(graph.outputs)))
+    tables = make_tables(given, range(len(graph.nodes)), (0, 1, 2, 3), StageOptions(given=frozenset(graph.outputs)))
     assert level()(tables, None).cost == pytest.approx(solve(tables.model).cost, rel=1e-9)
 
 
@@ -89,7 +89,7 @@ def test_small_graphs_are_split_as_the_exact_search_does(level: type[Level], gra
 @pytest.mark.parametrize("model", ["gpt", "unet", "moe"])
 def test_networks_are_split_as_the_exact_search_does(level: type[Level], model: str) -> None:
     given = problem_of(model_graph(model, 8), 4)
-    terms = Terms(given=frozenset(given.graph.outputs))
+    terms = StageOptions(given=frozenset(given.graph.outputs))
     tables = make_tables(given, range(len(given.graph.nodes)), tuple(range(4)), terms)
     answer = level()(tables, None)
     assert answer.cost == pytest.approx(solve(tables.model).cost, rel=1e-9)
@@ -99,7 +99,7 @@ def test_networks_are_split_as_the_exact_search_does(level: type[Level], model: 
 @pytest.mark.parametrize("level", LEVELS)
 def test_within_memory_a_network_is_split_close_to_what_is_possible(level: type[Level]) -> None:
     given = problem_of(model_graph("alexnet", 8), 4)
-    tables = make_tables(given, range(len(given.graph.nodes)), tuple(range(4)), Terms(given=frozenset({"loss"})))
+    tables = make_tables(given, range(len(given.graph.nodes)), tuple(range(4)), StageOptions(given=frozenset({"loss"})))
     free = level()(tables, None)
     least = sum(int(each.min()) for each in tables.model.memory or ())
     limit = (free.memory + least) / 2

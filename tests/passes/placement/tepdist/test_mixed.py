@@ -13,12 +13,12 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.cost.kinds import check_kinds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.tepdist.bounds import Bounds
-from autopipe.passes.placement.tepdist.equal import Contents
+from autopipe.passes.placement.tepdist.equal import NodeContents
 from autopipe.passes.placement.tepdist.meshes import meshes
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.schedule.trial import step_s
 from autopipe.passes.spmd.cutting import cut_into_stages
-from autopipe.passes.spmd.search.stages import inside_of
+from autopipe.passes.spmd.search.stages import split_problem
 from tests.passes.cost.graphs import perceptron, problem
 from tests.passes.cost.mixed import OUTER, kind, mixed_cluster
 
@@ -82,8 +82,8 @@ def test_equal_layers_on_other_devices_are_searched_again() -> None:
         *(Stage(each, (0, 1), 8) for each in nodes),
         Stage(tuple(range(8, 16)), (5,), 8),
     )
-    inside = inside_of(both, Placement(stages), {})
-    contents = Contents.of(both)
+    inside = split_problem(both, Placement(stages), {})
+    contents = NodeContents.of(both)
     groups = [(0, 1), (2, 3), (4, 5)]
     keys = [contents.key(nodes[i], groups[i], inside.terms[i + 1]) for i in range(3)]
     keys.append(contents.key(nodes[2], (0, 1), inside.terms[3]))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from random_layers import best_choice, layered
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.placement.tepdist.narrowing import narrowed, promising
+from autopipe.passes.placement.tepdist.narrowing import fix_by_reduced_cost, promising
 from autopipe.passes.placement.tepdist.program import Programs
 from autopipe.passes.solvers.milp import SolverName
 from autopipe.passes.solvers.min_sum import MinSum
@@ -38,7 +38,7 @@ def test_what_is_dropped_is_in_no_better_choice(model: MinSum) -> None:
     simple, best = merged(model), best_choice(model)
     if best == np.inf:
         return
-    left = promising(simple, narrowed(simple), 4)
+    left = promising(simple, fix_by_reduced_cost(simple), 4)
     assert left.bound <= best * (1 + 1e-9) <= left.cost * (1 + 2e-9)
     for variable, costs in enumerate(simple.costs):
         assert left.choice[variable] in left.kept[variable]

@@ -15,7 +15,7 @@ from autopipe.passes.placement.tepdist.segments import MOST_WIDE, cut
 from autopipe.passes.solvers.min_sum import Edge, MinSum, solve
 from autopipe.passes.solvers.min_sum.model import merged
 from autopipe.passes.solvers.min_sum.restriction import conditioned, everything, restricted
-from autopipe.passes.spmd.search.ground import Terms
+from autopipe.passes.spmd.search.ground import StageOptions
 from autopipe.passes.spmd.search.tables import make_tables
 from tests.passes.placement.pase.paper.models import model_graph, problem_of
 
@@ -110,7 +110,7 @@ def test_equal_layers_are_solved_once() -> None:
     different = []
     for size in ("125m", "1.3b"):
         graph = model_graph("gpt", 8, size)
-        terms = Terms(given=frozenset({"loss"}))
+        terms = StageOptions(given=frozenset({"loss"}))
         tables = make_tables(problem_of(graph, 4), range(len(graph.nodes)), tuple(range(4)), terms)
         cones = fill_cones(tables.model)
         parts = cut(cones.model, ranks(tables.model)[list(cones.roots)])

@@ -14,7 +14,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
 from autopipe.ir.schedule import Phase, Schedule, WrongScheduleError
 from autopipe.ir.stage_graph import StageGraph
-from autopipe.ir.turn import Turn
+from autopipe.ir.turn import MicroBatchSlice
 from autopipe.passes.cost.in_flight import table_2
 from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards, kept_micro_batches, order_kfkb, stage_order
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
@@ -49,7 +49,7 @@ def messages(graph, source, target):
     devices = graph.stage_devices[source][0], graph.stage_devices[target][0]
     for own in range(graph.turns[source]):
         for other in graph.sharing(source, own, target):
-            turns = Turn(own, graph.turns[source]), Turn(other, graph.turns[target])
+            turns = MicroBatchSlice(own, graph.turns[source]), MicroBatchSlice(other, graph.turns[target])
             yield Message(source, target, *devices, 0, 0, 0.0, 0.0, *turns)
 
 

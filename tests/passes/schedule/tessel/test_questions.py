@@ -17,7 +17,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.passes.schedule.shapes import shape
 from autopipe.passes.schedule.tessel.bounds import makespan_bound, period_bound
 from autopipe.passes.schedule.tessel.construct import construct, one_at_a_time
-from autopipe.passes.schedule.tessel.cyclic import Cyclic, is_valid
+from autopipe.passes.schedule.tessel.cyclic import PeriodicStarts, is_valid
 from autopipe.passes.schedule.tessel.in_flight import search_in_flight
 from autopipe.passes.schedule.tessel.options import Budget, SearchOptions
 from autopipe.passes.schedule.tessel.search import search
@@ -157,7 +157,7 @@ def test_an_order_is_tightened_to_the_least_period_that_it_allows(graph: BlockGr
     assert not settles(graph, order, found.period - 1)
 
 
-def settles(graph: BlockGraph, order: Cyclic, period: int) -> bool:
+def settles(graph: BlockGraph, order: PeriodicStarts, period: int) -> bool:
     """Whether starts come to rest when each is put off until its waits and the block before it on each device allow.
 
     The order holds each unit's blocks one after the other: the last of a device is before the first of the next unit.

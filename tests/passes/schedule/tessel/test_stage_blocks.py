@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from autopipe.ir.prediction import Message, Prediction, StagePrediction
 from autopipe.ir.schedule import Phase
 from autopipe.ir.stage_graph import StageGraph
-from autopipe.ir.turn import Turn
+from autopipe.ir.turn import MicroBatchSlice
 from autopipe.passes.schedule.footprint import static_memory
 from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.schedule.tessel.search import SearchOptions, search
@@ -43,9 +43,14 @@ def stage_graphs(draw):
 def meetings(graph):
     """(source, target, turn of the source, turn of the target) for all that meet."""
     for source, target in graph.edges:
-        for own in range(graph.turns_at(source)):
+        for own in range(graph.micro_batch_ratio_at(source)):
             for other in graph.sharing(source, own, target):
-                yield source, target, Turn(own, graph.turns_at(source)), Turn(other, graph.turns_at(target))
+                yield (
+                    source,
+                    target,
+                    MicroBatchSlice(own, graph.micro_batch_ratio_at(source)),
+                    MicroBatchSlice(other, graph.micro_batch_ratio_at(target)),
+                )
 
 
 @st.composite
@@ -72,7 +77,7 @@ def test_a_searched_order_runs_within_the_time_and_memory_of_its_blocks(data, mi
     graph = data.draw(stage_graphs())
     prediction = data.draw(predictions(graph, train))
     static = static_memory(graph.devices, graph.stage_devices, prediction.stages)
-    kept = [each.kept_bytes * graph.turns_at(stage) for stage, each in enumerate(prediction.stages)]
+    kept = [each.kept_bytes * graph.micro_batch_ratio_at(stage) for stage, each in enumerate(prediction.stages)]
     least = [
         sum(each for each, on in zip(kept, graph.stage_devices, strict=True) if device in on)
         for device in range(graph.devices)

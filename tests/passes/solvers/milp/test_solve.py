@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import AutopipeError, InfeasibleError
 from autopipe.passes.solvers.milp import Builder, Model, SolverName, Status, solve
-from autopipe.passes.solvers.milp.claim import Claim, Limits
+from autopipe.passes.solvers.milp.claim import Limits, SolverReport
 
 # `autopipe.passes.solvers.milp.solve` names the function.
 door = sys.modules[solve.__module__]
@@ -174,8 +174,8 @@ def test_a_start_that_does_not_hold_is_refused() -> None:
     "lie", [np.array([5.0, 0.0]), np.array([4.5, 0.0]), np.array([11.0, 0.0]), np.array([np.nan, 0.0])]
 )
 def test_a_solver_that_lies_is_not_believed(monkeypatch: pytest.MonkeyPatch, lie: np.ndarray) -> None:
-    monkeypatch.setattr(door, "by_highs", lambda model, limits: Claim(lie, -99.0))
-    monkeypatch.setattr(door, "by_cbc", lambda model, limits, start: Claim(lie, -99.0))
+    monkeypatch.setattr(door, "by_highs", lambda model, limits: SolverReport(lie, -99.0))
+    monkeypatch.setattr(door, "by_cbc", lambda model, limits, start: SolverReport(lie, -99.0))
     for solver in SOLVERS:
         assert solve(knapsack(), 1.0, solver=solver).status is Status.UNKNOWN
     begun = solve(knapsack(), 1.0, start=np.array([0.0, 1.0]))
@@ -183,20 +183,20 @@ def test_a_solver_that_lies_is_not_believed(monkeypatch: pytest.MonkeyPatch, lie
 
 
 def test_another_solver_answers_for_one_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "by_highs", lambda model, limits: Claim(np.array([5.0, 0.0]), -15.0 * 2**11))
+    monkeypatch.setattr(door, "by_highs", lambda model, limits: SolverReport(np.array([5.0, 0.0]), -15.0 * 2**11))
     answer = solve(knapsack(), 60.0)
     assert (answer.proven, answer.values.tolist()) == (True, [4, 0])
 
 
 def test_nothing_is_impossible_that_is_already_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "by_highs", lambda model, limits: Claim(infeasible=True))
+    monkeypatch.setattr(door, "by_highs", lambda model, limits: SolverReport(infeasible=True))
     answer = solve(knapsack(), 1.0, start=np.array([0.0, 1.0]), solver="highs")
     assert (answer.status, answer.values.tolist()) == (Status.FEASIBLE, [0, 1])
 
 
 def test_a_bound_below_the_values_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def claim(model: Model, limits: Limits) -> Claim:
-        return Claim(np.array([2.0, 1.0]), model.objective(np.array([4.0, 0.0])))
+    def claim(model: Model, limits: Limits) -> SolverReport:
+        return SolverReport(np.array([2.0, 1.0]), model.objective(np.array([4.0, 0.0])))
 
     monkeypatch.setattr(door, "by_highs", claim)
     answer = solve(knapsack(), 1.0, solver="highs")

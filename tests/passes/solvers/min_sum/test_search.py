@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from random_models import all_choices, models
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.solvers.min_sum import Answer, Edge, MinSum, eliminate, goal, search, solve
+from autopipe.passes.solvers.min_sum import Assignment, Edge, MinSum, eliminate, goal, search, solve
 
 
-def check(model: MinSum, solver: Callable[[MinSum], Answer]) -> None:
+def check(model: MinSum, solver: Callable[[MinSum], Assignment]) -> None:
     choices = all_choices(model)
     if not choices:
         with pytest.raises(InfeasibleError):

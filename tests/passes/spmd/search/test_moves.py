@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.layout import Layout, MeshAxis, Window, merged, mesh_of, replicated
+from autopipe.ir.layout import Layout, MeshAxis, WindowedBlocks, merged, mesh_of, replicated
 from autopipe.ir.placement import Split
 from autopipe.passes.cost.relayout import moving_seconds, relayout_seconds
 from autopipe.passes.lower.relayout import reductions, steps_between
 from autopipe.passes.spmd.search.adding import Collectives
-from autopipe.passes.spmd.search.moves import Moves
+from autopipe.passes.spmd.search.moves import ReshardTable
 from autopipe.passes.spmd.search.reducing import Changes
 from tests.passes.cost.graphs import cluster
 
@@ -56,7 +56,7 @@ def test_a_table_has_what_each_change_costs(data: st.DataObject) -> None:
     sources = data.draw(st.lists(layouts(devices.size, shape, True), min_size=1, max_size=6, unique=True))
     targets = data.draw(st.lists(layouts(devices.size, shape, False), min_size=1, max_size=6, unique=True))
     everyone = tuple(range(devices.size))
-    changes = Changes(Moves(devices, everyone), Collectives(devices, everyone))
+    changes = Changes(ReshardTable(devices, everyone), Collectives(devices, everyone))
     found = changes.to_reader(sources, targets, 4 * shape[0] * shape[1])
     wanted = [[seconds_by_steps(devices, source, target) for target in targets] for source in sources]
     np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-15)
@@ -71,17 +71,17 @@ def test_one_step_costs_what_devices_lack(data: st.DataObject) -> None:
     source, target = (data.draw(layouts(devices.size, shape, False)) for _ in range(2))
     if len(steps_between(source, target)) > 1:
         return
-    found = Moves(devices, everyone).seconds([source], [target], 4 * shape[0] * shape[1])[0, 0]
+    found = ReshardTable(devices, everyone).seconds([source], [target], 4 * shape[0] * shape[1])[0, 0]
     assert found == pytest.approx(moving_seconds(devices, everyone, source, target, 4), rel=1e-9)
 
 
 def test_blocks_read_through_windows() -> None:
     devices = cluster(4, 2)
     held = [replicated((8, 6)), Layout((8, 6), ((MeshAxis(4, 1),), ())), Layout((8, 6), ((), (MeshAxis(2, 1),)))]
-    windows = ((Window(2, -1, 4), None), (Window(2, 0, 2), None))
+    windows = ((WindowedBlocks(2, -1, 4), None), (WindowedBlocks(2, 0, 2), None))
     wanted = [Layout((8, 6), ((MeshAxis(4, 1),), ()), windows=each) for each in windows]
-    wanted.append(Layout((8, 6), ((MeshAxis(2, 2),), (MeshAxis(2, 1),)), windows=(Window(4, -1, 6), None)))
-    found = Moves(devices, (0, 1, 2, 3)).seconds(held, wanted, 8 * 6 * 4)
+    wanted.append(Layout((8, 6), ((MeshAxis(2, 2),), (MeshAxis(2, 1),)), windows=(WindowedBlocks(4, -1, 6), None)))
+    found = ReshardTable(devices, (0, 1, 2, 3)).seconds(held, wanted, 8 * 6 * 4)
     by_steps = [[seconds_by_steps(devices, source, target) for target in wanted] for source in held]
     np.testing.assert_allclose(found, by_steps, rtol=1e-9, atol=1e-15)
     assert found[1, 0] > 0 == found[0, 0]

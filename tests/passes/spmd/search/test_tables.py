@@ -13,8 +13,8 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Split
 from autopipe.ir.problem import Mode, Optimizer, Problem
-from autopipe.passes.solvers.min_sum import Answer, solve
-from autopipe.passes.spmd.search.ground import Terms
+from autopipe.passes.solvers.min_sum import Assignment, solve
+from autopipe.passes.spmd.search.ground import StageOptions
 from autopipe.passes.spmd.search.tables import Tables, make_tables
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
 from tests.passes.placement.pase.random_graphs import graphs, seconds_of, stage_of
@@ -28,10 +28,10 @@ OPTIMIZERS = [Optimizer("sgd"), Optimizer("adamw"), Optimizer("adamw", shard=Tru
 def tables_of(given: Problem, **terms: object) -> Tables:
     devices = tuple(range(given.cluster.size))
     terms = {"given": frozenset(given.graph.outputs), **terms}
-    return make_tables(given, range(len(given.graph.nodes)), devices, Terms(**terms))  # type: ignore[arg-type]
+    return make_tables(given, range(len(given.graph.nodes)), devices, StageOptions(**terms))  # type: ignore[arg-type]
 
 
-def uncounted(given: Problem, tables: Tables, answer: Answer) -> float:
+def uncounted(given: Problem, tables: Tables, answer: Assignment) -> float:
     """Seconds of a step that the model leaves out: latencies of the gradients' exchanges, and the update's launch."""
     cost = stage_of(given, tables.splits(answer.choice))
     counted = sum(float(each[number]) for each, number in zip(tables.gradients, answer.choice, strict=True))

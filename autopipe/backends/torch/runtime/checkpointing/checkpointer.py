@@ -20,13 +20,13 @@ from autopipe.backends.torch.checkpoint.shard_file import write_shard
 from autopipe.backends.torch.runtime.checkpointing.background import Background
 from autopipe.backends.torch.runtime.checkpointing.host_copies import HostCopies
 from autopipe.backends.torch.runtime.checkpointing.identity import check_identity
-from autopipe.backends.torch.runtime.checkpointing.ownership import pieces_of
+from autopipe.backends.torch.runtime.checkpointing.ownership import write_blocks
 from autopipe.backends.torch.runtime.checkpointing.snapshot import located, take_snapshot
 from autopipe.backends.torch.runtime.checkpointing.training_state import TrainingState, tensor_of
 from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.backends.torch.runtime.meeting import Meeting
-from autopipe.backends.torch.runtime.pulse import Pulse
+from autopipe.backends.torch.runtime.meeting import ControlGroup
+from autopipe.backends.torch.runtime.pulse import Heartbeat
 from autopipe.ir.errors import AutopipeError, LaunchError
 
 _LOOK_S = 0.1
@@ -36,7 +36,13 @@ class Checkpointer:
     """One rank's part in the checkpoints of a run; all ranks do the same, together."""
 
     def __init__(
-        self, folder: Path, manifest: Manifest, state: TrainingState, meeting: Meeting, copies: HostCopies, pulse: Pulse
+        self,
+        folder: Path,
+        manifest: Manifest,
+        state: TrainingState,
+        meeting: ControlGroup,
+        copies: HostCopies,
+        pulse: Heartbeat,
     ) -> None:
         """`meeting` must serve nothing else: a save uses it while the steps go on.
 
@@ -48,7 +54,7 @@ class Checkpointer:
         self._meeting = meeting
         self._copies = copies
         self._pulse = pulse
-        self._pieces = pieces_of(manifest)[meeting.rank]
+        self._pieces = write_blocks(manifest)[meeting.rank]
         self._background = Background()
         self._lock: FolderLock | None = None
         meeting.together("checkpoint", self._take_folder)

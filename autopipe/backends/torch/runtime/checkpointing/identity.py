@@ -1,4 +1,4 @@
-"""Whether a program can go on from a checkpoint: same model and kind of optimizer, whatever the plans are."""
+"""Check that a program can resume from a checkpoint: same model and kind of optimizer, whatever the plans are."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def _differences(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
 
 
 def _kind(optimizer: dict[str, Any]) -> str:
-    """What the optimizer keeps depends on this; learning rates and the like may change as a run goes on."""
+    """Settings of the optimizer that decide which state it keeps; learning rates and the like may change."""
     name = str(optimizer["name"])
     return f"{name} with momentum" if name == "sgd" and optimizer["momentum"] else name

@@ -1,4 +1,6 @@
-"""What the optimizer keeps of a rank's parameters, by parameter and block, whether it updates parameters or shares."""
+"""Optimizer state of a rank's parameters, by parameter and block, for optimizers that update parameters or shards of
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,12 @@ import torch
 
 from autopipe.backends.torch.checkpoint.form import StoredParameter, StoredTensor
 from autopipe.backends.torch.runtime.manifest import Manifest, ShardEntry
-from autopipe.backends.torch.runtime.shares import Share
-from autopipe.ir.buckets import Run
+from autopipe.backends.torch.runtime.shares import OptimizerShard
+from autopipe.ir.buckets import ElementRange
 from autopipe.ir.layout import Box
 
 COUNTERS = frozenset({"step"})
-"""What torch's optimizers keep once a tensor, not of each element."""
+"""Names of the state that torch's optimizers keep once a tensor, not for each element."""
 
 Read = Callable[[StoredTensor, Box], torch.Tensor]
 """Reads a block of a stored tensor."""
@@ -29,7 +31,7 @@ class OptimizerState:
         rank: int,
         parameters: Mapping[int, torch.Tensor],
         optimizer: torch.optim.Optimizer | None,
-        shares: Sequence[Share] = (),
+        shares: Sequence[OptimizerShard] = (),
     ) -> None:
         self._names = [entry.name for entry in manifest.parameters]
         self._shards = {shard.parameter: shard for shard in manifest.shards[rank]}
@@ -39,9 +41,9 @@ class OptimizerState:
         self._share_of = {run.parameter: (share, run) for share in shares for run in share.runs}
 
     def tensors(self, parameter: int, box: Box) -> dict[str, torch.Tensor]:
-        """What is kept of each element of a box, in coordinates of the rank's block, as views by torch's names.
+        """State tensors of the elements of a box, in coordinates of the rank's block, as views by torch's names.
 
-        Of a parameter that is updated in shares a box must be one of its run's.
+        Of a parameter that is updated in shards a box must be one of its runs.
         """
         if parameter not in self._share_of:
             region = tuple(slice(start, stop) for start, stop in zip(box.starts, box.stops, strict=True))
@@ -57,7 +59,7 @@ class OptimizerState:
         }
 
     def counters(self, parameter: int) -> tuple[tuple[str, float], ...]:
-        """What is kept once of a parameter."""
+        """Scalar state of a parameter."""
         found = self._share_of.get(parameter)
         kept = self._kept(self._parameters[parameter] if found is None else found[0].tensor)
         return tuple((name, float(value)) for name, value in kept.items() if name in COUNTERS)
@@ -90,8 +92,10 @@ class OptimizerState:
         box = Box(shard.starts, shard.stops)
         return {name: read(tensor, box) for name, tensor in stored.state} | _scalars([stored])
 
-    def _stored_share(self, saved: Mapping[str, StoredParameter], read: Read, share: Share) -> dict[str, torch.Tensor]:
-        """What its parameters' runs have; zeros where nothing was kept of a parameter, as before the first update."""
+    def _stored_share(
+        self, saved: Mapping[str, StoredParameter], read: Read, share: OptimizerShard
+    ) -> dict[str, torch.Tensor]:
+        """State of the runs of a shard's parameters; zeros where one has none, as before the first update."""
         found: dict[str, torch.Tensor] = {}
         for run in share.runs:
             for name, tensor in saved[self._names[run.parameter]].state:
@@ -103,7 +107,7 @@ class OptimizerState:
         return found | _scalars(saved[self._names[run.parameter]] for run in share.runs)
 
 
-def boxes_of(run: Run, shard: ShardEntry) -> Iterable[Box]:
+def boxes_of(run: ElementRange, shard: ShardEntry) -> Iterable[Box]:
     """A run of a block as boxes of the whole parameter, in order."""
     for box in run.boxes(shard.shape):
         starts = (begin + start for begin, start in zip(shard.starts, box.starts, strict=True))

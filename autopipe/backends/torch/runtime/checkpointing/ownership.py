@@ -20,7 +20,7 @@ _PIECES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WriteBlock:
     """A block of a parameter that a rank writes; `number` tells the parameter's pieces apart."""
 
     parameter: int
@@ -42,7 +42,7 @@ class _Held:
     shared: bool
 
 
-def pieces_of(manifest: Manifest) -> tuple[tuple[Piece, ...], ...]:
+def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
     """The pieces that each rank writes, by rank: the same on all ranks, since all know who holds what.
 
     Blocks of a parameter are equal or apart (`autopipe.passes.lower.parameters`), so that none is written twice. What
@@ -50,7 +50,7 @@ def pieces_of(manifest: Manifest) -> tuple[tuple[Piece, ...], ...]:
     holders has least to write.
     """
     numbers = [0] * len(manifest.parameters)
-    found: list[list[Piece]] = [[] for _ in range(manifest.world_size)]
+    found: list[list[WriteBlock]] = [[] for _ in range(manifest.world_size)]
     blocks = _held(manifest)
     if manifest.optimizer["shard"]:
         for rank, pieces in enumerate(found):
@@ -61,7 +61,7 @@ def pieces_of(manifest: Manifest) -> tuple[tuple[Piece, ...], ...]:
     for block in blocks:
         parts = list(_parts(block.box, min(len(block.ranks), block.size // piece_bytes)))
         for part in parts:
-            piece = Piece(block.parameter, numbers[block.parameter], part)
+            piece = WriteBlock(block.parameter, numbers[block.parameter], part)
             parts_of_blocks.append((piece, block.ranks, block.size // len(parts)))
             numbers[block.parameter] += 1
     load = [0] * manifest.world_size
@@ -72,13 +72,13 @@ def pieces_of(manifest: Manifest) -> tuple[tuple[Piece, ...], ...]:
     return tuple(tuple(sorted(each, key=lambda piece: (piece.parameter, piece.number))) for each in found)
 
 
-def _shares(manifest: Manifest, rank: int, numbers: list[int]) -> Iterator[Piece]:
+def _shares(manifest: Manifest, rank: int, numbers: list[int]) -> Iterator[WriteBlock]:
     """The pieces of a rank's shares, numbered on from those that each parameter has."""
     own = {shard.parameter: shard for shard in manifest.shards[rank]}
     for bucket in buckets_of_rank(manifest, rank):
         for run in bucket.runs(rank):
             for box in boxes_of(run, own[run.parameter]):
-                yield Piece(run.parameter, numbers[run.parameter], box)
+                yield WriteBlock(run.parameter, numbers[run.parameter], box)
                 numbers[run.parameter] += 1
 
 

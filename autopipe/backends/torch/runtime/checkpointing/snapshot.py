@@ -16,7 +16,7 @@ from autopipe.backends.torch.checkpoint.form import (
     StoredTensor,
 )
 from autopipe.backends.torch.runtime.checkpointing.host_copies import HostCopies, dtype_name
-from autopipe.backends.torch.runtime.checkpointing.ownership import Piece
+from autopipe.backends.torch.runtime.checkpointing.ownership import WriteBlock
 from autopipe.backends.torch.runtime.checkpointing.training_state import SavedBlock, TrainingState
 from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.manifest import Manifest
@@ -27,7 +27,7 @@ def take_snapshot(
     manifest: Manifest,
     rank: int,
     state: TrainingState,
-    pieces: Sequence[Piece],
+    pieces: Sequence[WriteBlock],
     position: Position,
     seed: int,
     copies: HostCopies,

@@ -1,4 +1,4 @@
-"""What changes as a rank trains: its blocks of parameters, what the optimizer keeps of them, and random numbers."""
+"""Training state of a rank: its blocks of parameters, the optimizer's state, and random generators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from autopipe.backends.torch.checkpoint.form import StoredParameter, StoredTensor
 from autopipe.backends.torch.checkpoint.reading import Reader
 from autopipe.backends.torch.runtime.checkpointing.optimizer_state import OptimizerState
-from autopipe.backends.torch.runtime.checkpointing.ownership import Piece
+from autopipe.backends.torch.runtime.checkpointing.ownership import WriteBlock
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.layout import Box
 
@@ -21,7 +21,7 @@ class SavedBlock:
     """A block that a rank writes: of a parameter, or of what the optimizer keeps of it under the name `state`."""
 
     key: str
-    piece: Piece
+    piece: WriteBlock
     state: str
     tensor: torch.Tensor
 
@@ -43,8 +43,8 @@ class TrainingState:
         self._optimizer = optimizer
         self._device = device
 
-    def blocks(self, pieces: Sequence[Piece]) -> Iterator[SavedBlock]:
-        """What is to be written of these pieces, as views."""
+    def blocks(self, pieces: Sequence[WriteBlock]) -> Iterator[SavedBlock]:
+        """Blocks to write, as views."""
         for piece in pieces:
             parameter = self._parameters[piece.parameter]
             box = piece.box.within(self._boxes[piece.parameter])
@@ -55,7 +55,7 @@ class TrainingState:
                 yield SavedBlock(f"{key}.{name}", piece, name, tensor)
 
     def counters(self, parameter: int) -> tuple[tuple[str, float], ...]:
-        """What the optimizer keeps once of a parameter."""
+        """Scalar optimizer state of a parameter."""
         return self._optimizer.counters(parameter)
 
     def generators(self) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.operators.joint import Joint
+from autopipe.backends.torch.runtime.operators.joint import ShardedAxis
 
 
 def attention(
@@ -27,7 +27,7 @@ def attention(
     precision: torch.dtype | None = None,
     capture: int | None = None,
     merge: bool = False,
-    group: Joint | None = None,
+    group: ShardedAxis | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Attention of [b, h, s, d] tensors; query heads may be a multiple of the key-value heads.
 

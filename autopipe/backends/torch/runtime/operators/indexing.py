@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.operators.joint import Joint
+from autopipe.backends.torch.runtime.operators.joint import ShardedAxis
 
 
 def gather_elements(data: Tensor, dim: int, indices: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def tensor_scatter(past: Tensor, update: Tensor, start: Tensor | None, dim: int,
     return past.scatter(dim, places.reshape(shape).expand(update.shape), update.to(past.dtype))
 
 
-def one_hot(indices: Tensor, depth: int, values: Tensor, dim: int, group: Joint | None = None) -> Tensor:
+def one_hot(indices: Tensor, depth: int, values: Tensor, dim: int, group: ShardedAxis | None = None) -> Tensor:
     """`values[1]` at each index along a new dimension `dim`, `values[0]` elsewhere and for indices out of range.
 
     With `group` this rank's `depth` places of that dimension.

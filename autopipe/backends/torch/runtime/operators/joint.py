@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Joint(Protocol):
+class ShardedAxis(Protocol):
     """A group as these operators see it."""
 
     size: int
@@ -31,13 +31,13 @@ class Joint(Protocol):
         ...
 
 
-def summed(tensor: Tensor, group: Joint) -> Tensor:
+def summed(tensor: Tensor, group: ShardedAxis) -> Tensor:
     """The sum over the group, which every rank goes on with: what comes back to all of them is added up as well."""
     total: Tensor = _Sum.apply(tensor, group)  # type: ignore[no-untyped-call]
     return total
 
 
-def once(tensor: Tensor, group: Joint) -> Tensor:
+def once(tensor: Tensor, group: ShardedAxis) -> Tensor:
     """`tensor` on the first rank of the group and zeros on the others: what is added once to shares of a sum."""
     everywhere = torch.ones((), dtype=torch.bool, device=tensor.device)
     return tensor if group.position == 0 else tensor.masked_fill(everywhere, 0)
@@ -45,7 +45,7 @@ def once(tensor: Tensor, group: Joint) -> Tensor:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, tensor: Tensor, group: Joint) -> Tensor:
+    def forward(context: Any, tensor: Tensor, group: ShardedAxis) -> Tensor:
         context.group = group
         return group.total(tensor)
 
@@ -54,7 +54,7 @@ class _Sum(torch.autograd.Function):
         return context.group.total(gradients[0]), None
 
 
-def own_places(places: Tensor, extent: int, group: Joint) -> tuple[Tensor, Tensor]:
+def own_places(places: Tensor, extent: int, group: ShardedAxis) -> tuple[Tensor, Tensor]:
     """Places counted from the start of this rank's part, 0 where they are in another, and whether they are in it."""
     local = places - group.position * extent
     mine = (local >= 0) & (local < extent)

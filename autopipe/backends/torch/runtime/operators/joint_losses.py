@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.operators.joint import Joint, own_places, precise
+from autopipe.backends.torch.runtime.operators.joint import ShardedAxis, own_places, precise
 from autopipe.backends.torch.runtime.operators.joint_softmax import log_softmax_part
 
 
@@ -23,8 +23,8 @@ def cross_entropy_part(
     ignore_index: int = -100,
     reduction: str = "mean",
     *,
-    group: Joint,
-    batch: Joint | None = None,
+    group: ShardedAxis,
+    batch: ShardedAxis | None = None,
 ) -> Tensor:
     """This rank's share of the softmax cross-entropy over axis 1, of which it has a part: that of labels in its part.
 
@@ -43,8 +43,8 @@ def cross_entropy_and_logarithms_part(
     ignore_index: int = -100,
     reduction: str = "mean",
     *,
-    group: Joint,
-    batch: Joint | None = None,
+    group: ShardedAxis,
+    batch: ShardedAxis | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same, and this rank's part of the logarithms of probabilities."""
     logarithms = log_softmax_part(scores, 1, group)
@@ -58,8 +58,8 @@ def nll_part(
     ignore_index: int = -100,
     reduction: str = "mean",
     *,
-    group: Joint,
-    batch: Joint | None = None,
+    group: ShardedAxis,
+    batch: ShardedAxis | None = None,
 ) -> Tensor:
     """This rank's share of the negative log-likelihood: that of the labels among its classes."""
     places, own, weights = _weighed(logarithms, labels, weight, ignore_index, group)
@@ -68,7 +68,7 @@ def nll_part(
 
 
 def cross_entropy_share(
-    scores: Tensor, labels: Tensor, weight: Tensor | None = None, ignore_index: int = -100, *, batch: Joint
+    scores: Tensor, labels: Tensor, weight: Tensor | None = None, ignore_index: int = -100, *, batch: ShardedAxis
 ) -> Tensor:
     """This rank's share of the mean softmax cross-entropy over the labels of all ranks, of which it has a part."""
     losses = F.cross_entropy(scores, labels, weight, ignore_index=ignore_index, reduction="sum")
@@ -76,7 +76,7 @@ def cross_entropy_share(
 
 
 def cross_entropy_and_logarithms_share(
-    scores: Tensor, labels: Tensor, weight: Tensor | None = None, ignore_index: int = -100, *, batch: Joint
+    scores: Tensor, labels: Tensor, weight: Tensor | None = None, ignore_index: int = -100, *, batch: ShardedAxis
 ) -> tuple[Tensor, Tensor]:
     """The same, and the logarithms of the probabilities."""
     logarithms = F.log_softmax(scores, 1)
@@ -84,7 +84,7 @@ def cross_entropy_and_logarithms_share(
 
 
 def nll_share(
-    logarithms: Tensor, labels: Tensor, weight: Tensor | None = None, ignore_index: int = -100, *, batch: Joint
+    logarithms: Tensor, labels: Tensor, weight: Tensor | None = None, ignore_index: int = -100, *, batch: ShardedAxis
 ) -> Tensor:
     """This rank's share of the mean negative log-likelihood over the labels of all ranks."""
     losses = F.nll_loss(logarithms, labels, weight, ignore_index=ignore_index, reduction="sum")
@@ -92,7 +92,7 @@ def nll_share(
 
 
 def _weighed(
-    scores: Tensor, labels: Tensor, weight: Tensor | None, ignore_index: int, group: Joint
+    scores: Tensor, labels: Tensor, weight: Tensor | None, ignore_index: int, group: ShardedAxis
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Where each label is in this rank's part, its weight there, 0 for those of other ranks, and its weight."""
     classes = scores.shape[1]
@@ -104,12 +104,12 @@ def _weighed(
 
 
 def _weights(labels: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """What each label counts: its class' weight, or one, and nothing where it is ignored."""
+    """Weight of each label: its class weight, or one; zero where it is ignored."""
     counts = labels != ignore_index
     return counts.to(dtype) if weight is None else weight.to(dtype)[labels.masked_fill(~counts, 0)] * counts
 
 
-def _reduced(losses: Tensor, weights: Tensor, reduction: str, batch: Joint | None) -> Tensor:
+def _reduced(losses: Tensor, weights: Tensor, reduction: str, batch: ShardedAxis | None) -> Tensor:
     """Losses of this rank's labels as the reduction has them; a mean is over the weights of all labels."""
     if reduction == "none":
         return losses
@@ -123,7 +123,7 @@ class _CrossEntropy(torch.autograd.Function):
     """Losses by label. Only exponentials of the scores are kept, and backward is one pass over them."""
 
     @staticmethod
-    def forward(context: Any, scores: Tensor, places: Tensor, own: Tensor, group: Joint) -> Tensor:
+    def forward(context: Any, scores: Tensor, places: Tensor, own: Tensor, group: ShardedAxis) -> Tensor:
         largest = group.largest(scores.amax(1, keepdim=True))
         picked = scores.gather(1, places.unsqueeze(1)) - largest
         exponentials = (scores - largest).exp_()

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.operators.joint import Joint, precise, summed, wide
+from autopipe.backends.torch.runtime.operators.joint import ShardedAxis, precise, summed, wide
 
 Inverse = Callable[[Tensor], Tensor]
-"""What to multiply by, from the variance."""
+"""Factor to multiply by, from the variance."""
 
 
 def layer_norm_part(
-    x: Tensor, dims: tuple[int, ...], scale: Tensor, bias: Tensor | None, epsilon: float, group: Joint
+    x: Tensor, dims: tuple[int, ...], scale: Tensor, bias: Tensor | None, epsilon: float, group: ShardedAxis
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's part of a layer normalisation over `dims`, which are the last; the mean and 1 / deviation."""
     y, mean, variance = _standardized(precise(x), dims, lambda variance: torch.rsqrt(variance + epsilon), group)
@@ -28,7 +28,7 @@ def layer_norm_part(
     return y if bias is None else y + bias, mean, torch.rsqrt(variance + epsilon)
 
 
-def rms_norm_part(x: Tensor, dims: tuple[int, ...], scale: Tensor, epsilon: float, group: Joint) -> Tensor:
+def rms_norm_part(x: Tensor, dims: tuple[int, ...], scale: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
     """This rank's part of a root-mean-square normalisation over `dims`."""
     x = precise(x)
     data = wide(x)
@@ -43,7 +43,7 @@ def skip_layer_norm_part(
     shift: Tensor | None,
     bias: Tensor | None,
     epsilon: float,
-    group: Joint,
+    group: ShardedAxis,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """This rank's part of the layer normalisation of `x + skip + bias`, its mean and 1 / deviation, and the sum."""
     total = x + skip if bias is None else x + skip + bias
@@ -51,7 +51,7 @@ def skip_layer_norm_part(
 
 
 def skip_rms_norm_part(
-    x: Tensor, skip: Tensor, scale: Tensor, bias: Tensor | None, epsilon: float, group: Joint
+    x: Tensor, skip: Tensor, scale: Tensor, bias: Tensor | None, epsilon: float, group: ShardedAxis
 ) -> tuple[Tensor, None, None, Tensor]:
     """This rank's part of the root-mean-square normalisation of `x + skip + bias`, and the sum."""
     total = x + skip if bias is None else x + skip + bias
@@ -66,7 +66,7 @@ def batch_norm_part(
     variance: Tensor,
     momentum: float,
     epsilon: float,
-    group: Joint,
+    group: ShardedAxis,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x normalised by the statistics of all ranks' samples; what else `operators.batch_norm` gives, on every rank."""
     dims = tuple(axis for axis in range(x.dim()) if axis != 1)
@@ -77,14 +77,14 @@ def batch_norm_part(
     return _by_channel(y, scale, bias), moved_mean, moved_variance, own_mean, own_variance
 
 
-def instance_norm_part(x: Tensor, scale: Tensor, bias: Tensor, epsilon: float, group: Joint) -> Tensor:
+def instance_norm_part(x: Tensor, scale: Tensor, bias: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
     """This rank's part of every channel normalised by itself."""
     dims = tuple(range(2, x.dim()))
     y, _, _ = _standardized(x, dims, lambda variance: torch.rsqrt(variance + epsilon), group)
     return _by_channel(y, scale, bias)
 
 
-def group_norm_part(x: Tensor, groups: int, scale: Tensor, bias: Tensor, epsilon: float, group: Joint) -> Tensor:
+def group_norm_part(x: Tensor, groups: int, scale: Tensor, bias: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
     """This rank's part of `groups` groups of channels, each normalised by itself."""
     x = precise(x)
     apart = x.reshape(x.shape[0], groups, -1)
@@ -92,12 +92,12 @@ def group_norm_part(x: Tensor, groups: int, scale: Tensor, bias: Tensor, epsilon
     return _by_channel(y.reshape(x.shape), scale, bias)
 
 
-def mean_variance_norm_part(x: Tensor, dims: tuple[int, ...], group: Joint) -> Tensor:
+def mean_variance_norm_part(x: Tensor, dims: tuple[int, ...], group: ShardedAxis) -> Tensor:
     """This rank's part of x less its mean over its standard deviation (plus 1e-9), over `dims`."""
     return _standardized(x, dims, lambda variance: 1 / (torch.sqrt(variance) + 1e-9), group)[0]
 
 
-def normalize_part(x: Tensor, p: int, dim: int, group: Joint) -> Tensor:
+def normalize_part(x: Tensor, p: int, dim: int, group: ShardedAxis) -> Tensor:
     """This rank's part of x over its p-norm along `dim`; p is 1 or 2."""
     data = wide(x)
     if p == 1:
@@ -119,7 +119,9 @@ def _count(x: Tensor, dims: tuple[int, ...]) -> int:
     return count
 
 
-def _standardized(x: Tensor, dims: tuple[int, ...], inverse: Inverse, group: Joint) -> tuple[Tensor, Tensor, Tensor]:
+def _standardized(
+    x: Tensor, dims: tuple[int, ...], inverse: Inverse, group: ShardedAxis
+) -> tuple[Tensor, Tensor, Tensor]:
     """x less its mean over all ranks' parts, times `inverse` of the variance; the mean and the variance."""
     y, mean, variance = _Standardized.apply(wide(x), dims, inverse, group)  # type: ignore[no-untyped-call]
     return y.to(x.dtype), mean, variance
@@ -128,7 +130,7 @@ def _standardized(x: Tensor, dims: tuple[int, ...], inverse: Inverse, group: Joi
 class _Standardized(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any, x: Tensor, dims: tuple[int, ...], inverse: Inverse, group: Joint
+        context: Any, x: Tensor, dims: tuple[int, ...], inverse: Inverse, group: ShardedAxis
     ) -> tuple[Tensor, Tensor, Tensor]:
         variance, mean = (each.double() for each in torch.var_mean(x, dims, correction=0, keepdim=True))
         mean, square = (group.total(torch.stack((mean, variance + mean.square()))) / group.size).unbind()

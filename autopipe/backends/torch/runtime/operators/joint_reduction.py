@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.operators.joint import Joint, summed, wide
+from autopipe.backends.torch.runtime.operators.joint import ShardedAxis, summed, wide
 
 Dims = tuple[int, ...]
 
 
-def extreme_part(x: Tensor, dims: Dims, keepdim: bool, largest: bool, group: Joint) -> Tensor:
+def extreme_part(x: Tensor, dims: Dims, keepdim: bool, largest: bool, group: ShardedAxis) -> Tensor:
     """The largest or smallest over `dims` of all ranks' parts; those that are equal share the gradient."""
     found: Tensor = _Extreme.apply(wide(x), dims, largest, group)  # type: ignore[no-untyped-call]
     return _shaped(found.to(x.dtype), dims, keepdim)
 
 
-def norm_part(x: Tensor, dims: Dims, keepdim: bool, group: Joint) -> Tensor:
+def norm_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tensor:
     """The 2-norm over `dims` of all ranks' parts; that of zeros has no gradient."""
     squares = summed(wide(x).square().sum(dims, keepdim=True), group)
     tiny = torch.finfo(squares.dtype).tiny
@@ -29,12 +29,12 @@ def norm_part(x: Tensor, dims: Dims, keepdim: bool, group: Joint) -> Tensor:
     return _shaped(norm.to(x.dtype), dims, keepdim)
 
 
-def log_sum_part(x: Tensor, dims: Dims, keepdim: bool, group: Joint) -> Tensor:
+def log_sum_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tensor:
     """The logarithm of the sum over `dims` of all ranks' parts."""
     return _shaped(summed(wide(x).sum(dims, keepdim=True), group).log().to(x.dtype), dims, keepdim)
 
 
-def log_sum_exp_part(x: Tensor, dims: Dims, keepdim: bool, group: Joint) -> Tensor:
+def log_sum_exp_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tensor:
     """The logarithm of the sum of exponentials over `dims` of all ranks' parts."""
     data = wide(x)
     largest = group.largest(data.amax(dims, keepdim=True))
@@ -43,7 +43,7 @@ def log_sum_exp_part(x: Tensor, dims: Dims, keepdim: bool, group: Joint) -> Tens
     return _shaped(total.to(x.dtype), dims, keepdim)
 
 
-def index_of_extreme_part(x: Tensor, dim: int, keepdim: bool, largest: bool, last: bool, group: Joint) -> Tensor:
+def index_of_extreme_part(x: Tensor, dim: int, keepdim: bool, largest: bool, last: bool, group: ShardedAxis) -> Tensor:
     """Where along `dim` of all ranks' parts the largest or smallest lies: the first or the last place."""
     data = wide(x) if largest else -wide(x)
     extent = x.shape[dim]
@@ -62,7 +62,7 @@ def _shaped(x: Tensor, dims: Dims, keepdim: bool) -> Tensor:
 
 class _Extreme(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, dims: Dims, largest: bool, group: Joint) -> Tensor:
+    def forward(context: Any, x: Tensor, dims: Dims, largest: bool, group: ShardedAxis) -> Tensor:
         if largest:
             found = group.largest(x.amax(dims, keepdim=True))
         else:

@@ -7,22 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.operators.joint import Joint, precise
+from autopipe.backends.torch.runtime.operators.joint import ShardedAxis, precise
 
 
-def softmax_part(scores: Tensor, dim: int, group: Joint) -> Tensor:
+def softmax_part(scores: Tensor, dim: int, group: ShardedAxis) -> Tensor:
     """This rank's part of a softmax along `dim`."""
     found: Tensor = _Softmax.apply(precise(scores), dim, group)  # type: ignore[no-untyped-call]
     return found
 
 
-def log_softmax_part(scores: Tensor, dim: int, group: Joint) -> Tensor:
+def log_softmax_part(scores: Tensor, dim: int, group: ShardedAxis) -> Tensor:
     """This rank's part of the logarithms of a softmax along `dim`."""
     found: Tensor = _LogSoftmax.apply(precise(scores), dim, group)  # type: ignore[no-untyped-call]
     return found
 
 
-def _shifted(scores: Tensor, dim: int, group: Joint) -> tuple[Tensor, Tensor]:
+def _shifted(scores: Tensor, dim: int, group: ShardedAxis) -> tuple[Tensor, Tensor]:
     """Scores less the largest of all, and the sum of their exponentials over all ranks."""
     shifted = scores - group.largest(scores.amax(dim, keepdim=True))
     return shifted, group.total(shifted.exp().sum(dim, keepdim=True))
@@ -30,7 +30,7 @@ def _shifted(scores: Tensor, dim: int, group: Joint) -> tuple[Tensor, Tensor]:
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, scores: Tensor, dim: int, group: Joint) -> Tensor:
+    def forward(context: Any, scores: Tensor, dim: int, group: ShardedAxis) -> Tensor:
         context.dim, context.group = dim, group
         shifted, total = _shifted(scores, dim, group)
         result = shifted.exp_().div_(total)
@@ -46,7 +46,7 @@ class _Softmax(torch.autograd.Function):
 
 class _LogSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, scores: Tensor, dim: int, group: Joint) -> Tensor:
+    def forward(context: Any, scores: Tensor, dim: int, group: ShardedAxis) -> Tensor:
         context.dim, context.group = dim, group
         shifted, total = _shifted(scores, dim, group)
         result = shifted.sub_(total.log())

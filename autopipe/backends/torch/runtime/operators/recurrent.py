@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autopipe.backends.torch.runtime.operators.gates import Activation, activation_named
-from autopipe.backends.torch.runtime.operators.joint import Joint
+from autopipe.backends.torch.runtime.operators.joint import ShardedAxis
 from autopipe.backends.torch.runtime.operators.recurrent_layer import Cell, arranged, fused, layer_of, loop, own_units
 
 
@@ -45,7 +45,7 @@ def rnn(
     beta: tuple[float, ...] = (),
     clip: float | None = None,
     batch_first: bool = False,
-    group: Joint | None = None,
+    group: ShardedAxis | None = None,
 ) -> tuple[Tensor, ...]:
     """Elman's network: `h' = f(W x + R h + b)`. Returns all outputs and the last states."""
     layer = layer_of(x, weight, recurrence, bias, lengths, hidden, (), direction, clip, batch_first, group)
@@ -83,7 +83,7 @@ def gru(
     clip: float | None = None,
     reset_after: bool = False,
     batch_first: bool = False,
-    group: Joint | None = None,
+    group: ShardedAxis | None = None,
 ) -> tuple[Tensor, ...]:
     """Gated recurrent unit, gates in ONNX's order: update, reset, hidden. Returns all outputs and the last states.
 
@@ -135,7 +135,7 @@ def lstm(
     clip: float | None = None,
     coupled: bool = False,
     batch_first: bool = False,
-    group: Joint | None = None,
+    group: ShardedAxis | None = None,
 ) -> tuple[Tensor, ...]:
     """Long short-term memory, gates in ONNX's order: input, output, forget, cell.
 

@@ -1,4 +1,4 @@
-"""What recurrent layers share: their operands, the loop over the steps, and torch's fused kernels.
+"""Common parts of recurrent layers: their operands, the loop over the steps, and torch's fused kernels.
 
 Where ranks share a layer, each has some of the hidden units, in every gate and direction: it holds the weights whole
 and uses the rows of its own units, and all units' outputs are gathered before each step but the first.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.operators.joint import Joint
+from autopipe.backends.torch.runtime.operators.joint import ShardedAxis
 
 Cell = Callable[[Tensor, list[Tensor], Tensor], list[Tensor]]
 """From a step's input, as all gates have it, the states before it and all units' outputs before it, to the states after
@@ -33,7 +33,7 @@ class Layer:
     states: list[Tensor]
     direction: str
     clip: float | None
-    group: Joint | None
+    group: ShardedAxis | None
 
     @property
     def width(self) -> int:
@@ -68,7 +68,7 @@ def layer_of(
     direction: str,
     clip: float | None,
     batch_first: bool,
-    group: Joint | None,
+    group: ShardedAxis | None,
 ) -> Layer:
     """The layer from its operator's operands; `hidden` is that of all units, `others` are own units' other states."""
     if batch_first:
@@ -85,7 +85,7 @@ def layer_of(
     return Layer(x, weight, recurrence, bias, lengths, start, states, direction, clip, group)
 
 
-def own_units(tensor: Tensor, gates: int, dim: int, group: Joint | None) -> Tensor:
+def own_units(tensor: Tensor, gates: int, dim: int, group: ShardedAxis | None) -> Tensor:
     """Of a dimension that counts units in each gate, those of this rank."""
     if group is None:
         return tensor

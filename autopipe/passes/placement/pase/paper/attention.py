@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph
 from autopipe.passes.placement.pase.paper.costs import Movement, Softmax
-from autopipe.passes.placement.pase.paper.drafting import Draft, Pattern, Words
+from autopipe.passes.placement.pase.paper.drafting import LayerGraphBuilder, Pattern, Words
 from autopipe.passes.placement.pase.paper.generic import by_space
 from autopipe.passes.placement.pase.paper.layers import Place
 from autopipe.passes.placement.pase.paper.products import product_of
@@ -28,7 +28,7 @@ class Projections:
 
 
 def projections(graph: Graph) -> dict[int, Projections]:
-    """What each attention reads, where that is three equal projections, by weights, of values of one shape."""
+    """Inputs of each attention, where they are three equal projections, by weights, of values of one shape."""
     readers = graph.consumers()
     found = {}
     for index, node in enumerate(graph.nodes):
@@ -63,7 +63,7 @@ def _traced(graph: Graph, name: str, readers: dict[str, tuple[int, ...]]) -> tup
     return None
 
 
-def attend(draft: Draft, index: int, projected: Projections | None) -> None:
+def attend(draft: LayerGraphBuilder, index: int, projected: Projections | None) -> None:
     """The layers of an attention, with its projections where they are equal; masks are free and cost nothing."""
     node, graph = draft.graph.nodes[index], draft.graph
     queries, keys, values = (graph.type_of(name).shape for name in node.inputs[:3])
@@ -106,7 +106,7 @@ def attend(draft: Draft, index: int, projected: Projections | None) -> None:
     )
 
 
-def _project(draft: Draft, name: str, projected: Projections, shape: tuple[int, ...]) -> tuple[Place, ...]:
+def _project(draft: LayerGraphBuilder, name: str, projected: Projections, shape: tuple[int, ...]) -> tuple[Place, ...]:
     """Queries, keys and values by one product: of one value with three weights, or of three values stacked."""
     batch, heads, length, width = shape
     inner = draft.graph.type_of(projected.sources[0]).shape[2]

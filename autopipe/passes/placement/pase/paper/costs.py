@@ -1,4 +1,4 @@
-"""What a layer costs under the paper's model: operations on one device's part, and the layer's exchanges as operations.
+"""Costs of a layer under the paper's model: operations on one device's part, and the layer's exchanges as operations.
 
 Every cost is a function of the axes' degrees, vectorised over configurations. A multiply-add counts one operation;
 forward and backward are counted together. Volumes are words. Where a degree does not divide what it cuts (the input of

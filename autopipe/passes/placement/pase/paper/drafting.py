@@ -36,12 +36,12 @@ class Pattern:
     whole: frozenset[str] = frozenset()
     divided: tuple[tuple[str, tuple[int, ...]], ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
-    """What the nodes call an axis that neither they nor the layer show in a tensor that has a place."""
+    """Names in the nodes of an axis that neither they nor the layer show in a tensor that has a place."""
     inside: int | None = None
     """The node that computes this on its way to what another layer stands for."""
 
 
-class Draft:
+class LayerGraphBuilder:
     """The paper's graph while it grows. `places` holds the values that layers make; all others are free to read."""
 
     def __init__(self, graph: Graph) -> None:
@@ -128,7 +128,7 @@ class Draft:
         return factors
 
     def _operand(self, place: Place, words: Words, indices: Indices, extents: tuple[int, ...]) -> Tensor:
-        """What the layer reads, by the dimensions of the result that it comes from."""
+        """Operand of the layer, by the dimensions of the result that it comes from."""
         source = self.tensor(place).extents
         axes: list[tuple[int, ...]] = [()] * len(source)
         for dimension, group in zip(words, place.groups, strict=True):

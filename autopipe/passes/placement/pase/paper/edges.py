@@ -1,4 +1,4 @@
-"""What moving a tensor from one layer to the next costs under the paper's model."""
+"""Cost of moving a tensor from one layer to the next under the paper's model."""
 
 from __future__ import annotations
 

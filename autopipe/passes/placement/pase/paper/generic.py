@@ -6,14 +6,14 @@ from autopipe.ir.graph import Node
 from autopipe.ir.ops import operator_of, space_of
 from autopipe.ir.space import AxisKind
 from autopipe.passes.placement.pase.paper.costs import Cost, Elementwise, Movement, Reduction
-from autopipe.passes.placement.pase.paper.drafting import Draft, Indices, Pattern
+from autopipe.passes.placement.pase.paper.drafting import Indices, LayerGraphBuilder, Pattern
 from autopipe.passes.placement.pase.paper.layers import Place
 
 RENAMINGS = frozenset({"Identity", "Cast", "CastLike", "BitCast"})
 """Operators that leave every element where it is and cost the paper nothing."""
 
 
-def pointwise(draft: Draft, index: int) -> None:
+def pointwise(draft: LayerGraphBuilder, index: int) -> None:
     """An operation on each element joins the layer that makes them; one that brings two layers together is a layer.
 
     A parameter or constant beside it has to be a vector or a scalar: a bias, a scale.
@@ -33,13 +33,13 @@ def pointwise(draft: Draft, index: int) -> None:
     draft.places.update((name, place) for name in node.outputs if name)
 
 
-def _same_shape(draft: Draft, node: Node) -> bool:
+def _same_shape(draft: LayerGraphBuilder, node: Node) -> bool:
     graph = draft.graph
     result = graph.type_of(node.outputs[0]).shape
     return all(graph.type_of(name).shape == result for name in node.inputs if name in draft.places)
 
 
-def transpose(draft: Draft, index: int) -> None:
+def transpose(draft: LayerGraphBuilder, index: int) -> None:
     """A permutation of dimensions drops out."""
     node = draft.graph.nodes[index]
     place = draft.places[node.inputs[0]]
@@ -50,7 +50,7 @@ def transpose(draft: Draft, index: int) -> None:
     draft.places[node.outputs[0]] = Place(place.layer, place.result, groups)
 
 
-def by_space(draft: Draft, index: int) -> None:
+def by_space(draft: LayerGraphBuilder, index: int) -> None:
     """A layer over the operator's own iteration space; only axes that every result has may be cut."""
     node, graph = draft.graph.nodes[index], draft.graph
     row = operator_of(node)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from autopipe.passes.placement.pase.paper.costs import Norm, Pooling, Product, Reduction
-from autopipe.passes.placement.pase.paper.drafting import Draft, Pattern, Words
+from autopipe.passes.placement.pase.paper.drafting import LayerGraphBuilder, Pattern, Words
 
 SPATIAL = "hwd"
 KERNEL = "rst"
 
 
-def convolve(draft: Draft, index: int) -> None:
+def convolve(draft: LayerGraphBuilder, index: int) -> None:
     """Conv over (b, c, h, w, r, s, n): rows b h w, summed c r s, columns n."""
     node, graph = draft.graph.nodes[index], draft.graph
     weight, result = graph.type_of(node.inputs[1]).shape, graph.type_of(node.outputs[0]).shape
@@ -36,7 +36,7 @@ def convolve(draft: Draft, index: int) -> None:
     draft.places[node.outputs[0]] = places[0]
 
 
-def pool(draft: Draft, index: int) -> None:
+def pool(draft: LayerGraphBuilder, index: int) -> None:
     """A window moved over an image: every axis of the result may be cut."""
     node, graph = draft.graph.nodes[index], draft.graph
     source, result = graph.type_of(node.inputs[0]).shape, graph.type_of(node.outputs[0]).shape
@@ -50,7 +50,7 @@ def pool(draft: Draft, index: int) -> None:
     draft.places[node.outputs[0]] = places[0]
 
 
-def mean_image(draft: Draft, index: int) -> None:
+def mean_image(draft: LayerGraphBuilder, index: int) -> None:
     """GlobalAveragePool: a mean over all spatial axes."""
     node, graph = draft.graph.nodes[index], draft.graph
     source, result = graph.type_of(node.inputs[0]).shape, graph.type_of(node.outputs[0]).shape
@@ -64,7 +64,7 @@ def mean_image(draft: Draft, index: int) -> None:
     draft.places[node.outputs[0]] = places[0]
 
 
-def batch_norm(draft: Draft, index: int) -> None:
+def batch_norm(draft: LayerGraphBuilder, index: int) -> None:
     """BatchNormalization: for the paper a norm over the batch, whatever statistics the model uses."""
     node, graph = draft.graph.nodes[index], draft.graph
     shape = graph.type_of(node.outputs[0]).shape

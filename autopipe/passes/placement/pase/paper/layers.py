@@ -22,7 +22,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """What a layer reads or writes: each dimension's extent, and the layer's axes that cut it together."""
+    """Operand or result of a layer: each dimension's extent, and the layer's axes that cut it together."""
 
     extents: tuple[int, ...]
     axes: tuple[tuple[int, ...], ...]
@@ -35,7 +35,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What a layer computes, whatever it is called: equal layers have equal costs.
+    """Computation of a layer, whatever its name: equal layers have equal costs.
 
     `contiguous` keeps configurations that cut the axes, taken row-major, into contiguous pieces (flattening).
     """

@@ -69,7 +69,7 @@ def _splits_of(graph: Graph, layers: LayerGraph, index: int, degrees: Sequence[i
 
 
 def _inner_splits(strategy: PaperStrategy) -> Iterator[tuple[int, Split]]:
-    """What cuts a layer inside of a node in another way than the layer that gives the node's result."""
+    """Splits inside of a node that differ from those of the layer that gives the node's result."""
     named = list(strategy.splits().values())
     outer = {node: index for index, placed in enumerate(strategy.graph.layers) for node in placed.nodes}
     for index, placed in enumerate(strategy.graph.layers):
@@ -82,13 +82,13 @@ def _inner_splits(strategy: PaperStrategy) -> Iterator[tuple[int, Split]]:
 
 
 def _is_one_cut(layer: Layer, axes: tuple[int, ...], degrees: Sequence[int]) -> bool:
-    """Whether cutting all of `axes` cuts the dimension that they make up into contiguous pieces."""
+    """True if cutting all of `axes` cuts the dimension that they make up into contiguous pieces."""
     last = max((place for place, axis in enumerate(axes) if degrees[axis] > 1), default=0)
     return all(degrees[axis] == layer.axes[axis].extent for axis in axes[:last])
 
 
 def _meaning(graph: Graph, layers: LayerGraph, index: int, node: int) -> Meaning:
-    """What the axes of a node are in its layer, found by the dimensions of tensors that both know."""
+    """Axes of a node by those of its layer, found by the dimensions of tensors that both know."""
     placed, space = layers.layers[index], space_of(graph, graph.nodes[node])
     meaning: Meaning = {}
     for name, tensor in zip(graph.nodes[node].outputs, space.results, strict=True):

@@ -6,18 +6,18 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.ops import space_of
 from autopipe.ir.space import Space
 from autopipe.passes.placement.pase.paper.costs import Cost, Product
-from autopipe.passes.placement.pase.paper.drafting import Draft, Indices, Pattern, Words
+from autopipe.passes.placement.pase.paper.drafting import Indices, LayerGraphBuilder, Pattern, Words
 from autopipe.passes.placement.pase.paper.generic import by_space
 
 
-def multiply(draft: Draft, index: int) -> None:
+def multiply(draft: LayerGraphBuilder, index: int) -> None:
     """MatMul and Gemm over the axes of their own iteration space; columns that a reshape takes apart are axes each."""
     node = draft.graph.nodes[index]
     columns = divided_columns(draft.graph, index)
     _lay_product(draft, index, space_of(draft.graph, node), (("n", columns),) if columns else ())
 
 
-def multiply_by_equation(draft: Draft, index: int) -> None:
+def multiply_by_equation(draft: LayerGraphBuilder, index: int) -> None:
     """Einsum of two factors; other equations count elementwise."""
     node = draft.graph.nodes[index]
     if len(node.inputs) == 2:
@@ -42,7 +42,9 @@ def product_of(left: Words, right: Words, result: Words, indices: Indices, point
     )
 
 
-def _lay_product(draft: Draft, index: int, space: Space, divided: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
+def _lay_product(
+    draft: LayerGraphBuilder, index: int, space: Space, divided: tuple[tuple[str, tuple[int, ...]], ...]
+) -> None:
     node, graph = draft.graph.nodes[index], draft.graph
     left, right, result = space.operands[0], space.operands[1], space.results[0]
     assert left is not None and right is not None and result is not None
@@ -81,7 +83,7 @@ def divided_columns(graph: Graph, index: int) -> tuple[int, ...]:
     return ()
 
 
-def embed(draft: Draft, index: int) -> None:
+def embed(draft: LayerGraphBuilder, index: int) -> None:
     """A lookup of rows of a table that is a parameter: a product with one-hot rows, which are free to read."""
     node, graph = draft.graph.nodes[index], draft.graph
     table, indices = (graph.type_of(name).shape for name in node.inputs[:2])

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 from autopipe.ir.graph import Node
 from autopipe.passes.placement.pase.paper.costs import Recurrent
-from autopipe.passes.placement.pase.paper.drafting import Draft, Pattern, Words
+from autopipe.passes.placement.pase.paper.drafting import LayerGraphBuilder, Pattern, Words
 from autopipe.passes.placement.pase.paper.generic import by_space
 from autopipe.passes.placement.pase.paper.layers import Place
 
 OUT: Words = (("s",), (), ("b",), ("n",))
-"""What indexes an LSTM's first result: step, direction, batch, unit."""
+"""Indices of an LSTM's first result: step, direction, batch, unit."""
 
 
-def recur(draft: Draft, index: int) -> None:
+def recur(draft: LayerGraphBuilder, index: int) -> None:
     """LSTM over (l, s, b, n, k), steps whole; one that reads another of its own shape joins it as one more layer."""
     node, graph = draft.graph.nodes[index], draft.graph
     if not node.outputs[0] or node.integer("layout") != 0:
@@ -42,15 +42,15 @@ def recur(draft: Draft, index: int) -> None:
     _stand(draft, node, places[0])
 
 
-def _stand(draft: Draft, node: Node, place: Place) -> None:
+def _stand(draft: LayerGraphBuilder, node: Node, place: Place) -> None:
     """Let `place` stand for an LSTM's results: its states are the last step of its first one."""
     last = Place(place.layer, place.result, place.groups[1:])
     draft.places.update((name, last) for name in node.outputs[1:] if name)
     draft.places[node.outputs[0]] = place
 
 
-def _joins(draft: Draft, place: Place, inputs: int, units: int) -> bool:
-    """Whether what is read is the whole result, as it was written, of an LSTM of as many units."""
+def _joins(draft: LayerGraphBuilder, place: Place, inputs: int, units: int) -> bool:
+    """True if what is read is the whole result, as it was written, of an LSTM of as many units."""
     layer = draft.layers[place.layer].layer
     read = tuple(dimension for group in place.groups for dimension in group if dimension != 1)
     return isinstance(layer.cost, Recurrent) and read == (0, 2, 3) and inputs == units == layer.extents[3]

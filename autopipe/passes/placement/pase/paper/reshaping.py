@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from autopipe.passes.placement.pase.paper.costs import Movement, Product
-from autopipe.passes.placement.pase.paper.drafting import Draft, regrouped
+from autopipe.passes.placement.pase.paper.drafting import LayerGraphBuilder, regrouped
 from autopipe.passes.placement.pase.paper.layers import Axis, Layer, Place, PlacedLayer, Tensor
 
 
-def reshape(draft: Draft, index: int) -> None:
+def reshape(draft: LayerGraphBuilder, index: int) -> None:
     """Reshape, Flatten, Squeeze and Unsqueeze.
 
     What only adds or drops dimensions of extent one, puts the rows of a matrix one after the other, or merges axes of a
@@ -26,8 +26,8 @@ def reshape(draft: Draft, index: int) -> None:
         draft.places[node.outputs[0]] = _flattened(draft, index, place, shape)
 
 
-def _dropped_out(draft: Draft, place: Place, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
-    """What makes up each dimension of `shape`, where the reshape is no more than that."""
+def _dropped_out(draft: LayerGraphBuilder, place: Place, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
+    """Dimensions that make up each dimension of `shape`, where the reshape is no more than that."""
     order = [dimension for group in place.groups for dimension in group]
     extents = draft.tensor(place).extents
     groups = regrouped([extents[dimension] for dimension in order], shape)
@@ -40,7 +40,7 @@ def _dropped_out(draft: Draft, place: Place, shape: tuple[int, ...]) -> tuple[tu
     return tuple(tuple(order[position] for position in group) for group in groups)
 
 
-def _flattened(draft: Draft, index: int, place: Place, shape: tuple[int, ...]) -> Place:
+def _flattened(draft: LayerGraphBuilder, index: int, place: Place, shape: tuple[int, ...]) -> Place:
     """The tensor flattened and given its new dimensions, cut into contiguous pieces on both sides."""
     name, source = draft.graph.nodes[index].name, draft.tensor(place).extents
     order = [dimension for group in place.groups for dimension in group]

@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopipe.passes.placement.pase.paper.costs import Cost, CrossEntropy, Norm, Softmax
-from autopipe.passes.placement.pase.paper.drafting import Draft, Pattern, Words
+from autopipe.passes.placement.pase.paper.drafting import LayerGraphBuilder, Pattern, Words
 
 
-def softmax(draft: Draft, index: int) -> None:
+def softmax(draft: LayerGraphBuilder, index: int) -> None:
     """Softmax over its axis."""
     node = draft.graph.nodes[index]
     _lay_rows(draft, index, node.integer("axis", -1), Softmax)
 
 
-def normalise(draft: Draft, index: int) -> None:
+def normalise(draft: LayerGraphBuilder, index: int) -> None:
     """LayerNormalization: the paper's norm over the last axis."""
     _lay_rows(draft, index, -1, Norm)
 
 
-def classify(draft: Draft, index: int) -> None:
+def classify(draft: LayerGraphBuilder, index: int) -> None:
     """SoftmaxCrossEntropyLoss over the classes, dimension 1; nothing reads its result."""
     _lay_rows(draft, index, 1, CrossEntropy)
 
 
-def _lay_rows(draft: Draft, index: int, axis: int, kind: Callable[[int], Cost]) -> None:
+def _lay_rows(draft: LayerGraphBuilder, index: int, axis: int, kind: Callable[[int], Cost]) -> None:
     """A layer over every axis of the first operand, with special costs along one."""
     node, graph = draft.graph.nodes[index], draft.graph
     shape, result = graph.type_of(node.inputs[0]).shape, graph.type_of(node.outputs[0]).shape

@@ -10,7 +10,7 @@ from autopipe.passes.placement.pase.paper.samples import data_parallel
 from autopipe.passes.placement.pase.paper.strategy import PaperStrategy, cost_of, find_strategy
 from autopipe.passes.placement.pase.paper.tables import PaperTables, build_tables
 from autopipe.passes.placement.pase.paper.view import layer_graph
-from autopipe.passes.solvers.min_sum import Answer, MinSum, solve
+from autopipe.passes.solvers.min_sum import Assignment, MinSum, solve
 
 
 def tables_of(problem: Problem, rate: float = WORD_OPERATIONS) -> PaperTables:
@@ -19,13 +19,13 @@ def tables_of(problem: Problem, rate: float = WORD_OPERATIONS) -> PaperTables:
 
 
 def search(
-    problem: Problem, solver: Callable[[MinSum], Answer] = solve, rate: float = WORD_OPERATIONS
+    problem: Problem, solver: Callable[[MinSum], Assignment] = solve, rate: float = WORD_OPERATIONS
 ) -> PaperStrategy:
     """The best strategy in the paper's space; `placing.placement_of` makes a placement of it."""
     return find_strategy(tables_of(problem, rate), solver)
 
 
 def data_parallel_cost(problem: Problem, rate: float = WORD_OPERATIONS) -> float:
-    """What data parallelism costs under the same model."""
+    """Cost of data parallelism under the same model."""
     layers = layer_graph(problem.graph)
     return cost_of(layers, data_parallel(problem.graph, layers, problem.cluster.size), rate)

@@ -11,7 +11,7 @@ from autopipe.passes.placement.pase.paper.costs import WORD_OPERATIONS
 from autopipe.passes.placement.pase.paper.edges import transfer
 from autopipe.passes.placement.pase.paper.layers import LayerGraph
 from autopipe.passes.placement.pase.paper.tables import PaperTables
-from autopipe.passes.solvers.min_sum import Answer, Edge, MinSum, solve
+from autopipe.passes.solvers.min_sum import Assignment, Edge, MinSum, solve
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +25,7 @@ class PaperStrategy:
     cost: float
     """Operations, what is exchanged counted as operations."""
     bound: float
-    """What no strategy is below."""
+    """Lower bound on every strategy."""
     proven: bool
 
     def splits(self) -> dict[str, dict[str, int]]:
@@ -42,7 +42,7 @@ def model_of(tables: PaperTables) -> MinSum:
     return MinSum(tables.layer_costs, tuple(Edge(edge.source, edge.target, costs) for edge, costs in edges))
 
 
-def find_strategy(tables: PaperTables, solver: Callable[[MinSum], Answer] = solve) -> PaperStrategy:
+def find_strategy(tables: PaperTables, solver: Callable[[MinSum], Assignment] = solve) -> PaperStrategy:
     """The strategy of least cost, found by `solver`."""
     answer = solver(model_of(tables))
     chosen = zip(tables.configurations, answer.choice, strict=True)
@@ -51,7 +51,7 @@ def find_strategy(tables: PaperTables, solver: Callable[[MinSum], Answer] = solv
 
 
 def cost_of(graph: LayerGraph, degrees: Sequence[tuple[int, ...]], rate: float = WORD_OPERATIONS) -> float:
-    """What a strategy costs, whether or not its configurations are among those that are searched."""
+    """Cost of a strategy, in the searched space or not."""
     rows = [np.array([each], dtype=np.int64) for each in degrees]
     total = sum(float(placed.layer.costs(row, rate)[0]) for placed, row in zip(graph.layers, rows, strict=True))
     for edge in graph.edges:

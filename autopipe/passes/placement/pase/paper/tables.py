@@ -13,7 +13,7 @@ from autopipe.passes.placement.pase.paper.layers import Layer, LayerGraph
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaperTables:
-    """Configurations and costs of a graph on so many devices: entry i of each belongs to layer or edge i."""
+    """Configurations and costs of a graph on `devices` devices: entry i of each belongs to layer or edge i."""
 
     graph: LayerGraph
     devices: int
@@ -23,7 +23,7 @@ class PaperTables:
     """[source configurations, target configurations] of each edge."""
 
     def cost(self, choice: tuple[int, ...]) -> float:
-        """What a strategy costs: `choice` is a configuration of each layer."""
+        """Cost of a strategy: `choice` is a configuration of each layer."""
         layers = sum(float(costs[chosen]) for costs, chosen in zip(self.layer_costs, choice, strict=True))
         return layers + sum(
             float(costs[choice[edge.source], choice[edge.target]])

@@ -12,7 +12,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.ops import operator_of
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.passes.placement.pase.paper.attention import attend, projections
-from autopipe.passes.placement.pase.paper.drafting import Draft
+from autopipe.passes.placement.pase.paper.drafting import LayerGraphBuilder
 from autopipe.passes.placement.pase.paper.generic import by_space, pointwise, transpose
 from autopipe.passes.placement.pase.paper.images import batch_norm, convolve, mean_image, pool
 from autopipe.passes.placement.pase.paper.layers import LayerGraph
@@ -21,7 +21,7 @@ from autopipe.passes.placement.pase.paper.recurrence import recur
 from autopipe.passes.placement.pase.paper.reshaping import reshape
 from autopipe.passes.placement.pase.paper.rows import classify, normalise, softmax
 
-RULES: Mapping[str, Callable[[Draft, int], None]] = {
+RULES: Mapping[str, Callable[[LayerGraphBuilder, int], None]] = {
     "AveragePool": pool,
     "BatchNormalization": batch_norm,
     "Conv": convolve,
@@ -52,7 +52,7 @@ def layer_graph(graph: Graph) -> LayerGraph:
     Values that depend on no parameter and on no costly operator (inputs, masks, positions), and parameters, are free to
     read: they have no edges.
     """
-    draft = Draft(graph)
+    draft = LayerGraphBuilder(graph)
     attentions = projections(graph)
     absorbed = {node for each in attentions.values() for node in each.nodes}
     skipped = recomputed_nodes(graph) | absorbed | _of_weights(graph)

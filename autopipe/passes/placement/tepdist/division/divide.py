@@ -16,7 +16,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
 from autopipe.passes.placement.tepdist.division.flow import Places, flow_of
-from autopipe.passes.placement.tepdist.division.search import Search
+from autopipe.passes.placement.tepdist.division.search import DivisionProblem
 from autopipe.passes.placement.tepdist.division.windows import Windows, windows_of
 from autopipe.passes.solvers.milp import SolverName
 
@@ -36,13 +36,13 @@ class StageDivision:
     unbalance: float
     """By how much, as a share of the mean, the largest stage takes more work than the mean."""
     line_bytes: float
-    """What the best line of operators crosses under the same limit; infinite where there is none."""
+    """Bytes that cross in the best line of operators under the same limit; infinite where there is none."""
     groups: int
     """Groups of operators that the integer program divided."""
 
     @property
     def proven(self) -> bool:
-        """Whether the groups cannot be divided better."""
+        """True if the groups cannot be divided better."""
         return self.crossing_bytes <= self.bound * (1 + _SAME)
 
 
@@ -67,7 +67,7 @@ def divide(
     order = np.lexsort((np.arange(flow.operators), windows.last, windows.first))
     flow, nodes = flow.reordered(order), nodes[order]
     windows = Windows(windows.first[order], windows.last[order])
-    search = Search(flow, stages, windows, unbalance, time.monotonic() + time_limit, solver)
+    search = DivisionProblem(flow, stages, windows, unbalance, time.monotonic() + time_limit, solver)
     found = search.run()
     mean = float(flow.work.sum()) / stages
     return StageDivision(

@@ -56,7 +56,9 @@ def _neighbours(flow: Flow, cheap: float) -> Places:
     for operator in np.flatnonzero(flow.work <= cheap).tolist():
         earlier = _earlier(flow, before, operator, reads[operator], gives[operator])
         # Two that join one another at once might close a circle: what is joined stays where it is, this time.
-        other = earlier if earlier is not None else _later(flow, before, operator, reads[operator], gives[operator])
+        other = (
+            earlier if earlier is not None else _sole_reader(flow, before, operator, reads[operator], gives[operator])
+        )
         if other is not None and into[other] == other and not joined[operator]:
             into[operator] = other
             joined[other] = True
@@ -80,7 +82,7 @@ def _earlier(flow: Flow, before: Bits, operator: int, reads: list[int], gives: l
     return last if sum(flow.size[value] for value in gives) <= saved else None
 
 
-def _later(flow: Flow, before: Bits, operator: int, reads: list[int], gives: list[int]) -> int | None:
+def _sole_reader(flow: Flow, before: Bits, operator: int, reads: list[int], gives: list[int]) -> int | None:
     """The operator that `operator` may wait for: its first reader, of which all other readers come after.
 
     What it reads then crosses in place of what it gives, which is no less.

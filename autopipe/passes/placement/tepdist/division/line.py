@@ -51,7 +51,7 @@ def best_line(flow: Flow, stages: int, limit: float, first: Places, last: Places
 
 
 class _Arrivals:
-    """What a stage receives, by the operator at which it does, as the stage's first operator moves on."""
+    """Values that a stage receives, by the operator at which it does, as the stage's first operator moves on."""
 
     def __init__(self, flow: Flow) -> None:
         self._bytes = np.zeros(flow.operators)
@@ -88,7 +88,7 @@ def least_limit(flow: Flow, stages: int, first: Places, last: Places) -> float:
 
 
 def is_any_line(flow: Flow, stages: int, limit: float, first: Places, last: Places) -> bool:
-    """Whether there is a line at all, as `best_line` asks for it."""
+    """True if there is a line at all, as `best_line` asks for it."""
     count = flow.operators
     done = np.concatenate(([0.0], np.cumsum(flow.work)))
     furthest = np.searchsorted(done, done[:-1] + limit * (1 + _ROUNDING), side="right") - 1

@@ -35,9 +35,9 @@ class Program:
         counts = self.windows.last - self.windows.first
         self._begin = np.concatenate(([0], np.cumsum(counts)))
         self.builder.add_variables(int(counts.sum()))
-        self._ordered()
+        self._order_rows()
 
-    def later(self, operator: int, stage: int, factor: float = 1.0) -> Term:
+    def in_or_after(self, operator: int, stage: int, factor: float = 1.0) -> Term:
         """Is the operator in this stage or a later one?"""
         if stage <= self.windows.first[operator]:
             return -1, factor
@@ -47,7 +47,7 @@ class Program:
 
     def within(self, operator: int, stage: int, factor: float = 1.0) -> list[Term]:
         """Is the operator in this stage?"""
-        return [self.later(operator, stage, factor), self.later(operator, stage + 1, -factor)]
+        return [self.in_or_after(operator, stage, factor), self.in_or_after(operator, stage + 1, -factor)]
 
     def at_least(self, terms: list[Term], least: float) -> None:
         """A row: the sum of the terms is at least this."""
@@ -76,16 +76,16 @@ class Program:
         found: Places = self.windows.first + np.rint(np.diff(chosen[self._begin])).astype(np.int64)
         return found
 
-    def _ordered(self) -> None:
+    def _order_rows(self) -> None:
         """Stages are counted upwards, edges lead to no earlier one, and each stage has work."""
         first, last = self.windows.first, self.windows.last
         for operator in range(self.flow.operators):
             for stage in range(first[operator] + 1, last[operator]):
-                self.at_least([self.later(operator, stage), self.later(operator, stage + 1, -1.0)], 0.0)
+                self.at_least([self.in_or_after(operator, stage), self.in_or_after(operator, stage + 1, -1.0)], 0.0)
         _, sources, readers = self.flow.edges()
         for source, reader in np.unique(np.stack((sources, readers), axis=1), axis=0).tolist():
             for stage in range(first[reader] + 1, last[source] + 1):
-                self.at_least([self.later(reader, stage), self.later(source, stage, -1.0)], 0.0)
+                self.at_least([self.in_or_after(reader, stage), self.in_or_after(source, stage, -1.0)], 0.0)
         for stage in range(self.stages):
             working = [each for each in self.members(stage) if self.flow.work[each] > 0]
             self.at_least([term for each in working for term in self.within(each, stage)], 1.0)

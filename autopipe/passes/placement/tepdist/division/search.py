@@ -38,7 +38,7 @@ _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Division:
     """The stage of each operator, and what is known of it: see `StageDivision`."""
 
     stage: Places
@@ -48,8 +48,8 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
-    """What is asked: stages within `windows` that take at most (1 + `unbalance`) times the mean work."""
+class DivisionProblem:
+    """Problem of a division: stages within `windows` that take at most (1 + `unbalance`) times the mean work."""
 
     flow: Flow
     stages: int
@@ -59,7 +59,7 @@ class Search:
     """When integer programs end, by `time.monotonic`."""
     solver: SolverName
 
-    def run(self) -> Found:
+    def run(self) -> Division:
         """The division that crosses least. Raises InfeasibleError, with the smallest unbalance that has one."""
         working = int((self.flow.work > 0).sum())
         if working < self.stages:
@@ -80,7 +80,7 @@ class Search:
         crossing = self.flow.crossing(stage)
         # A line of single operators may cross less than any division of the groups, which then proves nothing of it.
         bound = min(bound, crossing) if bound <= crossing * (1 + _SAME) else 0.0
-        return Found(stage, bound, line_bytes, coarse.operators)
+        return Division(stage, bound, line_bytes, coarse.operators)
 
     def _groups(self, limit: float, ceiling: float, is_line: bool) -> Places:
         """Groups that can be divided under the limit, as far as that is seen by their line."""
@@ -118,7 +118,9 @@ class Search:
     def _programmed(
         self, coarse: Flow, windows: Windows, limit: float, group: Places, share: float
     ) -> tuple[Places | None, float]:
-        """What an integer program finds in a share of the time, and what it proves for these windows."""
+        """Solve an integer program in a share of the time; returns the division, and the bound proven for these
+        windows.
+        """
         program, model = crossing_program(coarse, self.stages, windows, limit)
         answer = solve(model, share * (self.end - time.monotonic()), solver=self.solver, nodes=_NODES)
         return program.stage(answer.values)[group] if answer.found else None, max(answer.bound, 0.0)

@@ -29,7 +29,7 @@ class Windows:
         return int((self.last - self.first).sum())
 
     def of_groups(self, group: Places) -> Windows:
-        """Those that all operators of a group have in common."""
+        """Intersection of the windows of all operators of a group."""
         count = int(group.max(initial=-1)) + 1
         first, last = np.zeros(count, dtype=np.int64), np.full(count, np.iinfo(np.int64).max)
         np.maximum.at(first, group, self.first)
@@ -37,14 +37,14 @@ class Windows:
         return Windows(first, last)
 
     def near(self, stage: Places, steps: int) -> Windows:
-        """Those no further than so many stages from `stage`."""
+        """Windows no further than `steps` stages from `stage`."""
         return Windows(np.maximum(self.first, stage - steps), np.minimum(self.last, stage + steps))
 
     def under(self, flow: Flow, stages: int, limit: float) -> Windows:
-        """Those that are left where no stage takes more work than `limit`.
+        """Windows that are left where no stage takes more work than `limit`.
 
-        All that an operator depends on is in no later stage, all that depends on it in no earlier one: as soon as
-        possible and as late as possible are by work, not by number of operators. They may be empty.
+        All predecessors of an operator are in no later stage, all its successors in no earlier one: as soon as possible
+        and as late as possible are by work, not by number of operators. They may be empty.
         """
         before, after = depending(flow)
         soonest = np.ceil(before / limit * (1 - _ROUNDING)).astype(np.int64) - 1
@@ -53,9 +53,8 @@ class Windows:
 
 
 def windows_of(graph: Graph, flow: Flow, nodes: Places, stages: int, settled: Mapping[int, int]) -> Windows:
-    """Those under which `settled` nodes are in the stages that are asked for, and every edge leads to no earlier stage.
-
-    Raises ConfigurationError, naming two nodes, where there are none.
+    """Windows under which `settled` nodes are in the stages that are asked for, and every edge leads to no earlier
+    stage. Raises ConfigurationError, naming two nodes, where there are none.
     """
     own = np.array([settled.get(node, -1) for node in nodes.tolist()], dtype=np.int64)
     first, last = np.maximum(own, 0), np.where(own < 0, stages - 1, own)

@@ -20,9 +20,9 @@ from autopipe.backends.torch.runtime.checkpointing.optimizer_state import Optimi
 from autopipe.backends.torch.runtime.checkpointing.training_state import TrainingState
 from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry, Storage
-from autopipe.backends.torch.runtime.meeting import Meeting
+from autopipe.backends.torch.runtime.meeting import ControlGroup
 from autopipe.backends.torch.runtime.optimizers import make_optimizer
-from autopipe.backends.torch.runtime.pulse import Pulse
+from autopipe.backends.torch.runtime.pulse import Heartbeat
 
 ADAMW = {
     "name": "adamw",
@@ -75,8 +75,8 @@ def save_all_steps(folder: Path, rank: int, world_size: int, store: str, says: C
     optimizer = make_optimizer(ADAMW, list(parameters.values()))
     assert optimizer is not None
     state = TrainingState(manifest, rank, parameters, OptimizerState(manifest, rank, parameters, optimizer), cpu)
-    meeting = Meeting(rank, world_size, 60.0, Pulse())
-    checkpointer = Checkpointer(folder, manifest, state, meeting, HostCopies(cpu), Pulse())
+    meeting = ControlGroup(rank, world_size, 60.0, Heartbeat())
+    checkpointer = Checkpointer(folder, manifest, state, meeting, HostCopies(cpu), Heartbeat())
 
     def digest() -> str:
         return digest_of(*(parameters[index].detach().numpy().tobytes() for index in (0, 1)))

@@ -25,9 +25,9 @@ from autopipe.backends.torch.runtime.checkpointing.optimizer_state import Optimi
 from autopipe.backends.torch.runtime.checkpointing.training_state import TrainingState
 from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry, Storage
-from autopipe.backends.torch.runtime.meeting import Meeting
+from autopipe.backends.torch.runtime.meeting import ControlGroup
 from autopipe.backends.torch.runtime.optimizers import make_optimizer
-from autopipe.backends.torch.runtime.pulse import Pulse
+from autopipe.backends.torch.runtime.pulse import Heartbeat
 from autopipe.ir.errors import ConfigurationError, LaunchError
 
 ADAMW = {
@@ -68,7 +68,9 @@ class Training:
         cpu = torch.device("cpu")
         kept = OptimizerState(manifest, 0, self.parameters, self.optimizer)
         state = TrainingState(manifest, 0, self.parameters, kept, cpu)
-        self.saved = Checkpointer(folder, manifest, state, Meeting(0, 1, 60.0, Pulse()), HostCopies(cpu), Pulse())
+        self.saved = Checkpointer(
+            folder, manifest, state, ControlGroup(0, 1, 60.0, Heartbeat()), HostCopies(cpu), Heartbeat()
+        )
 
     def step(self) -> float:
         loss = ((self.parameters[0] - torch.rand(4, 3)) ** 2).sum()

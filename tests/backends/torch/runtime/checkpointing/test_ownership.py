@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from autopipe.backends.torch.runtime.checkpointing.ownership import pieces_of
+from autopipe.backends.torch.runtime.checkpointing.ownership import write_blocks
 from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry, Storage
 from autopipe.ir.layout import Box
 from tests.backends.torch.checkpoint.test_reading import boxes_of
@@ -44,13 +44,13 @@ def test_every_element_that_is_held_is_written_once(seed: int, in_shares: bool) 
     found = replace(found, optimizer=ADAMW | {"shard": in_shares})
     written = {index: np.zeros(shape, int) for index, shape in enumerate(shapes)}
     numbers = set()
-    for rank, pieces in enumerate(pieces_of(found)):
+    for rank, pieces in enumerate(write_blocks(found)):
         held = {shard.parameter: Box(shard.starts, shard.stops) for shard in found.shards[rank]}
         for piece in pieces:
             assert piece.box.elements == 0 or piece.box.intersect(held[piece.parameter]) == piece.box
             written[piece.parameter][_region(piece.box)] += 1
             numbers.add((piece.parameter, piece.number))
-    assert len(numbers) == sum(len(pieces) for pieces in pieces_of(found))
+    assert len(numbers) == sum(len(pieces) for pieces in write_blocks(found))
     for index, array in written.items():
         expected = np.zeros(shapes[index], int)
         for shards in found.shards:
@@ -74,6 +74,6 @@ def test_copies_are_shared_evenly() -> None:
     entries = tuple(
         ParameterEntry(f"w{index}", "float32", shape, True, Storage("draw")) for index, shape in enumerate(shapes)
     )
-    found = pieces_of(Manifest(**form | {"parameters": entries, "shards": (shards,) * RANKS}))
+    found = write_blocks(Manifest(**form | {"parameters": entries, "shards": (shards,) * RANKS}))
     loads = [sum(piece.box.elements for piece in pieces) for pieces in found]
     assert max(loads) < 1.05 * sum(loads) / RANKS

@@ -16,7 +16,7 @@ from autopipe.passes.placement.tepdist.division.downsets import best_over_downse
 from autopipe.passes.placement.tepdist.division.flow import Flow, make_flow
 from autopipe.passes.placement.tepdist.division.groups import coarsened, grouped
 from autopipe.passes.placement.tepdist.division.line import best_line, least_limit
-from autopipe.passes.placement.tepdist.division.search import Search
+from autopipe.passes.placement.tepdist.division.search import DivisionProblem
 from autopipe.passes.placement.tepdist.division.windows import Windows
 
 
@@ -62,10 +62,10 @@ def test_the_division_is_the_best_of_all(task: tuple[Flow, int, Windows, float],
     limit = flow.work.sum() / stages * (1 + unbalance)
     allowed = [s for s in found if flow.loads(s, stages).max() <= limit + 1e-6]
     with mock.patch.object(module, "_MOST_DOWNSETS", most_downsets):
-        check(Search(flow, stages, windows, unbalance, np.inf, "auto"), found, allowed)
+        check(DivisionProblem(flow, stages, windows, unbalance, np.inf, "auto"), found, allowed)
 
 
-def check(search: Search, found: list[np.ndarray], allowed: list[np.ndarray]) -> None:
+def check(search: DivisionProblem, found: list[np.ndarray], allowed: list[np.ndarray]) -> None:
     flow, stages = search.flow, search.stages
     if not allowed:
         with pytest.raises(InfeasibleError) as refused:
@@ -140,7 +140,7 @@ def test_two_branches_cross_less_side_by_side() -> None:
     values += [(6, 1.0, [8]), (7, 1.0, [8])]
     flow = make_flow(np.array([1.0] * 8 + [0.0]), values)
     windows = Windows(np.zeros(9, dtype=np.int64), np.ones(9, dtype=np.int64))
-    answer = Search(flow, 2, windows, 0.0, np.inf, "auto").run()
+    answer = DivisionProblem(flow, 2, windows, 0.0, np.inf, "auto").run()
     assert answer.line_bytes == 8
     assert flow.crossing(answer.stage) == 1
     assert answer.stage[:8].tolist() in ([0, 1] * 4, [1, 0] * 4)
