@@ -13,10 +13,11 @@ import time
 
 from command_line import parse_arguments
 
-from autopipe.ir.prediction import Message, Prediction, StagePrediction
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
+from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.schedule.simulate import simulate
-from autopipe.passes.schedule.tessel.search import SearchOptions, search
+from autopipe.passes.schedule.tessel.options import SearchOptions
+from autopipe.passes.schedule.tessel.search import search
 from autopipe.passes.schedule.tessel.stage_blocks import busiest_seconds, stage_blocks, stage_schedule
 
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 from command_line import parse_arguments
 from ortools.sat.python import cp_model  # noqa: F401 - imported before anything is timed
 
-from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.block_schedule import BlockGraph
 from autopipe.passes.schedule.shapes import SHAPES, shape
 from autopipe.passes.schedule.tessel.options import Budget, SearchOptions
 from autopipe.passes.schedule.tessel.search import search

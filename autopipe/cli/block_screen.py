@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from autopipe.cli.drawing.block_picture import block_picture
 from autopipe.cli.drawing.sparkline import draw_memory
 from autopipe.cli.drawing.terminal import draw_timeline
-from autopipe.ir.blocks import BlockSchedule
+from autopipe.ir.block_schedule import BlockSchedule
 
 
 def block_screen(schedule: BlockSchedule, title: str, width: int, colour: bool) -> Iterator[RenderableType]:

@@ -36,7 +36,7 @@ def compare(output: Output, plans: tuple[Path, ...], html: Path | None) -> None:
     from autopipe.cli.drawing.compare_report import compare_report
     from autopipe.cli.drawing.report import report_page
     from autopipe.cli.files import check_writable, write_texts
-    from autopipe.ir.serial.plan_file import summary_form
+    from autopipe.ir.plan_file import summary_form
 
     if html is not None:
         check_writable(html)

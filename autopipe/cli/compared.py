@@ -9,8 +9,7 @@ from pathlib import Path
 
 from autopipe.cli.figures import bytes_text, seconds_text
 from autopipe.cli.plan_folder import open_prediction
-from autopipe.ir.breakdown import Breakdown
-from autopipe.ir.plan import Plan
+from autopipe.ir.plan import Breakdown, Plan
 from autopipe.ir.timeline import Timeline
 
 

@@ -93,8 +93,7 @@ def plan(
     from autopipe.cli.annotation import annotate_model, warn_of_untold
     from autopipe.cli.plan_screen import plan_screen
     from autopipe.cli.price import PlanDelta
-    from autopipe.ir.serial.alternatives_form import alternatives_form
-    from autopipe.ir.serial.plan_file import summary_form
+    from autopipe.ir.plan_file import alternatives_form, summary_form
 
     left_out = annotate_model(planned, annotate) if annotate is not None else ()
     write_plan_folder(target, planned, configuration)

@@ -14,7 +14,7 @@ from autopipe.configs.configuration import Configuration
 from autopipe.configs.load import dump_configuration, load_configuration
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.plan import Plan
-from autopipe.ir.serial.plan_file import PLAN_FILE, read_plan, write_plan
+from autopipe.ir.plan_file import PLAN_FILE, read_plan, write_plan
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.pipeline import PlanResult, reopen
 from autopipe.passes.schedule.simulate import simulate

@@ -11,7 +11,7 @@ from rich.table import Table
 from autopipe.cli.figures import bytes_text, seconds_text
 from autopipe.cli.former import BasePlan
 from autopipe.ir.plan import Plan
-from autopipe.ir.serial.plan_file import plan_digest, summary_form
+from autopipe.ir.plan_file import plan_digest, summary_form
 
 _SAME = 5e-4
 """Relative changes below this are none to a reader."""

@@ -67,8 +67,8 @@ def profile(
     from autopipe.cli.files import check_writable, write_texts
     from autopipe.cli.profiling.samples import parsed_sizes
     from autopipe.cli.profiling.screen import costs_screen
-    from autopipe.ir.costs import Costs, merged
-    from autopipe.ir.serial.cost_file import costs_text, read_costs
+    from autopipe.ir.cost_file import costs_text, read_costs
+    from autopipe.ir.measured_costs import Costs, merged
 
     refused: tuple[str, ...] = ()
     if merge:

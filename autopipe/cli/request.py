@@ -9,10 +9,10 @@ from typing import Literal, cast
 from autopipe.cli.choices import choice_of, chosen_scheduler, chosen_strategy
 from autopipe.configs.configuration import Configuration, Loss
 from autopipe.configs.load import resolve_cluster
-from autopipe.ir.costs import Costs
+from autopipe.ir.cost_file import read_costs
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.measured_costs import Costs
 from autopipe.ir.problem import Mode
-from autopipe.ir.serial.cost_file import read_costs
 from autopipe.passes.cost.measured import measured_cluster
 from autopipe.passes.frontend import CrossEntropy
 from autopipe.passes.pipeline import PlanResult

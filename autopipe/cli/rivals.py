@@ -7,11 +7,10 @@ from functools import partial
 
 from autopipe.cli.drawing.comparison import ScheduleResult
 from autopipe.cli.output import Output
-from autopipe.ir.block_check import check_blocks
-from autopipe.ir.blocks import BlockSchedule
+from autopipe.ir.block_schedule import BlockSchedule, check_blocks
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.plan import Plan
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.pipeline import PlanResult
 from autopipe.passes.registry import scheduler_class, scheduler_names

@@ -14,7 +14,7 @@ from autopipe.cli.output import Output
 from autopipe.ir.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from autopipe.ir.blocks import BlockGraph, BlockSchedule
+    from autopipe.ir.block_schedule import BlockGraph, BlockSchedule
 
 _MOST_BLOCKS = 2_000_000
 """Blocks of all units together that a schedule may list."""
@@ -57,7 +57,7 @@ def schedule(
     """
     from autopipe.cli.block_screen import block_screen, block_title
     from autopipe.cli.files import check_writable, write_texts
-    from autopipe.ir.serial.block_schedule_file import block_schedule_form
+    from autopipe.ir.schedule_file import block_schedule_form
 
     if not (math.isfinite(time_limit) and time_limit > 0):
         raise ConfigurationError(f"--time-limit is {time_limit:g}", hint="give a number of seconds above 0")
@@ -99,7 +99,7 @@ def _graph(
 
 def _scheduled(output: Output, graph: BlockGraph, units: int, name: str, time_limit: float, seed: int) -> BlockSchedule:
     """The schedule, which has been checked."""
-    from autopipe.ir.block_check import check_blocks
+    from autopipe.ir.block_schedule import check_blocks
     from autopipe.passes.schedule.named.blocks import schedule_blocks
     from autopipe.passes.schedule.room import require_room
     from autopipe.passes.schedule.tessel.options import SearchOptions

@@ -15,11 +15,11 @@ from autopipe.cli.drawing.terminal import draw_timeline
 from autopipe.cli.output import Output
 from autopipe.cli.plan_folder import open_plan, open_prediction
 from autopipe.cli.plan_screen import prediction_line, schedule_line, stage_table, traffic_line
-from autopipe.ir.blocks import BlockSchedule
+from autopipe.ir.block_schedule import BlockSchedule
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.plan import Plan
-from autopipe.ir.serial.block_schedule_file import block_schedule_form, read_block_schedule
-from autopipe.ir.serial.plan_file import summary_form
+from autopipe.ir.plan_file import summary_form
+from autopipe.ir.schedule_file import block_schedule_form, read_block_schedule
 from autopipe.ir.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from autopipe.configs.convert import convert, nearest
 from autopipe.configs.schema import AtLeast, AtMost, Origin
 from autopipe.configs.source import Place, quote, read_file
-from autopipe.ir.blocks import Block, BlockGraph
+from autopipe.ir.block_schedule import Block, BlockGraph
 from autopipe.ir.errors import ConfigurationError
 
 MOST_DEVICES = 4096

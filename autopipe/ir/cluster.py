@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopipe.ir.costs import Affine, ExchangeCost, TaskCosts
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.measured_costs import Affine, ExchangeCost, TaskCosts
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp64")
 """The precisions a device may state a peak for."""

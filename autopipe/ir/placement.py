@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of
-from autopipe.ir.remembered import GRAPHS, remembered
 
 
 @dataclass(frozen=True, slots=True)

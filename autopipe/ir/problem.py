@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.costs import Costs
 from autopipe.ir.graph import Graph
+from autopipe.ir.measured_costs import Costs
 
 
 class Mode(enum.Enum):

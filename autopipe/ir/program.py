@@ -2,21 +2,45 @@
 
 A program has two halves. The *what*: for each stage, the operations of its forward on local shards (`StageCode`). The
 *when*: for each rank, a list of instructions, loops rolled up (`RankCode`). Backward is autograd's.
+
+Gradients of parameters that the same ranks add up travel together, in buckets, and so do shares of their update.
+
+A bucket that is shared out (ZeRO-1) is one row of elements: its parameters' blocks one behind the other, each at a
+multiple of 16 bytes, filled up so that all ranks have equal shares. Where a share begins and ends has nothing to do
+with where parameters do.
+
+Bytes of a step's exchanges by kind: one definition, for predictions and for counts.
+
+Each device counts every exchange that it takes part in, forwards and backwards; a total is over all devices.
+
+* `all_reduce`: the tensor that is added up, or of which the largest is taken;
+* `reduce_scatter`: the tensor that is put in;
+* `all_gather`: the tensor that comes out;
+* `all_to_all`: the block of which each device sends a part to every other;
+* `redistribute`: what arrives from other devices;
+* `gradient`: gradients of parameters that are added up over devices, once a step, whole or in shards;
+* `parameter`: parameters that are gathered once a step, where each device has updated a shard;
+* `send`: what goes to another device's stage, activations and their gradients.
+
+The transpose of an all-gather is a reduce-scatter of as many bytes, and the reverse; all other kinds are their own.
+What an operator that is split along a joint axis tells the group counts as what it is. Cutting a copy moves nothing.
+Reports, outputs of inference and checkpoints are no part of a step.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from autopipe.ir.batch import Samples
 from autopipe.ir.graph import Constant, Parameter, Value
-from autopipe.ir.layout import Box, MeshAxes, merged
-from autopipe.ir.ops.row import Signature
+from autopipe.ir.layout import Box, MeshAxes, Relayout, merged
+from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
-from autopipe.ir.relayout import Relayout
-from autopipe.ir.turn import EVERY, MicroBatchSlice
+from autopipe.ir.schedule import EVERY, MicroBatchSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,3 +370,150 @@ class Program:
         code = self.stages[stage]
         pipelines = 1 + max(each.pipeline for each in self.stages)
         return range(code.pipeline, self.micro_batches * code.turns, pipelines)
+
+
+BUCKET_BYTES = 25 * 2**20
+"""A bucket takes no further block once it has as many; 25 MiB is what torch's DistributedDataParallel found good."""
+_ALIGNMENT = 16
+"""Bytes at whose multiples blocks and shares begin, as vector loads of a GPU want them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A trained block of a parameter that several ranks hold.
+
+    `home` is the stage whose last backward completes its gradient on all of them, None where there is none.
+    """
+
+    parameter: int
+    elements: int
+    dtype: str
+    itemsize: int
+    ranks: tuple[int, ...]
+    home: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ElementRange:
+    """Neighbouring elements, row by row, of a parameter's block: from `start` up to `stop`, at `at` of the share."""
+
+    parameter: int
+    start: int
+    stop: int
+    at: int
+
+    def boxes(self, shape: tuple[int, ...]) -> Iterator[Box]:
+        """The same as boxes of a block of `shape`, in order: two for each dimension at most."""
+        return _boxes(shape, self.start, self.stop)
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    if not shape:
+        yield Box((), ())
+        return
+    inner = math.prod(shape[1:])
+    row, last = start // inner, (stop - 1) // inner
+    if row == last or start % inner:
+        end = min(inner, stop - row * inner)
+        for box in _boxes(shape[1:], start % inner, end):
+            yield Box((row, *box.starts), (row + 1, *box.stops))
+        start = row * inner + end
+    if start < stop:
+        rows = start // inner, stop // inner
+        if rows[0] < rows[1]:
+            yield Box((rows[0], *(0 for _ in shape[1:])), (rows[1], *shape[1:]))
+        if rows[1] * inner < stop:
+            yield from _boxes(shape, rows[1] * inner, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Blocks of one element type whose gradients the same ranks add up in one exchange."""
+
+    blocks: tuple[Block, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that take part, ascending."""
+        return self.blocks[0].ranks
+
+    @property
+    def home(self) -> int | None:
+        """The stage whose last backward completes all of its gradients."""
+        return self.blocks[0].home
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each block begins in the row, in elements."""
+        step = self._step
+        ends = accumulate(-(-block.elements // step) * step for block in self.blocks)
+        return (0, *ends)[: len(self.blocks)]
+
+    @property
+    def share(self) -> int:
+        """Elements of each rank's share."""
+        used = self.starts[-1] + self.blocks[-1].elements
+        return -(-used // (len(self.ranks) * self._step)) * self._step
+
+    @property
+    def elements(self) -> int:
+        """Elements of the row, what it is filled up with included."""
+        return self.share * len(self.ranks)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the row."""
+        return self.elements * self.blocks[0].itemsize
+
+    @property
+    def _step(self) -> int:
+        return max(1, _ALIGNMENT // self.blocks[0].itemsize)
+
+    def runs(self, rank: int) -> Iterator[ElementRange]:
+        """Ranges of a rank's shard in each block, in order."""
+        first = self.ranks.index(rank) * self.share
+        last = first + self.share
+        for block, begin in zip(self.blocks, self.starts, strict=True):
+            start, stop = max(first, begin), min(last, begin + block.elements)
+            if start < stop:
+                yield ElementRange(block.parameter, start - begin, stop - begin, start - first)
+
+
+def buckets_of(blocks: Iterable[Block]) -> tuple[Bucket, ...]:
+    """The buckets of a rank's blocks, in the order in which all of their ranks exchange them.
+
+    Those without a home come first, and parameters are taken last first, since backward finishes with the first.
+    """
+    groups: dict[tuple[int, tuple[int, ...]], list[Block]] = {}
+    for block in sorted(blocks, key=lambda block: block.parameter, reverse=True):
+        groups.setdefault((-1 if block.home is None else block.home, block.ranks), []).append(block)
+    return tuple(bucket for key in sorted(groups) for bucket in _packed(groups[key]))
+
+
+def _packed(blocks: Iterable[Block]) -> Iterator[Bucket]:
+    packed: list[Block] = []
+    size = 0
+    for block in blocks:
+        if packed and (packed[-1].dtype != block.dtype or size >= BUCKET_BYTES):
+            yield Bucket(tuple(packed))
+            packed, size = [], 0
+        packed.append(block)
+        size += block.elements * block.itemsize
+    if packed:
+        yield Bucket(tuple(packed))
+
+
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "redistribute", "gradient", "parameter", "send")
+"""In the order in which they are listed."""
+
+_TRANSPOSED = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+
+
+def transposed(kind: str) -> str:
+    """The kind of the exchange that an exchange's backward is."""
+    return _TRANSPOSED.get(kind, kind)
+
+
+def by_kind(counted: Mapping[str, int]) -> dict[str, int]:
+    """All kinds in the order of `KINDS`, 0 where nothing was counted."""
+    return {kind: counted.get(kind, 0) for kind in KINDS}

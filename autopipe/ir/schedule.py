@@ -1,16 +1,26 @@
-"""When each device runs which stage on which micro-batch: the decision a scheduler makes."""
+"""When each device runs which stage on which micro-batch: the decision a scheduler makes.
+
+True if a schedule can run: every task there once, and no circle of waiting.
+
+A placement as schedulers see it: the DAG of stages and the devices of each.
+
+Devices that do the same: what holds for one of them holds for all, so that one stands for a large group.
+
+Which micro-batches of a stage something is for, where a neighbour has micro-batches of another size.
+"""
 
 from __future__ import annotations
 
 import enum
 import re
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-
-if TYPE_CHECKING:
-    from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.placement import Placement, stage_edges
+from autopipe.ir.problem import Problem
 
 
 class Phase(enum.Enum):
@@ -119,7 +129,6 @@ class Schedule:
         execution respects every device's order, F before F along the graph's edges, backwards against them, and F
         before B (I before W) of a stage: between stages of tasks that have samples in common.
         """
-        from autopipe.ir.ordering import check_order
 
         check_order(self, graph, train)
 
@@ -139,3 +148,289 @@ class WrongScheduleError(InfeasibleError):
     def __init__(self, schedule: Schedule, device: int, position: int, reason: str) -> None:
         super().__init__(f"{reason}\n{marked_grid(schedule, device, position)}", where=f"device {device}")
         self.device, self.position, self.reason = device, position, reason
+
+
+Value = TypeVar("Value")
+
+Lanes = tuple[tuple[int, ...], ...]
+"""Devices that are in the same stages, ascending, each once; those with the least device first."""
+
+
+def lanes_of(stage_devices: Sequence[Sequence[int]], orders: Sequence[Sequence[Hashable]]) -> Lanes:
+    """The devices, of which `orders` holds one list each, by the stages that they are in and their lists."""
+    stages: list[list[int]] = [[] for _ in orders]
+    for stage, devices in enumerate(stage_devices):
+        for device in devices:
+            stages[device].append(stage)
+    equal: dict[Sequence[Hashable], int] = {}
+    known: dict[int, int] = {}
+    found: dict[Hashable, list[int]] = {}
+    for device, order in enumerate(orders):
+        # Comparing lists takes long, and mostly they are one.
+        if id(order) not in known:
+            known[id(order)] = equal.setdefault(tuple(order), len(equal))
+        found.setdefault((*stages[device], known[id(order)]), []).append(device)
+    return tuple(map(tuple, found.values()))
+
+
+def lane_groups(stage_devices: Sequence[Sequence[int]], lanes: Lanes) -> tuple[tuple[int, ...], ...]:
+    """The lanes of each stage, by number, each once."""
+    lane = {device: index for index, devices in enumerate(lanes) for device in devices}
+    return tuple(tuple(dict.fromkeys(lane[device] for device in group)) for group in stage_devices)
+
+
+def on_each_device(lanes: Lanes, values: Sequence[Value]) -> tuple[Value, ...]:
+    """The value of each device's lane: one and the same for all devices of a lane."""
+    found = {device: value for devices, value in zip(lanes, values, strict=True) for device in devices}
+    return tuple(found[device] for device in range(len(found)))
+
+
+@dataclass(frozen=True, slots=True)
+class StageGraph:
+    """Stages numbered topologically: each edge leads from a smaller to a larger index."""
+
+    devices: int
+    """Devices of the cluster; some may have no stage."""
+    stage_devices: tuple[tuple[int, ...], ...]
+    """The device group of each stage."""
+    edges: tuple[tuple[int, int], ...]
+    """(source, target), sorted, each once; both ends in one pipeline."""
+    pipelines: tuple[int, ...] = ()
+    """The pipeline of each stage; () where there is but one."""
+    turns: tuple[int, ...] = ()
+    """Micro-batches that each stage runs for one of the problem's; () where all stages run those of the problem."""
+
+    @staticmethod
+    def of(problem: Problem, placement: Placement) -> StageGraph:
+        """The stage graph of a placement on the problem's cluster.
+
+        Raises InfeasibleError where a stage's micro-batches are no equal parts of the problem's.
+        """
+        return StageGraph(
+            problem.cluster.size,
+            tuple(stage.devices for stage in placement.stages),
+            stage_edges(problem.graph, placement),
+            pipelines_of(placement),
+            micro_batch_ratios(placement, problem.micro_batch_size),
+        )
+
+    @property
+    def depth(self) -> int:
+        """Stages on the longest path."""
+        return max(depths_to_end(len(self.stage_devices), self.edges), default=0)
+
+    @property
+    def pipeline_count(self) -> int:
+        """Number of pipelines that take micro-batches in turn."""
+        return 1 + max(self.pipelines, default=0)
+
+    def micro_batch_ratio_at(self, stage: int) -> int:
+        """Micro-batches that a stage runs for one of the problem's."""
+        return self.turns[stage] if self.turns else 1
+
+    def sharing(self, stage: int, micro_batch: int, other: int) -> range:
+        """The micro-batches of another stage that have samples of a stage's micro-batch."""
+        return sharing(micro_batch, self.micro_batch_ratio_at(stage), self.micro_batch_ratio_at(other))
+
+    def micro_batches_of(self, stage: int, micro_batches: int) -> range:
+        """The micro-batches that a stage runs where the problem has `micro_batches`.
+
+        Of several pipelines, m runs on pipeline m mod their number; there is but one where stages take turns.
+        """
+        if self.turns:
+            return range(micro_batches * self.turns[stage])
+        first = self.pipelines[stage] if self.pipelines else 0
+        return range(first, micro_batches, self.pipeline_count)
+
+
+def pipelines_of(placement: Placement) -> tuple[int, ...]:
+    """The pipeline of each stage; () where there is but one."""
+    return tuple(stage.pipeline for stage in placement.stages) if placement.pipelines > 1 else ()
+
+
+def micro_batch_ratios(placement: Placement, micro_batch_size: int) -> tuple[int, ...]:
+    """Micro-batches that each stage runs for one of `micro_batch_size` samples; () where it is one for each.
+
+    Number n of a stage with micro-batches of b samples has the step's samples from n * b on, b of them. Raises
+    InfeasibleError where one does not divide `micro_batch_size`, or where several pipelines have different ones.
+    """
+    sizes = tuple(stage.micro_batch_size for stage in placement.stages)
+    for index, size in enumerate(sizes):
+        if micro_batch_size % size:
+            raise InfeasibleError(
+                f"stage {index} has micro-batches of {size} samples, which do not divide those of {micro_batch_size}"
+            )
+    if set(sizes) <= {micro_batch_size}:
+        return ()
+    if placement.pipelines > 1:
+        raise InfeasibleError(
+            f"stages have micro-batches of {min(sizes)} and {micro_batch_size} samples, but with several pipelines "
+            "all have to have the same"
+        )
+    return tuple(micro_batch_size // size for size in sizes)
+
+
+def sharing(number: int, turns: int, other_turns: int) -> range:
+    """The numbers of the `other_turns` parts of something that meet part `number` of its `turns`, both counted on."""
+    return range(number * other_turns // turns, -(-(number + 1) * other_turns // turns))
+
+
+def depths_to_end(stages: int, edges: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """For each stage the number of stages on the longest path from it to an end, itself included.
+
+    A chain of p stages gives p, ..., 1.
+    """
+    depths = [1] * stages
+    for source, target in sorted(edges, reverse=True):
+        depths[source] = max(depths[source], depths[target] + 1)
+    return tuple(depths)
+
+
+_Number = tuple[int, Phase, int]
+"""A task's stage, phase and micro-batch: tasks are looked up by the million, and tuples are hashed sooner."""
+
+_TRAIN_PHASES = (
+    frozenset({Phase.FORWARD, Phase.BACKWARD}),
+    frozenset({Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT}),
+)
+
+
+def check_order(schedule: Schedule, graph: StageGraph, train: bool) -> None:
+    """Raise WrongScheduleError, with the offending cell marked, unless some execution respects every device's order."""
+    lanes = lanes_of(graph.stage_devices, schedule.tasks)
+    firsts = [devices[0] for devices in lanes]
+    _check_tasks(schedule, graph, train, firsts)
+    groups = lane_groups(graph.stage_devices, lanes)
+    needs = _Needs(graph, [schedule.tasks[device] for device in firsts])
+    waiting = [deque(schedule.tasks[device]) for device in firsts]
+    done: set[_Number] = set()
+    moved = True
+    while moved:
+        moved = False
+        for queue in waiting:
+            while queue and needs.met(queue[0], done) and _together(queue[0], groups, waiting):
+                task = queue[0]
+                for lane in groups[task.stage]:
+                    waiting[lane].popleft()
+                done.add((task.stage, task.phase, task.micro_batch))
+                moved = True
+    for device, queue in zip(firsts, waiting, strict=True):
+        if queue:
+            missing = needs.first_missing(queue[0], done)
+            reason = f"{queue[0]} waits for {missing}, which can never run" if missing else f"{queue[0]} never starts"
+            raise WrongScheduleError(schedule, device, len(schedule.tasks[device]) - len(queue), reason)
+
+
+class _Needs:
+    """Which tasks must be done before a task: those of the stages around it that have samples in common with it."""
+
+    def __init__(self, graph: StageGraph, orders: Sequence[Sequence[Task]]) -> None:
+        self.before: dict[int, list[int]] = {}
+        self.after: dict[int, list[int]] = {}
+        self.turns = graph.turns
+        for source, target in graph.edges:
+            self.before.setdefault(target, []).append(source)
+            self.after.setdefault(source, []).append(target)
+        halves = {task for order in orders for task in order if task.phase is Phase.INPUT_GRADIENT}
+        self.split = {(task.stage, task.micro_batch) for task in halves}
+        """Stages and micro-batches whose backward is split: a step may split some and leave others whole."""
+
+    def of(self, task: Task) -> list[_Number]:
+        if task.phase is Phase.FORWARD:
+            return [
+                (stage, Phase.FORWARD, number)
+                for stage in self.before.get(task.stage, ())
+                for number in self._sharing(task, stage)
+            ]
+        if task.phase is Phase.WEIGHT_GRADIENT:
+            return [(task.stage, Phase.INPUT_GRADIENT, task.micro_batch)]
+        later = [
+            self._backward(stage, number)
+            for stage in self.after.get(task.stage, ())
+            for number in self._sharing(task, stage)
+        ]
+        return [(task.stage, Phase.FORWARD, task.micro_batch), *later]
+
+    def _sharing(self, task: Task, other: int) -> Sequence[int]:
+        """The micro-batches of another stage that have samples of the task's."""
+        if not self.turns:
+            return (task.micro_batch,)
+        return sharing(task.micro_batch, self.turns[task.stage], self.turns[other])
+
+    def _backward(self, stage: int, micro_batch: int) -> _Number:
+        """The task that gives the gradients of what a stage received."""
+        split = (stage, micro_batch) in self.split
+        return stage, Phase.INPUT_GRADIENT if split else Phase.BACKWARD, micro_batch
+
+    def met(self, task: Task, done: set[_Number]) -> bool:
+        return done.issuperset(self.of(task))
+
+    def first_missing(self, task: Task, done: set[_Number]) -> Task | None:
+        return next((Task(*need) for need in self.of(task) if need not in done), None)
+
+
+def _together(task: Task, groups: Sequence[Sequence[int]], waiting: list[deque[Task]]) -> bool:
+    """True if the task is next on all lanes of its stage: a group computes together."""
+    return all(waiting[lane] and waiting[lane][0] == task for lane in groups[task.stage])
+
+
+def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, devices: Sequence[int]) -> None:
+    stage_devices = graph.stage_devices
+    for device in devices:
+        order = schedule.tasks[device]
+        seen: dict[tuple[int, int], frozenset[Phase]] = {}
+        """By stage and micro-batch the phases so far."""
+        for position, task in enumerate(order):
+            if task.stage >= len(stage_devices) or device not in stage_devices[task.stage]:
+                raise WrongScheduleError(schedule, device, position, f"stage {task.stage} is not on device {device}")
+            phases = seen.get((task.stage, task.micro_batch), frozenset())
+            if task.phase in phases:
+                raise WrongScheduleError(schedule, device, position, f"{task} stands twice")
+            if not 0 <= task.micro_batch < schedule.micro_batches * graph.micro_batch_ratio_at(task.stage):
+                raise WrongScheduleError(schedule, device, position, f"there is no micro-batch {task.micro_batch}")
+            if task.micro_batch not in graph.micro_batches_of(task.stage, schedule.micro_batches):
+                reason = f"micro-batch {task.micro_batch} does not run on the pipeline of stage {task.stage}"
+                raise WrongScheduleError(schedule, device, position, reason)
+            if not train and task.phase is not Phase.FORWARD:
+                raise WrongScheduleError(schedule, device, position, f"{task} is a backward, but nothing trains")
+            seen[task.stage, task.micro_batch] = phases | {task.phase}
+        _check_complete(schedule, device, seen, graph, train)
+
+
+def _check_complete(
+    schedule: Schedule, device: int, seen: dict[tuple[int, int], frozenset[Phase]], graph: StageGraph, train: bool
+) -> None:
+    for stage, devices in enumerate(graph.stage_devices):
+        if device not in devices:
+            continue
+        for micro_batch in graph.micro_batches_of(stage, schedule.micro_batches):
+            phases = seen.get((stage, micro_batch), frozenset())
+            complete = phases in _TRAIN_PHASES if train else phases == {Phase.FORWARD}
+            if not complete:
+                have = "".join(sorted(phase.value for phase in phases)) or "nothing"
+                reason = f"stage {stage} runs {have} on micro-batch {micro_batch}"
+                raise WrongScheduleError(schedule, device, max(len(schedule.tasks[device]) - 1, 0), reason)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchSlice:
+    """Every `of`-th micro-batch of a stage, from number `index` on: those of which a channel carries something."""
+
+    index: int = 0
+    of: int = 1
+
+    def has(self, micro_batch: int) -> bool:
+        """True if it is one of them."""
+        return micro_batch % self.of == self.index
+
+    def message(self, micro_batch: int) -> int:
+        """The number of the message that carries something of this micro-batch."""
+        return micro_batch // self.of
+
+    def micro_batch(self, message: int) -> int:
+        """The micro-batch that a message carries something of."""
+        return message * self.of + self.index
+
+
+EVERY = MicroBatchSlice()
+"""All of them."""

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from autopipe.ir.errors import CodegenError, ConfigurationError, InfeasibleError, OutOfMemoryError
 from autopipe.ir.placement import Placement
 from autopipe.ir.plan import Plan, Summary
-from autopipe.ir.prediction import Prediction
+from autopipe.ir.plan_file import plan_digest
 from autopipe.ir.problem import Problem
-from autopipe.ir.schedule import Schedule
-from autopipe.ir.serial.plan_file import plan_digest
-from autopipe.ir.stage_graph import StageGraph
-from autopipe.ir.timeline import Timeline
+from autopipe.ir.schedule import Schedule, StageGraph
+from autopipe.ir.timeline import Prediction, Timeline
 from autopipe.passes.base import Scheduler, Strategy
 from autopipe.passes.batching import Batching, Division
 from autopipe.passes.cost.measured import coverage

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.costs import Costs
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, ModelError
+from autopipe.ir.measured_costs import Costs
 from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem, Work
 from autopipe.passes.annotations.constraints import annotated_constraints
 from autopipe.passes.base import Scheduler, Strategy

@@ -20,9 +20,9 @@ from autopipe.cli.bench.fidelity.outcome import Comparison, Outcome
 from autopipe.cli.bench.fidelity.page import write_page
 from autopipe.cli.request import request_of
 from autopipe.configs.load import load_configuration
-from autopipe.ir.costs import Costs, DeviceCosts
+from autopipe.ir.cost_file import costs_text
 from autopipe.ir.errors import LaunchError
-from autopipe.ir.serial.cost_file import costs_text
+from autopipe.ir.measured_costs import Costs, DeviceCosts
 from tests.cli.command_line import CommandLine
 from tests.cli.test_bad_requests import perceptron
 from tests.passes.frontend.building import saved

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from autopipe.configs.zoo import build, configure
-from autopipe.ir.alternatives import Alternative, Choice, best_of_each
+from autopipe.ir.plan import Alternative, Choice, best_of_each
 from tests.cli.command_line import CommandLine
 
 GPT = {"layers": "1", "hidden": "16", "heads": "2", "sequence": "8", "vocabulary": "32", "loss": "true"}

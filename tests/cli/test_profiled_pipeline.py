@@ -15,7 +15,7 @@ from autopipe.cli.profiling.pipeline import Pipeline, write_pipeline
 from autopipe.cli.profiling.samples import samples_of
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.cluster import Device
-from autopipe.ir.costs import Affine, DeviceCosts, ExchangeCost, TaskCosts, TensorCosts, Timing
+from autopipe.ir.measured_costs import Affine, DeviceCosts, ExchangeCost, TaskCosts, TensorCosts, Timing
 from autopipe.ir.problem import Mode
 from autopipe.passes.cost.roofline import posting_seconds
 from autopipe.passes.frontend import Model, read_model

@@ -12,7 +12,7 @@ from autopipe.cli.profiling import timed, whole
 from autopipe.cli.profiling.samples import samples_of
 from autopipe.cli.profiling.whole import ModelCorrection, measure_whole
 from autopipe.configs.zoo import build, configure
-from autopipe.ir.costs import OperationCost, TaskCosts, TensorCosts, Timing
+from autopipe.ir.measured_costs import OperationCost, TaskCosts, TensorCosts, Timing
 from autopipe.passes.frontend import Model, read_model
 
 SETTINGS = {"hidden": "16", "vocabulary": "32", "sequence": "4", "loss": "true", "weights": "random"}

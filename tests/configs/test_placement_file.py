@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopipe.configs.placement_file import read_placement
-from autopipe.ir.blocks import Block, BlockGraph
+from autopipe.ir.block_schedule import Block, BlockGraph
 from autopipe.ir.errors import ConfigurationError
 
 HEAD = "format: autopipe.placement/1\ndevices: 2\n"

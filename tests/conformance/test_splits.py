@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopipe.ir.dtype import DType
+from autopipe.ir.graph import DType
 from tests.conformance.cases import all_cases, data_of, model_of, skips
 from tests.conformance.importer import import_model
 from tests.ir.ops.splitting import Use, check

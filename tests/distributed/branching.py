@@ -11,7 +11,7 @@ from autopipe.ir.cluster import Cluster, Level, Link
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Mode, Problem
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
 from autopipe.passes.base import Scheduler
 from autopipe.passes.cost.work import annotate
 from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Attribute, Constant, Graph, Initializer, Node, Parameter, Value
+from autopipe.ir.graph import Attribute, Constant, DType, Graph, Initializer, Node, Parameter, Value
 from tests.distributed.layers import LAYERS
 
 OPSET = 21

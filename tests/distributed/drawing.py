@@ -10,14 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.vendor.pretty import RepresentationPrinter
 
 from autopipe.ir.batch import batch_axes_of
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import DType, Graph
 from autopipe.ir.layout import are_blocks, is_block
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage
-from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
 from autopipe.ir.space import AxisKind, Space
-from autopipe.ir.stage_graph import StageGraph
 from autopipe.passes.schedule.named.gpipe import order_gpipe
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from tests.distributed.builder import Builder

@@ -7,9 +7,9 @@ from random import Random
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from autopipe.ir.batch import rebatched
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage, crossing_values
-from autopipe.ir.rebatch import rebatched
 from autopipe.ir.schedule import Schedule
 from tests.distributed.drawing import Case, graphs
 from tests.distributed.halves import halved

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator
 from random import Random
 
-from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
 
 Samples = range
 

@@ -10,8 +10,7 @@ import torch
 
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.ir.batch import batch_axes_of
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import DType, Graph
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.program import Collective

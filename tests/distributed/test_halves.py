@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Stage, stage_edges
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
 from tests.distributed.builder import Builder
 from tests.distributed.halves import halved
 from tests.distributed.pool import Pools

@@ -12,8 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopipe.backends.torch.runtime.later import Waiting, WeightGradQueue, compute_all
 from autopipe.backends.torch.runtime.parameters import Arguments
 from autopipe.backends.torch.runtime.weight_formulas import FormulaGradient
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.schedule import Schedule, Task
 from autopipe.passes.cost.assignment import stage_work

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.ir.dtype import DType
 from autopipe.ir.errors import AutopipeError
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Mode, Problem
-from autopipe.ir.schedule import Schedule
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.work import annotate
 from autopipe.passes.registry import scheduler_class, scheduler_names

@@ -13,8 +13,7 @@ from autopipe.backends.torch.checkpoint.document import read_checkpoint
 from autopipe.backends.torch.checkpoint.folder import checkpoint_path
 from autopipe.backends.torch.checkpoint.reading import Reader
 from autopipe.ir.batch import batch_axes_of
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Optimizer
 from autopipe.passes.lower.traffic import communication_bytes

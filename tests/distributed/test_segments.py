@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Stage
 from tests.distributed.builder import Builder
 from tests.distributed.pool import Pools

@@ -10,8 +10,7 @@ import torch
 
 from autopipe.backends.torch.verification import read_losses
 from autopipe.ir.batch import batch_axes_of
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.schedule import Schedule

@@ -11,7 +11,7 @@ import pytest
 
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
-from autopipe.ir.traffic import KINDS
+from autopipe.ir.program import KINDS
 from autopipe.passes.lower.traffic import communication_bytes
 from tests.distributed.launching import finish, start
 from tests.distributed.pool import Pools

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from autopipe.ir.batch import batch_axes_of
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.passes.lower.traffic import communication_bytes
 from tests.distributed.builder import Builder, evaluate, mlp

@@ -12,8 +12,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from autopipe.ir.cluster import Cluster, Level, Link
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import FileSlice, Graph, Initializer, Parameter, Storage, Value
+from autopipe.ir.graph import DType, FileSlice, Graph, Initializer, Parameter, Storage, Value
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Mode, Optimizer, Problem
 from autopipe.ir.schedule import Schedule

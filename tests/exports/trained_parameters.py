@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import FileSlice, Fill, FoldedSlice, Parameter
+from autopipe.ir.graph import DType, FileSlice, Fill, FoldedSlice, Parameter
 from autopipe.passes.frontend.read import read_model
 from tests.exports.traced import Traced, file_of, module_of
 from tests.exports.with_loss import Tensors

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.ir.batch import BatchAxes, Samples, batch_axes_of
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Constant, Graph, Initializer, Node, Parameter, Value
+from autopipe.ir.graph import Constant, DType, Graph, Initializer, Node, Parameter, Value
 
 F32 = DType.FLOAT32
 

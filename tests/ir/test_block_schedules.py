@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.ir.block_check import check_blocks
-from autopipe.ir.blocks import Block, BlockGraph, BlockRepetend, BlockSchedule
+from autopipe.ir.block_schedule import Block, BlockGraph, BlockRepetend, BlockSchedule, check_blocks
+from autopipe.ir.codec import record_text
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.ir.serial.block_schedule_file import block_schedule_form, read_block_schedule
-from autopipe.ir.serial.record import record_text
+from autopipe.ir.schedule_file import block_schedule_form, read_block_schedule
 
 # Two devices; a unit runs F0 (0), T (both) after 2 under way, B0 (0): 1, 1, 3 long.
 GRAPH = BlockGraph(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopipe.ir.blocks import Block, BlockGraph
+from autopipe.ir.block_schedule import Block, BlockGraph
 from autopipe.ir.errors import ConfigurationError
 
 F, B = Block("F", (0,), 1, 1), Block("B", (0,), 3, -1, (0,))

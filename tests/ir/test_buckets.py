@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.ir import buckets
-from autopipe.ir.buckets import Block, Bucket, ElementRange, buckets_of
+from autopipe.ir import program as buckets
+from autopipe.ir.program import Block, Bucket, ElementRange, buckets_of
 
 WIDTHS = {"float32": 4, "float64": 8, "float16": 2}
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)

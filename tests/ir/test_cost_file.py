@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.ir.costs import (
+from autopipe.ir.cost_file import costs_text, read_costs
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.measured_costs import (
     EXCHANGES,
     Affine,
     Costs,
@@ -24,8 +26,6 @@ from autopipe.ir.costs import (
     Timing,
     merged,
 )
-from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.serial.cost_file import costs_text, read_costs
 
 SECONDS = st.floats(0, 1e3)
 TEXTS = st.text(max_size=8)

@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import Constant, FileSlice, Fill, Graph, Node, Parameter, Value
+from autopipe.ir.graph import Constant, DType, FileSlice, Fill, Graph, Node, Parameter, Value
 from tests.distributed.builder import Builder
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopipe.ir.lanes import lane_groups, lanes_of, on_each_device
+from autopipe.ir.schedule import lane_groups, lanes_of, on_each_device
 
 
 def test_devices_are_alike_if_stages_and_lists_are() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopipe.ir.remembered import remembered
+from autopipe.ir.memo import remembered
 
 
 def test_equal_texts_are_one_and_equal_lists_are_not() -> None:

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
 
 CHAIN = StageGraph(2, ((0,), (1,)), ((0, 1),))
 

@@ -10,17 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.ir.breakdown import Breakdown
+from autopipe.ir.codec import JsonRecord
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Placement, Split, SplitProof, Stage
-from autopipe.ir.plan import Plan, Summary
-from autopipe.ir.prediction import Message, Prediction, StagePrediction
+from autopipe.ir.plan import Breakdown, Plan, Summary
+from autopipe.ir.plan_file import placement_form, placement_of, plan_digest, read_plan, write_plan
+from autopipe.ir.program import KINDS
 from autopipe.ir.schedule import Repetend, Schedule, Task
-from autopipe.ir.serial.placement_form import placement_form, placement_of
-from autopipe.ir.serial.plan_file import plan_digest, read_plan, write_plan
-from autopipe.ir.serial.record import JsonRecord
-from autopipe.ir.timeline import Span, Timeline
-from autopipe.ir.traffic import KINDS
+from autopipe.ir.timeline import Message, Prediction, Span, StagePrediction, Timeline
 
 ORDERS = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "1F0 1B0 1F1 1B1")
 TASKS = tuple(tuple(map(Task.parse, order.split())) for order in ORDERS)

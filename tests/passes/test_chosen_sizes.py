@@ -16,9 +16,8 @@ from autopipe.configs.load import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.schedule import Phase
-from autopipe.ir.serial.plan_file import read_plan, write_plan
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.plan_file import read_plan, write_plan
+from autopipe.ir.schedule import Phase, StageGraph
 from autopipe.passes.batching import Division
 from autopipe.passes.lower.assemble import lower
 from autopipe.passes.lower.proof import prove
@@ -27,8 +26,9 @@ from autopipe.passes.request import Request
 from autopipe.passes.schedule.named.gpipe import GPipe
 from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
 from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
+from autopipe.passes.schedule.tessel.options import SearchOptions
 from autopipe.passes.schedule.tessel.scheduler import Tessel
-from autopipe.passes.schedule.tessel.search import SearchOptions, search
+from autopipe.passes.schedule.tessel.search import search
 from autopipe.passes.schedule.tessel.stage_blocks import busiest_seconds, stage_blocks, stage_schedule
 
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from autopipe.ir.costs import OperationCost, Sample, Timing
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Attribute, Value
-from autopipe.ir.ops.row import Signature
+from autopipe.ir.graph import Attribute, DType, Value
+from autopipe.ir.measured_costs import OperationCost, Sample, Timing
+from autopipe.ir.ops.operator import Signature
 
 _LEAST, _MOST = 5, 200
 _WARM_UP = 2

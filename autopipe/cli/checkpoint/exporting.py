@@ -7,9 +7,8 @@ from pathlib import Path
 
 from autopipe.backends.torch.checkpoint.reading import Reader
 from autopipe.cli.checkpoint.chosen import FoundCheckpoint
-from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.graph import Value
+from autopipe.ir.graph import DType, Value
 from autopipe.passes.export import Numbers
 from autopipe.passes.frontend.load import load
 

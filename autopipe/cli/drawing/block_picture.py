@@ -6,7 +6,7 @@ import numpy as np
 
 from autopipe.cli.drawing.picture import Bar, Curve, Picture
 from autopipe.cli.drawing.steady import SteadyState
-from autopipe.ir.blocks import Block, BlockSchedule
+from autopipe.ir.block_schedule import Block, BlockSchedule
 from autopipe.ir.schedule import Phase
 
 

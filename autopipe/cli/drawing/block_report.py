@@ -11,7 +11,7 @@ from autopipe.cli.drawing.palette import stage_colour
 from autopipe.cli.drawing.report import Report
 from autopipe.cli.drawing.stage_graph import block_graph_svg
 from autopipe.cli.figures import devices_text
-from autopipe.ir.blocks import BlockSchedule
+from autopipe.ir.block_schedule import BlockSchedule
 
 
 def block_report(schedule: BlockSchedule, title: str, subtitle: str, rivals: Sequence[ScheduleResult]) -> Report:

@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from autopipe.ir.codec import JsonRecord
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.serial.record import JsonRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from autopipe.cli.drawing.steady import SteadyState, steady_state
 from autopipe.cli.figures import bytes_text, seconds_text
 from autopipe.ir.plan import Plan
-from autopipe.ir.schedule import Phase, Schedule
-from autopipe.ir.stage_graph import micro_batch_ratios
+from autopipe.ir.schedule import Phase, Schedule, micro_batch_ratios
 from autopipe.ir.timeline import Span, Timeline, Transfer
 
 Curve = tuple[tuple[float, int], ...]

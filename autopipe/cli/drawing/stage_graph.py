@@ -9,7 +9,7 @@ from autopipe.cli.drawing.block_picture import block_kinds
 from autopipe.cli.drawing.markup import escape
 from autopipe.cli.drawing.palette import stage_colour
 from autopipe.cli.figures import bytes_text, devices_text
-from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.block_schedule import BlockGraph
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Phase
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from autopipe.cli.plan_folder import CONFIGURATION_FILE
-from autopipe.ir.alternatives import Alternative, Choice
+from autopipe.ir.plan import Alternative, Choice
 from autopipe.passes.pipeline import PlanResult
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopipe.cli.figures import seconds_text
-from autopipe.ir.breakdown import Breakdown
+from autopipe.ir.plan import Breakdown
 
 _LEAST = 5e-4
 """Share of a step that is worth a word."""

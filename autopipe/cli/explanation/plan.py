@@ -14,9 +14,8 @@ from autopipe.cli.explanation.distance import distance_lines
 from autopipe.cli.explanation.weighed import over_text, strategy_text, weighed_screen
 from autopipe.cli.figures import seconds_text
 from autopipe.cli.plan_screen import prediction_line, schedule_line
-from autopipe.ir.alternatives import Alternative
-from autopipe.ir.serial.alternatives_form import alternatives_form
-from autopipe.ir.serial.plan_file import summary_form
+from autopipe.ir.plan import Alternative
+from autopipe.ir.plan_file import alternatives_form, summary_form
 from autopipe.passes.explain.helps import WhatIfResult
 from autopipe.passes.pipeline import PlanResult
 

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopipe.cli.figures import bytes_text, seconds_text
-from autopipe.ir.alternatives import Alternative, best_of_each
+from autopipe.ir.plan import Alternative, best_of_each
 
 
 def weighed_screen(alternatives: Sequence[Alternative], chosen_s: float) -> Iterator[RenderableType]:

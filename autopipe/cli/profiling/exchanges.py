@@ -11,7 +11,7 @@ from autopipe.backends.torch.profiler.exchanges import measure_exchanges
 from autopipe.backends.torch.profiler.posts import PostOverhead, StagePairs, measure_period, measure_post_overhead
 from autopipe.cli.profiling.medley import MESSAGE_BYTES, write_pair
 from autopipe.cli.profiling.pipeline import Pipeline
-from autopipe.ir.costs import Affine, ExchangeCost
+from autopipe.ir.measured_costs import Affine, ExchangeCost
 
 _MESSAGES = 6
 """Of a task, where it is measured what the others take beside the first."""

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
 from autopipe.backends.torch.emission.manifest import Provenance
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Graph, Initializer, Node, Parameter, Value
+from autopipe.ir.graph import DType, Graph, Initializer, Node, Parameter, Value
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.schedule import Phase, Schedule, Task

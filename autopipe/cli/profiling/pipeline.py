@@ -13,8 +13,8 @@ from autopipe.backends.torch.profiler.posts import period_of
 from autopipe.cli.profiling.timed import is_small, write_timed
 from autopipe.configs.cluster_file import build_cluster
 from autopipe.configs.presets import cluster_preset
-from autopipe.ir.costs import Costs, DeviceCosts
 from autopipe.ir.errors import AutopipeError
+from autopipe.ir.measured_costs import Costs, DeviceCosts
 from autopipe.ir.placement import Placement, crossing_values
 from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.schedule import Phase, Schedule

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from autopipe.ir.costs import Operation, Sample
 from autopipe.ir.errors import AutopipeError, ConfigurationError
+from autopipe.ir.measured_costs import Operation, Sample
 from autopipe.passes.cost.operations import Operations
 from autopipe.passes.cost.work import annotate
 from autopipe.passes.frontend import Model

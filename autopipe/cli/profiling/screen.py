@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopipe.cli.figures import bytes_text, seconds_text
-from autopipe.ir.costs import Costs, DeviceCosts, OperationCost
+from autopipe.ir.measured_costs import Costs, DeviceCosts, OperationCost
 
 _ROWS = 12
 

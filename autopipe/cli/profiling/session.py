@@ -23,8 +23,8 @@ from autopipe.cli.profiling.medley import LONGER, write_overhead_stage, write_ro
 from autopipe.cli.profiling.pipeline import write_pipeline
 from autopipe.cli.profiling.samples import Group, groups_of, models_of
 from autopipe.cli.profiling.whole import ModelCorrection, measure_whole
-from autopipe.ir.costs import DeviceCosts, ExchangeCost, OperationCost, TaskCosts
 from autopipe.ir.errors import ConfigurationError, LaunchError
+from autopipe.ir.measured_costs import DeviceCosts, ExchangeCost, OperationCost, TaskCosts
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import Model
 from autopipe.passes.request import Request

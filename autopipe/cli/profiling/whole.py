@@ -14,9 +14,9 @@ from autopipe.backends.torch.profiler.tasks import TaskStartOverhead
 from autopipe.backends.torch.profiler.worker import numbers_of
 from autopipe.cli.profiling.samples import samples_of
 from autopipe.cli.profiling.timed import is_small, write_timed
-from autopipe.ir.costs import OperationCost, TaskCosts, Timing
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.graph import Graph
+from autopipe.ir.measured_costs import OperationCost, TaskCosts, Timing
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import Model
 from autopipe.passes.lower.alone import one_device_program

@@ -1,16 +1,63 @@
 """One row an operator: iteration space, operations, what backward keeps.
 
 `operator_named` is the only door; families of rows live in the modules beside this one.
+
+All rows, assembled from the families.
+
+The iteration spaces of a graph's nodes, worked out once for equal uses of an operator.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.ops.row import NotationLine, Operator, Signature, signature_of
-from autopipe.ir.ops.table import OPERATORS
+from autopipe.ir.ops.attention import ATTENTION, CONTRIB
+from autopipe.ir.ops.elementwise import (
+    ACTIVATION,
+    ELEMENTWISE,
+    GENERATION,
+    QUANTIZATION,
+    RANDOM,
+    REGIONS,
+    SAMPLING,
+    SPECTRAL,
+)
+from autopipe.ir.ops.movement import INDEXING, MOVEMENT, REGROUP, RESIZE
+from autopipe.ir.ops.normalization import LOSSES, NORMALIZATION, REDUCTION
+from autopipe.ir.ops.operator import NotationLine, Operator, Signature, signature_of
+from autopipe.ir.ops.products import CONVOLUTION, POOLING, PRODUCTS, RECURRENT
 from autopipe.ir.space import Space
 
 __all__ = ["OPERATORS", "NotationLine", "Operator", "Signature", "operator_of", "signature_of", "space_of"]
+
+
+OPERATORS: dict[str, Operator] = {
+    row.name: row
+    for row in (
+        *ACTIVATION,
+        *ELEMENTWISE,
+        *GENERATION,
+        *INDEXING,
+        *MOVEMENT,
+        *CONVOLUTION,
+        *POOLING,
+        *QUANTIZATION,
+        *NORMALIZATION,
+        *LOSSES,
+        *ATTENTION,
+        *RECURRENT,
+        *RESIZE,
+        *CONTRIB,
+        *REGIONS,
+        *PRODUCTS,
+        *REDUCTION,
+        *REGROUP,
+        *SAMPLING,
+        *SPECTRAL,
+        *RANDOM,
+    )
+}
 
 
 def qualified_name(node: Node) -> str:
@@ -26,3 +73,44 @@ def operator_of(node: Node) -> Operator | None:
 def space_of(graph: Graph, node: Node) -> Space:
     """The iteration space of one node of a graph; the operator must have a row."""
     return OPERATORS[qualified_name(node)].space(signature_of(graph, node))
+
+
+def use_keys(graph: Graph) -> tuple[Hashable, ...]:
+    """For each node what its use of its operator is made of: equal keys, equal spaces and operations.
+
+    Those are operator, attributes, the types of its tensors, and constants among them.
+    """
+    constants = {each.value.name: (each.array.dtype.str, each.array.tobytes()) for each in graph.constants}
+    return tuple(
+        (
+            qualified_name(node),
+            node.attributes,
+            tuple([_type(graph, name) for name in node.inputs]),
+            tuple([_type(graph, name) for name in node.outputs]),
+            tuple([constants.get(name) for name in node.inputs]),
+        )
+        for node in graph.nodes
+    )
+
+
+class Spaces:
+    """The spaces of one graph's nodes by index, each worked out when it is asked for; the operator must have a row."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._keys = use_keys(graph)
+        self._known: dict[Hashable, Space] = {}
+
+    def __getitem__(self, node: int) -> Space:
+        key = self._keys[node]
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = space_of(self._graph, self._graph.nodes[node])
+        return found
+
+
+def _type(graph: Graph, name: str) -> tuple[str, tuple[int, ...]] | None:
+    if not name:
+        return None
+    value = graph.type_of(name)
+    return value.dtype.name, value.shape

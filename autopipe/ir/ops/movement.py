@@ -1,12 +1,27 @@
-"""Operators that put elements elsewhere without looking at them."""
+"""Operators that put elements elsewhere without looking at them.
+
+Operators that read or write at places given by another tensor.
+
+Resize and Upsample: resized axes stay whole, others are independent.
+
+Reshape and its like: the same elements in the same order under other dimensions.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+
+from autopipe.ir.errors import ModelError
 from autopipe.ir.ops.elementwise import first_operand
-from autopipe.ir.ops.lines import (
+from autopipe.ir.ops.operator import (
+    NotationLine,
+    Operator,
+    Signature,
     aligned,
     axes_of,
     marked,
@@ -17,7 +32,7 @@ from autopipe.ir.ops.lines import (
     spell,
     unindexed,
 )
-from autopipe.ir.ops.row import NotationLine, Operator, Signature
+from autopipe.ir.space import Space
 
 
 def permutation(signature: Signature) -> tuple[int, ...]:
@@ -178,4 +193,262 @@ MOVEMENT = (
     Operator("Trilu", _trilu, "memory", static=(1,)),
     Operator("Compress", _compress, "memory", static=(1,)),
     Operator("Col2Im", _col2im, "memory", static=(1, 2)),
+)
+
+
+def indexed_axis(signature: Signature) -> int:
+    """The attribute `axis`, counted from the front of the first operand."""
+    return positive(signature.node.integer("axis"), len(signature.operand(0).shape))
+
+
+def _gather(signature: Signature) -> NotationLine:
+    """`a v& b, i -> a i b`: a device with some rows of the table gives those, and zeros for the others.
+
+    Rows that are known while compiling are spelled as such, and those that are no numbers do not add up: v is whole.
+    """
+    mark = "&" if signature.constant(1) is None and signature.operand(0).dtype.is_floating else "!"
+    axis = indexed_axis(signature)
+    data = names(len(signature.operand(0).shape))
+    indices = names(len(signature.operand(1).shape), "i")
+    result = [*data[:axis], *indices, *data[axis + 1 :]]
+    return spell([marked(data, [axis], mark), indices], [result])
+
+
+def _along_axis(signature: Signature, scatter: bool) -> NotationLine:
+    """GatherElements and ScatterElements: dimensions of equal extent away from the axis go together.
+
+    A device with some rows of the table gives those, and zeros for the others.
+    """
+    axis = indexed_axis(signature)
+    data, indices = signature.operand(0).shape, signature.operand(1).shape
+    shared = [
+        extent == other and place != axis for place, (extent, other) in enumerate(zip(data, indices, strict=True))
+    ]
+    words = names(len(data))
+    table = [word if same else "1" for word, same in zip(words, shared, strict=True)]
+    if scatter:
+        return spell([table, table, table], [table])
+    if data[axis] > 1 and signature.operand(0).dtype.is_floating:
+        table[axis] = "v&"
+    picked = [
+        word if same or place == axis else "1" for place, (word, same) in enumerate(zip(words, shared, strict=True))
+    ]
+    return spell([table, picked], [picked])
+
+
+def _gather_elements(signature: Signature) -> NotationLine:
+    return _along_axis(signature, scatter=False)
+
+
+def _scatter_elements(signature: Signature) -> NotationLine:
+    return _along_axis(signature, scatter=True)
+
+
+def _gather_nd(signature: Signature) -> NotationLine:
+    """`b v! t, b i 1 -> b i t`: the last dimension of the indices addresses as many of the data."""
+    batch = signature.node.integer("batch_dims")
+    data, indices = signature.operand(0).shape, signature.operand(1).shape
+    depth = batch + indices[-1]
+    shared = names(batch, "b")
+    places = [*shared, *names(len(indices) - 1 - batch, "i")]
+    rest = names(len(data) - depth, "t")
+    table = [*shared, *unindexed(data[batch:depth]), *rest]
+    return spell([table, [*places, "1"]], [[*places, *rest]])
+
+
+def _scatter_nd(signature: Signature) -> NotationLine:
+    """`1 t, 1 1, 1 t -> 1 t`."""
+    data, indices = signature.operand(0).shape, signature.operand(1).shape
+    depth = indices[-1]
+    rest = names(len(data) - depth, "t")
+    table = [*unindexed(data[:depth]), *rest]
+    return spell([table, unindexed(indices), [*unindexed(indices[:-1]), *rest]], [table])
+
+
+def _one_hot(signature: Signature) -> NotationLine:
+    """`*i, 1, 1 -> *i v&`: a device with some of the classes knows which they are."""
+    rank = len(signature.result().shape)
+    axis = positive(signature.node.integer("axis", -1), rank)
+    words = names(rank - 1, "i")
+    rest = [unindexed(signature.operand(index).shape) for index in (1, 2)]
+    return spell([words, *rest], [[*words[:axis], "v&", *words[axis:]]])
+
+
+def _tensor_scatter(signature: Signature) -> NotationLine:
+    """A cache `b … s! …` written at one place a sample."""
+    data = names(len(signature.operand(0).shape))
+    axis = positive(signature.node.integer("axis", -2), len(data))
+    cache = [word if place != axis else "1" for place, word in enumerate(data)]
+    indices = [["d0"]] if signature.present(2) else []
+    return spell([cache, cache, *indices], [cache])
+
+
+INDEXING = (
+    Operator("Gather", _gather, "memory", keeps=("1",), weights=(0,)),
+    Operator("GatherElements", _gather_elements, "memory", keeps=("1",)),
+    Operator("GatherND", _gather_nd, "memory", keeps=("1",)),
+    Operator("Scatter", _scatter_elements, "memory", keeps=("1",)),
+    Operator("ScatterElements", _scatter_elements, "memory", keeps=("1",)),
+    Operator("ScatterND", _scatter_nd, "memory", keeps=("1",)),
+    Operator("TensorScatter", _tensor_scatter, "memory", keeps=("2",)),
+    Operator("OneHot", _one_hot, "memory", keeps=("0",), static=(1,)),
+    Operator("NonZero", opaque, "memory", static=(0,), differentiable=False),
+)
+
+
+def regroup(signature: Signature) -> NotationLine:
+    """`(a b) c -> a b c`: the common refinement of both shapes, each of its factors an axis.
+
+    Where two shapes of equal product have none (4 3 -> 6 2), those dimensions are not indexed.
+    """
+    source, target = signature.operand(0).shape, signature.result().shape
+    rest = [None if value is None else unindexed(value.shape) for value in signature.operands[1:]]
+    left, right = unindexed(source), unindexed(target)
+    extents: list[tuple[str, int]] = []
+    if signature.operand(0).elements:
+        for sources, targets in _segments(source, target):
+            factors = _refine([source[i] for i in sources], [target[i] for i in targets])
+            axes = [(f"a{len(extents) + index}", factor) for index, factor in enumerate(factors)]
+            extents += axes
+            for words, shape, dimensions in ((left, source, sources), (right, target, targets)):
+                _assign(words, shape, dimensions, iter(axes))
+    line = spell([left, *rest], [right])
+    return NotationLine(line.text, tuple(extents))
+
+
+def _segments(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Shortest runs of dimensions, above extent one, whose products agree."""
+    lefts = [axis for axis, extent in enumerate(source) if extent > 1]
+    rights = [axis for axis, extent in enumerate(target) if extent > 1]
+    while lefts and rights:
+        taken, given = [lefts.pop(0)], [rights.pop(0)]
+        size, other = source[taken[0]], target[given[0]]
+        while size != other:
+            if size < other:
+                taken.append(lefts.pop(0))
+                size *= source[taken[-1]]
+            else:
+                given.append(rights.pop(0))
+                other *= target[given[-1]]
+        yield taken, given
+
+
+def _refine(source: Sequence[int], target: Sequence[int]) -> list[int]:
+    """Factors of the common refinement, outer to inner; [] where there is none."""
+    cuts = sorted({*itertools.accumulate(source, int.__mul__), *itertools.accumulate(target, int.__mul__)})
+    factors = []
+    for outer, inner in itertools.pairwise([1, *cuts]):
+        if inner % outer:
+            return []
+        factors.append(inner // outer)
+    return factors
+
+
+def _assign(words: list[str], shape: Sequence[int], dimensions: list[int], axes: Iterator[tuple[str, int]]) -> None:
+    for dimension in dimensions:
+        group: list[tuple[str, int]] = []
+        while math.prod(extent for _, extent in group) < shape[dimension]:
+            axis = next(axes, None)
+            if axis is None:
+                return
+            group.append(axis)
+        joined = " ".join(name for name, _ in group)
+        words[dimension] = joined if len(group) == 1 else f"({joined})"
+
+
+REGROUP = (
+    Operator("Reshape", regroup, "view", static=(1,)),
+    Operator("Flatten", regroup, "view"),
+    Operator("Squeeze", regroup, "view", static=(1,)),
+    Operator("Unsqueeze", regroup, "view", static=(1,)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ResizedAxis:
+    """One axis that changes, and by how much; `region` is the part of it that is read, from 0 to 1."""
+
+    axis: int
+    source: int
+    result: int
+    scale: float
+    region: tuple[float, float]
+
+
+def resized_axes(signature: Signature) -> tuple[ResizedAxis, ...]:
+    """The axes that a Resize or Upsample changes. Raises ModelError where neither scales nor sizes are known."""
+    source, result = signature.operand(0).shape, signature.result().shape
+    rank = len(source)
+    axes = [positive(axis, rank) for axis in signature.node.integers("axes")] or list(range(rank))
+    scales = _scales(signature, axes)
+    roi = _numbers(signature, 1) if len(signature.operands) > 2 else ()
+    crops = signature.node.text("coordinate_transformation_mode") == "tf_crop_and_resize" and len(roi) == 2 * len(axes)
+    found = []
+    for place, axis in enumerate(axes):
+        region = (roi[place], roi[len(axes) + place]) if crops else (0.0, 1.0)
+        if scales[place] != 1.0 or source[axis] != result[axis] or region != (0.0, 1.0):
+            found.append(ResizedAxis(axis, source[axis], result[axis], scales[place], region))
+    return tuple(found)
+
+
+def _scales(signature: Signature, axes: list[int]) -> tuple[float, ...]:
+    """Scale of each of `axes`: stated, or from the sizes, the same for all where the aspect ratio is kept."""
+    if signature.node.has("scales"):
+        return signature.node.numbers("scales")
+    stated = _numbers(signature, 1 if len(signature.operands) == 2 else 2)
+    if stated:
+        return stated
+    sizes = _numbers(signature, 3)
+    if not sizes:
+        raise ModelError("Resize has neither scales nor sizes that are known", where=repr(signature.node.name))
+    scales = [size / signature.operand(0).shape[axis] for size, axis in zip(sizes, axes, strict=True)]
+    policy = signature.node.text("keep_aspect_ratio_policy", "stretch")
+    if policy == "stretch":
+        return tuple(scales)
+    return ((min if policy == "not_larger" else max)(scales),) * len(scales)
+
+
+def _numbers(signature: Signature, index: int) -> tuple[float, ...]:
+    array = signature.constant(index)
+    return () if array is None else tuple(float(value) for value in np.asarray(array, np.float64).reshape(-1))
+
+
+_WORDS = {
+    "mode": {"nearest", "linear", "cubic"},
+    "coordinate_transformation_mode": {
+        "half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners", "asymmetric", "tf_crop_and_resize",
+        "tf_half_pixel_for_nn",
+    },
+    "nearest_mode": {"round_prefer_floor", "round_prefer_ceil", "floor", "ceil"},
+    "keep_aspect_ratio_policy": {"stretch", "not_larger", "not_smaller"},
+}  # fmt: skip
+"""Allowed values of attributes."""
+
+
+def resize(signature: Signature) -> NotationLine:
+    """`*d i -> *d o` with i and o whole. Raises ModelError for a word that ONNX does not define."""
+    for name, words in _WORDS.items():
+        if signature.node.has(name) and signature.node.text(name) not in words:
+            raise ModelError(
+                f"Resize has {name} {signature.node.text(name)!r}, not {', '.join(sorted(words))}",
+                where=repr(signature.node.name),
+            )
+    changed = [each.axis for each in resized_axes(signature)]
+    axes = names(len(signature.operand(0).shape))
+    source, result = list(axes), list(axes)
+    for axis in changed:
+        source[axis], result[axis] = f"i{axis}!", f"o{axis}!"
+    others = [None if value is None else unindexed(value.shape) for value in signature.operands[1:]]
+    return spell([source, *others], [result])
+
+
+def _flops(signature: Signature, space: Space) -> float:
+    """A multiply-add a tap: two taps an axis for linear, four for cubic."""
+    taps = {"linear": 2, "cubic": 4}.get(signature.node.text("mode", "nearest"), 0)
+    return 2.0 * taps ** len(resized_axes(signature)) * math.prod(signature.result().shape) if taps else 0.0
+
+
+RESIZE = (
+    Operator("Resize", resize, "memory", _flops, 1.0, static=(1, 2, 3)),
+    Operator("Upsample", resize, "memory", _flops, 1.0, static=(1,)),
 )

@@ -9,10 +9,10 @@ import dataclasses
 import json
 import math
 
-from autopipe.ir.alternatives import Alternative
+from autopipe.ir.codec import JsonRecord
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.serial.alternatives_form import alternatives_form, alternatives_of
-from autopipe.ir.serial.record import JsonRecord
+from autopipe.ir.plan import Alternative
+from autopipe.ir.plan_file import alternatives_form, alternatives_of
 from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.auto.decided import PlacementDecision, decode_decision, encode_decision
 from autopipe.passes.auto.ordered import schedule_form, schedule_of

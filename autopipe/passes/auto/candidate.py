@@ -6,7 +6,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from autopipe.ir.alternatives import Choice
+from autopipe.ir.plan import Choice
 from autopipe.passes.base import Strategy
 from autopipe.passes.request import Request
 

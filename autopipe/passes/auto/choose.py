@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from autopipe.ir.codec import JsonRecord
 from autopipe.ir.errors import AutopipeError
-from autopipe.ir.serial.record import JsonRecord
 from autopipe.passes.auto.ahead import SpeculativePool, free_cores
 from autopipe.passes.auto.answers import FORMAT, answer_form, answer_of
 from autopipe.passes.auto.candidates import candidates, strategies_of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from autopipe.ir.codec import JsonRecord
 from autopipe.ir.errors import REFUSALS, AutopipeError, InternalError, OutOfMemoryError
 from autopipe.ir.placement import Placement
-from autopipe.ir.serial.placement_form import placement_form, placement_of, split_proof_form, split_proof_of
-from autopipe.ir.serial.record import JsonRecord
+from autopipe.ir.plan_file import placement_form, placement_of, split_proof_form, split_proof_of
 from autopipe.passes.batching import Batching
 
 _REFUSALS = {each.__name__: each for each in (*REFUSALS, OutOfMemoryError, InternalError)}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from autopipe.ir.codec import JsonRecord
 from autopipe.ir.schedule import Schedule, Task
-from autopipe.ir.serial.record import JsonRecord
-from autopipe.ir.serial.schedule_file import proof_form, proof_of, repetend_of, repetends_form
+from autopipe.ir.schedule_file import proof_form, proof_of, repetend_of, repetends_form
 
 
 def schedule_form(found: Schedule) -> dict[str, object]:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+from autopipe.ir.codec import JsonRecord
 from autopipe.ir.errors import REFUSALS, AutopipeError, InternalError
-from autopipe.ir.serial.record import JsonRecord
 from autopipe.passes.auto.ahead import SpeculativePool
 from autopipe.passes.auto.budget import (
     LeftOutError,

@@ -11,8 +11,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from autopipe.ir.codec import JsonRecord, read_record, record_text
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.serial.record import JsonRecord, read_record, record_text
 from autopipe.passes.replacing import replacing
 
 _MOST_BYTES = 256 * 2**20

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from autopipe.ir.alternatives import Alternative
 from autopipe.ir.errors import AutopipeError
+from autopipe.ir.plan import Alternative
 from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.base import Scheduler
 from autopipe.passes.pipeline import Placed, Scheduled

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.layout import Layout, replicated
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
-from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.uses import OpInstance, uses_of
 from autopipe.passes.lower.exchanges import NodeLayouts, laid, taken_layouts

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from autopipe.ir.graph import Graph
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import signature_of
 from autopipe.ir.ops.products import is_matrix_product, takes_bias
-from autopipe.ir.remembered import GRAPHS, remembered
 
 
 @remembered(GRAPHS)

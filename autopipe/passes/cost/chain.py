@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.graph import Graph
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.placement import recomputed_nodes
-from autopipe.ir.remembered import GRAPHS, remembered
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Cluster, Level, Link, slower
-from autopipe.ir.costs import Affine
+from autopipe.ir.measured_costs import Affine
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Set
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.problem import Work
-from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.assignment import StageWork
 from autopipe.passes.cost.kept import kept_values
 from autopipe.passes.cost.precision import element_bytes

@@ -14,8 +14,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import MeshAxes, merged, mesh_of
 from autopipe.ir.ops import signature_of
-from autopipe.ir.ops.row import Signature
-from autopipe.ir.ops.statistics import joint_splits
+from autopipe.ir.ops.operator import Signature, joint_splits
 from autopipe.ir.placement import Split
 from autopipe.passes.cost.assignment import StageWork, laid_as
 from autopipe.passes.cost.relayout import reduction_cost, relayout_seconds

@@ -8,7 +8,7 @@ from dataclasses import replace
 from autopipe.ir.errors import InfeasibleError, OutOfMemoryError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
 from autopipe.passes.cost.in_flight import stages_in_flight
 from autopipe.passes.cost.memory import state_of, static_memory
 from autopipe.passes.cost.stages import StageCost, stage_costs

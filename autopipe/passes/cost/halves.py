@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.graph import Graph
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.problem import Problem
-from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.assignment import StageWork
 from autopipe.passes.cost.kept import SavedTensor
 from autopipe.passes.cost.memory import State, state_of

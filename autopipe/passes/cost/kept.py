@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.remembered import GRAPHS, remembered
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.space import Dimension, Windowed
 from autopipe.passes.cost.precision import PRODUCT_KINDS, element_bytes, narrows
 from autopipe.passes.cost.uses import OpInstance

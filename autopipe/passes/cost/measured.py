@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopipe.ir.cluster import Cluster, Device, Level, Link
-from autopipe.ir.costs import MESSAGES, Costs, DeviceCosts, ExchangeCost, Operation, OperationCost
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
+from autopipe.ir.measured_costs import MESSAGES, Costs, DeviceCosts, ExchangeCost, Operation, OperationCost
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.plan import CostCoverage
 from autopipe.ir.problem import Measured, Problem, Work
-from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.operations import Operations
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.work import annotate

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from autopipe.ir.buckets import BUCKET_BYTES
 from autopipe.ir.graph import Graph
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.remembered import GRAPHS, remembered
+from autopipe.ir.program import BUCKET_BYTES
 from autopipe.passes.cost.assignment import StageNode, StageWork, stage_work
 from autopipe.passes.cost.kept import SavedTensor
 from autopipe.passes.cost.replicas import holders_of

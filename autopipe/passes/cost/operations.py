@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autopipe.ir.costs import Operation, Sample, operation_of
 from autopipe.ir.graph import Graph, Value
 from autopipe.ir.layout import Layout, is_block
+from autopipe.ir.measured_costs import Operation, Sample, operation_of
 from autopipe.ir.ops import signature_of
-from autopipe.ir.ops.row import Signature
+from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
 from autopipe.ir.problem import Work
 from autopipe.ir.space import AxisKind

@@ -10,8 +10,8 @@ import numpy as np
 
 from autopipe.ir.cluster import Device
 from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.prediction import Prediction
 from autopipe.ir.problem import Problem
+from autopipe.ir.timeline import Prediction
 from autopipe.passes.cost.assignment import StageWork, stage_work
 from autopipe.passes.cost.exchange import exchange_seconds
 from autopipe.passes.cost.roofline import node_seconds

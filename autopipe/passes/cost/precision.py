@@ -9,7 +9,7 @@ op-specific behavior).
 from __future__ import annotations
 
 from autopipe.ir.graph import Graph
-from autopipe.ir.remembered import GRAPHS, remembered
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.passes.cost.biases import bias_additions
 from autopipe.passes.cost.uses import OpInstance
 

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from autopipe.ir.cluster import Cluster, Link
-from autopipe.ir.costs import Affine
-from autopipe.ir.layout import Layout, MeshAxes, members
-from autopipe.ir.relayout import Relayout
-from autopipe.ir.volume import lacking, of_neighbours
+from autopipe.ir.layout import Layout, MeshAxes, Relayout, lacking, members, of_neighbours
+from autopipe.ir.measured_costs import Affine
 from autopipe.passes.cost.communication import Cost, all_reduce, measured_moves, reduce_scatter
 
 

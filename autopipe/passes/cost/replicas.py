@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from autopipe.ir.costs import Affine
 from autopipe.ir.layout import Layout
+from autopipe.ir.measured_costs import Affine
+from autopipe.ir.memo import remembered
 from autopipe.ir.problem import Problem
-from autopipe.ir.remembered import remembered
 from autopipe.passes.cost.assignment import StageWork
 from autopipe.passes.cost.communication import FREE, Cost, all_gather, all_reduce, reduce_scatter
 from autopipe.passes.cost.roofline import bucket_line

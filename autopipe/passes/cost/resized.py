@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopipe.ir.batch import rebatched
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.problem import Problem
-from autopipe.ir.rebatch import rebatched
-from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.measured import costed_work
 
 

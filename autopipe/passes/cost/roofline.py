@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopipe.ir.cluster import Device
-from autopipe.ir.costs import Affine, TensorCosts
+from autopipe.ir.measured_costs import Affine, TensorCosts
 from autopipe.ir.problem import Problem, Work
 from autopipe.passes.cost.precision import PRODUCT_KINDS
 

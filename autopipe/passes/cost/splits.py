@@ -9,8 +9,8 @@ from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import is_block
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.placement import Split
-from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.uses import OpInstance, uses_of
 
 

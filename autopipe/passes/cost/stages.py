@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopipe.ir.memo import remembered
 from autopipe.ir.placement import Placement, crossing_values
 from autopipe.ir.problem import Problem
-from autopipe.ir.remembered import remembered
 from autopipe.passes.cost.assignment import StageWork, stage_work
 from autopipe.passes.cost.equal_stages import content_of
 from autopipe.passes.cost.exchange import exchange_seconds

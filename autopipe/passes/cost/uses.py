@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.ops import operator_of, qualified_name, signature_of
-from autopipe.ir.ops.row import Operator
-from autopipe.ir.ops.spaces import use_keys
-from autopipe.ir.remembered import GRAPHS, remembered
+from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.ops import operator_of, qualified_name, signature_of, use_keys
+from autopipe.ir.ops.operator import Operator
 from autopipe.ir.space import Space
 
 

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from autopipe.ir.breakdown import Breakdown
 from autopipe.ir.placement import Placement
-from autopipe.ir.prediction import Prediction
+from autopipe.ir.plan import Breakdown
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.ir.timeline import Prediction
 from autopipe.passes.cost.parts import StageParts, TaskParts, alone, stage_parts
 from autopipe.passes.schedule.simulate import simulate
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from autopipe.ir.placement import Placement
-from autopipe.ir.prediction import Prediction
 from autopipe.ir.schedule import Phase
-from autopipe.ir.timeline import Span, Timeline, Transfer
+from autopipe.ir.timeline import Prediction, Span, Timeline, Transfer
 
 Timed = TypeVar("Timed", Span, Transfer)
 

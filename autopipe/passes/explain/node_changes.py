@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+from autopipe.ir.batch import rebatched
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
-from autopipe.ir.rebatch import rebatched
 from autopipe.ir.space import AxisKind
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
 from autopipe.passes.cost.wished import checked_splits

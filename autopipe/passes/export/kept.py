@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import FileSlice, Value
+from autopipe.ir.graph import DType, FileSlice, Value
 from autopipe.ir.layout import Box
 from autopipe.passes.export.numbers import Numbers
 from autopipe.passes.frontend.elements import dtype_of

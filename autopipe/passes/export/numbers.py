@@ -13,8 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Value
+from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import Box
 from autopipe.passes.frontend.folding import Folded
 

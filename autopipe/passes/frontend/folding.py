@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import FileSlice, FoldedSlice, Parameter, Value
+from autopipe.ir.graph import DType, FileSlice, FoldedSlice, Parameter, Value
 from autopipe.passes.frontend.apart import LIFTED, scope_of
 from autopipe.passes.frontend.parameters import LARGEST_LOOK, Roles
 from autopipe.passes.frontend.stored import sliced_numbers

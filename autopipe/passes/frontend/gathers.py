@@ -11,8 +11,7 @@ import math
 
 import numpy as np
 
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Constant, Graph, Node, Value
+from autopipe.ir.graph import Constant, DType, Graph, Node, Value
 from autopipe.passes.frontend.known import ConstantFolder
 
 _LOOKS = 8

@@ -6,8 +6,8 @@ import dataclasses
 
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.ops import signature_of
+from autopipe.ir.ops.elementwise import is_active
 from autopipe.ir.ops.normalization import trains
-from autopipe.ir.ops.randomness import is_active
 from autopipe.passes.frontend.clean import renamed, values_of, without_unread
 
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import Constant, Graph, Node, Parameter, Value
+from autopipe.ir.graph import Constant, DType, Graph, Node, Parameter, Value
 from autopipe.passes.frontend.absent import MissingWeightTypes
 from autopipe.passes.frontend.elements import NUMBERS, array_of, attributes_of, dtype_of, shape_of
 from autopipe.passes.frontend.folding import Folded

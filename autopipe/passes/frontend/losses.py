@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.graph import Attribute, Constant, Graph, Node, Value
+from autopipe.ir.graph import Attribute, Constant, DType, Graph, Node, Value
 
 LOSSES = frozenset({"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"})
 

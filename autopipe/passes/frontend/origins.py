@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autopipe.ir.graph import Graph
-from autopipe.ir.remembered import GRAPHS, remembered
+from autopipe.ir.memo import GRAPHS, remembered
 
 if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source

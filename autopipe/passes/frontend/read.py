@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from autopipe.ir.batch import rebatched
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Mode
-from autopipe.ir.rebatch import rebatched
 from autopipe.passes.frontend.chosen import Chosen
 from autopipe.passes.frontend.clean import cleaned, without_unread
 from autopipe.passes.frontend.dimensions import bind_inputs

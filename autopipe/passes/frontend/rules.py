@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import Value
+from autopipe.ir.graph import DType, Value
 
 if TYPE_CHECKING:
     import onnx

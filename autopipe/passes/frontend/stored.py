@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import FileSlice
+from autopipe.ir.graph import DType, FileSlice
 from autopipe.passes.frontend.elements import array_of, dtype_of
 from autopipe.passes.frontend.external import external_slice
 

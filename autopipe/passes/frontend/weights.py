@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import Constant, FileSlice, Fill, Initializer, Parameter, Storage, Value
+from autopipe.ir.graph import Constant, DType, FileSlice, Fill, Initializer, Parameter, Storage, Value
 from autopipe.passes.frontend.chosen import Chosen
 from autopipe.passes.frontend.elements import array_of, dtype_of, shape_of
 from autopipe.passes.frontend.external import external_slice

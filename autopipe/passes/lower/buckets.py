@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from autopipe.ir.buckets import Block, buckets_of
 from autopipe.ir.graph import Parameter
-from autopipe.ir.program import Shard
+from autopipe.ir.program import Block, Shard, buckets_of
 
 
 def held_together(parameters: Sequence[Parameter], shards: Iterable[Shard]) -> Iterator[Block]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from autopipe.ir.graph import Value
 from autopipe.ir.program import Channel, Instruction, MessageBlock, StageCode, Verb
-from autopipe.ir.turn import MicroBatchSlice
+from autopipe.ir.schedule import MicroBatchSlice
 
 _FIRST_USES = {Verb.RECEIVE: (Verb.FORWARD,), Verb.RECEIVE_GRADIENT: (Verb.BACKWARD, Verb.INPUT_GRADIENT)}
 _LAST_USES = (Verb.FORWARD, Verb.BACKWARD, Verb.WEIGHT_GRADIENT)

@@ -12,11 +12,9 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.layout import Layout, operand_layout, replicated, result_layout
+from autopipe.ir.layout import Layout, Relayout, lacking, operand_layout, replicated, result_layout
 from autopipe.ir.placement import Split
-from autopipe.ir.relayout import Relayout
 from autopipe.ir.space import Space
-from autopipe.ir.volume import lacking
 from autopipe.passes.lower.relayout import reductions, steps_between
 
 

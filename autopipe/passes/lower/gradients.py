@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autopipe.ir.graph import Graph
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of
-from autopipe.ir.remembered import GRAPHS, remembered
 
 
 @remembered(GRAPHS)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopipe.ir.graph import Graph, Node
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of
-from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.ir.schedule import Phase, Schedule
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autopipe.ir.graph import Graph, Node, Value
-from autopipe.ir.ops.lines import positive
 from autopipe.ir.ops.movement import slices
-from autopipe.ir.ops.row import Signature, signature_of
+from autopipe.ir.ops.operator import Signature, positive, signature_of
 from autopipe.ir.program import InputBounds, InputRange
 
 _MASK_LIMIT = 2

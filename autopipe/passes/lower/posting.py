@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.program import Instruction, Verb
-from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.ir.stage_graph import sharing
+from autopipe.ir.schedule import Phase, Schedule, Task, sharing
 
 ASKED_FOR = {
     Phase.FORWARD: Verb.RECEIVE,

@@ -12,9 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from autopipe.ir.layout import Layout, MeshAxes, MeshAxis, merged
-from autopipe.ir.relayout import Relayout
-from autopipe.ir.volume import lacking
+from autopipe.ir.layout import Layout, MeshAxes, MeshAxis, Relayout, lacking, merged
 
 
 @lru_cache(maxsize=1 << 16)

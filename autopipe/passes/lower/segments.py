@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from autopipe.ir.graph import Graph
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of
 from autopipe.ir.placement import recomputed_nodes
-from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.lower.halves import viewed
 

@@ -15,13 +15,11 @@ from autopipe.ir.batch import BatchAxes, Samples
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Constant, Graph, Node, Value
 from autopipe.ir.layout import Layout, are_blocks, even_degree_hint, mesh_of, replicated
-from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
-from autopipe.ir.ops.row import Signature
-from autopipe.ir.ops.spaces import Spaces
-from autopipe.ir.ops.statistics import joint_splits
+from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.ops import OPERATORS, Spaces, qualified_name, signature_of
+from autopipe.ir.ops.operator import Signature, joint_splits
 from autopipe.ir.placement import Split, Stage
 from autopipe.ir.program import Collective, Compute, Operation, StageCode
-from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.ir.space import AxisKind, Space
 from autopipe.passes.lower.exchanges import Exchange, NodeLayouts, laid, taken_layouts, with_exchanges
 from autopipe.passes.lower.stages import StageNodes

@@ -10,7 +10,7 @@ from autopipe.ir.batch import BatchAxes, Samples
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import Box, whole
-from autopipe.ir.turn import EVERY, MicroBatchSlice
+from autopipe.ir.schedule import EVERY, MicroBatchSlice
 
 
 @dataclass(frozen=True, slots=True)

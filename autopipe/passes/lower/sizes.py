@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from autopipe.ir.batch import rebatched
 from autopipe.ir.errors import CodegenError, InfeasibleError
 from autopipe.ir.graph import Constant, Graph
 from autopipe.ir.placement import Placement
-from autopipe.ir.rebatch import rebatched
-from autopipe.ir.stage_graph import micro_batch_ratios
+from autopipe.ir.schedule import micro_batch_ratios
 
 if TYPE_CHECKING:
     from autopipe.ir.program import StageCode

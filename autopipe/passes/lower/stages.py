@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import is_block
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
-from autopipe.ir.remembered import GRAPHS, remembered
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopipe.ir.buckets import buckets_of
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import members
 from autopipe.ir.placement import Placement
-from autopipe.ir.prediction import StagePrediction
-from autopipe.ir.program import Instruction, Loop, Program, RankCode, StageCode, Verb
+from autopipe.ir.program import Instruction, Loop, Program, RankCode, StageCode, Verb, buckets_of
 from autopipe.ir.task_graph import LoopedTasks, TaskGraph, TaskNode
+from autopipe.ir.timeline import StagePrediction
 from autopipe.passes.lower.buckets import held_together
 from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.lower.recomputing import running_again

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopipe.ir.prediction import StagePrediction
 from autopipe.ir.program import Verb
+from autopipe.ir.timeline import StagePrediction
 
 
 class Memory:

@@ -8,13 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import MeshAxes
+from autopipe.ir.layout import MeshAxes, lacking
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
-from autopipe.ir.ops.statistics import Statistic
+from autopipe.ir.ops.operator import Statistic
 from autopipe.ir.placement import Placement
-from autopipe.ir.program import Collective, Compute, Operation, StageCode
-from autopipe.ir.traffic import by_kind, transposed
-from autopipe.ir.volume import lacking
+from autopipe.ir.program import Collective, Compute, Operation, StageCode, by_kind, transposed
 from autopipe.passes.lower.buckets import end_bytes
 from autopipe.passes.lower.flowing import flowing_values
 from autopipe.passes.lower.parts import Parts, parts_of

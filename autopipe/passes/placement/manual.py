@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from autopipe.ir.batch import rebatched
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
 from autopipe.ir.problem import Problem
-from autopipe.ir.rebatch import rebatched
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.constraints import ResolvedConstraint, wishes_of
 from autopipe.passes.cost.fit import fitted

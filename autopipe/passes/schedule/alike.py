@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from autopipe.ir.lanes import Lanes, lane_groups, lanes_of
-from autopipe.ir.prediction import Message, Prediction
-from autopipe.ir.schedule import Schedule
-from autopipe.ir.timeline import Links
+from autopipe.ir.schedule import Lanes, Schedule, lane_groups, lanes_of
+from autopipe.ir.timeline import Links, Message, Prediction
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.prediction import Message, Prediction, StagePrediction
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
+from autopipe.ir.timeline import Message, Prediction, StagePrediction
 
 _Floats = NDArray[np.float64]
 

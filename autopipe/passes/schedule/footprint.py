@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopipe.ir.prediction import StagePrediction
 from autopipe.ir.schedule import Phase
-from autopipe.ir.timeline import Span
+from autopipe.ir.timeline import Span, StagePrediction
 
 Curve = tuple[tuple[float, int], ...]
 

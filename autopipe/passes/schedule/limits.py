@@ -6,11 +6,9 @@ from dataclasses import replace
 
 from autopipe.ir.errors import OutOfMemoryError
 from autopipe.ir.placement import Placement
-from autopipe.ir.prediction import Prediction
 from autopipe.ir.problem import Problem
-from autopipe.ir.schedule import Schedule
-from autopipe.ir.stage_graph import StageGraph
-from autopipe.ir.timeline import Timeline
+from autopipe.ir.schedule import Schedule, StageGraph
+from autopipe.ir.timeline import Prediction, Timeline
 from autopipe.passes.cost.fit import size_text
 from autopipe.passes.schedule.chain import Step
 from autopipe.passes.schedule.tessel.bounds import makespan_bound
@@ -65,9 +63,9 @@ def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) 
 def least_end(stages: StageGraph, prediction: Prediction) -> float:
     """Seconds that a step takes at least after its last task: sums of gradients and the update."""
     ends: dict[int, float] = {}
-    for devices, predicted in zip(stages.stage_devices, prediction.stages, strict=True):
+    for devices, costs in zip(stages.stage_devices, prediction.stages, strict=True):
         for device in devices:
-            ends[device] = ends.get(device, 0.0) + predicted.gradient_s + predicted.update_s
+            ends[device] = ends.get(device, 0.0) + costs.gradient_s + costs.update_s
     return min(ends.values())
 
 

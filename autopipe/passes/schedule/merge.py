@@ -7,9 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from autopipe.ir.lanes import lane_groups, lanes_of, on_each_device
-from autopipe.ir.schedule import Phase, Task
-from autopipe.ir.stage_graph import StageGraph, sharing
+from autopipe.ir.schedule import Phase, StageGraph, Task, lane_groups, lanes_of, on_each_device, sharing
 
 Ticks = Callable[[Task], int]
 """A task's length in whole units, so that equal instants compare equal."""

@@ -11,10 +11,9 @@ from functools import partial
 from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.placement import Placement
-from autopipe.ir.prediction import Message
 from autopipe.ir.problem import Problem
-from autopipe.ir.stage_graph import micro_batch_ratios
-from autopipe.ir.turn import MicroBatchSlice
+from autopipe.ir.schedule import MicroBatchSlice, micro_batch_ratios
+from autopipe.ir.timeline import Message
 from autopipe.passes.cost.assignment import StageWork, stage_work
 from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.lower.shared_samples import Shared, shared_blocks

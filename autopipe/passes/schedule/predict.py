@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopipe.ir.placement import Placement
-from autopipe.ir.prediction import Prediction, StagePrediction
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Task
+from autopipe.ir.timeline import Prediction, StagePrediction
 from autopipe.passes.cost.stages import StageCost, stage_costs
 from autopipe.passes.schedule.merge import Ticks
 from autopipe.passes.schedule.messages import stage_messages

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.block_schedule import BlockGraph
 from autopipe.ir.errors import InfeasibleError
 
 _MOST_STEPS = 1_000_000

@@ -6,10 +6,8 @@ import heapq
 from collections.abc import Sequence
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.ir.lanes import on_each_device
-from autopipe.ir.prediction import Prediction
-from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.ir.timeline import Span, Timeline, Transfer
+from autopipe.ir.schedule import Phase, Schedule, Task, on_each_device
+from autopipe.ir.timeline import Prediction, Span, Timeline, Transfer
 from autopipe.passes.schedule.alike import device_symmetry
 from autopipe.passes.schedule.footprint import memory_curves, static_memory
 from autopipe.passes.schedule.wires import HALF, PHASES, WHOLE, kind_of, message_edges

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.cost.stages import StageCost, step_seconds
 from autopipe.passes.schedule.chain import Step, chain_step, is_chain

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopipe.ir.prediction import Message
-from autopipe.ir.schedule import Phase
-from autopipe.ir.turn import MicroBatchSlice
+from autopipe.ir.schedule import MicroBatchSlice, Phase
+from autopipe.ir.timeline import Message
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
 WHOLE = PHASES.index(Phase.BACKWARD)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autopipe.ir.graph import Graph
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.placement import Split
-from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.spmd.regions import tensor_splits
 from autopipe.passes.spmd.replicas import ReplicatedNetwork, replicated_network
 

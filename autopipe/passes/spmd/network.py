@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import is_block
-from autopipe.ir.remembered import GRAPHS, remembered
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.space import AxisKind
 from autopipe.passes.cost.uses import OpInstance
 

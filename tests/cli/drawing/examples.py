@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from autopipe.ir.blocks import Block, BlockGraph, BlockRepetend, BlockSchedule
+from autopipe.ir.block_schedule import Block, BlockGraph, BlockRepetend, BlockSchedule
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.plan import Plan, Summary
-from autopipe.ir.prediction import Message, Prediction, StagePrediction
-from autopipe.ir.stage_graph import StageGraph
-from autopipe.ir.turn import MicroBatchSlice
+from autopipe.ir.schedule import MicroBatchSlice, StageGraph
+from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.schedule.named.kfkb import order_kfkb
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.predict import ticks_of

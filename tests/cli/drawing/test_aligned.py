@@ -12,7 +12,7 @@ from autopipe.cli.drawing.alike import one_of_each
 from autopipe.cli.drawing.compare_report import compare_report
 from autopipe.cli.drawing.picture import plan_picture
 from autopipe.cli.drawing.report import report_page
-from autopipe.ir.breakdown import Breakdown
+from autopipe.ir.plan import Breakdown
 from tests.cli.drawing.browser import needs_browser, seen_by
 from tests.cli.drawing.examples import HOSTILE, chain_plan
 from tests.cli.drawing.test_report import HANDS, elements

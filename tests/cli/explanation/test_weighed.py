@@ -8,8 +8,7 @@ from autopipe.cli.explanation.distance import distance_lines
 from autopipe.cli.explanation.plan import next_best
 from autopipe.cli.explanation.weighed import weighed_screen
 from autopipe.cli.figures import group_text
-from autopipe.ir.alternatives import Alternative, Choice
-from autopipe.ir.breakdown import Breakdown
+from autopipe.ir.plan import Alternative, Breakdown, Choice
 
 CHOSEN = Alternative(
     Choice("grid", (("chunks", "2"), ("wave", "true")), "zb_v", shard=True), 1.0, 0.9, 8, 4, 0.1, 2**20

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from autopipe.ir.graph import Value
-from autopipe.ir.ops.row import Signature
+from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
 from autopipe.ir.space import AxisKind, Dimension, Space, Windowed
 from tests.conformance.adapter import to_tensor

@@ -17,7 +17,7 @@ from autopipe.backends.torch.runtime.random_streams import Random
 from autopipe.ir.graph import Constant, Graph, Node
 from autopipe.ir.layout import mesh_of
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of, space_of
-from autopipe.ir.ops.row import Signature
+from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
 from autopipe.ir.program import Compute, StageCode
 from autopipe.ir.space import Axis, AxisKind, Space

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import Attribute, Node, Value
+from autopipe.ir.graph import Attribute, DType, Node, Value
 from autopipe.ir.ops import OPERATORS
-from autopipe.ir.ops.row import Signature
+from autopipe.ir.ops.operator import Signature
 
 
 @pytest.mark.parametrize(

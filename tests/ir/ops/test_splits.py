@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.ops import OPERATORS
-from autopipe.ir.ops.row import notated
+from autopipe.ir.ops.operator import notated
 from autopipe.ir.space import AxisKind
 from tests.ir.ops.splitting import Use, check
 from tests.ir.ops.uses import use_of

@@ -9,9 +9,9 @@ import math
 
 import pytest
 
+from autopipe.ir.codec import JsonRecord
 from autopipe.ir.errors import InternalError
-from autopipe.ir.serial.plan_file import plan_digest
-from autopipe.ir.serial.record import JsonRecord
+from autopipe.ir.plan_file import plan_digest
 from autopipe.passes.auto import budget
 from autopipe.passes.auto.choose import choose, weigh
 from autopipe.passes.auto.decided import refused_form, refused_of

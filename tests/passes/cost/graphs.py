@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autopipe.ir.cluster import OPERATOR_CLASSES, Cluster, Device, Level, Link
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Fill, Graph, Node, Parameter, Value
+from autopipe.ir.graph import DType, Fill, Graph, Node, Parameter, Value
 from autopipe.ir.problem import Mode, Problem
 from autopipe.passes.cost.work import annotate
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.cluster import Link
-from autopipe.ir.costs import Affine, ExchangeCost, TaskCosts, TensorCosts
 from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.measured_costs import Affine, ExchangeCost, TaskCosts, TensorCosts
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Constraint, Optimizer
 from autopipe.passes.cost.communication import all_gather, all_reduce

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.costs import (
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.graph import Graph
+from autopipe.ir.measured_costs import (
     Affine,
     Costs,
     DeviceCosts,
@@ -19,8 +21,6 @@ from autopipe.ir.costs import (
     TensorCosts,
     Timing,
 )
-from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.communication import all_gather, all_reduce, send

@@ -9,7 +9,7 @@ import pytest
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
 from autopipe.passes.cost.fit import in_flight
 from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.stages import stage_costs

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import Graph, Node, Value
+from autopipe.ir.graph import DType, Graph, Node, Value
 from autopipe.passes.cost.uses import uses_of
 from autopipe.passes.cost.work import annotate
 from tests.passes.cost.graphs import Builder, perceptron

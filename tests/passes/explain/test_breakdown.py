@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from autopipe.ir.breakdown import Breakdown
 from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.plan import Breakdown
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.communication import all_reduce
 from autopipe.passes.cost.roofline import node_seconds

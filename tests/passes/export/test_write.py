@@ -11,9 +11,8 @@ import onnx.helper as oh
 import onnx.numpy_helper as onh
 import pytest
 
-from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ConfigurationError, ModelError
-from autopipe.ir.graph import Value
+from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import Box
 from autopipe.passes.export import Numbers, write_trained
 from autopipe.passes.export import numbers as pieces

@@ -15,9 +15,8 @@ import onnx
 import onnx.helper as oh
 import pytest
 
-from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import Graph, Node, Value
+from autopipe.ir.graph import DType, Graph, Node, Value
 from autopipe.passes.frontend import known, read_model
 from autopipe.passes.frontend.clean import with_named_outputs, without_repeats
 from autopipe.passes.frontend.effort import MOST_OPERATIONS, Budget, operations_of

@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Constant, Graph, Node, Value
+from autopipe.ir.graph import Constant, DType, Graph, Node, Value
 from autopipe.passes.frontend.gathers import with_plain_gathers
 
 EXTENTS = st.integers(0, 4)

@@ -9,7 +9,7 @@ from onnx.helper import make_node
 
 from autopipe.ir.graph import Initializer
 from autopipe.passes.frontend.initial import default_initializer
-from autopipe.passes.frontend.parameters import Uses
+from autopipe.passes.frontend.uses import Uses
 
 ZEROS, ONES = Initializer("zeros"), Initializer("ones")
 QUARTER = Initializer("uniform", 0.25)

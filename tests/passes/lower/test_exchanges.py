@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import DType, Graph
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Mode, Problem

@@ -7,8 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Attribute, Constant, Graph, Node, Value
+from autopipe.ir.graph import Attribute, Constant, DType, Graph, Node, Value
 from autopipe.passes.lower.inputs import input_ranges
 
 INT = DType.INT64

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.program import Instruction, Loop, Verb
-from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
 from autopipe.passes.lower.assemble import lower
 from autopipe.passes.lower.order import sections
 from tests.distributed.builder import Builder, mlp

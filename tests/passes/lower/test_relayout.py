@@ -11,10 +11,18 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.ir.layout import Box, Layout, MeshAxes, MeshAxis, WindowedBlocks, degree_of, merged
-from autopipe.ir.redistribution import moves_between
-from autopipe.ir.relayout import Relayout
-from autopipe.ir.volume import lacking
+from autopipe.ir.layout import (
+    Box,
+    Layout,
+    MeshAxes,
+    MeshAxis,
+    Relayout,
+    WindowedBlocks,
+    degree_of,
+    lacking,
+    merged,
+    moves_between,
+)
 from autopipe.passes.lower.relayout import reductions, steps_between
 
 GROUPS = st.sampled_from([2, 3, 4, 6, 8, 12])

@@ -7,8 +7,7 @@ from itertools import combinations, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import DType, Graph
 from autopipe.passes.lower.segments import best_cuts, cutter
 from tests.distributed.builder import Builder, mlp
 from tests.distributed.drawing import graphs

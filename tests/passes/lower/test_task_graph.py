@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.errors import CodegenError
-from autopipe.ir.prediction import Prediction, StagePrediction
 from autopipe.ir.program import Instruction, Program
 from autopipe.ir.task_graph import TaskGraph
+from autopipe.ir.timeline import Prediction, StagePrediction
 from autopipe.passes.lower.assemble import lower
 from autopipe.passes.lower.order import sections
 from autopipe.passes.lower.proof import prove

@@ -7,9 +7,8 @@ import math
 
 from hypothesis import strategies
 
-from autopipe.ir.prediction import Message, Prediction, StagePrediction
-from autopipe.ir.stage_graph import StageGraph
-from autopipe.ir.turn import MicroBatchSlice
+from autopipe.ir.schedule import MicroBatchSlice, StageGraph
+from autopipe.ir.timeline import Message, Prediction, StagePrediction
 
 
 def chain(stages: int) -> StageGraph:

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_dags import stage_graphs
 
-from autopipe.ir.prediction import Message, Prediction, StagePrediction
-from autopipe.ir.schedule import Schedule
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import Schedule, StageGraph
+from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.schedule.alike import DeviceSymmetry
 from autopipe.passes.schedule.named.gpipe import order_gpipe
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b

@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.ir.prediction import Message, Prediction, StagePrediction
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
+from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.schedule.chain import chain_step, is_chain
 from autopipe.passes.schedule.named.kfkb import order_kfkb
 from autopipe.passes.schedule.predict import ticks_of

@@ -10,7 +10,7 @@ import pytest
 from autopipe.configs.load import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.lower.assemble import lower
 from autopipe.passes.pipeline import make_plan

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_dags import chain, stage_graphs
 
-from autopipe.ir.prediction import StagePrediction
-from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.ir.stage_graph import StageGraph, depths_to_end
+from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task, depths_to_end
+from autopipe.ir.timeline import StagePrediction
 from autopipe.passes.schedule.named.gpipe import order_gpipe
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.predict import ticks_of

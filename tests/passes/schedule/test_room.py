@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.ir.blocks import Block, BlockGraph
+from autopipe.ir.block_schedule import Block, BlockGraph
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.schedule.room import LeastRoom, least_room, require_room
 from autopipe.passes.schedule.shapes import shape

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from random_dags import chain, free_messages, predicted, samples_of, stage_graphs, with_turns
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.ir.prediction import Message, Prediction, StagePrediction
 from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.schedule.named.gpipe import order_gpipe
 from autopipe.passes.schedule.named.kfkb import order_kfkb
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b

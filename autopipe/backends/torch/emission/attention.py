@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter
-from autopipe.ir.dtype import DType
+from autopipe.ir.graph import DType
 from autopipe.ir.ops.attention import is_positional
 
 _PRECISION = {1: DType.FLOAT32, 10: DType.FLOAT16, 16: DType.BFLOAT16, 11: DType.FLOAT64}

@@ -11,12 +11,11 @@ import numpy as np
 
 from autopipe.backends.torch.emission.groups import group_code
 from autopipe.ir.batch import Samples
-from autopipe.ir.dtype import DType
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import Node, Value
+from autopipe.ir.graph import DType, Node, Value
 from autopipe.ir.layout import MeshAxes, merged
 from autopipe.ir.ops import OPERATORS, qualified_name
-from autopipe.ir.ops.row import Signature
+from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter, torch_dtype
-from autopipe.ir.ops.windows import SpatialWindow, window_of
+from autopipe.ir.ops.operator import SpatialWindow, window_of
 
 Extents = tuple[int, ...]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from autopipe.backends.torch.emission.call import Call, Emitter, torch_dtype
-from autopipe.ir.dtype import DType
+from autopipe.ir.graph import DType
 
 
 def element(call: Call, index: int) -> str:

@@ -16,9 +16,8 @@ import numpy as np
 from autopipe.backends.torch.emission.manifest import FORMAT, Provenance, manifest_of
 from autopipe.backends.torch.emission.rank import emit_rank, rank_module, stage_module
 from autopipe.backends.torch.emission.stage import emit_stage
-from autopipe.ir.dtype import DType
 from autopipe.ir.errors import CodegenError, ConfigurationError
-from autopipe.ir.graph import Constant
+from autopipe.ir.graph import Constant, DType
 from autopipe.ir.program import Program
 
 _ENTRY = '''"""Runs the rank that the environment names; torch elastic, torchrun or SLURM start it on every process."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter, literal, number, torch_dtype
-from autopipe.ir.dtype import DType
+from autopipe.ir.graph import DType
 
 
 def _made(call: Call) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter
-from autopipe.ir.ops.indexing import indexed_axis
-from autopipe.ir.ops.lines import positive
+from autopipe.ir.ops.movement import indexed_axis
+from autopipe.ir.ops.operator import positive
 
 
 def _gather(call: Call) -> str:

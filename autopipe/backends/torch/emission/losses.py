@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter
-from autopipe.ir.dtype import DType
-from autopipe.ir.ops.losses import label_axes, reduction, weighs_labels
+from autopipe.ir.graph import DType
+from autopipe.ir.ops.normalization import label_axes, reduction, weighs_labels
 
 
 def _operands(call: Call) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter, called, shared
-from autopipe.ir.ops.lines import positive
 from autopipe.ir.ops.normalization import normalized_axes, softmax_axes, trains, variance_axes
+from autopipe.ir.ops.operator import positive
 
 
 def _batch_norm(call: Call) -> str:

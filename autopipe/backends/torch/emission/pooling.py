@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter, shared
 from autopipe.backends.torch.emission.convolution import each, pads
-from autopipe.ir.dtype import DType
-from autopipe.ir.ops.windows import SpatialWindow, window_of
+from autopipe.ir.graph import DType
+from autopipe.ir.ops.operator import SpatialWindow, window_of
 
 _LOWEST = 'float("-inf")'
 

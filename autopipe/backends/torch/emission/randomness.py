@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter, torch_dtype
-from autopipe.ir.dtype import DType
-from autopipe.ir.ops.randomness import is_active
+from autopipe.ir.graph import DType
+from autopipe.ir.ops.elementwise import is_active
 
 
 def _dropout(call: Call) -> str:

@@ -16,7 +16,7 @@ from autopipe.ir.program import (
     StageOnRank,
     Verb,
 )
-from autopipe.ir.turn import MicroBatchSlice
+from autopipe.ir.schedule import MicroBatchSlice
 
 _LINE = 112
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopipe.backends.torch.emission.call import Call, Emitter, shared, torch_dtype
-from autopipe.ir.dtype import DType
-from autopipe.ir.ops.reduction import chosen_axis, flattened_axes, reduced_axes, running_axis
+from autopipe.ir.graph import DType
+from autopipe.ir.ops.normalization import chosen_axis, flattened_axes, reduced_axes, running_axis
 
 
 def _axes(call: Call) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter
-from autopipe.ir.ops.lines import axes_of
+from autopipe.ir.ops.operator import axes_of
 
 
 def shape_arguments(shape: tuple[int, ...]) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopipe.backends.torch.emission.call import Call, Emitter, literal, number
-from autopipe.ir.dtype import DType
-from autopipe.ir.ops.resize import ResizedAxis, resized_axes
+from autopipe.ir.graph import DType
+from autopipe.ir.ops.movement import ResizedAxis, resized_axes
 
 _LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
 

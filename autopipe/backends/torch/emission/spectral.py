@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter
-from autopipe.ir.ops.spectral import transformed_axis
+from autopipe.ir.ops.elementwise import transformed_axis
 
 
 def _dft(call: Call) -> str:

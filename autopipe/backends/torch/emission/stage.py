@@ -14,9 +14,8 @@ from autopipe.backends.torch.emission.later import deferred
 from autopipe.backends.torch.emission.peephole import merge_neighbours
 from autopipe.backends.torch.emission.segments import Part, parts_of
 from autopipe.backends.torch.emission.table import EMITTERS
-from autopipe.ir.dtype import DType
 from autopipe.ir.errors import CodegenError
-from autopipe.ir.graph import Value
+from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import Layout, degree_of
 from autopipe.ir.ops import qualified_name
 from autopipe.ir.program import Collective, Compute, Operation, StageCode

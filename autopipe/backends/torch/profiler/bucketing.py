@@ -10,7 +10,7 @@ from autopipe.backends.torch.profiler.watch import Stopwatch, repeated
 from autopipe.backends.torch.runtime.gradients import GradientReduction
 from autopipe.backends.torch.runtime.pending import PendingRecv
 from autopipe.backends.torch.runtime.transport import Transport
-from autopipe.ir.buckets import Block, Bucket
+from autopipe.ir.program import Block, Bucket
 
 
 class _Alone(Transport):

@@ -22,7 +22,7 @@ from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
 from autopipe.backends.torch.runtime.pending import PendingRecv
 from autopipe.backends.torch.runtime.transport import Transport
-from autopipe.ir.costs import COLLECTIVES, Timing
+from autopipe.ir.measured_costs import COLLECTIVES, Timing
 
 SIZES = tuple(2**power for power in (12, 15, 18, 20, 22, 24))
 """Bytes."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from autopipe.backends.torch.launcher import rank_environment
-from autopipe.ir.costs import Affine, ExchangeCost, Timing
+from autopipe.ir.measured_costs import Affine, ExchangeCost, Timing
 
 
 def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost, ...]:

@@ -17,8 +17,8 @@ import torch
 from autopipe.backends.torch.profiler.runnable import Pool, Runnable, Tensors
 from autopipe.backends.torch.profiler.watch import Mark, Stopwatch, averaged, repeated
 from autopipe.backends.torch.runtime.allocator import keep_freed_memory
-from autopipe.ir.costs import Operation, OperationCost, Sample
 from autopipe.ir.errors import CodegenError
+from autopipe.ir.measured_costs import Operation, OperationCost, Sample
 
 _CHAIN, _CHAIN_S = 64, 0.05
 """Nodes of a backward by which it is measured what noting them takes, and how long for."""

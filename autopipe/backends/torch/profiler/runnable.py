@@ -15,11 +15,10 @@ from autopipe.backends.torch.emission.stage import emit_stage
 from autopipe.backends.torch.runtime.later import WeightGradQueue
 from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
 from autopipe.backends.torch.runtime.random_streams import Random
-from autopipe.ir.costs import Sample
-from autopipe.ir.dtype import DType
 from autopipe.ir.errors import CodegenError
-from autopipe.ir.graph import Constant, Value
+from autopipe.ir.graph import Constant, DType, Value
 from autopipe.ir.layout import mesh_of
+from autopipe.ir.measured_costs import Sample
 from autopipe.ir.program import Compute, StageCode
 
 _LARGE_BYTES = 2**16

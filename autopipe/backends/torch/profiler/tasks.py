@@ -14,7 +14,7 @@ import torch
 from autopipe.backends.torch.profiler.bucketing import bucketing_seconds
 from autopipe.backends.torch.profiler.watch import Stopwatch, repeated
 from autopipe.backends.torch.profiler.worker import numbers_of
-from autopipe.ir.costs import TaskCosts, TensorCosts
+from autopipe.ir.measured_costs import TaskCosts, TensorCosts
 
 _TENSORS = 16
 _ELEMENTS = (2**8, 2**18)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopipe.ir.costs import Timing
+from autopipe.ir.measured_costs import Timing
 
 LEAST = 5
 """Repetitions of even the slowest work."""

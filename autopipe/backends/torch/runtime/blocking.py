@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from autopipe.backends.torch.runtime.stage import Stage
 from autopipe.backends.torch.runtime.turns import ChannelEnd, Event, Message, global_event_order
 from autopipe.backends.torch.runtime.wiring import Receive, Send
-from autopipe.ir.schedule import Phase, Task
-from autopipe.ir.turn import MicroBatchSlice
+from autopipe.ir.schedule import MicroBatchSlice, Phase, Task
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank

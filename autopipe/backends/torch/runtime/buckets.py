@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.ir.buckets import Block, Bucket, buckets_of
-from autopipe.ir.dtype import DType
+from autopipe.ir.graph import DType
+from autopipe.ir.program import Block, Bucket, buckets_of
 
 
 def buckets_of_rank(manifest: Manifest, rank: int) -> tuple[Bucket, ...]:

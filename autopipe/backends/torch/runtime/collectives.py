@@ -20,8 +20,7 @@ from autopipe.backends.torch.runtime.at_once import (
     start_sum,
     start_sum_of_rows,
 )
-from autopipe.ir.layout import Box, Layout, MeshAxes, MeshAxis, WindowedBlocks, degree_of, members
-from autopipe.ir.redistribution import moves_between
+from autopipe.ir.layout import Box, Layout, MeshAxes, MeshAxis, WindowedBlocks, degree_of, members, moves_between
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.transport import Transport

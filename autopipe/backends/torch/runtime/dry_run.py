@@ -18,7 +18,7 @@ from autopipe.backends.torch.runtime.stage import Stage, Tensors
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.backends.torch.runtime.wiring import Receive, Send
 from autopipe.ir.errors import LaunchError
-from autopipe.ir.traffic import by_kind
+from autopipe.ir.program import by_kind
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank

@@ -10,7 +10,7 @@ import torch
 from autopipe.backends.torch.runtime.pending import PendingRecv, PendingReduce
 from autopipe.backends.torch.runtime.shares import OptimizerShard, ShardedBucket
 from autopipe.backends.torch.runtime.transport import Transport
-from autopipe.ir.buckets import Bucket
+from autopipe.ir.program import Bucket
 
 
 class ReducedBucket(Protocol):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autopipe.ir.errors import LaunchError
-from autopipe.ir.traffic import KINDS, by_kind
+from autopipe.ir.program import KINDS, by_kind
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank

@@ -1,7 +1,7 @@
 """Updating parameters in shares (ZeRO-1): each of the ranks that hold them keeps the optimizer's state of one share.
 
 Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory optimizations toward training trillion parameter models" (SC 2020),
-section 5.1. Updates are element by element, so a share is any part of a bucket's row: see `autopipe.ir.buckets`.
+section 5.1. Updates are element by element, so a share is any part of a bucket's row: see `autopipe.ir.program`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from autopipe.backends.torch.runtime.pending import PendingRecv, PendingReduce
 from autopipe.backends.torch.runtime.transport import Transport
-from autopipe.ir.buckets import Bucket, ElementRange
+from autopipe.ir.program import Bucket, ElementRange
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,7 +22,7 @@ from autopipe.backends.torch.runtime.wiring import (
     Send,
     Wire,
 )
-from autopipe.ir.turn import MicroBatchSlice
+from autopipe.ir.schedule import MicroBatchSlice
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank

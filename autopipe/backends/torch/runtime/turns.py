@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopipe.ir.schedule import Phase, Task
-from autopipe.ir.turn import EVERY, MicroBatchSlice
+from autopipe.ir.schedule import EVERY, MicroBatchSlice, Phase, Task
 
 _UNITS = {Phase.FORWARD: 1, Phase.BACKWARD: 2, Phase.INPUT_GRADIENT: 1, Phase.WEIGHT_GRADIENT: 1}
 """Rough lengths: they choose among orders, all of which are correct."""

@@ -7,7 +7,7 @@ from math import prod
 
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
 from autopipe.passes.cost.uses import uses_of
 
 _AROUND = re.compile("T1+(T1*)*T")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
 from autopipe.backends.torch.emission.manifest import Provenance
-from autopipe.ir.alternatives import Choice
 from autopipe.ir.errors import AutopipeError
+from autopipe.ir.plan import Choice
 from autopipe.ir.program import Program
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.auto.choose import weigh

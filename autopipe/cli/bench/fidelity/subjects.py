@@ -13,8 +13,8 @@ from autopipe.cli.profiling.session import Profiling
 from autopipe.cli.request import request_of
 from autopipe.configs import zoo
 from autopipe.configs.load import load_configuration
-from autopipe.ir.costs import Costs, DeviceCosts, merged
-from autopipe.ir.serial.cost_file import costs_text
+from autopipe.ir.cost_file import costs_text
+from autopipe.ir.measured_costs import Costs, DeviceCosts, merged
 from autopipe.passes.request import Request
 
 SUBJECTS: Final[dict[str, dict[str, int]]] = {

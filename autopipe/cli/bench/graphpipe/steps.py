@@ -7,11 +7,9 @@ import math
 from dataclasses import dataclass, replace
 
 from autopipe.ir.placement import Placement
-from autopipe.ir.prediction import Message, Prediction
 from autopipe.ir.problem import Problem
-from autopipe.ir.schedule import Schedule
-from autopipe.ir.stage_graph import StageGraph
-from autopipe.ir.timeline import Timeline
+from autopipe.ir.schedule import Schedule, StageGraph
+from autopipe.ir.timeline import Message, Prediction, Timeline
 from autopipe.passes.cost.resized import resized
 from autopipe.passes.schedule.limits import check_memory
 from autopipe.passes.schedule.named.kfkb import order_kfkb

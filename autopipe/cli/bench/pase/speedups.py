@@ -11,7 +11,7 @@ from autopipe.cli.bench.row import Case, Row
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
 from autopipe.passes.registry import strategy_class
 from autopipe.passes.schedule.limits import check_memory
 from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward

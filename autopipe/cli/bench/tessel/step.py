@@ -7,7 +7,7 @@ from dataclasses import replace
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
 from autopipe.passes.base import Scheduler
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate

@@ -9,7 +9,8 @@ from functools import partial
 from autopipe.cli.bench.row import Case, Row
 from autopipe.cli.bench.tessel.published import TIME_OPTIMAL_V_16_S
 from autopipe.passes.schedule.shapes import shape
-from autopipe.passes.schedule.tessel.search import SearchOptions, search
+from autopipe.passes.schedule.tessel.options import SearchOptions
+from autopipe.passes.schedule.tessel.search import search
 from autopipe.passes.schedule.tessel.time_optimal import search_whole
 
 _DEVICES = 4

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from autopipe.ir.errors import CodegenError
-from autopipe.ir.turn import MicroBatchSlice
+from autopipe.ir.schedule import MicroBatchSlice
 from autopipe.passes.lower.proof.lanes import Barrier, ProofChannel, Wait
 
 _Each = TypeVar("_Each")

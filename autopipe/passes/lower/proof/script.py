@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from autopipe.ir.program import Instruction, Loop, MessageBlock, Program, RankCode, StageOnRank, Verb
-from autopipe.ir.turn import EVERY, MicroBatchSlice
+from autopipe.ir.schedule import EVERY, MicroBatchSlice
 from autopipe.passes.lower.proof.actions import (
     Action,
     ByTurn,

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from autopipe.ir.batch import rebatched
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage, crossing_values
 from autopipe.ir.problem import Problem
-from autopipe.ir.rebatch import rebatched
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.splits import SampleAxes, sample_axes
 from autopipe.passes.cost.wished import checked_splits

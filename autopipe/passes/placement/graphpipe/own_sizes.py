@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.stage_graph import StageGraph, depths_to_end
+from autopipe.ir.schedule import StageGraph, depths_to_end
 from autopipe.passes.cost.resized import resized
 from autopipe.passes.placement.graphpipe.check import check_schedule
 from autopipe.passes.schedule.named.kfkb import order_kfkb

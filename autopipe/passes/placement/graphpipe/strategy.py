@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
+from autopipe.ir.memo import remembered
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.remembered import remembered
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.fit import check_operators
 from autopipe.passes.cost.roofline import mean_seconds

@@ -114,9 +114,9 @@ class Outer:
         """The divisions that there are, each once. Raises the first one's reason where there is none."""
         found: dict[Nodes, None] = {}
         refused: dict[str, InfeasibleError] = {}
-        for divide in self.divisions:
+        for division in self.divisions:
             try:
-                found[sized.stages(mesh, divide)] = None
+                found[sized.stages(mesh, division)] = None
             except InfeasibleError as error:
                 refused[error.message] = error
         self.undivided.setdefault(mesh.name, "; ".join(refused))

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Device
 from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.placement import recomputed_nodes
-from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.chain import Chain
 from autopipe.passes.placement.tessel_shapes.model import CostedModel
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Cluster, Device
 from autopipe.ir.graph import Graph
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.problem import Problem, Work
-from autopipe.ir.remembered import GRAPHS, remembered
 from autopipe.passes.cost.chain import Chain, make_chain
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.uses import uses_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.layout import even_degree_hint
-from autopipe.ir.remembered import GRAPHS, remembered
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.space import AxisKind
 from autopipe.passes.placement.tessel_shapes.model import CostedModel
 from autopipe.passes.spmd.regions import grow, seed_axis

@@ -9,8 +9,7 @@ from typing import ClassVar
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.schedule import Schedule, WrongScheduleError
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import Schedule, StageGraph, WrongScheduleError
 from autopipe.passes.schedule.equal_micro_batches import require_equal_micro_batches
 from autopipe.passes.schedule.given.order_file import Cell, read_orders
 from autopipe.passes.schedule.repetend import find_repetends

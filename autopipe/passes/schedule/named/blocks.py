@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from autopipe.ir.blocks import BlockGraph, BlockSchedule
+from autopipe.ir.block_schedule import BlockGraph, BlockSchedule
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.passes.schedule.named.grid import first_slot, there_and_back
 from autopipe.passes.schedule.named.pipes import pipes_of

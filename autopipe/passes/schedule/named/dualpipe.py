@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.ir.schedule import Task
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph, Task
 from autopipe.passes.schedule.named.lanes import Lanes, opposite
 from autopipe.passes.schedule.named.published import Published
 from autopipe.passes.schedule.named.words import spell

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from autopipe.ir.schedule import Task
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph, Task
 from autopipe.passes.schedule.named.grid import by_lane, on_grid
 from autopipe.passes.schedule.named.lanes import Lanes, waves
 from autopipe.passes.schedule.named.published import Published

@@ -10,8 +10,7 @@ from typing import ClassVar
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
 from autopipe.passes.cost.in_flight import stages_in_flight
 from autopipe.passes.schedule.merge import Ticks, merge_orders
 from autopipe.passes.schedule.predict import task_ticks

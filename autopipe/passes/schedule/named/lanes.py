@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.ir.schedule import Schedule, Task
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import Schedule, StageGraph, Task
 from autopipe.passes.schedule.repetend import find_repetends
 
 Lanes = tuple[tuple[int, ...], ...]

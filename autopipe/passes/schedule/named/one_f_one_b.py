@@ -8,8 +8,7 @@ from typing import ClassVar
 
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.ir.stage_graph import StageGraph, depths_to_end
+from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task, depths_to_end
 from autopipe.passes.schedule.equal_micro_batches import require_equal_micro_batches
 from autopipe.passes.schedule.merge import Ticks, merge_orders
 from autopipe.passes.schedule.predict import task_ticks

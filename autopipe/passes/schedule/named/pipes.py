@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.block_schedule import BlockGraph
 from autopipe.ir.errors import InfeasibleError
 
 

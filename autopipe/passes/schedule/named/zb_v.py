@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from autopipe.ir.schedule import Task
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph, Task
 from autopipe.passes.schedule.named.lanes import Lanes, one_wave
 from autopipe.passes.schedule.named.published import Published
 from autopipe.passes.schedule.named.weights import fill_weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.block_schedule import BlockGraph
 
 
 def period_bound(graph: BlockGraph) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.block_schedule import BlockGraph
 
 STEPS = 96
 """Steps of the least period to which times are rounded up. Few make small models, many keep the error small."""

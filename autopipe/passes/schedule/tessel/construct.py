@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from itertools import product
 
-from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.block_schedule import BlockGraph
 from autopipe.passes.schedule.tessel.cyclic import PeriodicStarts, is_valid
 from autopipe.passes.schedule.tessel.options import Budget
 from autopipe.passes.schedule.tessel.placing import PlacementRule, Placing

@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Iterator
 
-from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.block_schedule import BlockGraph
 from autopipe.passes.schedule.tessel.bounds import makespan_bound, tails
 from autopipe.passes.schedule.tessel.unroll import Starts, makespan
 

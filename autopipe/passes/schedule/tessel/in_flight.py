@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from autopipe.ir.block_check import check_blocks
-from autopipe.ir.blocks import BlockGraph, BlockRepetend, BlockSchedule
+from autopipe.ir.block_schedule import BlockGraph, BlockRepetend, BlockSchedule, check_blocks
 from autopipe.ir.errors import ConfigurationError
 from autopipe.passes.schedule.tessel.bounds import period_bound
 from autopipe.passes.schedule.tessel.construct import one_at_a_time

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopipe.ir.blocks import BlockGraph, BlockRepetend, BlockSchedule
+from autopipe.ir.block_schedule import BlockGraph, BlockRepetend, BlockSchedule
 from autopipe.passes.schedule.tessel.unroll import Starts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.block_schedule import BlockGraph
 from autopipe.passes.schedule.tessel.cyclic import PeriodicStarts
 from autopipe.passes.schedule.tessel.options import Budget
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.block_schedule import BlockGraph
 from autopipe.ir.errors import AutopipeError
 from autopipe.passes.schedule.tessel.bounds import unit_bound
 from autopipe.passes.schedule.tessel.cyclic import PeriodicStarts, is_valid

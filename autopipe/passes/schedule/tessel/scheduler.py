@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from autopipe.ir.blocks import BlockSchedule
+from autopipe.ir.block_schedule import BlockSchedule
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement
-from autopipe.ir.prediction import Prediction
 from autopipe.ir.problem import Problem
-from autopipe.ir.schedule import Proof, Schedule
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import Proof, Schedule, StageGraph
+from autopipe.ir.timeline import Prediction
 from autopipe.passes.base import Scheduler
 from autopipe.passes.schedule.footprint import static_memory
 from autopipe.passes.schedule.limits import SAME, least_end, lower_bound
@@ -23,7 +22,8 @@ from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.room import require_room
 from autopipe.passes.schedule.simulate import simulate
-from autopipe.passes.schedule.tessel.search import SearchOptions, search
+from autopipe.passes.schedule.tessel.options import SearchOptions
+from autopipe.passes.schedule.tessel.search import search
 from autopipe.passes.schedule.tessel.stage_blocks import (
     StageBlocks,
     busiest_seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 
-from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.block_schedule import BlockGraph
 
 
 def following(graph: BlockGraph) -> list[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING
 
-from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.block_schedule import BlockGraph
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.schedule.room import require_room
 from autopipe.passes.schedule.tessel.cyclic import sharing_pairs

@@ -13,10 +13,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autopipe.ir.blocks import Block, BlockGraph, BlockSchedule
-from autopipe.ir.prediction import Message, Prediction, StagePrediction
-from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.block_schedule import Block, BlockGraph, BlockSchedule
+from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
+from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.schedule.repetend import find_repetends
 
 Kind = tuple[int, Phase, int]

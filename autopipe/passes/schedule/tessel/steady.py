@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.block_schedule import BlockGraph
 from autopipe.passes.schedule.tessel.bounds import period_bound
 from autopipe.passes.schedule.tessel.coarse import coarse
 from autopipe.passes.schedule.tessel.construct import construct

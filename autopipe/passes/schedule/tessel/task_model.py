@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.block_schedule import BlockGraph
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, IntVar

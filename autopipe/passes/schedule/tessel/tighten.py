@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.block_schedule import BlockGraph
 from autopipe.passes.schedule.tessel.cyclic import PeriodicStarts
 
 _Wait = tuple[int, int, int, int]

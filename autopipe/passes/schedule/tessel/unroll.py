@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopipe.ir.blocks import BlockGraph, BlockSchedule
+from autopipe.ir.block_schedule import BlockGraph, BlockSchedule
 from autopipe.passes.schedule.tessel.cyclic import PeriodicStarts
 
 Starts = tuple[tuple[int, ...], ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.block_schedule import BlockGraph
 from autopipe.passes.schedule.tessel.bounds import heads, makespan_bound, tails
 from autopipe.passes.schedule.tessel.task_model import StartWindow, model_tasks
 from autopipe.passes.schedule.tessel.unroll import Starts, compact, makespan

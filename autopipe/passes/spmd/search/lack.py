@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.layout import Layout, MeshAxes, WindowedBlocks
-from autopipe.ir.volume import cut_by_neighbours
+from autopipe.ir.layout import Layout, MeshAxes, WindowedBlocks, cut_by_neighbours
 from autopipe.passes.spmd.search.overlaps import Overlap, overlap_between
 
 _Integers = NDArray[np.int64]

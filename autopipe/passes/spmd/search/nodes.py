@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopipe.ir.ops import signature_of
-from autopipe.ir.ops.row import no_statistics
+from autopipe.ir.ops.operator import no_statistics
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.exchange import statistics_seconds
 from autopipe.passes.cost.kept import SavedTensor

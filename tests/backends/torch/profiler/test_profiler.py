@@ -18,9 +18,9 @@ from autopipe.backends.torch.profiler.watch import Stopwatch, averaged, repeated
 from autopipe.backends.torch.profiler.worker import numbers_of
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.profiling.medley import LONGER, write_overhead_stage, write_pair, write_rows
-from autopipe.ir.costs import EXCHANGES, Affine, Sample, Timing
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.graph import Graph
+from autopipe.ir.measured_costs import EXCHANGES, Affine, Sample, Timing
 from autopipe.passes.cost.operations import Operations
 from autopipe.passes.cost.work import annotate
 from tests.passes.cost.graphs import Builder, perceptron

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from autopipe.backends.torch.runtime.gradients import GradientReduction
-from autopipe.ir.buckets import Block, buckets_of
+from autopipe.ir.program import Block, buckets_of
 
 
 class Work:

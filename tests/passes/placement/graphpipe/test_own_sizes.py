@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autopipe.ir.cluster import Cluster, Level, Link
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Mode, Problem
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.splits import sample_axes

@@ -13,8 +13,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, stage_edges
 from autopipe.ir.problem import Constraint, Measured, Mode, Problem
-from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
 from autopipe.passes.cost.fit import device_memory
 from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.stages import stage_costs

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.stages import StageCost, stage_costs
-from autopipe.passes.spmd.search.fitting import step_seconds
+from autopipe.passes.cost.stages import StageCost, stage_costs, step_seconds
 from tests.passes.cost.graphs import Builder
 
 Splits = tuple[tuple[int, tuple[Split, ...]], ...]

@@ -17,10 +17,9 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.fit import device_memory
 from autopipe.passes.cost.splits import sample_axes
-from autopipe.passes.cost.stages import stage_costs
+from autopipe.passes.cost.stages import stage_costs, step_seconds
 from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.spmd.search.configurations import configurations
-from autopipe.passes.spmd.search.fitting import step_seconds
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
 from tests.passes.placement.pase.random_graphs import Splits, graphs, seconds_of, stage_of
 

@@ -15,7 +15,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, Split
 from autopipe.ir.problem import Constraint, Mode, Problem
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
 from autopipe.passes.cost.resized import resized
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.stages import stage_costs

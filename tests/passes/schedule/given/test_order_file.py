@@ -10,7 +10,7 @@ from torch.distributed.pipelining import schedules as pipelining
 from autopipe.cli.drawing.orders import orders_csv
 from autopipe.cli.drawing.picture import plan_picture
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
 from autopipe.passes.schedule.given.csv_order import fitted_order
 from autopipe.passes.schedule.given.order_file import read_orders
 from tests.cli.drawing.examples import chain_plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
 
 
 def down(devices: int, times: int = 1) -> tuple[int, ...]:

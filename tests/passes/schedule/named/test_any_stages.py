@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
 from autopipe.passes.registry import scheduler_class
 from autopipe.passes.schedule.named.one_f_one_b_plus import order_1f1b_plus
 from tests.passes.schedule.named.layouts import suited

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopipe.ir.blocks import Block, BlockGraph
+from autopipe.ir.block_schedule import Block, BlockGraph
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.passes.schedule.named.blocks import block_schedule_names, schedule_blocks
 from autopipe.passes.schedule.shapes import shape

@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.prediction import Message, Prediction, StagePrediction
-from autopipe.ir.schedule import Phase, Schedule, WrongScheduleError
-from autopipe.ir.stage_graph import StageGraph
-from autopipe.ir.turn import MicroBatchSlice
+from autopipe.ir.schedule import MicroBatchSlice, Phase, Schedule, StageGraph, WrongScheduleError
+from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.cost.in_flight import table_2
 from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards, kept_micro_batches, order_kfkb, stage_order
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
 from autopipe.passes.schedule.named.blocks import schedule_blocks
 from autopipe.passes.schedule.named.one_f_one_b_plus import order_1f1b_plus
 from autopipe.passes.schedule.shapes import shape

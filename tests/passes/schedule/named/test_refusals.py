@@ -6,7 +6,7 @@ import pytest
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
 from autopipe.passes.registry import SCHEDULERS, scheduler_class
 from autopipe.passes.schedule.named.one_f_one_b_plus import order_1f1b_plus
 from tests.passes.cost.graphs import cluster, perceptron, problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies
 
-from autopipe.ir.blocks import Block, BlockGraph
+from autopipe.ir.block_schedule import Block, BlockGraph
 
 
 @strategies.composite

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopipe.ir.blocks import BlockSchedule
+from autopipe.ir.block_schedule import BlockSchedule
 
 
 def faults(schedule: BlockSchedule, units: int) -> list[str]:

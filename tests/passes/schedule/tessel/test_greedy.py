@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies
 
-from autopipe.ir.blocks import Block, BlockGraph, BlockSchedule
+from autopipe.ir.block_schedule import Block, BlockGraph, BlockSchedule
 from autopipe.passes.schedule.tessel.greedy import greedy, shortest_greedy
 from autopipe.passes.schedule.tessel.search import search
 from tests.passes.schedule.tessel.random_blocks import block_graphs

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from autopipe.ir.prediction import Message, Prediction, StagePrediction
 from autopipe.ir.program import Instruction, Loop, Verb
-from autopipe.ir.schedule import Phase
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import Phase, StageGraph
+from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.lower.order import sections
 from autopipe.passes.schedule.simulate import simulate
-from autopipe.passes.schedule.tessel.search import SearchOptions, search
+from autopipe.passes.schedule.tessel.options import SearchOptions
+from autopipe.passes.schedule.tessel.search import search
 from autopipe.passes.schedule.tessel.stage_blocks import busiest_seconds, stage_blocks, stage_schedule
 
 VERBS = {

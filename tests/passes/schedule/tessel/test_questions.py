@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies
 from random_blocks import block_graphs
 from replay import faults
 
-from autopipe.ir.blocks import Block, BlockGraph, BlockSchedule
+from autopipe.ir.block_schedule import Block, BlockGraph, BlockSchedule
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.passes.schedule.shapes import shape
 from autopipe.passes.schedule.tessel.bounds import makespan_bound, period_bound

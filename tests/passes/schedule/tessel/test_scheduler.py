@@ -9,9 +9,9 @@ import pytest
 from autopipe.configs.load import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.plan_file import read_plan, write_plan
 from autopipe.ir.problem import Mode
 from autopipe.ir.schedule import Phase
-from autopipe.ir.serial.plan_file import read_plan, write_plan
 from autopipe.passes.pipeline import make_plan
 from autopipe.passes.placement.pipedream.strategy import PipeDream
 from autopipe.passes.request import Request

@@ -8,10 +8,10 @@ from hypothesis import given, settings, strategies
 from random_blocks import block_graphs
 from replay import faults
 
-from autopipe.ir.blocks import BlockGraph
+from autopipe.ir.block_schedule import BlockGraph
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.schedule.tessel.options import Budget
-from autopipe.passes.schedule.tessel.search import SearchOptions, search
+from autopipe.passes.schedule.tessel.options import Budget, SearchOptions
+from autopipe.passes.schedule.tessel.search import search
 from autopipe.passes.schedule.tessel.steady import steady_state
 
 BRIEF = SearchOptions(time_limit=1.0)

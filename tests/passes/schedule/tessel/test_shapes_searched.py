@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from replay import faults
 
-from autopipe.ir.blocks import Block, BlockGraph
+from autopipe.ir.block_schedule import Block, BlockGraph
 from autopipe.passes.schedule.shapes import SHAPES, shape
 from autopipe.passes.schedule.tessel.cyclic import steady_peak
 from autopipe.passes.schedule.tessel.options import Budget, SearchOptions

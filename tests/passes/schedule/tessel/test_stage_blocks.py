@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.ir.prediction import Message, Prediction, StagePrediction
-from autopipe.ir.schedule import Phase
-from autopipe.ir.stage_graph import StageGraph
-from autopipe.ir.turn import MicroBatchSlice
+from autopipe.ir.schedule import MicroBatchSlice, Phase, StageGraph
+from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.schedule.footprint import static_memory
 from autopipe.passes.schedule.simulate import simulate
-from autopipe.passes.schedule.tessel.search import SearchOptions, search
+from autopipe.passes.schedule.tessel.options import SearchOptions
+from autopipe.passes.schedule.tessel.search import search
 from autopipe.passes.schedule.tessel.stage_blocks import (
     busiest_seconds,
     stage_blocks,

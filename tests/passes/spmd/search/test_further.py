@@ -12,7 +12,7 @@ from autopipe.ir.cluster import Cluster, Level, Link
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Constraint, Mode, Problem
-from autopipe.ir.stage_graph import StageGraph
+from autopipe.ir.schedule import StageGraph
 from autopipe.passes.cost.fit import device_memory
 from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.stages import stage_costs

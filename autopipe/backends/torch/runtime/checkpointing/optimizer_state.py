@@ -12,8 +12,8 @@ import torch
 from autopipe.backends.torch.checkpoint.form import StoredParameter, StoredTensor
 from autopipe.backends.torch.runtime.manifest import Manifest, ShardEntry
 from autopipe.backends.torch.runtime.shares import OptimizerShard
-from autopipe.ir.buckets import ElementRange
 from autopipe.ir.layout import Box
+from autopipe.ir.program import ElementRange
 
 COUNTERS = frozenset({"step"})
 """Names of the state that torch's optimizers keep once a tensor, not for each element."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 from autopipe.backends.torch.runtime.buckets import buckets_of_rank
 from autopipe.backends.torch.runtime.checkpointing.optimizer_state import boxes_of
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.ir.dtype import DType
+from autopipe.ir.graph import DType
 from autopipe.ir.layout import Box
 from autopipe.ir.problem import Optimizer
 

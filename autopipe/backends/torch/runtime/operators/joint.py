@@ -1,7 +1,7 @@
 """Operators that several ranks compute together, each with its part of one axis or of several.
 
 Parts are equal and lie in the order of the ranks; they are never gathered. What the ranks tell one another is a number
-or two for each row: see `autopipe.ir.ops.statistics`. The module holds what all of them share.
+or two for each row: see `autopipe.ir.ops.operator`. The module holds what all of them share.
 """
 
 from __future__ import annotations

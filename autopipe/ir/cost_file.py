@@ -7,7 +7,9 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
-from autopipe.ir.costs import (
+from autopipe.ir.codec import JsonRecord, read_record
+from autopipe.ir.graph import Attribute, DType
+from autopipe.ir.measured_costs import (
     EXCHANGES,
     Affine,
     Costs,
@@ -19,9 +21,6 @@ from autopipe.ir.costs import (
     TensorCosts,
     Timing,
 )
-from autopipe.ir.dtype import DType
-from autopipe.ir.graph import Attribute
-from autopipe.ir.serial.record import JsonRecord, read_record
 
 FORMAT = "autopipe.costs/1"
 _TYPE = re.compile(rf"(?:(?:{'|'.join(each.value for each in DType)})\[(?:\d{{1,15}}(?:,\d{{1,15}})*)?\])?")

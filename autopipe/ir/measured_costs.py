@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from autopipe.ir.graph import Attribute, Value
 from autopipe.ir.ops import qualified_name
-from autopipe.ir.ops.row import Signature
+from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -1,0 +1,389 @@
+"""The shape of a row: everything the compiler knows of one operator.
+
+A row is data and small pure functions. How an operator is spelled in PyTorch is not here: see the backends.
+
+Sliding windows of convolution and pooling: how far they reach, how they step, what is padded.
+
+An axis of windows can be split: each device then reads what its windows do, its neighbours' edges and pads included,
+and computes without pads of its own.
+
+Pieces that lines of notation are put together from.
+
+Statistics that devices exchange where each has a part of an operator's joint axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import DType, Graph, Node, Value
+from autopipe.ir.space import NotationError, Space, parse
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """One exchange that an operator makes itself, over the devices along `axes`."""
+
+    axes: tuple[str, ...]
+    """The split axes over whose devices it goes, in the order of the space."""
+    bytes: int
+    """Of the tensor that is reduced, or of the whole that is gathered."""
+    kind: str = "all_reduce"
+    """`all_reduce`, `all_gather` or `reduce_scatter`."""
+    backward: bool = False
+    """True if it is made in backward, where a gradient comes."""
+    times: int = 1
+    """How often it is made in one evaluation."""
+    through: tuple[int, ...] = (0,)
+    """In backward: it is made where a gradient goes to one of these operands."""
+
+
+def joint_splits(space: Space, degrees: Mapping[str, int], names: Iterable[str] | None = None) -> tuple[str, ...]:
+    """The joint axes, of those called `names` or of all, that are split."""
+    chosen = None if names is None else set(names)
+    return tuple(
+        axis.name
+        for axis in space.axes
+        if axis.kind.is_joint and degrees.get(axis.name, 1) > 1 and (chosen is None or axis.name in chosen)
+    )
+
+
+def points(space: Space, degrees: Mapping[str, int], names: Iterable[str]) -> int:
+    """How many points of the axes called `names` one device has."""
+    return math.prod(space.axis(name).extent // degrees.get(name, 1) for name in names)
+
+
+def rows(space: Space, degrees: Mapping[str, int]) -> int:
+    """On one device, the elements of the first operand without its joint axes."""
+    names = {name for dimension in space.operands[0] or () for name in dimension}
+    return points(space, degrees, (name for name in names if not space.axis(name).kind.is_joint))
+
+
+def reduced(
+    axes: tuple[str, ...],
+    elements: int,
+    forward: Iterable[int],
+    backward: Iterable[int],
+    through: tuple[int, ...] = (0,),
+) -> tuple[Statistic, ...]:
+    """An all-reduce for each of `forward` and `backward`, the bytes of one element; none where no axis is split."""
+    if not axes:
+        return ()
+    return (
+        *(Statistic(axes, elements * width) for width in forward),
+        *(Statistic(axes, elements * width, backward=True, through=through) for width in backward),
+    )
+
+
+def single(dtype: DType) -> int:
+    """Bytes of a statistic of values of a type: those of double precision keep it, all others have single."""
+    return 8 if dtype is DType.FLOAT64 else 4
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """One use of an operator: the node, the types of what it reads and writes, and what is known while compiling.
+
+    `operands[i]` and `results[i]` are None where an optional tensor is absent. `constants[i]` holds an operand's
+    numbers where they are known, else None. `opset` gives the "" domain's meaning.
+    """
+
+    node: Node
+    operands: tuple[Value | None, ...]
+    results: tuple[Value | None, ...]
+    constants: tuple[np.ndarray | None, ...]
+    opset: int
+
+    def operand(self, index: int) -> Value:
+        """Operand `index`, which must be present."""
+        value = self.operands[index]
+        assert value is not None, f"{self.node.op} lacks operand {index}"
+        return value
+
+    def result(self, index: int = 0) -> Value:
+        """Result `index`, which must be present."""
+        value = self.results[index]
+        assert value is not None, f"{self.node.op} lacks result {index}"
+        return value
+
+    def present(self, index: int) -> bool:
+        """True if operand `index` is present."""
+        return index < len(self.operands) and self.operands[index] is not None
+
+    def constant(self, index: int) -> np.ndarray | None:
+        """The numbers of operand `index` where they are known while compiling."""
+        return self.constants[index] if index < len(self.constants) else None
+
+
+def signature_of(graph: Graph, node: Node) -> Signature:
+    """The signature of `node` in `graph`."""
+    constants = [graph.constant(name) if name else None for name in node.inputs]
+    return Signature(
+        node=node,
+        operands=tuple(graph.type_of(name) if name else None for name in node.inputs),
+        results=tuple(graph.type_of(name) if name else None for name in node.outputs),
+        constants=tuple(None if each is None else each.array for each in constants),
+        opset=graph.opset,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NotationLine:
+    """A line of notation (see `autopipe.ir.space`), with extents of axes that shapes alone do not tell."""
+
+    text: str
+    extents: tuple[tuple[str, int], ...] = ()
+    fill: float = 0.0
+    """Value read outside of a tensor by windows."""
+
+
+def no_flops(signature: Signature, space: Space) -> float:
+    """For operators that only move data."""
+    return 0.0
+
+
+Statistics = Callable[[Signature, Space, Mapping[str, int]], tuple[Statistic, ...]]
+"""Function from a use's signature and space, and the degrees of its splits by axis, to its statistics."""
+
+
+def no_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
+    """For operators that tell other devices nothing."""
+    return ()
+
+
+def separates_samples(signature: Signature) -> bool:
+    """For operators that never mix samples."""
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """Row of the operator table."""
+
+    name: str
+    """Operator type; of other domains with the domain in front: `com.microsoft.Gelu`."""
+    notation: Callable[[Signature], NotationLine]
+    """Its line of notation for one use."""
+    kind: str
+    """Class for costs: matmul, convolution, recurrent, normalization, reduction, elementwise, memory (copies), or
+    view (neither work nor traffic: the result aliases the operand)."""
+    flops: Callable[[Signature, Space], float] = no_flops
+    """Floating-point operations of one forward evaluation; a multiply-add counts two."""
+    backward: float = 1.0
+    """Operations of backward, as a multiple of forward (2 for products: one for each operand's gradient)."""
+    keeps: tuple[str, ...] = ()
+    """Tensors that backward needs: "0", "1" … operands, ">0" … results, "*" all operands, "mask" one byte an element of
+    the first result, "places" eight (where a maximum was). Values kept by several consumers count once; parameters and
+    constants are kept anyway.
+    """
+    static: tuple[int, ...] = ()
+    """Operands whose numbers must be known while compiling (Reshape's shape)."""
+    random: bool = False
+    """Whether it draws numbers: anew in each evaluation, and others for each node."""
+    differentiable: bool = True
+    """True if gradients flow from the results to floating operands."""
+    mixes_samples: Callable[[Signature], bool] = separates_samples
+    """True if one use's result of a sample depends on other samples of the batch in a way that a micro-batch changes
+    (BatchNormalization in training mode, a mean loss that ignores some labels); the frontend warns.
+    """
+    statistics: Statistics = no_statistics
+    """Exchanges of the operator itself when it is split along joint axes, in their order: from the whole tensors'
+    signature, its space, and all degrees by axis.
+    """
+    types: frozenset[DType] = field(default_factory=lambda: frozenset(DType))
+    """Element types the operator can take on all backends."""
+    weights: tuple[int, ...] = ()
+    """Operands whose gradient is a product (or, of a lookup, a scatter) of its own. Where one is a parameter, a split
+    backward leaves its gradient to the second half."""
+
+    def space(self, signature: Signature) -> Space:
+        """The iteration space of one use.
+
+        Raises ModelError where the node's attributes make no sense for its operands, as a file may state any, and
+        NotationError, a ModelError, where the row does not fit the tensors.
+        """
+        try:
+            line = self.notation(signature)
+        except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
+            shapes = ", ".join("absent" if value is None else str(value.shape) for value in signature.operands)
+            raise ModelError(
+                f"{self.name} cannot take operands {shapes} with these attributes", where=repr(signature.node.name)
+            ) from error
+        try:
+            return parse(
+                line.text,
+                tuple(None if value is None else value.shape for value in signature.operands),
+                tuple(None if value is None else value.shape for value in signature.results),
+                dict(line.extents),
+                line.fill,
+            )
+        except NotationError as error:
+            raise NotationError(
+                f"{self.name} does not fit its tensors: {error.message}", where=repr(signature.node.name)
+            ) from error
+
+
+def notated(text: str) -> Callable[[Signature], NotationLine]:
+    """The same line for every use."""
+    return lambda signature: NotationLine(text)
+
+
+def per_point(coefficient: float) -> Callable[[Signature, Space], float]:
+    """Operations: `coefficient` for each point of the iteration space."""
+    return lambda signature, space: coefficient * space.points
+
+
+def per_result(coefficient: float) -> Callable[[Signature, Space], float]:
+    """Operations: `coefficient` for each element of the first result."""
+    return lambda signature, space: coefficient * math.prod(signature.result().shape)
+
+
+def spell(operands: Iterable[Sequence[str] | None], results: Iterable[Sequence[str] | None]) -> NotationLine:
+    """A line from the words of each tensor's dimensions; None where a tensor is absent."""
+
+    def side(tensors: Iterable[Sequence[str] | None]) -> str:
+        return ", ".join("?" if words is None else " ".join(words) for words in tensors)
+
+    return NotationLine(f"{side(operands)} -> {side(results)}")
+
+
+def names(rank: int, prefix: str = "d") -> list[str]:
+    """One axis a dimension: d0 d1 …"""
+    return [f"{prefix}{axis}" for axis in range(rank)]
+
+
+def unindexed(shape: Sequence[int]) -> list[str]:
+    """Dimensions that no axis indexes."""
+    return ["1"] * len(shape)
+
+
+def marked(words: Sequence[str], axes: Iterable[int], mark: str) -> list[str]:
+    """`words` with `mark` behind those at `axes`."""
+    chosen = set(axes)
+    return [word + mark if axis in chosen and word != "1" else word for axis, word in enumerate(words)]
+
+
+def replaced(words: Sequence[str], axes: Iterable[int], word: str = "1") -> list[str]:
+    """`words` with those at `axes` replaced."""
+    chosen = set(axes)
+    return [word if axis in chosen else each for axis, each in enumerate(words)]
+
+
+def aligned(shape: Sequence[int], result: Sequence[int], words: Sequence[str]) -> list[str]:
+    """The words of an operand that broadcasts to `result`, whose words are `words`: trailing dimensions aligned."""
+    offset = len(result) - len(shape)
+    return [words[offset + axis] if extent == result[offset + axis] else "1" for axis, extent in enumerate(shape)]
+
+
+def opaque(signature: Signature) -> NotationLine:
+    """No axis at all: an operator that cannot be split."""
+    return spell(
+        [None if value is None else unindexed(value.shape) for value in signature.operands],
+        [None if value is None else unindexed(value.shape) for value in signature.results],
+    )
+
+
+def with_whole(signature: Signature, axes: Iterable[int]) -> NotationLine:
+    """The first operand and all results have one shape and stay whole along `axes`; other operands are unindexed."""
+    words = names(len(signature.operand(0).shape))
+    operands: list[Sequence[str] | None] = [marked(words, axes, "!")]
+    operands += [None if value is None else unindexed(value.shape) for value in signature.operands[1:]]
+    return spell(operands, [None if value is None else words for value in signature.results])
+
+
+def positive(axis: int, rank: int) -> int:
+    """An axis counted from the front, given one that may count from the back."""
+    return axis + rank if axis < 0 else axis
+
+
+def axes_of(signature: Signature, operand: int) -> tuple[int, ...] | None:
+    """Axes given as attribute `axes` or, in later opsets, as a static operand; counted from the front.
+
+    Those of operators that add dimensions count in the result. None where neither is given.
+    """
+    rank = max(len(signature.operand(0).shape), len(signature.result().shape))
+    array = signature.constant(operand)
+    if array is not None:
+        given = tuple(int(axis) for axis in array.reshape(-1))
+    elif signature.node.has("axes"):
+        given = signature.node.integers("axes")
+    else:
+        return None
+    return tuple(positive(axis, rank) for axis in given)
+
+
+@dataclass(frozen=True, slots=True)
+class SpatialWindow:
+    """One number for each spatial axis; `begin` and `end` are the pads that the node states or that follow from
+    `auto_pad`."""
+
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+
+    @property
+    def reach(self) -> tuple[int, ...]:
+        """Extent that a window covers, holes counted."""
+        return tuple(dilation * (size - 1) + 1 for size, dilation in zip(self.kernel, self.dilations, strict=True))
+
+    @property
+    def is_padded(self) -> bool:
+        """True if there are pads."""
+        return any(self.begin) or any(self.end)
+
+    def inside(self, is_split: Callable[[str], bool]) -> SpatialWindow:
+        """Without pads along the axes of windows that are split."""
+        pads = [
+            tuple(0 if is_split(f"o{axis}") else pad for axis, pad in enumerate(side))
+            for side in (self.begin, self.end)
+        ]
+        return replace(self, begin=pads[0], end=pads[1])
+
+    def words(self, axis: int, source: int, result: int, splits: bool = True) -> tuple[str, str]:
+        """How notation spells a spatial axis from extent `source` to `result`, of the operand and of the result."""
+        if not splits:
+            return f"i{axis}!", f"o{axis}!"
+        stride, begin, reach = self.strides[axis], self.begin[axis], self.reach[axis]
+        word = f"o{axis}"
+        if (stride, begin, reach) == (1, 0, 1) and source == result:
+            return word, word
+        return f"[{word} {stride} {-begin} {reach}]", word
+
+    def spread(self, source: tuple[int, ...]) -> tuple[int, ...]:
+        """Extents of a transposed convolution's whole result, before it is cropped."""
+        return tuple(
+            (count - 1) * stride + reach for count, stride, reach in zip(source, self.strides, self.reach, strict=True)
+        )
+
+    def needed(self, source: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, ...]:
+        """Pads at the end with which `result` windows fit exactly (negative where the last elements are not read)."""
+        return tuple(
+            (count - 1) * stride + reach - extent - begin
+            for count, stride, reach, extent, begin in zip(
+                result, self.strides, self.reach, source, self.begin, strict=True
+            )
+        )
+
+
+def window_of(node: Node, kernel: tuple[int, ...], source: tuple[int, ...], result: tuple[int, ...]) -> SpatialWindow:
+    """The window of a convolution or pooling from spatial extents `source` to `result`."""
+    rank = len(kernel)
+    ones = (1,) * rank
+    strides = node.integers("strides") or ones
+    dilations = node.integers("dilations") or ones
+    policy = node.text("auto_pad", "NOTSET")
+    if policy in ("SAME_UPPER", "SAME_LOWER"):
+        bare = SpatialWindow(kernel, strides, dilations, (0,) * rank, (0,) * rank)
+        totals = [max(total, 0) for total in bare.needed(source, result)]
+        small, large = tuple(total // 2 for total in totals), tuple(total - total // 2 for total in totals)
+        begin, end = (small, large) if policy == "SAME_UPPER" else (large, small)
+        return SpatialWindow(kernel, strides, dilations, begin, end)
+    pads = (node.integers("pads") if policy == "NOTSET" else ()) or (0,) * (2 * rank)
+    return SpatialWindow(kernel, strides, dilations, pads[:rank], pads[rank:])

@@ -1,1 +1,0 @@
-"""Plans and schedules as versioned JSON files, read back strictly."""
