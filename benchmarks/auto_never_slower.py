@@ -34,8 +34,7 @@ from auto_table import written
 from command_line import parse_arguments
 
 from autopipe.configs import zoo
-from autopipe.configs.cluster_file import build_cluster
-from autopipe.configs.presets import cluster_names, cluster_preset
+from autopipe.configs.cluster import build_cluster, cluster_names, cluster_preset
 from autopipe.ir.errors import AutopipeError, InfeasibleError
 from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.auto.choose import chosen, weigh

@@ -22,8 +22,7 @@ import onnx
 import onnx.inliner
 from command_line import parse_arguments
 
-from autopipe.configs.cluster_file import build_cluster
-from autopipe.configs.presets import cluster_preset
+from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.configs.zoo import MODELS, build, configure
 from autopipe.ir.problem import Mode, Problem
 from autopipe.passes.cost.work import annotate

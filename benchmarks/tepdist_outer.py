@@ -15,8 +15,7 @@ from pathlib import Path
 
 from command_line import parse_arguments
 
-from autopipe.configs.cluster_file import build_cluster
-from autopipe.configs.presets import cluster_preset
+from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.configs.zoo import MODELS, build, configure
 from autopipe.ir.errors import AutopipeError
 from autopipe.passes.base import Strategy

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from autopipe.configs.choice import Choice, build
-from autopipe.configs.configuration import Configuration
-from autopipe.configs.source import Entry, Place
+from autopipe.configs.configuration import Choice, Configuration, build
+from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir.errors import ConfigurationError
 from autopipe.passes.base import Scheduler, Strategy
 from autopipe.passes.placement.given.strategy import Given

@@ -11,12 +11,10 @@ from autopipe.cli.choices import chosen_scheduler, chosen_strategy
 from autopipe.cli.configuration_flags import configuration_options
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
-from autopipe.configs.cluster_file import build_cluster
-from autopipe.configs.configuration import Configuration
-from autopipe.configs.dump import dump
+from autopipe.configs.cluster import build_cluster, cluster_names, cluster_preset, is_cluster, read_cluster
+from autopipe.configs.configuration import Configuration, dump
 from autopipe.configs.load import dump_configuration, load_configuration, resolve_cluster
-from autopipe.configs.presets import cluster_names, cluster_preset, is_cluster, read_cluster
-from autopipe.configs.quantity import format_bytes
+from autopipe.configs.yaml_source import format_bytes
 from autopipe.ir.cluster import Cluster, Device, Link
 
 

@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
-from autopipe.configs.configuration import Configuration
+from autopipe.configs.configuration import OPTION_FLAGS, Configuration, flags
 from autopipe.configs.load import load_configuration
-from autopipe.configs.merge import OPTION_FLAGS, flags
 from autopipe.configs.schema import field_docs
 from autopipe.ir.errors import ConfigurationError
 

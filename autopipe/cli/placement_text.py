@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import yaml
 
-from autopipe.configs.dump import dump
+from autopipe.configs.configuration import dump
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.passes.placement.given.strategy import Given

@@ -17,7 +17,7 @@ from autopipe.configs import zoo
 from autopipe.configs.reference import reference as configuration_page
 from autopipe.configs.reference import table
 from autopipe.configs.schema import Dataclass
-from autopipe.configs.zoo.model import ZooModel
+from autopipe.configs.zoo.settings import ZooModel
 from autopipe.passes.registry import scheduler_class, scheduler_names, strategy_class, strategy_names
 
 _COMMANDS_INTRODUCTION = """\

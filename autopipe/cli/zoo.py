@@ -12,8 +12,7 @@ from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
 from autopipe.configs import zoo as models
 from autopipe.configs.schema import describe, field_docs, keys
-from autopipe.configs.zoo.model import ZooModel
-from autopipe.configs.zoo.settings import parse_words
+from autopipe.configs.zoo.settings import ZooModel, parse_words
 
 
 @click.group()

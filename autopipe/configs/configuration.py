@@ -1,16 +1,74 @@
-"""Schema of the configuration, from which YAML keys, flags, `--set` and the reference are all made."""
+"""Schema of the configuration, from which YAML keys, flags, `--set` and the reference are all made.
+
+Settings laid over one another: YAML over the defaults, the command line over YAML.
+
+Rules that concern several keys of a configuration at once, or the meaning of a text.
+
+Values of a schema written back as the YAML they can be read from.
+
+A strategy or a scheduler by name, with options that only its own dataclass can check.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from autopipe.configs.choice import Choice
-from autopipe.configs.cluster_file import ClusterDescription
-from autopipe.configs.device_file import DeviceCount
-from autopipe.configs.quantity import BYTES, SECONDS
-from autopipe.configs.schema import Above, AtLeast, AtMost, FilePath
+import yaml
+
+from autopipe.configs.cluster import ClusterDescription, DeviceCount, cluster_preset
+from autopipe.configs.schema import (
+    Above,
+    AtLeast,
+    AtMost,
+    Dataclass,
+    FilePath,
+    Origin,
+    Rest,
+    Shape,
+    convert,
+    find,
+    is_mapping,
+    keys,
+    pair_value,
+    rest_field,
+    unwrap,
+)
+from autopipe.configs.yaml_source import BYTES, SECONDS, Entry, Place, Unit, quote, read_setting, read_text, read_word
 from autopipe.ir import problem
+from autopipe.ir.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A name and its options, not checked yet."""
+
+    selectors: ClassVar[tuple[str, ...]] = ("name",)
+
+    name: str
+    """Its name."""
+
+    options: Annotated[tuple[tuple[str, Entry], ...], Rest()] = field(default=())
+    """The options of the one that is named, under their own names."""
+
+    place: Annotated[Place, Origin("name")] = field(default=Place("the defaults"), compare=False)
+    """Where the name was written."""
+
+
+def build(choice: Choice, schema: type[Shape], path: str) -> Shape:
+    """An instance of `schema`, the dataclass that `choice.name` stands for, with the options chosen.
+
+    `path` is `strategy` or `schedule`. Raises ConfigurationError, with the place of the option, for an option that
+    `schema` does not have (and names the nearest) or that is of the wrong type.
+    """
+    options = Entry(dict(choice.options), Place(path))
+    return convert(options, schema, path)
+
 
 Count = Annotated[int, AtLeast(1), AtMost(2**40)]
 Rate = Annotated[float, AtLeast(0)]
@@ -212,3 +270,239 @@ class Configuration:
 
     seed: Annotated[int, AtLeast(0)] = 0
     """Seed of searches, and of random weights, data and masks."""
+
+
+def check(configuration: Configuration, document: Entry) -> None:
+    """Raise ConfigurationError, at the entry of `document` that is to blame, for the first rule that is broken."""
+    _check_batches(configuration, document)
+    _check_optimizer(configuration.optimizer, document)
+    for key in ("frozen", "trainable"):
+        for index, pattern in enumerate(getattr(configuration.model, key)):
+            _check_pattern(pattern, f"model.{key}[{index}]", _place(document, "model", key))
+    for index, constraint in enumerate(configuration.constraints):
+        _check_constraint(constraint, configuration.gpus, index, _place(document, "constraints", index))
+    _check_cluster(configuration.cluster, document)
+
+
+def _check_cluster(choice: ClusterChoice, document: Entry) -> None:
+    if choice.preset is not None:
+        cluster_preset(choice.preset, where=_place(document, "cluster", "preset"))
+    elif choice.file is None and choice.inline is None:
+        raise ConfigurationError(
+            "no cluster is chosen", hint="give cluster.preset or cluster.file", where=_place(document, "cluster")
+        )
+
+
+def _check_batches(configuration: Configuration, document: Entry) -> None:
+    batch = configuration.batch_size
+    for name in ("micro_batches", "micro_batch_size"):
+        part = getattr(configuration, name)
+        if batch is not None and isinstance(part, int) and batch % part:
+            divisors = [divisor for divisor in range(1, min(batch, 4096) + 1) if batch % divisor == 0]
+            near = min(divisors, key=lambda divisor: abs(divisor - part))
+            raise ConfigurationError(
+                f"{name} {part} does not divide batch_size {batch}", hint=f"{near} does", where=_place(document, name)
+            )
+
+
+def _check_optimizer(optimizer: Optimizer, document: Entry) -> None:
+    foreign = {"adamw": ("momentum",), "sgd": ("betas", "eps")}[optimizer.name]
+    plain = Optimizer()
+    for name in foreign:
+        if getattr(optimizer, name) != getattr(plain, name):
+            raise ConfigurationError(
+                f"optimizer {optimizer.name} has no {name}", hint="remove it", where=_place(document, "optimizer", name)
+            )
+    if max(optimizer.betas) >= 1:
+        raise ConfigurationError(
+            f"optimizer.betas are {list(optimizer.betas)}",
+            hint="each must be below 1",
+            where=_place(document, "optimizer", "betas"),
+        )
+
+
+def _check_constraint(constraint: Constraint, gpus: int | None, index: int, where: str) -> None:
+    path = f"constraints[{index}]"
+    _check_pattern(constraint.match, f"{path}.match", where)
+    decided = constraint.stage, constraint.devices, constraint.split, constraint.micro_batch_size
+    if all(each is None for each in decided):
+        hint = "give it stage, devices, split or micro_batch_size"
+        raise ConfigurationError(f"{path} decides nothing", hint=hint, where=where)
+    if not isinstance(constraint.devices, tuple):
+        return
+    if not constraint.devices or len(set(constraint.devices)) < len(constraint.devices):
+        raise ConfigurationError(
+            f"{path}.devices is {list(constraint.devices)}", hint="name each device once, at least one", where=where
+        )
+    if gpus is not None and max(constraint.devices) >= gpus:
+        raise ConfigurationError(
+            f"{path} names device {max(constraint.devices)}, but there are {gpus}",
+            hint=f"devices are 0 to {gpus - 1}",
+            where=where,
+        )
+
+
+def _check_pattern(pattern: str, path: str, where: str) -> None:
+    if not pattern.startswith("re:"):
+        return
+    try:
+        re.compile(pattern.removeprefix("re:"))
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ConfigurationError(f"{path}: {quote(pattern)} is no regular expression: {error}", where=where) from error
+
+
+def _place(document: Entry, *path: str | int) -> str:
+    """Where the entry at `path` was written, or the deepest one above it that was."""
+    entry = document
+    for step in path:
+        inner: Entry | None = None
+        if isinstance(entry.value, dict) and isinstance(step, str):
+            inner = entry.value.get(step)
+        elif isinstance(entry.value, tuple) and isinstance(step, int):
+            inner = entry.value[step]
+        if inner is None:
+            break
+        entry = inner
+    return str(entry.place)
+
+
+def dump_value(value: object, hint: Any) -> object:
+    """A value of the type `hint` as lists, dicts and scalars that `convert_value` reads back."""
+    base, marks = unwrap(hint)
+    if typing.get_origin(base) in (typing.Union, types.UnionType):
+        member = next(member for member in typing.get_args(base) if _holds(value, member))
+        return dump_value(value, member)
+    if is_mapping(base):
+        pairs = typing.cast("tuple[tuple[str, object], ...]", value)
+        return {name: dump_value(item, pair_value(base)) for name, item in pairs}
+    if isinstance(value, tuple):
+        members = typing.get_args(base)
+        repeated = members[-1] is Ellipsis
+        return [dump_value(item, members[0] if repeated else members[index]) for index, item in enumerate(value)]
+    if dataclasses.is_dataclass(value):
+        return dump(typing.cast(Dataclass, value))
+    unit = find(marks, Unit)
+    if unit is not None and unit.whole and isinstance(value, int):
+        return unit.format(value)
+    return value
+
+
+def dump(value: Dataclass) -> dict[str, object]:
+    """A dataclass as a mapping that `convert` reads back."""
+    schema = type(value)
+    found = {key.name: dump_value(getattr(value, key.name), key.hint) for key in keys(schema)}
+    rest = rest_field(schema)
+    if rest is not None:
+        found.update({name: entry.plain() for name, entry in getattr(value, rest)})
+    return found
+
+
+def _holds(value: object, hint: Any) -> bool:
+    """True if a value made by `convert_value` came from this member of a union."""
+    base, _ = unwrap(hint)
+    origin = typing.get_origin(base)
+    if base is type(None):
+        return value is None
+    if origin is Literal:
+        return any(value == option and type(value) is type(option) for option in typing.get_args(base))
+    if origin is tuple:
+        return isinstance(value, tuple)
+    return isinstance(value, base) and not (isinstance(value, bool) and base is not bool)
+
+
+Setting = tuple[tuple[str, ...], Entry]
+"""A path of keys and what is set there."""
+
+
+OPTION_FLAGS = {
+    "--stages": (
+        ("strategy", "stages"),
+        "Pipeline stages to make, where the strategy has an option stages (strategy.stages).",
+    )
+}
+"""Flags of an option that several strategies have: the path of keys, and what it does."""
+
+
+def flags() -> dict[str, str]:
+    """The flags that set a key, in order of declaration: flag -> key."""
+    return {key.flag: key.name for key in keys(Configuration) if key.flag}
+
+
+def settings(words: Mapping[str, str], dims: Sequence[str], assignments: Sequence[str]) -> list[Setting]:
+    """Settings of a command line, the later over the earlier.
+
+    `words` are flags, of `OPTION_FLAGS` too, with their words, `dims` the words of `--dim NAME=EXTENT`, `assignments`
+    those of `--set KEY=VALUE`. Raises ConfigurationError for a word without `=` or a key without a name.
+    """
+    found = [_flag_setting(flag, word) for flag, word in words.items()]
+    for text in dims:
+        name, value = _assignment(text, "--dim", "NAME=EXTENT")
+        found.append((("model", "dims", name), read_word(value, f"--dim {text}")))
+    for text in assignments:
+        name, value = _assignment(text, "--set", "KEY=VALUE")
+        found.append((tuple(name.split(".")), read_setting(value, f"--set {text}")))
+    return found
+
+
+def override(documents: Sequence[Entry], given: Sequence[Setting]) -> Entry:
+    """The defaults with `documents`, configurations, at least one, laid over them in order, and the settings over all.
+
+    A mapping is merged key by key, with two exceptions that keep leftovers away: another strategy, scheduler or cluster
+    comes without the options of the one it replaces, and of two keys that exclude each other the given one stays.
+    """
+    over = Entry({}, documents[0].place)
+    for path, entry in given:
+        over = _lay(over, _nest(path, entry), None)
+    merged = read_text(yaml.safe_dump(dump(Configuration())), "the defaults")
+    for document in (*documents, over):
+        merged = _lay(merged, document, Configuration)
+    return merged
+
+
+def _flag_setting(flag: str, word: str) -> Setting:
+    entry = read_word(word, f"{flag} {word}")
+    if flag in OPTION_FLAGS:
+        return OPTION_FLAGS[flag][0], entry
+    key = flags()[flag]
+    if key == "cluster":
+        return (key, "file" if "." in word or "/" in word else "preset"), entry
+    return ((key, "name") if key in ("strategy", "schedule") else (key,)), entry
+
+
+def _assignment(text: str, flag: str, form: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name or not all(name.split(".")):
+        raise ConfigurationError(f"{flag} {quote(text)} is not of the form {form}")
+    return name, value
+
+
+def _nest(path: Iterable[str], entry: Entry) -> Entry:
+    for name in reversed(tuple(path)):
+        entry = Entry({name: entry}, entry.place)
+    return entry
+
+
+def _lay(base: Entry, over: Entry, hint: Any) -> Entry:
+    """`over` laid on `base`; `hint` is the type of the value where it is known."""
+    if not isinstance(base.value, dict) or not isinstance(over.value, dict):
+        return over
+    schema = _schema(hint)
+    chosen = {name for name in getattr(schema, "selectors", ()) if name in over.value}
+    if any(over.value[name] != base.value.get(name) for name in chosen):
+        return over
+    merged = dict(base.value)
+    for group in getattr(schema, "exclusive", ()):
+        given = {name for name in group if name in over.value and over.value[name].value is not None}
+        for name in set(group) - given if given else ():
+            merged.pop(name, None)
+    hints = {key.name: key.hint for key in keys(schema)} if schema else {}
+    for name, entry in over.value.items():
+        merged[name] = _lay(merged[name], entry, hints.get(name)) if name in merged else entry
+    return Entry(merged, base.place)
+
+
+def _schema(hint: Any) -> Any:
+    """The dataclass that a mapping of this type becomes, if it becomes one."""
+    base, _ = unwrap(hint)
+    members = typing.get_args(base) or (base,)
+    return next((member for member in members if dataclasses.is_dataclass(member)), None)

@@ -8,14 +8,10 @@ from pathlib import Path
 
 import yaml
 
-from autopipe.configs.check import check
-from autopipe.configs.cluster_file import ClusterDescription, build_cluster
-from autopipe.configs.configuration import ClusterChoice, Configuration
-from autopipe.configs.convert import convert
-from autopipe.configs.dump import dump
-from autopipe.configs.merge import Setting, override, settings
-from autopipe.configs.presets import cluster_preset, read_cluster, with_presets
-from autopipe.configs.source import Entry, Place, read_file, read_text
+from autopipe.configs.cluster import ClusterDescription, build_cluster, cluster_preset, read_cluster, with_presets
+from autopipe.configs.configuration import ClusterChoice, Configuration, Setting, check, dump, override, settings
+from autopipe.configs.schema import convert
+from autopipe.configs.yaml_source import Entry, Place, read_file, read_text
 from autopipe.ir.cluster import Cluster
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from autopipe.configs.convert import convert, nearest
-from autopipe.configs.schema import AtLeast, AtMost, Origin
-from autopipe.configs.source import Place, quote, read_file
+from autopipe.configs.schema import AtLeast, AtMost, Origin, convert, nearest
+from autopipe.configs.yaml_source import Place, quote, read_file
 from autopipe.ir.block_schedule import Block, BlockGraph
 from autopipe.ir.errors import ConfigurationError
 

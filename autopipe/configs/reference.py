@@ -10,9 +10,8 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from autopipe.configs.cluster_file import ClusterDescription
-from autopipe.configs.configuration import Configuration
-from autopipe.configs.dump import dump_value
+from autopipe.configs.cluster import ClusterDescription
+from autopipe.configs.configuration import Configuration, dump_value
 from autopipe.configs.placement_file import PlacementDescription
 from autopipe.configs.schema import Dataclass, Key, describe, field_docs, keys, rest_field, unwrap
 

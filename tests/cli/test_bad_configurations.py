@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.configs.source import MOST_BYTES
+from autopipe.configs.yaml_source import MOST_BYTES
 from tests.cli.command_line import CommandLine
 
 FILE = "train.yaml"

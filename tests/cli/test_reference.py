@@ -8,7 +8,7 @@ import pytest
 
 from autopipe.cli.commands import COMMANDS
 from autopipe.cli.reference import commands_page, models_page, options_page, pages
-from autopipe.configs.merge import OPTION_FLAGS, flags
+from autopipe.configs.configuration import OPTION_FLAGS, flags
 from autopipe.configs.zoo import MODELS
 
 DOCS = Path(__file__).parents[2] / "docs"

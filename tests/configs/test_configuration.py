@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.configs import configuration as c
-from autopipe.configs.choice import Choice
+from autopipe.configs.configuration import Choice
 from autopipe.configs.load import dump_configuration, load_configuration, parse_configuration
 from autopipe.configs.schema import keys
-from autopipe.configs.source import Entry, Place
+from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir import problem
 from autopipe.ir.errors import ConfigurationError
 

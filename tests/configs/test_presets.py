@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.configs.cluster_file import build_cluster
+from autopipe.configs.cluster import (
+    build_cluster,
+    cluster_names,
+    cluster_preset,
+    is_cluster,
+    read_cluster,
+    recipe_paths,
+)
 from autopipe.configs.load import dump_configuration, load_configuration, parse_configuration, resolve_cluster
-from autopipe.configs.presets import cluster_names, cluster_preset, is_cluster, read_cluster, recipe_paths
 from autopipe.ir.cluster import OPERATOR_CLASSES, PRECISIONS
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 

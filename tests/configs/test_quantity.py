@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.configs.quantity import BYTES_PER_SECOND, FLOPS, SECONDS, format_bytes, parse_bytes
+from autopipe.configs.yaml_source import BYTES_PER_SECOND, FLOPS, SECONDS, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from autopipe.configs.configuration import Configuration
-from autopipe.configs.merge import flags
+from autopipe.configs.configuration import Configuration, flags
 from autopipe.configs.reference import reference
 from autopipe.configs.schema import keys
 

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.configs.source import MOST_BYTES, Entry, read_file, read_setting, read_text
+from autopipe.configs.yaml_source import MOST_BYTES, Entry, read_file, read_setting, read_text
 from autopipe.ir.errors import ConfigurationError
 
 REFUSED = {

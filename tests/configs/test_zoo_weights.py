@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 
 from autopipe.configs import zoo
-from autopipe.configs.zoo import weights
+from autopipe.configs.zoo import builder as weights
 from autopipe.configs.zoo.builder import ONES, ZEROS, Initializer, Parameter, normal, uniform
 from autopipe.ir.errors import ConfigurationError
 

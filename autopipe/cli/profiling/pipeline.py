@@ -11,8 +11,7 @@ from pathlib import Path
 
 from autopipe.backends.torch.profiler.posts import period_of
 from autopipe.cli.profiling.timed import is_small, write_timed
-from autopipe.configs.cluster_file import build_cluster
-from autopipe.configs.presets import cluster_preset
+from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.measured_costs import Costs, DeviceCosts
 from autopipe.ir.placement import Placement, crossing_values

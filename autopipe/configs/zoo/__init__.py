@@ -14,33 +14,33 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from autopipe.configs.convert import nearest
-from autopipe.configs.source import quote
+from autopipe.configs.schema import nearest
+from autopipe.configs.yaml_source import quote
 from autopipe.configs.zoo import settings as zoo_settings
-from autopipe.configs.zoo.model import Setting, ZooModel
+from autopipe.configs.zoo.settings import Setting, ZooModel
 from autopipe.ir.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from autopipe.configs.zoo.weights import BuiltModel
+    from autopipe.configs.zoo.builder import BuiltModel
 
 MODELS: Final[Mapping[str, tuple[str, str]]] = {
-    "alexnet": ("alexnet:AlexNet", "convolutions and three large linear layers (PaSE)"),
-    "bert": ("bert:Bert", "masked-language-model encoder; DNABert by its preset (TePDist)"),
-    "candle-uno": ("candle_uno:CandleUno", "regression from several branches of linear layers (GraphPipe)"),
-    "dlrm": ("dlrm:Dlrm", "recommendation: dense branches and embedding bags (GraphPipe)"),
-    "flava": ("flava:Flava", "text and image encoders joined by a cross encoder (Tessel)"),
-    "gpt": ("gpt:Gpt", "decoder-only language model with a tied head (Tessel, TePDist)"),
-    "inceptionv3": ("inceptionv3:InceptionV3", "convolutional branches, no auxiliary head (PaSE)"),
-    "llama": ("llama:Llama", "RMS norms, rotary positions, SwiGLU, grouped-query attention"),
-    "mmt": ("mmt:MultiModalTransformer", "several transformer branches, concatenated (GraphPipe)"),
-    "moe": ("moe:MixtureOfExperts", "language model whose feed-forward layers are gated experts (TePDist)"),
-    "mt5": ("mt5:Mt5", "encoder-decoder with one shared embedding (Tessel)"),
-    "rnnlm": ("rnnlm:RnnLm", "LSTM language model (PaSE)"),
-    "transformer": ("transformer:Transformer", "the encoder-decoder translation model of 2017 (PaSE)"),
-    "two-branch": ("two_branch:TwoBranch", "two branches of attention and linear layers (GraphPipe's case study)"),
-    "unet": ("unet:UNet", "segmentation with skip connections (TePDist)"),
-    "vgg19": ("vgg19:Vgg19", "convolutions and a classifier of any number of classes (TePDist)"),
-    "wide-resnet": ("wide_resnet:WideResNet", "residual network of wide bottlenecks (TePDist)"),
+    "alexnet": ("vision:AlexNet", "convolutions and three large linear layers (PaSE)"),
+    "bert": ("transformers:Bert", "masked-language-model encoder; DNABert by its preset (TePDist)"),
+    "candle-uno": ("multimodal:CandleUno", "regression from several branches of linear layers (GraphPipe)"),
+    "dlrm": ("recommender:Dlrm", "recommendation: dense branches and embedding bags (GraphPipe)"),
+    "flava": ("multimodal:Flava", "text and image encoders joined by a cross encoder (Tessel)"),
+    "gpt": ("transformers:Gpt", "decoder-only language model with a tied head (Tessel, TePDist)"),
+    "inceptionv3": ("vision:InceptionV3", "convolutional branches, no auxiliary head (PaSE)"),
+    "llama": ("transformers:Llama", "RMS norms, rotary positions, SwiGLU, grouped-query attention"),
+    "mmt": ("multimodal:MultiModalTransformer", "several transformer branches, concatenated (GraphPipe)"),
+    "moe": ("transformers:MixtureOfExperts", "language model whose feed-forward layers are gated experts (TePDist)"),
+    "mt5": ("encoder_decoder:Mt5", "encoder-decoder with one shared embedding (Tessel)"),
+    "rnnlm": ("recommender:RnnLm", "LSTM language model (PaSE)"),
+    "transformer": ("encoder_decoder:Transformer", "the encoder-decoder translation model of 2017 (PaSE)"),
+    "two-branch": ("multimodal:TwoBranch", "two branches of attention and linear layers (GraphPipe's case study)"),
+    "unet": ("vision:UNet", "segmentation with skip connections (TePDist)"),
+    "vgg19": ("vision:Vgg19", "convolutions and a classifier of any number of classes (TePDist)"),
+    "wide-resnet": ("vision:WideResNet", "residual network of wide bottlenecks (TePDist)"),
 }
 """A model's name -> (`module:class` in this package, what the list of models says of it)."""
 
@@ -69,8 +69,7 @@ def configure(name: str, settings: Settings | None = None) -> ZooModel:
 
 def build(model: ZooModel) -> BuiltModel:
     """The graph of `model`, with shapes for all values; its weights are drawn only when it is saved."""
-    from autopipe.configs.zoo.builder import GraphBuilder
-    from autopipe.configs.zoo.weights import BuiltModel
+    from autopipe.configs.zoo.builder import BuiltModel, GraphBuilder
 
     target = f"{type(model).__module__.rpartition('.')[2]}:{type(model).__name__}"
     name = next(name for name, (place, _) in MODELS.items() if place == target)

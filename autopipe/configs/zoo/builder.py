@@ -1,18 +1,33 @@
-"""Builds an ONNX graph one operator at a time, with hierarchical names and a type and shape for every value."""
+"""Builds an ONNX graph one operator at a time, with hierarchical names and a type and shape for every value.
+
+Initial values of a model's parameters, drawn in pieces, inside the file or beside it.
+
+Layers that several models share, written as the operators an exporter would give.
+
+Losses that stand in the graph: labels become an input, the scalar `loss` the only output.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
+import tempfile
+import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from pathlib import Path
+from typing import IO, Final, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx_ir as ir
+
+from autopipe.ir.errors import ConfigurationError
 
 IR_VERSION: Final = 10
 """The first version of the format that carries opset 20 and 21; every reader of those opsets knows it."""
@@ -187,3 +202,308 @@ class GraphBuilder:
         results = [ir.Value(name=f"{name}_output_{index}") for index in range(outputs)]
         self._nodes.append(ir.node(op_type, inputs, attributes=attributes, outputs=results, name=name))
         return tuple(results)
+
+
+def linear(
+    graph: GraphBuilder,
+    name: str,
+    data: ir.Value,
+    inputs: int,
+    outputs: int,
+    *,
+    init: Initializer,
+    bias: bool = True,
+) -> ir.Value:
+    """[…, inputs] -> […, outputs] as MatMul, and Add where there is a `bias`; the weight is [inputs, outputs]."""
+    with graph.scope(name):
+        result = graph.op("MatMul", data, graph.parameter("weight", inputs, outputs, init=init))
+        if bias:
+            result = graph.op("Add", result, graph.parameter("bias", outputs, init=ZEROS))
+    return result
+
+
+def dense(graph: GraphBuilder, name: str, data: ir.Value, inputs: int, outputs: int, *, relu: bool = True) -> ir.Value:
+    """[batch, inputs] -> [batch, outputs] as Gemm with a weight [outputs, inputs], then Relu where wanted."""
+    with graph.scope(name):
+        weight = graph.parameter("weight", outputs, inputs, init=kaiming(inputs) if relu else lecun(inputs))
+        result = graph.op("Gemm", data, weight, graph.parameter("bias", outputs, init=ZEROS), transB=1)
+        return graph.op("Relu", result) if relu else result
+
+
+def embedding(
+    graph: GraphBuilder, name: str, indices: ir.Value, rows: int, width: int, *, init: Initializer
+) -> tuple[ir.Value, ir.Value]:
+    """Rows of a table [rows, width] chosen by int64 `indices`; the result [*indices, width] and the table."""
+    with graph.scope(name):
+        table = graph.parameter("weight", rows, width, init=init)
+        return graph.op("Gather", table, indices, axis=0), table
+
+
+def positions(graph: GraphBuilder, length: int) -> ir.Value:
+    """The int64 vector 0 … length - 1."""
+    return graph.op("Range", graph.constant(0), graph.constant(length), graph.constant(1))
+
+
+def float_positions(graph: GraphBuilder, length: int) -> ir.Value:
+    """The float32 vector 0 … length - 1."""
+    return graph.op("Range", graph.constant(0.0), graph.constant(float(length)), graph.constant(1.0))
+
+
+def layer_norm(graph: GraphBuilder, name: str, data: ir.Value, width: int, epsilon: float = 1e-5) -> ir.Value:
+    """LayerNormalization of the last axis, of extent `width`."""
+    with graph.scope(name):
+        scale = graph.parameter("weight", width, init=ONES)
+        shift = graph.parameter("bias", width, init=ZEROS)
+        return graph.op("LayerNormalization", data, scale, shift, axis=-1, epsilon=epsilon)
+
+
+def rms_norm(graph: GraphBuilder, name: str, data: ir.Value, width: int, epsilon: float) -> ir.Value:
+    """Root-mean-square norm of the last axis, of extent `width`, spelled out (Zhang and Sennrich, 2019)."""
+    with graph.scope(name):
+        mean = graph.op("ReduceMean", graph.op("Pow", data, graph.constant(2.0)), graph.constant([-1]), keepdims=1)
+        deviation = graph.op("Sqrt", graph.op("Add", mean, graph.constant(epsilon)))
+        return graph.op("Mul", graph.op("Div", data, deviation), graph.parameter("weight", width, init=ONES))
+
+
+def convolution(
+    graph: GraphBuilder,
+    name: str,
+    data: ir.Value,
+    inputs: int,
+    outputs: int,
+    *,
+    kernel: tuple[int, int],
+    stride: int = 1,
+    padding: tuple[int, int] = (0, 0),
+    bias: bool = True,
+) -> ir.Value:
+    """Conv of [batch, inputs, height, width] with `padding` on both sides of height and width."""
+    with graph.scope(name):
+        weight = graph.parameter("weight", outputs, inputs, *kernel, init=kaiming(inputs * kernel[0] * kernel[1]))
+        shift = [graph.parameter("bias", outputs, init=ZEROS)] if bias else []
+        pads = [*padding, *padding]
+        return graph.op("Conv", data, weight, *shift, kernel_shape=kernel, strides=[stride, stride], pads=pads)
+
+
+def batch_norm(graph: GraphBuilder, name: str, data: ir.Value, channels: int, epsilon: float = 1e-5) -> ir.Value:
+    """BatchNormalization by running statistics, as in a model exported for fine-tuning."""
+    with graph.scope(name):
+        scale = graph.parameter("weight", channels, init=ONES)
+        shift = graph.parameter("bias", channels, init=ZEROS)
+        mean = graph.parameter("running_mean", channels, init=ZEROS)
+        variance = graph.parameter("running_var", channels, init=ONES)
+        return graph.op("BatchNormalization", data, scale, shift, mean, variance, epsilon=epsilon)
+
+
+def max_pool(graph: GraphBuilder, data: ir.Value, kernel: int, stride: int, padding: int = 0) -> ir.Value:
+    """MaxPool with a square window."""
+    return graph.op("MaxPool", data, kernel_shape=[kernel] * 2, strides=[stride] * 2, pads=[padding] * 4)
+
+
+def pooled(extent: int, kernel: int, stride: int, padding: int = 0) -> int:
+    """Extent of an axis of `extent` after a window of `kernel` with `stride`; 0 or less where it does not fit."""
+    return (extent + 2 * padding - kernel) // stride + 1
+
+
+INLINE_LIMIT: Final = 3 << 29
+"""Bytes of parameters (1.5 GiB) up to which they stand in the file itself; protobuf cannot hold 2 GiB."""
+
+PIECE: Final = 1 << 22
+"""Elements drawn at a time."""
+
+ALIGNMENT: Final = 4096
+"""Offset of each parameter in a data file, so that it can be mapped into memory."""
+
+Progress = Callable[[int], None]
+"""Told the number of bytes written after every piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """A model of the zoo: the graph with shapes for all its values, and how its parameters are initialised."""
+
+    skeleton: onnx.ModelProto
+    """The graph; its parameters have a type and a shape but no data."""
+
+    parameters: tuple[Parameter, ...]
+    """All parameters in the order in which they were made."""
+
+    seed: int | None
+    """Seed of the initial values; None leaves parameters without data."""
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of elements of all parameters."""
+        return sum(parameter.size for parameter in self.parameters)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of parameters to write, 0 where they stay without data."""
+        return 0 if self.seed is None else 4 * self.parameter_count
+
+    def to_proto(self) -> onnx.ModelProto:
+        """The model in memory, its parameters inside; only for models below 2 GiB."""
+        proto = onnx.ModelProto()
+        proto.CopyFrom(self.skeleton)
+        if self.seed is not None:
+            _forget_types(proto, self.parameters)
+            for parameter in self.parameters:
+                tensor = _declared(proto, parameter)
+                tensor.raw_data = b"".join(piece.tobytes() for piece in drawn(parameter, self.seed))
+        return proto
+
+    def save(self, path: Path, progress: Progress = lambda _: None, inline_limit: int = INLINE_LIMIT) -> None:
+        """Write the model to `path`, and its parameters to `path`.data where they exceed `inline_limit` bytes.
+
+        Files appear complete or not at all, the one named `path` last. Raises ConfigurationError where the folder
+        cannot be written or the disk has too little room.
+        """
+        _require_room(path, self.data_bytes)
+        try:
+            proto = self._with_data_beside(path, progress) if self.data_bytes > inline_limit else self.to_proto()
+            with _replacing(path) as file:
+                file.write(proto.SerializeToString(deterministic=True))
+        except OSError as error:
+            raise ConfigurationError(f"cannot write the model: {error.strerror or error}", where=str(path)) from error
+        if self.data_bytes <= inline_limit:
+            progress(self.data_bytes)
+
+    def _with_data_beside(self, path: Path, progress: Progress) -> onnx.ModelProto:
+        """Write the parameters next to `path` and return the model that refers to them."""
+        assert self.seed is not None, "parameters without a seed have no data to write"
+        data_path = path.with_name(path.name + ".data")
+        proto = onnx.ModelProto()
+        proto.CopyFrom(self.skeleton)
+        _forget_types(proto, self.parameters)
+        with _replacing(data_path) as file:
+            for parameter in self.parameters:
+                file.write(bytes(-file.tell() % ALIGNMENT))
+                tensor = _declared(proto, parameter)
+                tensor.data_location = onnx.TensorProto.EXTERNAL
+                entries = {"location": data_path.name, "offset": file.tell(), "length": 4 * parameter.size}
+                for key, entry in entries.items():
+                    tensor.external_data.add(key=key, value=str(entry))
+                for piece in drawn(parameter, self.seed):
+                    file.write(piece.data)
+                    progress(piece.nbytes)
+        return proto
+
+
+def drawn(parameter: Parameter, seed: int) -> Iterator[npt.NDArray[np.float32]]:
+    """The values of `parameter`, flat and in order, at most PIECE elements at a time.
+
+    Each piece has its own counter range of Philox keyed by the seed and the parameter's name, so that neither the
+    order of parameters nor the reading of a part changes a value.
+    """
+    key = np.array([seed, zlib.crc32(parameter.name.encode())], dtype=np.uint64)
+    for index, start in enumerate(range(0, parameter.size, PIECE)):
+        count = min(PIECE, parameter.size - start)
+        counter = np.array([0, 0, 0, index], dtype=np.uint64)
+        generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
+        scale = np.float32(parameter.initializer.scale)
+        match parameter.initializer.scheme:
+            case "normal":
+                yield generator.standard_normal(count, dtype=np.float32) * scale
+            case "uniform":
+                yield (2 * generator.random(count, dtype=np.float32) - 1) * scale
+            case "zeros":
+                yield np.zeros(count, dtype=np.float32)
+            case "ones":
+                yield np.ones(count, dtype=np.float32)
+
+
+def _declared(proto: onnx.ModelProto, parameter: Parameter) -> onnx.TensorProto:
+    """A new initializer of `proto` for `parameter`, still without data."""
+    tensor: onnx.TensorProto = proto.graph.initializer.add()
+    tensor.name = parameter.name
+    tensor.data_type = onnx.TensorProto.FLOAT
+    tensor.dims.extend(parameter.shape)
+    return tensor
+
+
+def _forget_types(proto: onnx.ModelProto, parameters: tuple[Parameter, ...]) -> None:
+    """Drop the types of `parameters`, which their initializers are going to say."""
+    names = {parameter.name for parameter in parameters}
+    kept = [info for info in proto.graph.value_info if info.name not in names]
+    del proto.graph.value_info[:]
+    proto.graph.value_info.extend(kept)
+
+
+def _require_room(path: Path, size: int) -> None:
+    """Raise ConfigurationError unless `path` can be a file in a folder that exists and has `size` bytes left."""
+    folder = path.parent
+    if path.is_dir():
+        raise ConfigurationError("this is a folder", hint="name the file to write", where=str(path))
+    if not folder.is_dir():
+        raise ConfigurationError("there is no such folder to write the model to", where=str(folder))
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        message = f"its weights need {size / 2**30:.3g} GiB and {free / 2**30:.3g} GiB are free"
+        raise ConfigurationError(message, hint="--set weights=none plans without them", where=str(folder))
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that becomes `path` when the block ends well, and vanishes when it does not."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def classify(graph: GraphBuilder, logits: ir.Value, loss: bool, *positions: int) -> None:
+    """End with `logits` [batch, classes, *positions], or with their mean cross-entropy to labels [batch, *positions].
+
+    The labels are int64 classes.
+    """
+    if not loss:
+        graph.output("logits", logits)
+        return
+    labels = graph.input("labels", *positions, integer=True)
+    with graph.scope("loss"):
+        graph.output("loss", graph.op("SoftmaxCrossEntropyLoss", logits, labels, reduction="mean"))
+
+
+def predict_tokens(graph: GraphBuilder, logits: ir.Value, loss: bool, length: int, vocabulary: int) -> None:
+    """End with `logits` [batch, length, vocabulary], or with their mean cross-entropy to labels [batch, length].
+
+    Labels stand where their prediction stands: for a causal model they are the tokens moved by one.
+    """
+    if not loss:
+        graph.output("logits", logits)
+        return
+    labels = graph.input("labels", length, integer=True)
+    with graph.scope("loss"):
+        flat_logits = graph.flatten(logits, length, vocabulary)
+        flat_labels = graph.flatten(labels, length, integer=True)
+        graph.output("loss", graph.op("SoftmaxCrossEntropyLoss", flat_logits, flat_labels, reduction="mean"))
+
+
+def regress(graph: GraphBuilder, prediction: ir.Value, loss: bool, width: int) -> None:
+    """End with `prediction` [batch, width], or with its mean squared distance to float labels of the same shape."""
+    if not loss:
+        graph.output("prediction", prediction)
+        return
+    labels = graph.input("labels", width)
+    with graph.scope("loss"):
+        distance = graph.op("Sub", prediction, labels)
+        graph.output("loss", graph.op("ReduceMean", graph.op("Mul", distance, distance), keepdims=0))
+
+
+def click_or_not(graph: GraphBuilder, logits: ir.Value, loss: bool) -> None:
+    """End with the probability of `logits` [batch, 1], or with the mean binary cross-entropy to labels 0.0 and 1.0.
+
+    Spelled as softplus(x) - x y, which stays finite where log(sigmoid(x)) does not.
+    """
+    if not loss:
+        graph.output("probability", graph.op("Sigmoid", logits))
+        return
+    labels = graph.input("labels", 1)
+    with graph.scope("loss"):
+        entropy = graph.op("Sub", graph.op("Softplus", logits), graph.op("Mul", logits, labels))
+        graph.output("loss", graph.op("ReduceMean", entropy, keepdims=0))

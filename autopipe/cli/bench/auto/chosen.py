@@ -11,8 +11,7 @@ from pathlib import Path
 
 from autopipe.cli.bench.zoo_graph import Settings
 from autopipe.configs import zoo
-from autopipe.configs.cluster_file import build_cluster
-from autopipe.configs.presets import cluster_preset
+from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.ir.problem import Mode
 from autopipe.passes.auto.choose import choose
 from autopipe.passes.pipeline import PlanResult

@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from autopipe.cli.bench.zoo_graph import Settings, zoo_graph
-from autopipe.configs.cluster_file import build_cluster
-from autopipe.configs.presets import cluster_preset
+from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.ir.problem import Mode, Problem
 from autopipe.passes.cost.work import annotate
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from autopipe.cli.bench.pase.published import BATCH
 from autopipe.cli.bench.zoo_graph import zoo_graph
-from autopipe.configs.cluster_file import build_cluster
-from autopipe.configs.presets import cluster_preset
+from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.ir.problem import Mode, Problem
 from autopipe.passes.cost.work import annotate
 

@@ -8,7 +8,7 @@ from autopipe.cli.bench.row import Case, Row
 from autopipe.cli.bench.tessel.chain import device_seconds, with_tables_apart
 from autopipe.cli.bench.tessel.published import FIGURE_2_IMBALANCE
 from autopipe.cli.bench.tessel.v100 import problem_on_v100
-from autopipe.configs.zoo.model import Setting
+from autopipe.configs.zoo.settings import Setting
 
 _DEVICES = 4
 _TABLE_DEVICES = 2

@@ -12,7 +12,7 @@ from autopipe.cli.bench.tessel.published import GPT_SPEEDUP, MT5_SPEEDUP
 from autopipe.cli.bench.tessel.recomputed import with_layers_recomputed
 from autopipe.cli.bench.tessel.step import step_seconds
 from autopipe.cli.bench.tessel.v100 import problem_on_v100
-from autopipe.configs.zoo.model import Setting
+from autopipe.configs.zoo.settings import Setting
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from autopipe.configs import zoo
-from autopipe.configs.cluster_file import build_cluster
-from autopipe.configs.presets import cluster_preset
-from autopipe.configs.zoo.model import Setting
+from autopipe.configs.cluster import build_cluster, cluster_preset
+from autopipe.configs.zoo.settings import Setting
 from autopipe.ir.problem import Problem
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
 from autopipe.passes.request import Request, first_problem

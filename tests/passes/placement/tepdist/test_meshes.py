@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopipe.configs.cluster_file import build_cluster
-from autopipe.configs.presets import cluster_preset
+from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.passes.placement.tepdist.meshes import meshes
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from autopipe.configs.cluster_file import build_cluster
-from autopipe.configs.presets import cluster_preset
+from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import ConfigurationError, InfeasibleError

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.configs.cluster_file import build_cluster
-from autopipe.configs.presets import cluster_preset
+from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem

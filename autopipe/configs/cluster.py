@@ -1,22 +1,135 @@
-"""The schema of a cluster's description, in a file or within a configuration, and the cluster made of it."""
+"""The schema of a cluster's description, in a file or within a configuration, and the cluster made of it.
+
+The schema of a device and of a level of links, and what is planned with made of them.
+
+The clusters and example configurations that ship with autopipe, found by name.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, ClassVar
 
-from autopipe.configs.device_file import (
-    MOST_DEVICES,
-    DeviceCount,
-    DeviceDescription,
-    LevelDescription,
-    device_of,
-    level_of,
-)
-from autopipe.ir.cluster import Cluster, Device, Group, Level
+from autopipe.configs.schema import Above, AtLeast, AtMost, convert, nearest
+from autopipe.configs.yaml_source import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, read_file
+from autopipe.ir.cluster import Cluster, Device, Group, Level, Link
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
+
+Latency = Annotated[float, SECONDS, AtLeast(0)]
+Bandwidth = Annotated[float, BYTES_PER_SECOND, Above(0)]
+Peak = Annotated[float, FLOPS, Above(0)]
+Fraction = Annotated[float, Above(0), AtMost(1)]
+
+MOST_DEVICES = 2**20
+DeviceCount = Annotated[int, AtLeast(1), AtMost(MOST_DEVICES)]
+
+
+@dataclass(frozen=True, slots=True)
+class PeakRates:
+    """Peak rates by precision, one multiply-add counted as two operations."""
+
+    fp32: Peak
+    """Peak of 32-bit floating point."""
+
+    tf32: Peak | None = None
+    """Peak of matrix units on 32-bit values rounded to 19 bits."""
+
+    fp16: Peak | None = None
+    """Peak of 16-bit floating point, matrix units included; fp32's rate where it is not given."""
+
+    bf16: Peak | None = None
+    """Peak of bfloat16, matrix units included; fp32's rate where it is not given."""
+
+    fp64: Peak | None = None
+    """Peak of 64-bit floating point."""
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiencies:
+    """Fractions of the peak (of the memory bandwidth for operators bound by it) that classes of operators reach."""
+
+    matmul: Fraction
+    """Matrix products."""
+
+    convolution: Fraction
+    """Convolutions."""
+
+    elementwise: Fraction
+    """Operators on each element by itself."""
+
+    normalization: Fraction
+    """Softmax, batch and layer normalization."""
+
+    reduction: Fraction
+    """Sums, means and maxima over axes, pooling."""
+
+    memory: Fraction
+    """Operators that only move data: transpose, concatenate, gather."""
+
+    recurrent: Fraction
+    """LSTM, GRU and RNN."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDescription:
+    """One kind of device."""
+
+    name: str
+    """The product's name."""
+
+    memory: Annotated[int, BYTES, AtLeast(1)]
+    """Memory a program may use."""
+
+    peak: PeakRates
+    """Peak rates by precision."""
+
+    bandwidth: Bandwidth
+    """Bandwidth between the device and its own memory."""
+
+    launch_latency: Latency
+    """Time from one kernel's end to the next one's start, when each is launched by itself."""
+
+    efficiency: Efficiencies
+    """Fractions of peak and bandwidth that classes of operators reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class LevelDescription:
+    """One level of the hierarchy of links."""
+
+    name: str
+    """Kind of group, such as `node` or `cluster`."""
+
+    latency: Latency
+    """Time before the first byte arrives."""
+
+    bandwidth: Bandwidth
+    """Bandwidth from one device to another, in one direction."""
+
+    size: DeviceCount | None = None
+    """Members of the level below in one group; at the outermost level, `null` for as many as are needed."""
+
+
+def level_of(description: LevelDescription, size: int) -> Level:
+    """The level with `size` members in one group."""
+    return Level(description.name, size, Link(description.latency, description.bandwidth))
+
+
+def device_of(description: DeviceDescription) -> Device:
+    """The device as it is planned for."""
+    peaks = ((name, getattr(description.peak, name)) for name in PeakRates.__dataclass_fields__)
+    efficiencies = ((name, getattr(description.efficiency, name)) for name in Efficiencies.__dataclass_fields__)
+    return Device(
+        name=description.name,
+        memory_bytes=description.memory,
+        peak_flops=tuple((name, rate) for name, rate in peaks if rate is not None),
+        bandwidth_bytes_per_s=description.bandwidth,
+        launch_latency_s=description.launch_latency,
+        efficiency=tuple(efficiencies),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,3 +312,57 @@ def _sizes(description: ClusterDescription, nodes: int | None, devices_per_node:
 
 def _no_size(level: LevelDescription, who: str) -> ConfigurationError:
     return ConfigurationError(f"level {level.name} of {who} has no size", hint="only the outermost may have none")
+
+
+_HERE = Path(__file__).parent
+
+
+def cluster_names() -> tuple[str, ...]:
+    """The presets of clusters, in alphabetical order."""
+    return tuple(sorted(path.stem for path in (_HERE / "clusters").glob("*.yaml")))
+
+
+def recipe_paths() -> tuple[Path, ...]:
+    """The example configurations, in alphabetical order."""
+    return tuple(sorted((_HERE / "recipes").glob("*.yaml")))
+
+
+def cluster_preset(name: str, where: str = "") -> ClusterDescription:
+    """The preset `name`; raises ConfigurationError, at `where`, with the nearest name where there is none."""
+    if name not in cluster_names():
+        raise ConfigurationError(
+            f"no cluster preset is named {name!r}", hint=nearest(name, cluster_names()), where=where
+        )
+    return read_cluster(_HERE / "clusters" / f"{name}.yaml")
+
+
+def read_cluster(path: str | Path) -> ClusterDescription:
+    """A cluster's description from a YAML file; raises ConfigurationError with `file:line`."""
+    return with_presets(convert(read_file(path), ClusterDescription), str(path))
+
+
+def with_presets(description: ClusterDescription, where: str) -> ClusterDescription:
+    """The description with the devices of presets in place of their names, and their links for groups without any.
+
+    Raises ConfigurationError, at `where`, for a name that no preset of one kind of device has.
+    """
+    return replace(description, groups=tuple(_with_preset(group, where) for group in description.groups))
+
+
+def _with_preset(group: GroupDescription, where: str) -> GroupDescription:
+    if not isinstance(group.device, str):
+        return group
+    preset = cluster_preset(group.device, where)
+    if preset.device is None:
+        raise ConfigurationError(
+            f"group {group.name} has the device of preset {group.device}, which has several",
+            hint="name a preset with one kind of device",
+            where=where,
+        )
+    return replace(group, device=preset.device, levels=group.levels or preset.levels)
+
+
+def is_cluster(path: str | Path) -> bool:
+    """True if a YAML file describes a cluster rather than a configuration, by the keys it has."""
+    document = read_file(path).value
+    return isinstance(document, dict) and not {"device", "levels", "groups"}.isdisjoint(document)

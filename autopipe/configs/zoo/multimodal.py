@@ -1,0 +1,291 @@
+"""FLAVA: a text and an image encoder joined by a cross encoder (Singh et al., 2022).
+
+GraphPipe's multi-modal transformer: parallel branches of layers, concatenated at the end.
+
+The model of GraphPipe's case study: two branches of attention and linear layers.
+
+CANDLE-Uno in GraphPipe's sizes: a drug's effect from several groups of features (Xia et al., 2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from autopipe.configs.zoo.builder import (
+    GraphBuilder,
+    classify,
+    convolution,
+    dense,
+    embedding,
+    kaiming,
+    layer_norm,
+    lecun,
+    linear,
+    positions,
+    regress,
+)
+from autopipe.configs.zoo.settings import Count, Setting, ZooModel
+from autopipe.configs.zoo.transformers import SPREAD, Attention, attention, pre_norm_block
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoBranch(ZooModel):
+    """input_0, input_1, … [batch, sequence, hidden] -> logits [batch, classes]."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+        # GraphPipe (ASPLOS 2025), section 7: 2 branches of 4 repeats; widths as in its multi-modal transformer.
+        "paper": {
+            "branches": 2,
+            "repeats": 4,
+            "sequence": 256,
+            "hidden": 1024,
+            "heads": 16,
+            "feed_forward": 4096,
+            "classes": 1000,
+        },
+    }
+    multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
+
+    branches: Count = 2
+    """Parallel branches."""
+
+    repeats: Count = 4
+    """Times that attention, linear, linear stand in a branch."""
+
+    sequence: Count = 16
+    """Positions of a sample."""
+
+    hidden: Count = 64
+    """Width of inputs and attention."""
+
+    heads: Count = 4
+    """Attention heads."""
+
+    feed_forward: Count = 128
+    """Width between the two linear layers."""
+
+    classes: Count = 10
+    """Extent of the logits."""
+
+    def build(self, graph: GraphBuilder) -> None:
+        """Branches without residuals, their concatenation, mean over positions, classifier."""
+        joined = [self._branch(graph, index) for index in range(self.branches)]
+        data = graph.op("Concat", *joined, axis=-1)
+        data = graph.op("ReduceMean", data, graph.constant([1]), keepdims=0)
+        width = self.branches * self.hidden
+        classify(graph, linear(graph, "classifier", data, width, self.classes, init=lecun(width)), self.loss)
+
+    def _branch(self, graph: GraphBuilder, index: int) -> ir.Value:
+        data = graph.input(f"input_{index}", self.sequence, self.hidden)
+        sizes = Attention(self.hidden, self.heads, init=lecun(self.hidden))
+        with graph.scope(f"branches.{index}"):
+            for repeat in range(self.repeats):
+                with graph.scope(f"blocks.{repeat}"):
+                    data = attention(graph, "attention", sizes, data)
+                    init = kaiming(self.hidden)
+                    data = graph.op("Relu", linear(graph, "up", data, self.hidden, self.feed_forward, init=init))
+                    init = lecun(self.feed_forward)
+                    data = linear(graph, "down", data, self.feed_forward, self.hidden, init=init)
+        return data
+
+
+COMMON: Mapping[str, Setting] = {"vocabulary": 30522, "sequence": 128, "image": 224, "patch": 16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flava(ZooModel):
+    """tokens [batch, sequence], image [batch, 3, image, image] -> logits [batch, 2]: do text and image match?"""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+        # The published model.
+        "base": {**COMMON, "text_layers": 12, "image_layers": 12, "cross_layers": 6, "hidden": 768, "heads": 12},
+        # Tessel (HPCA 2024), figure 15: 24 layers, which we give to each of the three encoders.
+        "paper": {**COMMON, "text_layers": 24, "image_layers": 24, "cross_layers": 24, "hidden": 4096, "heads": 32},
+    }
+    multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"), ("image", "patch"))
+
+    text_layers: Count = 2
+    """Layers of the text encoder."""
+
+    image_layers: Count = 2
+    """Layers of the image encoder."""
+
+    cross_layers: Count = 2
+    """Layers of the cross encoder."""
+
+    hidden: Count = 64
+    """Width of all three; the feed-forward layers are four times as wide."""
+
+    heads: Count = 4
+    """Attention heads of a layer."""
+
+    vocabulary: Count = 256
+    """Rows of the token embedding."""
+
+    sequence: Count = 16
+    """Tokens of the text; the first stands for the pair in the cross encoder."""
+
+    image: Count = 32
+    """Height and width of the image."""
+
+    patch: Count = 8
+    """Height and width of a patch of the image."""
+
+    @property
+    def patches(self) -> int:
+        """Patches of an image."""
+        return (self.image // self.patch) ** 2
+
+    def build(self, graph: GraphBuilder) -> None:
+        """Text branch, image branch, cross encoder over both, classifier on the first position."""
+        text, picture = self._text(graph), self._picture(graph)
+        with graph.scope("cross"):
+            text = linear(graph, "text_projection", text, self.hidden, self.hidden, init=SPREAD)
+            picture = linear(graph, "image_projection", picture, self.hidden, self.hidden, init=SPREAD)
+            data = self._encoded(graph, graph.op("Concat", text, picture, axis=1), self.cross_layers)
+            first = graph.op("Gather", data, graph.constant(0), axis=1)
+        classify(graph, linear(graph, "classifier", first, self.hidden, 2, init=SPREAD), self.loss)
+
+    def _text(self, graph: GraphBuilder) -> ir.Value:
+        tokens = graph.input("tokens", self.sequence, integer=True)
+        with graph.scope("text"):
+            data, _ = embedding(graph, "token_embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
+            return self._encoded(graph, self._placed(graph, data, self.sequence), self.text_layers)
+
+    def _picture(self, graph: GraphBuilder) -> ir.Value:
+        image = graph.input("image", 3, self.image, self.image)
+        window = (self.patch, self.patch)
+        with graph.scope("image"):
+            data = convolution(graph, "patches", image, 3, self.hidden, kernel=window, stride=self.patch)
+            data = graph.op("Transpose", graph.reshape(data, [0, self.hidden, self.patches]), perm=[0, 2, 1])
+            return self._encoded(graph, self._placed(graph, data, self.patches), self.image_layers)
+
+    def _placed(self, graph: GraphBuilder, data: ir.Value, length: int) -> ir.Value:
+        """`data` [batch, length, hidden] plus a learned vector for each position."""
+        order = positions(graph, length)
+        places, _ = embedding(graph, "position_embedding", order, length, self.hidden, init=SPREAD)
+        return graph.op("Add", data, places)
+
+    def _encoded(self, graph: GraphBuilder, data: ir.Value, layers: int) -> ir.Value:
+        sizes = Attention(self.hidden, self.heads)
+        for index in range(layers):
+            data = pre_norm_block(graph, f"layers.{index}", sizes, 4 * self.hidden, data)
+        return layer_norm(graph, "norm", data, self.hidden)
+
+
+PAPER: Mapping[str, Setting] = {"layers": 4, "features": 4096, "hidden": 4096, "top_layers": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandleUno(ZooModel):
+    """features_0, features_1, … [batch, features] -> prediction [batch, 1]; its loss is the mean squared error."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+        # GraphPipe (ASPLOS 2025), appendix A.2; it leaves open the number of layers after the branches.
+        "paper": {**PAPER, "branches": 7},
+        # The widest of its comparison by number of branches.
+        "16-branches": {**PAPER, "branches": 16},
+    }
+
+    branches: Count = 7
+    """Groups of features, each with layers of its own."""
+
+    layers: Count = 2
+    """Linear layers of a branch."""
+
+    features: Count = 16
+    """Features of a group."""
+
+    hidden: Count = 32
+    """Width of the linear layers."""
+
+    top_layers: Count = 2
+    """Linear layers after the branches are joined, not counting the one that gives the prediction."""
+
+    def build(self, graph: GraphBuilder) -> None:
+        """Branches, concatenated, linear layers, one number."""
+        joined = [self._branch(graph, index) for index in range(self.branches)]
+        data = graph.op("Concat", *joined, axis=1)
+        inputs = self.branches * self.hidden
+        for index in range(self.top_layers):
+            data = dense(graph, f"top.{index}", data, inputs, self.hidden)
+            inputs = self.hidden
+        regress(graph, dense(graph, "effect", data, inputs, 1, relu=False), self.loss, 1)
+
+    def _branch(self, graph: GraphBuilder, index: int) -> ir.Value:
+        data = graph.input(f"features_{index}", self.features)
+        inputs = self.features
+        with graph.scope(f"branches.{index}"):
+            for layer in range(self.layers):
+                data = dense(graph, f"layers.{layer}", data, inputs, self.hidden)
+                inputs = self.hidden
+        return data
+
+
+MMT_PAPER: Mapping[str, Setting] = {
+    "sequence": 256,
+    "embedding": 1024,
+    "hidden": 1024,
+    "heads": 16,
+    "feed_forward": 4096,
+    "classes": 1000,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultiModalTransformer(ZooModel):
+    """modality_0, modality_1, … [batch, sequence, embedding] -> logits [batch, classes]."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+        # GraphPipe (ASPLOS 2025), appendix A.2; the number of classes is ours.
+        "paper": {**MMT_PAPER, "branches": 4, "layers": 8},
+        # The sequential transformer of its evaluation: as many layers in one branch.
+        "sequential": {**MMT_PAPER, "branches": 1, "layers": 32},
+    }
+    multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
+
+    branches: Count = 4
+    """Modalities, each with layers and an input of its own."""
+
+    layers: Count = 2
+    """Transformer layers of a branch."""
+
+    sequence: Count = 16
+    """Positions of a sample in every modality."""
+
+    embedding: Count = 32
+    """Width of the inputs."""
+
+    hidden: Count = 64
+    """Width of the residual stream."""
+
+    heads: Count = 4
+    """Attention heads of a layer."""
+
+    feed_forward: Count = 256
+    """Inner width of the feed-forward layers."""
+
+    classes: Count = 10
+    """Extent of the logits."""
+
+    def build(self, graph: GraphBuilder) -> None:
+        """Branches of a projection and layers; their concatenation, mean over positions, classifier."""
+        joined = [self._branch(graph, index) for index in range(self.branches)]
+        data = graph.op("Concat", *joined, axis=-1) if self.branches > 1 else joined[0]
+        width = self.branches * self.hidden
+        data = graph.op("ReduceMean", data, graph.constant([1]), keepdims=0)
+        classify(graph, linear(graph, "classifier", data, width, self.classes, init=SPREAD), self.loss)
+
+    def _branch(self, graph: GraphBuilder, index: int) -> ir.Value:
+        data = graph.input(f"modality_{index}", self.sequence, self.embedding)
+        sizes = Attention(self.hidden, self.heads)
+        with graph.scope(f"branches.{index}"):
+            data = linear(graph, "projection", data, self.embedding, self.hidden, init=SPREAD)
+            for layer in range(self.layers):
+                data = pre_norm_block(graph, f"layers.{layer}", sizes, self.feed_forward, data)
+            return layer_norm(graph, "norm", data, self.hidden)

@@ -1,0 +1,459 @@
+"""Inception-v3 without its auxiliary head (Szegedy et al., 2016).
+
+Wide residual networks of bottlenecks (He et al., 2016; Zagoruyko and Komodakis, 2016).
+
+U-Net: segmentation by a contracting and an expanding path (Ronneberger et al., 2015), with padded borders.
+
+AlexNet as PaSE takes it: one tower, without response normalisation (Krizhevsky et al., 2012).
+
+VGG-19 with any number of classes (Simonyan and Zisserman, 2015).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from autopipe.configs.schema import AtLeast
+from autopipe.configs.zoo.builder import (
+    ZEROS,
+    GraphBuilder,
+    batch_norm,
+    classify,
+    convolution,
+    dense,
+    kaiming,
+    max_pool,
+    pooled,
+)
+from autopipe.configs.zoo.settings import Count, Setting, ZooModel
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+Unit = tuple[int, tuple[int, int]]
+"""Channels (at full width) and kernel of a convolution that keeps height and width."""
+
+FULL_WIDTH = 32
+"""Channels of the first convolution in the paper, to which all others are in proportion."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InceptionV3(ZooModel):
+    """image [batch, 3, image, image] -> logits [batch, classes]."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+        # PaSE (IPDPS 2021), which uses batches of 128.
+        "paper": {"image": 299, "width": 32, "classes": 1000},
+    }
+
+    image: Annotated[int, AtLeast(75)] = 75
+    """Height and width of the image."""
+
+    width: Count = 4
+    """Channels of the first convolution; all others are in the paper's proportion to its 32."""
+
+    classes: Count = 10
+    """Extent of the logits."""
+
+    def build(self, graph: GraphBuilder) -> None:
+        """Stem, modules named A to E as in the paper's figures 5 to 7 and 10, mean over the image, classifier."""
+        network = _Network(graph, self.width)
+        data = network.stem(graph.input("image", 3, self.image, self.image))
+        for index, pool in enumerate((32, 64, 64)):
+            data = network.module_a(f"mixed_a.{index}", data, pool)
+        data = network.module_b("mixed_b", data)
+        for index, inner in enumerate((128, 160, 160, 192)):
+            data = network.module_c(f"mixed_c.{index}", data, inner)
+        data = network.module_d("mixed_d", data)
+        for index in range(2):
+            data = network.module_e(f"mixed_e.{index}", data)
+        data = graph.op("Flatten", graph.op("GlobalAveragePool", data), axis=1)
+        classify(graph, dense(graph, "classifier", data, network.channels, self.classes, relu=False), self.loss)
+
+
+class _Network:
+    """Adds modules to `graph`, remembering the `channels` that the last one left."""
+
+    def __init__(self, graph: GraphBuilder, width: int) -> None:
+        self.graph = graph
+        self.width = width
+        self.channels = 3
+
+    def stem(self, image: ir.Value) -> ir.Value:
+        """The layers before the first module, which divide height and width by eight."""
+        graph = self.graph
+        with graph.scope("stem"):
+            data, channels = self._unit("0", image, 3, 32, stride=2)
+            data, channels = self._unit("1", data, channels, 32)
+            data, channels = self._unit("2", data, channels, 64, padding=(1, 1))
+            data, channels = self._unit("3", max_pool(graph, data, 3, 2), channels, 80, kernel=(1, 1))
+            data, self.channels = self._unit("4", data, channels, 192)
+            return max_pool(graph, data, 3, 2)
+
+    def module_a(self, name: str, data: ir.Value, pool: int) -> ir.Value:
+        """1x1, 5x5, two 3x3, and pooling."""
+        with self.graph.scope(name):
+            return self._joined(
+                self._chain("one", data, (64, (1, 1))),
+                self._chain("five", data, (48, (1, 1)), (64, (5, 5))),
+                self._chain("three", data, (64, (1, 1)), (96, (3, 3)), (96, (3, 3))),
+                self._chain("pool", self._averaged(data), (pool, (1, 1))),
+            )
+
+    def module_b(self, name: str, data: ir.Value) -> ir.Value:
+        """Halves height and width by 3x3, two 3x3, and pooling."""
+        with self.graph.scope(name):
+            return self._joined(
+                self._unit("three", data, self.channels, 384, stride=2),
+                self._reduced("double", self._chain("double", data, (64, (1, 1)), (96, (3, 3))), 96),
+                (max_pool(self.graph, data, 3, 2), self.channels),
+            )
+
+    def module_c(self, name: str, data: ir.Value, inner: int) -> ir.Value:
+        """1x1, one and two factorised 7x7, and pooling."""
+        row, column = (1, 7), (7, 1)
+        with self.graph.scope(name):
+            return self._joined(
+                self._chain("one", data, (192, (1, 1))),
+                self._chain("seven", data, (inner, (1, 1)), (inner, row), (192, column)),
+                self._chain(
+                    "double", data, (inner, (1, 1)), (inner, column), (inner, row), (inner, column), (192, row)
+                ),
+                self._chain("pool", self._averaged(data), (192, (1, 1))),
+            )
+
+    def module_d(self, name: str, data: ir.Value) -> ir.Value:
+        """Halves height and width by 3x3, factorised 7x7 and 3x3, and pooling."""
+        with self.graph.scope(name):
+            return self._joined(
+                self._reduced("three", self._chain("three", data, (192, (1, 1))), 320),
+                self._reduced("seven", self._chain("seven", data, (192, (1, 1)), (192, (1, 7)), (192, (7, 1))), 192),
+                (max_pool(self.graph, data, 3, 2), self.channels),
+            )
+
+    def module_e(self, name: str, data: ir.Value) -> ir.Value:
+        """1x1, branches that fan out into 1x3 and 3x1, and pooling."""
+        with self.graph.scope(name):
+            three, three_channels = self._chain("three", data, (384, (1, 1)))
+            double, double_channels = self._chain("double", data, (448, (1, 1)), (384, (3, 3)))
+            return self._joined(
+                self._chain("one", data, (320, (1, 1))),
+                self._fan("three", three, three_channels),
+                self._fan("double", double, double_channels),
+                self._chain("pool", self._averaged(data), (192, (1, 1))),
+            )
+
+    def _chain(self, name: str, data: ir.Value, *units: Unit) -> tuple[ir.Value, int]:
+        """Convolutions one after the other that keep height and width."""
+        channels = self.channels
+        for index, (full, kernel) in enumerate(units):
+            padding = (kernel[0] // 2, kernel[1] // 2)
+            data, channels = self._unit(f"{name}.{index}", data, channels, full, kernel=kernel, padding=padding)
+        return data, channels
+
+    def _reduced(self, name: str, branch: tuple[ir.Value, int], full: int) -> tuple[ir.Value, int]:
+        """A 3x3 convolution of stride 2 at the end of a branch."""
+        return self._unit(f"{name}.reduce", *branch, full, stride=2)
+
+    def _fan(self, name: str, data: ir.Value, channels: int) -> tuple[ir.Value, int]:
+        """1x3 and 3x1 side by side."""
+        row, row_channels = self._unit(f"{name}.row", data, channels, 384, kernel=(1, 3), padding=(0, 1))
+        column, column_channels = self._unit(f"{name}.column", data, channels, 384, kernel=(3, 1), padding=(1, 0))
+        return self._put_together((row, row_channels), (column, column_channels))
+
+    def _unit(
+        self,
+        name: str,
+        data: ir.Value,
+        channels: int,
+        full: int,
+        *,
+        kernel: tuple[int, int] = (3, 3),
+        stride: int = 1,
+        padding: tuple[int, int] = (0, 0),
+    ) -> tuple[ir.Value, int]:
+        """Convolution to `full` channels (scaled by the width) without bias, batch norm, Relu."""
+        outputs = max(1, full * self.width // FULL_WIDTH)
+        with self.graph.scope(name):
+            data = convolution(
+                self.graph,
+                "conv",
+                data,
+                channels,
+                outputs,
+                kernel=kernel,
+                stride=stride,
+                padding=padding,
+                bias=False,
+            )
+            data = batch_norm(self.graph, "norm", data, outputs, 1e-3)
+            return self.graph.op("Relu", data), outputs
+
+    def _averaged(self, data: ir.Value) -> ir.Value:
+        """Mean over 3x3 windows, the border counted as zeros."""
+        return self.graph.op(
+            "AveragePool", data, kernel_shape=[3, 3], strides=[1, 1], pads=[1, 1, 1, 1], count_include_pad=1
+        )
+
+    def _joined(self, *branches: tuple[ir.Value, int]) -> ir.Value:
+        """The end of a module: its branches' channels one after the other."""
+        data, self.channels = self._put_together(*branches)
+        return data
+
+    def _put_together(self, *branches: tuple[ir.Value, int]) -> tuple[ir.Value, int]:
+        """The branches' channels one after the other."""
+        return self.graph.op("Concat", *(data for data, _ in branches), axis=1), sum(count for _, count in branches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vgg19(ZooModel):
+    """image [batch, 3, image, image] -> logits [batch, classes]."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+        # Configuration E.
+        "imagenet": {"image": 224, "width": 64, "hidden": 4096, "classes": 1000},
+        # TePDist: the classifier extended to a million classes.
+        "million": {"image": 224, "width": 64, "hidden": 4096, "classes": 1_000_000},
+    }
+
+    image: Annotated[int, AtLeast(32)] = 32
+    """Height and width of the image."""
+
+    width: Count = 8
+    """Channels of the first convolutions; they double three times."""
+
+    hidden: Count = 64
+    """Width of the two inner linear layers."""
+
+    classes: Count = 10
+    """Extent of the logits."""
+
+    def build(self, graph: GraphBuilder) -> None:
+        """Five groups of 2, 2, 4, 4 and 4 convolutions, each pooled, and three linear layers."""
+        data = graph.input("image", 3, self.image, self.image)
+        channels = 3
+        for group, (depth, factor) in enumerate(((2, 1), (2, 2), (4, 4), (4, 8), (4, 8))):
+            for index in range(depth):
+                name = f"features.{group}.{index}"
+                data = convolution(graph, name, data, channels, factor * self.width, kernel=(3, 3), padding=(1, 1))
+                data = graph.op("Relu", data)
+                channels = factor * self.width
+            data = max_pool(graph, data, 2, 2)
+        features = channels * (self.image // 32) ** 2
+        data = dense(graph, "classifier.0", graph.op("Flatten", data, axis=1), features, self.hidden)
+        data = dense(graph, "classifier.1", data, self.hidden, self.hidden)
+        classify(graph, dense(graph, "classifier.2", data, self.hidden, self.classes, relu=False), self.loss)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlexNet(ZooModel):
+    """image [batch, 3, image, image] -> logits [batch, classes]."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+        # PaSE (IPDPS 2021), which uses batches of 128.
+        "paper": {"image": 227, "width": 96, "hidden": 4096, "classes": 1024},
+    }
+
+    image: Annotated[int, AtLeast(67)] = 67
+    """Height and width of the image."""
+
+    width: Annotated[int, AtLeast(3)] = 12
+    """Channels of the first convolution; the others have 8/3, 4, 4 and 8/3 times as many."""
+
+    hidden: Count = 64
+    """Width of the two inner linear layers."""
+
+    classes: Count = 10
+    """Extent of the logits."""
+
+    def build(self, graph: GraphBuilder) -> None:
+        """Five convolutions, three of them pooled, and three linear layers."""
+        wide, widest = 8 * self.width // 3, 4 * self.width
+        data = graph.input("image", 3, self.image, self.image)
+        data = self._convolved(graph, "conv1", data, 3, self.width, kernel=11, stride=4, padding=0)
+        data = max_pool(graph, data, 3, 2)
+        data = self._convolved(graph, "conv2", data, self.width, wide, kernel=5, padding=2)
+        data = max_pool(graph, data, 3, 2)
+        data = self._convolved(graph, "conv3", data, wide, widest)
+        data = self._convolved(graph, "conv4", data, widest, widest)
+        data = self._convolved(graph, "conv5", data, widest, wide)
+        data = graph.op("Flatten", max_pool(graph, data, 3, 2), axis=1)
+        extent = pooled(self.image, 11, 4)
+        for _ in range(3):
+            extent = pooled(extent, 3, 2)
+        data = dense(graph, "fc6", data, wide * extent * extent, self.hidden)
+        data = dense(graph, "fc7", data, self.hidden, self.hidden)
+        classify(graph, dense(graph, "fc8", data, self.hidden, self.classes, relu=False), self.loss)
+
+    def _convolved(
+        self,
+        graph: GraphBuilder,
+        name: str,
+        data: ir.Value,
+        inputs: int,
+        outputs: int,
+        *,
+        kernel: int = 3,
+        stride: int = 1,
+        padding: int = 1,
+    ) -> ir.Value:
+        window, border = (kernel, kernel), (padding, padding)
+        result = convolution(graph, name, data, inputs, outputs, kernel=window, stride=stride, padding=border)
+        return graph.op("Relu", result)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UNet(ZooModel):
+    """image [batch, channels, image, image] -> logits [batch, classes, image, image]."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+        # Figure 1 of the paper; 512 instead of its 572 because borders are padded.
+        "paper": {"image": 512, "channels": 1, "width": 64, "depth": 4, "classes": 2},
+    }
+    multiples: ClassVar[tuple[tuple[str, str], ...]] = (("image", "stride"),)
+
+    image: Count = 32
+    """Height and width of the image, a multiple of 2^depth."""
+
+    channels: Count = 3
+    """Channels of the image."""
+
+    width: Count = 8
+    """Channels of the first level; each level below has twice as many."""
+
+    depth: Count = 2
+    """How often height and width are halved."""
+
+    classes: Count = 4
+    """Classes of a pixel."""
+
+    @property
+    def stride(self) -> int:
+        """By how much the lowest level is smaller than the image."""
+        return 1 << self.depth
+
+    def build(self, graph: GraphBuilder) -> None:
+        """Down with a pair of convolutions a level, up again with each level's skip connection."""
+        data = graph.input("image", self.channels, self.image, self.image)
+        skipped: list[ir.Value] = []
+        inputs = self.channels
+        for level in range(self.depth):
+            data = self._pair(graph, f"down.{level}", data, inputs, self.width << level)
+            inputs = self.width << level
+            skipped.append(data)
+            data = max_pool(graph, data, 2, 2)
+        data = self._pair(graph, "bottom", data, inputs, self.width << self.depth)
+        for level in reversed(range(self.depth)):
+            outputs = self.width << level
+            data = self._enlarged(graph, f"up.{level}", data, outputs)
+            data = graph.op("Concat", skipped[level], data, axis=1)
+            data = self._pair(graph, f"up.{level}", data, 2 * outputs, outputs)
+        classify(
+            graph,
+            convolution(graph, "head", data, self.width, self.classes, kernel=(1, 1)),
+            self.loss,
+            self.image,
+            self.image,
+        )
+
+    def _pair(self, graph: GraphBuilder, name: str, data: ir.Value, inputs: int, outputs: int) -> ir.Value:
+        with graph.scope(name):
+            for index, channels in enumerate((inputs, outputs)):
+                data = convolution(graph, f"{index}", data, channels, outputs, kernel=(3, 3), padding=(1, 1))
+                data = graph.op("Relu", data)
+        return data
+
+    def _enlarged(self, graph: GraphBuilder, name: str, data: ir.Value, outputs: int) -> ir.Value:
+        """Twice the height and width at half the channels."""
+        with graph.scope(name), graph.scope("transposed"):
+            weight = graph.parameter("weight", 2 * outputs, outputs, 2, 2, init=kaiming(2 * outputs))
+            bias = graph.parameter("bias", outputs, init=ZEROS)
+            return graph.op("ConvTranspose", data, weight, bias, kernel_shape=[2, 2], strides=[2, 2])
+
+
+EXPANSION = 4
+"""Channels that leave a bottleneck, by those that enter its first convolution's output."""
+
+
+def _sizes(width: int, factor: int, stages: tuple[int, ...] = (3, 4, 6, 3)) -> dict[str, Setting]:
+    return {"width": width, "factor": factor, "stages": stages, "image": 224, "classes": 1000}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WideResNet(ZooModel):
+    """image [batch, 3, image, image] -> logits [batch, classes]."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+        "resnet50": _sizes(64, 1),
+        "resnet101": _sizes(64, 1, (3, 4, 23, 3)),
+        # Sizes of the family that Alpa (OSDI 2022) and TePDist scale; named by their number of parameters.
+        "250m": _sizes(160, 2),
+        "500m": _sizes(224, 2),
+        "1b": _sizes(320, 2),
+        "2b": _sizes(448, 2),
+        "4b": _sizes(640, 2),
+        "6.8b": _sizes(320, 16),
+        "13b": _sizes(320, 16, (3, 4, 23, 3)),
+    }
+
+    image: Count = 32
+    """Height and width of the image."""
+
+    width: Count = 8
+    """Channels of the first convolution and of the first stage's bottlenecks; each stage doubles them."""
+
+    factor: Count = 2
+    """How much wider than its neighbours the 3x3 convolution of a bottleneck is."""
+
+    stages: tuple[Count, ...] = (1, 1, 1, 1)
+    """Bottlenecks of each stage; every stage but the first halves height and width."""
+
+    classes: Count = 10
+    """Extent of the logits."""
+
+    def build(self, graph: GraphBuilder) -> None:
+        """A 7x7 convolution and pooling, stages of bottlenecks, mean over the image, classifier."""
+        data = graph.input("image", 3, self.image, self.image)
+        with graph.scope("stem"):
+            data = convolution(graph, "conv", data, 3, self.width, kernel=(7, 7), stride=2, padding=(3, 3), bias=False)
+            data = max_pool(graph, graph.op("Relu", batch_norm(graph, "norm", data, self.width)), 3, 2, 1)
+        channels = self.width
+        for stage, depth in enumerate(self.stages):
+            for index in range(depth):
+                with graph.scope(f"stages.{stage}.{index}"):
+                    stride = 2 if stage and not index else 1
+                    data = self._bottleneck(graph, data, channels, self.width << stage, stride)
+                channels = EXPANSION * (self.width << stage)
+        data = graph.op("Flatten", graph.op("GlobalAveragePool", data), axis=1)
+        classify(graph, dense(graph, "classifier", data, channels, self.classes, relu=False), self.loss)
+
+    def _bottleneck(self, graph: GraphBuilder, data: ir.Value, inputs: int, width: int, stride: int) -> ir.Value:
+        inner, outputs = self.factor * width, EXPANSION * width
+        branch = graph.op("Relu", self._unit(graph, "1", data, inputs, width))
+        branch = graph.op("Relu", self._unit(graph, "2", branch, width, inner, kernel=3, stride=stride))
+        branch = self._unit(graph, "3", branch, inner, outputs)
+        if stride != 1 or inputs != outputs:
+            data = self._unit(graph, "shortcut", data, inputs, outputs, stride=stride)
+        return graph.op("Relu", graph.op("Add", branch, data))
+
+    def _unit(
+        self,
+        graph: GraphBuilder,
+        name: str,
+        data: ir.Value,
+        inputs: int,
+        outputs: int,
+        *,
+        kernel: int = 1,
+        stride: int = 1,
+    ) -> ir.Value:
+        """Convolution without bias, then batch norm."""
+        window, border = (kernel, kernel), (kernel // 2, kernel // 2)
+        with graph.scope(name):
+            data = convolution(
+                graph, "conv", data, inputs, outputs, kernel=window, stride=stride, padding=border, bias=False
+            )
+            return batch_norm(graph, "norm", data, outputs)
