@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from autopipe.cli.output import Output
-from autopipe.passes.annotations.placed import annotated
-from autopipe.passes.annotations.write import write_annotated
+from autopipe.passes.annotations import annotated, write_annotated
 from autopipe.passes.pipeline import PlanResult
 
 

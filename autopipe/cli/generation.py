@@ -12,7 +12,7 @@ from autopipe.backends.torch.emission.manifest import Provenance
 from autopipe.cli.verification import FORWARD, REFERENCE
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.program import Program, RankCode, StageCode
-from autopipe.passes.frontend.inference import without_dropout
+from autopipe.passes.frontend.cleanup import without_dropout
 from autopipe.passes.lower.alone import one_device_program
 from autopipe.passes.lower.assemble import lower
 from autopipe.passes.lower.buckets import held_together

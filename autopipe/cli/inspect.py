@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from autopipe.ir.graph import Graph, Value
     from autopipe.ir.problem import Work
     from autopipe.passes.frontend import Model
-    from autopipe.passes.frontend.branches import Branch
+    from autopipe.passes.frontend.cleanup import Branch
 
 SHOWN = 8
 """Inputs, outputs, operators and branches listed before the rest is only counted."""
@@ -39,7 +39,7 @@ def inspect(output: Output, model: Path, dims: tuple[str, ...]) -> None:
     """
     from autopipe.passes.cost.work import annotate
     from autopipe.passes.frontend import survey_model
-    from autopipe.passes.frontend.branches import branches_of
+    from autopipe.passes.frontend.cleanup import branches_of
 
     read = survey_model(model, dims=_extents(dims))
     for warning in read.warnings:

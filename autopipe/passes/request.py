@@ -10,7 +10,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, ModelError
 from autopipe.ir.measured_costs import Costs
 from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem, Work
-from autopipe.passes.annotations.constraints import annotated_constraints
+from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.base import Scheduler, Strategy
 from autopipe.passes.batching import Batching, Division, batchings
 from autopipe.passes.cost.constraints import wishes_of

@@ -8,7 +8,7 @@ import hashlib
 from pathlib import Path
 
 import autopipe
-from autopipe.passes.annotations.constraints import annotated_constraints
+from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.frontend import Model
 from autopipe.passes.registry import scheduler_names, strategy_names
 from autopipe.passes.request import Request

@@ -12,8 +12,7 @@ import numpy.typing as npt
 from autopipe.ir.graph import DType, FileSlice, Value
 from autopipe.ir.layout import Box
 from autopipe.passes.export.numbers import Numbers
-from autopipe.passes.frontend.elements import dtype_of
-from autopipe.passes.frontend.external import external_slice
+from autopipe.passes.frontend.elements import dtype_of, external_slice
 
 if TYPE_CHECKING:
     import onnx

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Final
 from autopipe.ir.graph import Value
 from autopipe.passes.export.numbers import Numbers
 from autopipe.passes.frontend.elements import NUMBERS
-from autopipe.passes.frontend.wire import (
+from autopipe.passes.frontend.protobuf_scan import (
     ATTRIBUTE_TENSOR,
     GRAPH_INITIALIZER,
     GRAPH_NODE,

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Final
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Value
 from autopipe.passes.export.numbers import Numbers
-from autopipe.passes.frontend.chosen import Chosen
 from autopipe.passes.frontend.folding import Folded
-from autopipe.passes.frontend.parameters import roles_of
+from autopipe.passes.frontend.parameters import Chosen, roles_of
 from autopipe.passes.frontend.weights import Weights
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from autopipe.passes.export.kept import kept_tensors
 from autopipe.passes.export.numbers import Numbers
 from autopipe.passes.export.stream import Progress, write_beside, write_model
 from autopipe.passes.export.tensors import FIXED, file_tensors
-from autopipe.passes.frontend.apart import NAMESAKE, take_apart
+from autopipe.passes.frontend.elements import stored_numbers
 from autopipe.passes.frontend.load import Source, load, located, opened
-from autopipe.passes.frontend.stored import stored_numbers
-from autopipe.passes.frontend.wire import strip_weights
+from autopipe.passes.frontend.merged_parameters import NAMESAKE, take_apart
+from autopipe.passes.frontend.protobuf_scan import strip_weights
 from autopipe.passes.replacing import replacing
 
 if TYPE_CHECKING:

@@ -1,18 +1,25 @@
-"""ONNX's element types, tensors and attributes as ours."""
+"""ONNX's element types, tensors and attributes as ours.
+
+Tensors whose numbers lie in another file: checked, never opened while planning.
+
+The numbers of a file's tensors, looked at where they lie.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import Attribute, DType, Value
+from autopipe.ir.graph import Attribute, DType, FileSlice, Value
 
 if TYPE_CHECKING:
     import onnx
+
 
 DTYPES: dict[int, DType] = {
     1: DType.FLOAT32, 2: DType.UINT8, 3: DType.INT8, 4: DType.UINT16, 5: DType.INT16, 6: DType.INT32, 7: DType.INT64,
@@ -113,3 +120,75 @@ def _attribute(attribute: onnx.AttributeProto, where: str) -> Attribute:
                 item = array.reshape(()).item()
                 return item if isinstance(item, int | float) else float(item)
     raise ModelError(f"attribute {attribute.name!r} is of a kind that is not supported", where=where)
+
+
+def external_slice(tensor: onnx.TensorProto, folder: Path) -> FileSlice | None:
+    """Where an external tensor lies; None where its file is not there.
+
+    Raises ModelError for a path that leaves `folder` (absolute, `..`, a link), for one that is no file, and for a
+    file too short for the tensor.
+    """
+    where = f"tensor {tensor.name!r}"
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
+    path = PurePosixPath(location)
+    if not location or "\0" in location or "\\" in location or path.is_absolute() or ".." in path.parts:
+        raise ModelError(f"its data may not lie in {location!r}, only inside the model's folder", where=where)
+    if Path(location).drive:
+        raise ModelError(f"its data may not lie on another drive: {location!r}", where=where)
+    file = folder / location
+    if not file.resolve().is_relative_to(folder.resolve()):
+        raise ModelError(f"its data file {location!r} is a link that leaves the model's folder", where=where)
+    size = math.prod(tensor.dims) * dtype_of(tensor.data_type, where).itemsize
+    offset, length = _number(entries, "offset", 0, where), _number(entries, "length", size, where)
+    if length < size:
+        raise ModelError(f"its data has {length} bytes, its shape needs {size}", where=where)
+    if not file.exists():
+        return None
+    if not file.is_file():
+        raise ModelError(f"its data file {location!r} is not a file", where=where)
+    if file.stat().st_size < offset + size:
+        raise ModelError(f"{location!r} ends before its data: {offset + size} bytes are needed", where=where)
+    return FileSlice(location, offset, size)
+
+
+def _number(entries: dict[str, str], key: str, default: int, where: str) -> int:
+    text = entries.get(key, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise ModelError(f"its {key} {text!r} is no number of bytes", where=where)
+    return int(text)
+
+
+HELD: dict[DType, str] = {DType.FLOAT32: "<f4", DType.FLOAT64: "<f8", DType.FLOAT16: "<f2"}
+
+
+def stored_numbers(
+    name: str, tensor: onnx.TensorProto, slices: Mapping[str, FileSlice], model: Path
+) -> np.ndarray | None:
+    """The floating-point numbers of a tensor of the file `model`, not copied; None where none are stored."""
+    dtype = dtype_of(tensor.data_type, repr(name))
+    try:
+        if tensor.data_location == tensor.EXTERNAL:
+            place = external_slice(tensor, model.parent)
+        else:
+            place = slices.get(name)
+            if place is None:
+                return array_of(tensor, repr(name)) if tensor.raw_data or tensor.float_data else None
+    except ModelError:
+        return None  # Whoever needs the numbers says what is wrong with them.
+    return None if place is None else sliced_numbers(place, dtype, tuple(tensor.dims), model)
+
+
+def sliced_numbers(place: FileSlice, dtype: DType, shape: tuple[int, ...], model: Path) -> np.ndarray | None:
+    """The numbers at a place of the model's files; None where they do not fill `shape` or are of no such type."""
+    path = model.parent / place.file if place.file else model
+    if dtype is not DType.BFLOAT16 and dtype not in HELD:
+        return None
+    if math.prod(shape) * dtype.itemsize != place.length or not place.length:
+        return None
+    if dtype is DType.BFLOAT16:
+        bits = np.memmap(path, "<u2", mode="r", offset=place.offset, shape=shape or (1,))
+        return (bits.astype(np.uint32) << 16).view(np.float32).reshape(shape)
+    return np.memmap(path, HELD[dtype], mode="r", offset=place.offset, shape=shape or (1,)).reshape(shape)

@@ -1,19 +1,136 @@
-"""Result of reading an ONNX file."""
+"""Result of reading an ONNX file.
+
+Mapping from a file's nodes and values to those of the graph that was read from it.
+
+Unsupported parts of a file, all of them at once.
+
+What of a graph is trained: only what gradients reach, listed with the reasons.
+"""
 
 from __future__ import annotations
 
+import difflib
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Graph, Value
+from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.ops import OPERATORS, operator_of, qualified_name
 from autopipe.ir.problem import Mode
-from autopipe.passes.annotations.sharding import Configuration
-from autopipe.passes.frontend.origins import Provenance, origins_of
+from autopipe.passes.frontend.device_annotations import Configuration
 
 if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source
+    from autopipe.passes.frontend.merged_parameters import Apart
+    from autopipe.passes.frontend.parameters import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A node of the file.
+
+    `values` are those that it reads and writes, by the names that the graph has for them (those it has none for are
+    left out): pairs of a name in the file and a name in the graph, each once.
+    """
+
+    position: int
+    """Where it stands among the file's nodes."""
+    title: str
+    """Its operator and name, for messages."""
+    values: tuple[tuple[str, str], ...]
+    readers: tuple[int, ...]
+    """The origins that read what it writes."""
+    writes: int | None
+    """The graph's node that writes its results in its place, or that was made of it while operators were put together
+    (the transposition of an attention's keys)."""
+    renames: int | None
+    """The graph's node whose result it only gives another name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """The nodes of a file, functions inlined, in topological order."""
+
+    nodes: tuple[Origin, ...]
+
+    def owners(self) -> tuple[int | None, ...]:
+        """For each origin the graph's node that it is part of.
+
+        That is the node that writes its results; where there is none, since the origin was taken out or put together
+        with others into one operator, the one node that all its readers are part of.
+        """
+        owners = [each.renames if each.writes is None else each.writes for each in self.nodes]
+        for index in range(len(self.nodes) - 1, -1, -1):
+            if owners[index] is None:
+                found = {owners[reader] for reader in self.nodes[index].readers}
+                owners[index] = found.pop() if len(found) == 1 else None
+        return tuple(owners)
+
+
+@remembered(GRAPHS)
+def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> Provenance:
+    """The origins of `graph`, read from `source`. `aliases` are values of the file that are other names of values."""
+    known = {value.name for value in (*graph.inputs, *graph.values)}
+    known |= {each.value.name for each in graph.parameters} | {each.value.name for each in graph.constants}
+    # A value that an Identity names as an output may have got the output's name.
+    renamed = {aliases[name]: name for name in graph.outputs if name in aliases}
+
+    def name_of(name: str) -> str | None:
+        if name in known:
+            return name
+        name = aliases.get(name, name)
+        return name if name in known else renamed.get(name)
+
+    readers: dict[str, list[int]] = {}
+    for index, node in enumerate(source.nodes):
+        for name in node.input:
+            readers.setdefault(name, []).append(index)
+    written: set[int] = set()
+    found = []
+    for node, position in zip(source.nodes, source.positions, strict=True):
+        results = [name for name in node.output if name]
+        known_results = (own for name in results if (own := name_of(name)) is not None)
+        producers = [producer for own in known_results if (producer := graph.producer(own)) is not None]
+        writes = next((producer for producer in producers if producer not in written), None)
+        written.update(producers)
+        names = ((name, name_of(name)) for name in dict.fromkeys((*node.input, *results)) if name)
+        found.append(
+            Origin(
+                position=position,
+                title=f"{node.op_type} {node.name!r}",
+                values=tuple((name, own) for name, own in names if own is not None),
+                readers=tuple(dict.fromkeys(reader for name in results for reader in readers.get(name, ()))),
+                writes=writes,
+                renames=producers[0] if producers and writes is None else None,
+            )
+        )
+    return _with_made(Provenance(tuple(found)), graph)
+
+
+def _with_made(origins: Provenance, graph: Graph) -> Provenance:
+    """The origins, with one for each node of the graph that stands between what one of them reads and its owner."""
+    owners = origins.owners()
+    free: dict[tuple[str, int], int] = {}
+    for index in range(len(owners) - 1, -1, -1):
+        origin, owner = origins.nodes[index], owners[index]
+        if origin.writes is None and origin.renames is None and owner is not None:
+            free.update(((own, owner), index) for _, own in origin.values)
+    readers: dict[str, list[int]] = {}
+    for index, node in enumerate(graph.nodes):
+        for name in node.inputs:
+            readers.setdefault(name, []).append(index)
+    nodes = list(origins.nodes)
+    for made in sorted(set(range(len(graph.nodes))) - {each.writes for each in nodes}):
+        own = graph.nodes[made]
+        after = [reader for name in own.outputs for reader in readers.get(name, ())]
+        for found in [free[name, reader] for name in own.inputs for reader in after if (name, reader) in free][:1]:
+            if nodes[found].writes is None:
+                nodes[found] = replace(nodes[found], writes=made)
+    return Provenance(tuple(nodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +186,114 @@ class Model:
     def origins(self) -> Provenance:
         """Provenance of the file's nodes and values, worked out when it is first asked for."""
         return Provenance(()) if self.source is None else origins_of(self.source, self.aliases, self.graph)
+
+
+REMOVED = frozenset({"Constant", "Identity", "CastLike", "Shape", "Size"})
+"""Operators that reading always removes, when shapes are static."""
+
+
+def unsupported_operators(graph: Graph) -> tuple[Unsupported, ...]:
+    """The operators of a graph without a row, most frequent first."""
+    return _without_row([(qualified_name(node), node.name) for node in graph.nodes])
+
+
+def require_readable(source: Source) -> None:
+    """Raise ModelError, naming every operator that cannot be typed and has no row: control flow, other domains.
+
+    Operators that ONNX can type may still be computed while reading, and are judged afterwards; raises too where the
+    operands or attributes of one are not what ONNX defines.
+    """
+    import onnx.checker
+    import onnx.defs
+
+    context = onnx.checker.C.CheckerContext()
+    context.ir_version = onnx.IR_VERSION
+    context.opset_imports = dict(source.opsets)
+    opsets, unreadable = dict(source.opsets), []
+    for node in source.nodes:
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        name = f"{domain}.{node.op_type}" if domain else node.op_type
+        flow = any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute)
+        known = onnx.defs.has(node.op_type, opsets.get(domain, 1), domain)
+        if name not in OPERATORS and name not in REMOVED and (flow or not known or name.startswith("Sequence")):
+            unreadable.append((name, node.name))
+        elif known and name != "Constant":  # whose numbers may have been left in the file
+            try:
+                onnx.checker.check_node(node, context)
+            except onnx.checker.ValidationError as error:
+                reason = str(error).strip().splitlines()[0]
+                raise ModelError(f"not as ONNX defines it: {reason}", where=f"{node.op_type} {node.name!r}") from error
+    if unreadable:
+        raise refusal(_without_row(unreadable))
+
+
+def refusal(unsupported: tuple[Unsupported, ...]) -> ModelError:
+    """The error that names them all with their numbers."""
+    names = ", ".join(f"{each.operator} ({each.count})" for each in unsupported)
+    near = [f"{each.nearest} is supported" for each in unsupported if each.nearest]
+    where = repr(unsupported[0].node)
+    return ModelError(f"operators that are not supported: {names}", hint="; ".join(near), where=where)
+
+
+def _without_row(uses: list[tuple[str, str]]) -> tuple[Unsupported, ...]:
+    counts = Counter(name for name, _ in uses)
+    first = dict(reversed(uses))
+    return tuple(
+        Unsupported(name, count, first[name], next(iter(difflib.get_close_matches(name, OPERATORS, n=1)), ""))
+        for name, count in counts.most_common()
+        if name not in OPERATORS
+    )
+
+
+UNREACHED = "no gradient reaches it"
+NAMED = 3
+"""Tensors that a warning names before the rest is only counted."""
+
+
+def only_reached(graph: Graph, loss: str) -> Graph:
+    """The graph with those parameters not trained whose change cannot change `loss` a little."""
+    reached = {loss}
+    for node in reversed(graph.nodes):
+        row = operator_of(node)
+        if not reached.isdisjoint(node.outputs) and (row is None or row.differentiable):
+            reached.update(name for name in node.inputs if name and graph.type_of(name).dtype.is_floating)
+    kept = tuple(
+        replace(each, trainable=False) if each.trainable and each.value.name not in reached else each
+        for each in graph.parameters
+    )
+    return graph if kept == graph.parameters else replace(graph, parameters=kept)
+
+
+def tensors_of(graph: Graph, roles: Mapping[str, Role]) -> tuple[Tensor, ...]:
+    """The file's floating-point tensors that `graph` reads, scalars of no module left out."""
+    found = []
+    for each in graph.parameters:
+        role = roles.get(each.value.name)
+        if role is not None and each.value.dtype.is_floating:
+            lost = role.trained and not each.trainable
+            why, doubtful = (UNREACHED, False) if lost else (role.why, role.doubtful)
+            found.append(Tensor(each.value, each.trainable, why, doubtful))
+    for constant in graph.constants:
+        role = roles.get(constant.value.name)
+        if role is not None and constant.value.elements > 1:
+            found.append(Tensor(constant.value, False, role.why, role.doubtful))
+    return tuple(found)
+
+
+def trained_warnings(tensors: tuple[Tensor, ...], apart: Apart) -> tuple[str, ...]:
+    """What to say of tensors whose role the file does not settle."""
+    known = {each.value.name for each in tensors}
+    split = [name for name in apart.doubtful if name in known]
+    trained = [each.value.name for each in tensors if each.doubtful and each.trained]
+    kept = [each.value.name for each in tensors if each.doubtful and not each.trained]
+    told = (
+        (trained, "trained, though nothing in the file says so; model.frozen decides"),
+        (kept, "not trained, though nothing in the file says so; model.trainable decides"),
+        (split, "trained apart from others whose numbers are equal: exporters merge such parameters"),
+    )
+    return tuple(f"{_named(names)}: {what}" for names, what in told if names)
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{', '.join(map(repr, names[:NAMED]))}{more}"

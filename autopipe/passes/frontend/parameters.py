@@ -4,28 +4,41 @@ ONNX does not say, so it is decided by evidence, best first: what the file state
 torch's signature of the traced program), then how a tensor is named, used and what its numbers are. A floating-point
 tensor that gradients reach is trained unless it is a running statistic or a table computed from positions. The models
 that ship with onnx make weights by ConstantOfShape nodes, and an export without weights names what nothing writes.
+
+What the user says is trained: globs over names, or regular expressions after `re:`.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopipe.ir.errors import ModelError
+from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Value
-from autopipe.passes.frontend.apart import FLOATING, LIFTED, PRODUCER
-from autopipe.passes.frontend.signature import Signature
-from autopipe.passes.frontend.stored import stored_numbers
-from autopipe.passes.frontend.tables import is_uniform, table_of
-from autopipe.passes.frontend.uses import AFFINE_SLOTS, ELEMENTWISE, VIEWS, Uses
+from autopipe.passes.frontend.elements import stored_numbers
+from autopipe.passes.frontend.merged_parameters import (
+    AFFINE_SLOTS,
+    ELEMENTWISE,
+    FLOATING,
+    LIFTED,
+    PRODUCER,
+    VIEWS,
+    Signature,
+    Uses,
+    is_uniform,
+    table_of,
+)
 
 if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source
+
 
 STATISTICS = frozenset({("BatchNormalization", 3), ("BatchNormalization", 4)})
 ANGLES = frozenset({"Sin", "Cos"})
@@ -222,3 +235,43 @@ def _stated(metadata: Mapping[str, str]) -> frozenset[str] | None:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError("its metadata 'autopipe.parameters' is no list of names")
     return frozenset(names)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The patterns of `model.trainable` and `model.frozen`. What both match is trained."""
+
+    trainable: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    matched: set[str] = field(default_factory=set)
+    """Filled with the patterns that have matched a name."""
+
+    def trained(self, name: str) -> bool | None:
+        """Whether a tensor is trained; None where no pattern matches its name."""
+        trainable = self._any("model.trainable", self.trainable, name)
+        frozen = self._any("model.frozen", self.frozen, name)
+        return True if trainable else False if frozen else None
+
+    def require_matched(self) -> None:
+        """Raise ConfigurationError for a pattern that has matched nothing."""
+        for key, patterns in (("model.trainable", self.trainable), ("model.frozen", self.frozen)):
+            for pattern in patterns:
+                if pattern not in self.matched:
+                    raise ConfigurationError(
+                        f"{key}: no floating-point tensor is called {pattern!r}",
+                        hint="autopipe inspect -v lists their names",
+                    )
+
+    def _any(self, key: str, patterns: tuple[str, ...], name: str) -> bool:
+        found = [pattern for pattern in patterns if _matches(key, name, pattern)]
+        self.matched.update(found)
+        return bool(found)
+
+
+def _matches(key: str, name: str, pattern: str) -> bool:
+    if pattern.startswith("re:"):
+        try:
+            return re.fullmatch(pattern[3:], name) is not None
+        except re.error as error:
+            raise ConfigurationError(f"{key}: {pattern!r} is no regular expression: {error}") from error
+    return fnmatch.fnmatchcase(name, pattern)

@@ -1,27 +1,101 @@
-"""The tensors of a file as constants and parameters, each with where its numbers lie."""
+"""The tensors of a file as constants and parameters, each with where its numbers lie.
+
+Types of weights that a file names but does not hold, from the operators that read them.
+
+An export without weights states the types of activations only. What reads a weight and what comes out of it tell the
+weight's shape: a product's operand and result, a scale's last dimension. The number of rows of an embedding cannot be
+told from its use; it is taken from the logits, the last dimension of an output.
+
+How to draw parameters that have no stored numbers: as the file says, else by the operator that reads them.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import Constant, DType, FileSlice, Fill, Initializer, Parameter, Storage, Value
-from autopipe.passes.frontend.chosen import Chosen
-from autopipe.passes.frontend.elements import array_of, dtype_of, shape_of
-from autopipe.passes.frontend.external import external_slice
+from autopipe.ir.graph import Attribute, Constant, DType, FileSlice, Fill, Initializer, Parameter, Storage, Value
+from autopipe.passes.frontend.elements import (
+    array_of,
+    attributes_of,
+    dtype_of,
+    external_slice,
+    shape_of,
+    stored_numbers,
+)
 from autopipe.passes.frontend.folding import Folded, unfolded
-from autopipe.passes.frontend.initial import default_initializer, stated_initializers
-from autopipe.passes.frontend.parameters import Role, Roles
-from autopipe.passes.frontend.stored import stored_numbers
+from autopipe.passes.frontend.merged_parameters import Uses
+from autopipe.passes.frontend.parameters import Chosen, Role, Roles
 
 if TYPE_CHECKING:
     import onnx
 
     from autopipe.passes.frontend.load import Source
+
+
+SPREAD = 0.02
+"""Standard deviation of embeddings and of what no product reads (Radford et al. 2018, GPT, section 4.1)."""
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+"""Rows of a recurrent layer's weights for each hidden unit."""
+PRODUCTS = frozenset({"MatMul", "Gemm", "Einsum"})
+SCALES = frozenset(
+    {(f"{kind}Normalization", 1) for kind in ("Batch", "Instance", "Group", "Layer", "RMS")}
+    | {("BatchNormalization", 4), ("Mul", 0), ("Mul", 1)}
+)
+
+
+def stated_initializers(metadata: Mapping[str, str]) -> dict[str, Initializer]:
+    """The schemes in the file's metadata `autopipe.init`: name -> {"scheme": …, "std" or "bound": …}."""
+    text = metadata.get("autopipe.init", "{}")
+    try:
+        entries = json.loads(text)
+        return {str(name): _stated(entry) for name, entry in entries.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelError("its metadata 'autopipe.init' is not of the form {name: {scheme: ..., std: ...}}") from error
+
+
+def _stated(entry: Mapping[str, object]) -> Initializer:
+    scheme = entry["scheme"]
+    if scheme not in ("normal", "uniform", "zeros", "ones"):
+        raise ValueError(scheme)
+    scale = float(str(entry.get("std", entry.get("bound", 0.0))))
+    if not (math.isfinite(scale) and scale >= 0):
+        raise ValueError(scale)
+    return Initializer(str(scheme), scale)
+
+
+def default_initializer(name: str, shape: tuple[int, ...], uses: Uses) -> Initializer:
+    """The usual scheme for what reads `name`, by operator, operand and shape.
+
+    Ones for scales, zeros for offsets; He et al. (2015) for convolutions; Glorot and Bengio (2010) for products,
+    whichever of a matrix's extents is summed over; torch's [-1/√h, 1/√h] for recurrent layers of h hidden units.
+    """
+    slots = uses.slots(name)
+    operators = {operator for operator, _ in slots}
+    if recurrent := [(GATES[operator], slot) for operator, slot in slots if operator in GATES]:
+        return _recurrent(shape, *min(recurrent))
+    if len(shape) <= 1:
+        return Initializer("ones") if slots & SCALES else Initializer("zeros")
+    if operators & {"Conv", "ConvTranspose"}:
+        return Initializer("normal", math.sqrt(2.0 / max(math.prod(shape[1:]), 1)))
+    if operators & PRODUCTS and ("Gather", 0) not in slots:
+        return Initializer("normal", math.sqrt(2.0 / max(shape[-2] + shape[-1], 1)))
+    return Initializer("normal", SPREAD)
+
+
+def _recurrent(shape: tuple[int, ...], gates: int, slot: int) -> Initializer:
+    """Operands 1 to 3 are weights, recurrence and both biases; states and peepholes come after them."""
+    if slot > 3 or len(shape) < 2:
+        return Initializer("zeros")
+    hidden = shape[1] // (gates * (2 if slot == 3 else 1))
+    return Initializer("uniform", 1.0 / math.sqrt(max(hidden, 1)))
+
 
 SMALL = 1 << 16
 """Bytes up to which a floating-point constant is held rather than left in the file as a buffer."""
@@ -187,3 +261,108 @@ class Weights:
 
     def _initializer(self, name: str, shape: tuple[int, ...]) -> Initializer:
         return self.stated.get(name) or default_initializer(name, shape, self.roles.uses)
+
+
+MOST_STEPS = 32
+"""Transpositions and casts between a weight and the operator that tells its type."""
+
+
+@dataclass(frozen=True, slots=True)
+class MissingWeightTypes:
+    """Deduces the types of absent weights."""
+
+    uses: Uses
+    type_of: Callable[[str], Value | None]
+    """The type of a value as computed so far or as the file states it."""
+    outputs: tuple[str, ...]
+
+    def deduced(self, name: str) -> Value:
+        """The type of the weight `name`; raises ModelError where its uses do not tell it."""
+        readers = self.uses.readers[name]
+        for node, slot in readers:
+            found = self._from_reader(node, slot)
+            if found is not None:
+                return Value(name, found.dtype, found.shape)
+        node = readers[0][0]
+        raise ModelError(
+            f"it reads {name!r}, which nothing writes and whose shape cannot be told",
+            hint="export with the weights' types in value_info",
+            where=f"{node.op_type} {node.name!r}",
+        )
+
+    def _from_reader(self, node: onnx.NodeProto, slot: int, steps: int = MOST_STEPS) -> Value | None:
+        """The type of operand `slot` of a node, its name meaningless; `steps` operators behind it may be looked at."""
+        if not steps:
+            return None
+        result = self.type_of(node.output[0])
+        match node.op_type, slot:
+            case "Transpose", 0:
+                return self._transposed(node, steps - 1)
+            case (("Identity" | "Cast"), 0):
+                if result is not None:
+                    return result
+                found = (self._from_reader(reader, at, steps - 1) for reader, at in self._readers(node))
+                return next((type_ for type_ in found if type_ is not None), None)
+            case _ if result is None:
+                return None
+            case (("Mul" | "Add" | "Div" | "Sub"), _):
+                return Value("", result.dtype, result.shape[-1:])
+            case (("LayerNormalization" | "RMSNormalization"), (1 | 2)):
+                axis = _integer(dict(attributes_of(node)), "axis", -1)
+                return Value("", result.dtype, result.shape[axis:])
+            case (("MatMul" | "Gemm" | "Conv"), _):
+                return self._factor(node, slot, result)
+            case "Gather", 0:
+                return self._table(node, result)
+        return None
+
+    def _readers(self, node: onnx.NodeProto) -> tuple[tuple[onnx.NodeProto, int], ...]:
+        return self.uses.readers.get(node.output[0], ())
+
+    def _transposed(self, node: onnx.NodeProto, steps: int) -> Value | None:
+        for reader, slot in self._readers(node):
+            found = self._from_reader(reader, slot, steps)
+            if found is None:
+                continue
+            reverse = tuple(reversed(range(len(found.shape))))
+            order = next((tuple(each.ints) for each in node.attribute if each.name == "perm"), reverse)
+            shape = [0] * len(found.shape)
+            for position, axis in enumerate(order):
+                shape[axis] = found.shape[position]
+            return Value("", found.dtype, tuple(shape))
+        return None
+
+    def _factor(self, node: onnx.NodeProto, slot: int, result: Value) -> Value | None:
+        """The weight of a product or convolution: from what it is multiplied with and what comes out."""
+        stated = dict(attributes_of(node))
+        if slot == 2:
+            return Value("", result.dtype, (result.shape[1 if node.op_type == "Conv" else -1],))
+        other = self.type_of(node.input[0])
+        if slot != 1 or other is None:
+            return None
+        if node.op_type == "MatMul":
+            return Value("", result.dtype, (other.shape[-1], result.shape[-1]))
+        if node.op_type == "Gemm":
+            inner = other.shape[0 if stated.get("transA") else 1]
+            shape = (inner, result.shape[1])
+            return Value("", result.dtype, shape[::-1] if stated.get("transB") else shape)
+        kernel = stated.get("kernel_shape")
+        if not isinstance(kernel, tuple):
+            return None
+        window = tuple(int(extent) for extent in kernel)
+        return Value("", result.dtype, (result.shape[1], other.shape[1] // _integer(stated, "group", 1), *window))
+
+    def _table(self, node: onnx.NodeProto, result: Value) -> Value | None:
+        indices = self.type_of(node.input[1])
+        if indices is None or _integer(dict(attributes_of(node)), "axis", 0):
+            return None
+        for name in self.outputs:
+            logits = self.type_of(name)
+            if logits is not None and logits.dtype.is_floating and len(logits.shape) >= 2:
+                return Value("", result.dtype, (logits.shape[-1], *result.shape[len(indices.shape) :]))
+        return None
+
+
+def _integer(stated: dict[str, Attribute], name: str, default: int) -> int:
+    found = stated.get(name, default)
+    return found if isinstance(found, int) else default

@@ -7,7 +7,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.placement import Placement, crossing_values
 from autopipe.ir.space import AxisKind
-from autopipe.passes.frontend.mixing import mixing_nodes
+from autopipe.passes.frontend.read import mixing_nodes
 from autopipe.passes.lower.shared_samples import check_shareable
 from autopipe.passes.lower.sizes import stage_micro_batches
 

@@ -9,10 +9,15 @@ import pytest
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.placement import Split
 from autopipe.ir.problem import Constraint
-from autopipe.passes.annotations.constraints import annotated_constraints
-from autopipe.passes.annotations.protos import annotation_proto, configuration_proto
-from autopipe.passes.annotations.sharding import Annotation, Configuration, Sharding
+from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.frontend import Model, read_model
+from autopipe.passes.frontend.device_annotations import (
+    Annotation,
+    Configuration,
+    Sharding,
+    annotation_proto,
+    configuration_proto,
+)
 from autopipe.passes.placement.manual import Manual
 from tests.passes.cost.graphs import cluster, problem
 from tests.passes.frontend.building import floats, model, node, saved

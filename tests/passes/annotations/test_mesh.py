@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from autopipe.ir.layout import mesh_of
 from autopipe.ir.placement import Split
-from autopipe.passes.annotations.mesh import AxisSplit, Cuts, order_of, splits_over
-from autopipe.passes.annotations.sharding import Sharding
+from autopipe.passes.annotations import AxisSplit, Cuts, order_of, splits_over
+from autopipe.passes.frontend.device_annotations import Sharding
 
 DEGREES = st.lists(st.sampled_from([2, 2, 3, 4]), max_size=3)
 

@@ -10,9 +10,8 @@ import onnx_ir as ir
 import pytest
 
 from autopipe.ir.errors import ModelError
-from autopipe.passes.annotations.read import configurations_of
-from autopipe.passes.annotations.sharding import Annotation, Configuration, Sharding
 from autopipe.passes.frontend import read_model
+from autopipe.passes.frontend.device_annotations import Annotation, Configuration, Sharding, configurations_of
 from tests.passes.frontend.building import floats, model, node, saved
 
 

@@ -10,9 +10,9 @@ import onnxruntime
 import pytest
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.passes.annotations.sharding import Annotation, Configuration, Sharding
-from autopipe.passes.annotations.write import write_annotated
+from autopipe.passes.annotations import write_annotated
 from autopipe.passes.frontend import read_model
+from autopipe.passes.frontend.device_annotations import Annotation, Configuration, Sharding
 from tests.passes.frontend.building import floats, model, node, saved
 
 MINE = Configuration("mine", 2, ("a", "b"), (Annotation(0, 1, (Sharding("h", ((1, 2),), ((0,), (1,))),)),))

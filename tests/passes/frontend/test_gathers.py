@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.graph import Constant, DType, Graph, Node, Value
-from autopipe.passes.frontend.gathers import with_plain_gathers
+from autopipe.passes.frontend.cleanup import with_plain_gathers
 
 EXTENTS = st.integers(0, 4)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.ir.errors import ModelError
-from autopipe.passes.frontend.wire import LARGE_FLOATS, strip_weights
+from autopipe.passes.frontend.protobuf_scan import LARGE_FLOATS, strip_weights
 from tests.passes.frontend.building import floats, model, node
 
 KINDS = ("float32", "float64", "float16", "int64")

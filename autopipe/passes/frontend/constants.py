@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopipe.ir.graph import Graph, Node
-from autopipe.passes.frontend.effort import Budget
-from autopipe.passes.frontend.infer import RANDOM, Inference
+from autopipe.passes.frontend.dimensions import Budget
+from autopipe.passes.frontend.shapes import RANDOM, Inference
 
 if TYPE_CHECKING:
     import onnx
+
 
 LARGEST = 1 << 26
 """Elements beyond which nothing is computed here."""

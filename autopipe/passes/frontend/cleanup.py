@@ -1,0 +1,365 @@
+"""Gathers whose indices are known and spell a broadcast, as Reshape and Expand.
+
+Attention masks are exported as `mask[batch_index, key_index]` with every index spelt out: a gather over all samples,
+in which nothing tells that each sample reads only its own row.
+
+Graph to graph, meaning kept: aliases of outputs, equal computations, what nothing reads. All linear.
+
+Parts of a model that may run side by side: an image encoder and a text encoder, the towers of a recommender.
+
+Graph to graph: what a model exported in training mode computes at inference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopipe.ir.graph import Attribute, Constant, DType, Graph, Node, Value
+from autopipe.ir.ops import signature_of
+from autopipe.ir.ops.elementwise import is_active
+from autopipe.ir.ops.normalization import trains
+from autopipe.passes.frontend.constants import ConstantFolder
+from autopipe.passes.frontend.shapes import RANDOM
+
+_LOOKS = 8
+"""Operations on each index until it is known what a gather spells."""
+GATHERS = frozenset({"Gather", "GatherND"})
+
+
+def with_plain_gathers(graph: Graph) -> Graph:
+    """Replace gathers that read all elements in order, each for a block of results, by Reshape and Expand."""
+    if not any(node.op in GATHERS and not node.domain for node in graph.nodes):
+        return graph
+    known = ConstantFolder.of(graph)
+    taken = {value.name for value in graph.values} | {constant.value.name for constant in graph.constants}
+    taken |= {value.name for value in graph.inputs} | {parameter.value.name for parameter in graph.parameters}
+    nodes: list[Node] = []
+    constants, values = list(graph.constants), list(graph.values)
+
+    def free(name: str) -> str:
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        return name
+
+    def shape_constant(name: str, shape: tuple[int, ...]) -> str:
+        name = free(f"{name}_shape")
+        array = np.asarray(shape, dtype=np.int64)
+        constants.append(Constant(Value(name, DType.INT64, array.shape), array))
+        return name
+
+    for node in graph.nodes:
+        apart = _apart(graph, known, node) if node.op in GATHERS and not node.domain else None
+        if apart is None:
+            nodes.append(node)
+            continue
+        result = graph.type_of(node.outputs[0])
+        if apart == result.shape:
+            nodes.append(Node(node.name, "Reshape", (node.inputs[0], shape_constant(result.name, apart)), node.outputs))
+            continue
+        middle = Value(free(f"{result.name}_apart"), result.dtype, apart)
+        values.append(middle)
+        reshape = (node.inputs[0], shape_constant(middle.name, apart))
+        nodes.append(Node(free(f"{node.name}/apart"), "Reshape", reshape, (middle.name,)))
+        expand = (middle.name, shape_constant(result.name, result.shape))
+        nodes.append(Node(node.name, "Expand", expand, node.outputs))
+    return dataclasses.replace(graph, nodes=tuple(nodes), constants=tuple(constants), values=tuple(values))
+
+
+def _apart(graph: Graph, known: ConstantFolder, node: Node) -> tuple[int, ...] | None:
+    """The shape under which the data expands to the result; None where the gather is no such thing.
+
+    Parameters are left alone: their gathers are embeddings.
+    """
+    data, result = graph.type_of(node.inputs[0]), graph.type_of(node.outputs[0])
+    if graph.parameter(data.name) is not None or not data.elements:
+        return None
+    indices = known.array(node.inputs[1])
+    if indices is None or not known.inference.operations.takes(_LOOKS * indices.size):
+        return None
+    found = _rows(node, data.shape, indices)
+    if found is None:
+        return None
+    before, places, after = found
+    if (*before, *places.shape, *after) != result.shape:
+        return None
+    if not result.elements:
+        return (1,) * len(result.shape) if data.elements == 1 else None
+    moving = _moving(places, data.elements // (math.prod(before) * math.prod(after)))
+    return None if moving is None else (*before, *moving, *after)
+
+
+def _moving(places: np.ndarray, rows: int) -> tuple[int, ...] | None:
+    """The shape under which the numbers from 0 to `rows` in order expand to `places`, which are not empty."""
+    if places.size < rows:
+        return None
+    # A dimension along which nothing changes is broadcast; the others must read all rows, in order.
+    moving = tuple(
+        extent if extent > 1 and (places.take(0, axis) != places.take(1, axis)).any() else 1
+        for axis, extent in enumerate(places.shape)
+    )
+    if math.prod(moving) != rows:
+        return None
+    return moving if np.array_equal(places, np.broadcast_to(np.arange(rows).reshape(moving), places.shape)) else None
+
+
+def _rows(
+    node: Node, shape: tuple[int, ...], indices: np.ndarray
+) -> tuple[tuple[int, ...], np.ndarray, tuple[int, ...]] | None:
+    """Which row each index reads, between the dimensions before and after the rows, which are read whole and in order.
+
+    A row is what one index takes; rows are counted in row-major order. None where an index is out of range.
+    """
+    if node.op == "Gather":
+        axis = node.integer("axis") % max(len(shape), 1)
+        limits, places = shape[axis : axis + 1], indices[..., None]
+    else:
+        if node.integer("batch_dims") or not indices.size:
+            return None
+        axis, limits, places = 0, shape[: indices.shape[-1]], indices
+    if math.prod(limits) > max(places.size, 1):  # Also where the numbers of rows would be too large for numpy.
+        return None
+    rows: np.ndarray | None = None
+    for position, limit in enumerate(limits):
+        column = places[..., position]
+        if column.size and not -limit <= column.min() <= column.max() < limit:
+            return None
+        column = column % limit
+        column *= math.prod(limits[position + 1 :])
+        rows = column if rows is None else rows + column
+    assert rows is not None
+    return shape[:axis], rows, shape[axis + len(limits) :]
+
+
+def cleaned(graph: Graph) -> Graph:
+    """The same function with fewer nodes; parameters that matter are kept as they are."""
+    return without_unread(without_repeats(merged_constants(with_plain_gathers(with_named_outputs(graph)))))
+
+
+def renamed(graph: Graph, names: dict[str, str]) -> Graph:
+    """Read `names[x]` wherever x is read."""
+    if not names:
+        return graph
+    return dataclasses.replace(graph, nodes=tuple(_reading(node, names) for node in graph.nodes))
+
+
+def _reading(node: Node, names: dict[str, str]) -> Node:
+    """The node, reading `names[x]` wherever it read x."""
+    if names.keys().isdisjoint(node.inputs):
+        return node
+    return dataclasses.replace(node, inputs=tuple(names.get(name, name) for name in node.inputs))
+
+
+def with_named_outputs(graph: Graph) -> Graph:
+    """Drop an Identity that only names an output, giving that name to the node that computes it."""
+    names: dict[str, str] = {}
+    kept: list[Node] = []
+    results = frozenset(graph.outputs)
+    for node in graph.nodes:
+        source = node.inputs[0] if node.inputs else ""
+        movable = graph.producer(source) is not None and source not in results and source not in names
+        if node.op == "Identity" and not node.domain and node.outputs[0] in results and movable:
+            names[source] = node.outputs[0]
+        else:
+            kept.append(node)
+    if not names:
+        return graph
+    nodes = tuple(
+        dataclasses.replace(
+            node,
+            inputs=tuple(names.get(name, name) for name in node.inputs),
+            outputs=tuple(names.get(name, name) for name in node.outputs),
+        )
+        for node in kept
+    )
+    return dataclasses.replace(graph, nodes=nodes, values=values_of(graph, nodes))
+
+
+def without_repeats(graph: Graph) -> Graph:
+    """Keep one of several nodes that compute the same from the same."""
+    first: dict[object, Node] = {}
+    names: dict[str, str] = {}
+    kept: list[Node] = []
+    results = frozenset(graph.outputs)
+    for node in graph.nodes:
+        node = _reading(node, names)
+        key: tuple[str, str, tuple[str, ...], tuple[tuple[str, Attribute], ...], tuple[bool, ...]]
+        key = (node.domain, node.op, node.inputs, node.attributes, tuple(map(bool, node.outputs)))
+        earlier = first.setdefault(key, node) if node.op not in RANDOM else node
+        if earlier is node or not results.isdisjoint(node.outputs):
+            kept.append(node)
+        else:
+            names.update(zip(node.outputs, earlier.outputs, strict=True))
+    nodes = tuple(kept)
+    return dataclasses.replace(graph, nodes=nodes, values=values_of(graph, nodes))
+
+
+def merged_constants(graph: Graph) -> Graph:
+    """Keep one of several equal constants. Parameters are never merged."""
+    first: dict[object, str] = {}
+    names: dict[str, str] = {}
+    for constant in graph.constants:
+        key = (constant.value.dtype, constant.value.shape, constant.array.tobytes())
+        kept = first.setdefault(key, constant.value.name)
+        if kept != constant.value.name:
+            names[constant.value.name] = kept
+    return renamed(graph, names)
+
+
+def without_unread(graph: Graph) -> Graph:
+    """Drop nodes, parameters and constants on which no output depends."""
+    needed = set(graph.outputs)
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        if needed.isdisjoint(node.outputs):
+            continue
+        kept.append(node)
+        needed.update(node.inputs)
+        needed.discard("")  # An operand that is absent.
+    nodes = tuple(reversed(kept))
+    return dataclasses.replace(
+        graph,
+        nodes=nodes,
+        values=values_of(graph, nodes),
+        parameters=tuple(parameter for parameter in graph.parameters if parameter.value.name in needed),
+        constants=tuple(constant for constant in graph.constants if constant.value.name in needed),
+    )
+
+
+def values_of(graph: Graph, nodes: tuple[Node, ...]) -> tuple[Value, ...]:
+    """The types of what `nodes` write, all of which `graph` knows."""
+    return tuple(graph.type_of(name) for node in nodes for name in node.outputs if name)
+
+
+HEAVY = 1e-3
+"""Share of all operations from which a node counts when paths are compared."""
+TRUNK = 0.05
+"""A node is on the trunk where less than this share of all operations may run beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A connected part of a graph beside which others may run."""
+
+    first: str
+    """Name of its first node."""
+    nodes: int
+    flops: float
+
+
+def branches_of(graph: Graph, flops: Sequence[float]) -> tuple[Branch, ...]:
+    """The largest set of branches that are independent of one another, in topological order; () for a chain.
+
+    `flops` are the operations of each node. A branch is a connected part off the trunk with a share of at least
+    `TRUNK` of all operations; heads of one attention, or its three projections, are less unless the model is small.
+    """
+    total = sum(flops)
+    heavy = [index for index, count in enumerate(flops) if total and count >= HEAVY * total]
+    if len(heavy) < 2:
+        return ()
+    before, after = _reached(graph, heavy), _reached(graph, heavy, backwards=True)
+    weights = np.asarray([flops[index] for index in heavy])
+    beside = weights.sum() - (before | after) @ weights
+    parts = _parts(graph, [index for index in range(len(graph.nodes)) if beside[index] >= TRUNK * total])
+    positions = {index: position for position, index in enumerate(heavy)}
+    found: list[tuple[Branch, list[int]]] = []
+    for nodes in parts:
+        work = sum(flops[index] for index in nodes)
+        inside = [positions[index] for index in nodes if index in positions]
+        if work < TRUNK * total or not inside:
+            continue
+        ordered = any(before[[heavy[other] for other in others]][:, inside].any() for _, others in found)
+        ordered = ordered or any(before[[heavy[each] for each in inside]][:, others].any() for _, others in found)
+        if not ordered:
+            found.append((Branch(graph.nodes[nodes[0]].name, len(nodes), work), inside))
+    return tuple(branch for branch, _ in found) if len(found) > 1 else ()
+
+
+def _reached(graph: Graph, heavy: list[int], backwards: bool = False) -> np.ndarray:
+    """[nodes, heavy nodes]: which heavy nodes lie before (or after) each node, itself included."""
+    table = np.zeros((len(graph.nodes), len(heavy)), dtype=bool)
+    for position, index in enumerate(heavy):
+        table[index, position] = True
+    order = range(len(graph.nodes))
+    for index in reversed(order) if backwards else order:
+        for name in graph.nodes[index].inputs:
+            source = graph.producer(name) if name else None
+            if source is not None:
+                if backwards:
+                    table[source] |= table[index]
+                else:
+                    table[index] |= table[source]
+    return table
+
+
+def _parts(graph: Graph, nodes: list[int]) -> list[list[int]]:
+    """The connected components of these nodes, each ascending, in order of their first nodes."""
+    leader = {index: index for index in nodes}
+
+    def find(index: int) -> int:
+        while leader[index] != index:
+            leader[index] = leader[leader[index]]
+            index = leader[index]
+        return index
+
+    for index in nodes:
+        for name in graph.nodes[index].inputs:
+            source = graph.producer(name) if name else None
+            if source is not None and source in leader:
+                leader[find(index)] = find(source)
+    parts: dict[int, list[int]] = {}
+    for index in nodes:
+        parts.setdefault(find(index), []).append(index)
+    return list(parts.values())
+
+
+def at_inference(graph: Graph) -> Graph:
+    """The graph without Dropout, whose BatchNormalization reads running statistics; itself where it is so already."""
+    return _without_batch_statistics(without_dropout(graph))
+
+
+def without_dropout(graph: Graph) -> Graph:
+    """The graph in which nothing is dropped; itself where nothing is."""
+    names: dict[str, str] = {}
+    kept: list[Node] = []
+    for node in graph.nodes:
+        if node.op != "Dropout" or node.domain or not is_active(signature_of(graph, node)):
+            kept.append(node)
+        elif any(_is_used(graph, name) for name in node.outputs[1:]):
+            kept.append(dataclasses.replace(node, inputs=node.inputs[:2], attributes=(("is_test", 1),)))
+        elif node.outputs[0] in graph.outputs:
+            kept.append(
+                dataclasses.replace(
+                    node, op="Identity", inputs=node.inputs[:1], outputs=node.outputs[:1], attributes=()
+                )
+            )
+        else:
+            names[node.outputs[0]] = names.get(node.inputs[0], node.inputs[0])
+    nodes = tuple(kept)
+    if nodes == graph.nodes:
+        return graph
+    return without_unread(renamed(dataclasses.replace(graph, nodes=nodes, values=values_of(graph, nodes)), names))
+
+
+def _without_batch_statistics(graph: Graph) -> Graph:
+    kept: list[Node] = []
+    for node in graph.nodes:
+        if node.op != "BatchNormalization" or node.domain or not trains(signature_of(graph, node)):
+            kept.append(node)
+            continue
+        settings = tuple(each for each in node.attributes if each[0] != "training_mode")
+        kept.append(dataclasses.replace(node, outputs=node.outputs[:1], attributes=settings))
+        for running, name in zip(node.inputs[3:5], node.outputs[1:3], strict=False):
+            if _is_used(graph, name):  # They stay as they are.
+                kept.append(Node(f"{node.name}/{name}", "Identity", (running,), (name,)))
+    nodes = tuple(kept)
+    return graph if nodes == graph.nodes else dataclasses.replace(graph, nodes=nodes, values=values_of(graph, nodes))
+
+
+def _is_used(graph: Graph, name: str) -> bool:
+    return bool(name) and (name in graph.consumers() or name in graph.outputs)
