@@ -25,7 +25,7 @@ from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.work import annotate
+from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import read, read_model
 from autopipe.passes.placement.tepdist.division import divide
 

@@ -25,7 +25,7 @@ from command_line import parse_arguments
 from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.configs.zoo import MODELS, build, configure
 from autopipe.ir.problem import Mode, Problem
-from autopipe.passes.cost.work import annotate
+from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import read, read_model
 from autopipe.passes.frontend.model import Model
 from autopipe.passes.placement.tepdist.level_o2 import O2

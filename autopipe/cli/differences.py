@@ -16,7 +16,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split
 from autopipe.ir.plan import Plan
 from autopipe.ir.plan_file import plan_digest
-from autopipe.passes.cost.splits import SampleAxes, sample_axes
+from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.placement.given.entries import entries_of, layer_globs, role_globs
 from autopipe.passes.placement.given.nodes import NodeEntry, NodeNames
 from autopipe.passes.placement.given.written import degrees_of

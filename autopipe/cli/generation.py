@@ -13,9 +13,8 @@ from autopipe.cli.verification import FORWARD, REFERENCE
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.program import Program, RankCode, StageCode
 from autopipe.passes.frontend.cleanup import without_dropout
-from autopipe.passes.lower.alone import one_device_program
-from autopipe.passes.lower.assemble import lower
-from autopipe.passes.lower.buckets import held_together
+from autopipe.passes.lower.lower import lower, one_device_program
+from autopipe.passes.lower.traffic import held_together
 from autopipe.passes.pipeline import PlanResult
 
 _ROW_TASKS = 24

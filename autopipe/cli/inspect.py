@@ -37,7 +37,7 @@ def inspect(output: Output, model: Path, dims: tuple[str, ...]) -> None:
     Example:
       autopipe inspect gpt.onnx --dim batch=8
     """
-    from autopipe.passes.cost.work import annotate
+    from autopipe.passes.cost.roofline import annotate
     from autopipe.passes.frontend import survey_model
     from autopipe.passes.frontend.cleanup import branches_of
 

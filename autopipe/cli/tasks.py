@@ -14,7 +14,7 @@ from autopipe.cli.task_form import task_graph_form
 from autopipe.cli.task_screen import rank_table, selected_ranks, task_screen
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.program import Program
-from autopipe.passes.lower.assemble import lower
+from autopipe.passes.lower.lower import lower
 from autopipe.passes.lower.task_graph import TaskSource
 
 

@@ -26,9 +26,8 @@ from autopipe.ir.layout import Layout, MeshAxes, degree_of, mesh_of, operand_lay
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Constraint
 from autopipe.ir.space import Dimension, Space
-from autopipe.passes.cost.constraints import BATCH_AXIS
-from autopipe.passes.cost.splits import SampleAxes, sample_axes
-from autopipe.passes.cost.uses import uses_of
+from autopipe.passes.analysis.constraints import BATCH_AXIS
+from autopipe.passes.analysis.operators import SampleAxes, sample_axes, uses_of
 from autopipe.passes.frontend.device_annotations import (
     Annotation,
     Configuration,

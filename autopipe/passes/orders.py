@@ -14,11 +14,11 @@ from autopipe.ir.cluster import Cluster, Device
 from autopipe.ir.errors import REFUSALS, AutopipeError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Constraint, Problem
-from autopipe.passes.cost.kinds import check_kinds
-from autopipe.passes.cost.resized import resized
+from autopipe.passes.analysis.stage_nodes import assign_nodes
+from autopipe.passes.cost.measured import resized
+from autopipe.passes.cost.memory_check import check_kinds
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.lower.stages import assign_nodes
 from autopipe.passes.schedule.trial import quick_step_seconds
 
 _FEW_KINDS = 3

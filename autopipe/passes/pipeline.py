@@ -13,13 +13,12 @@ from autopipe.ir.plan_file import plan_digest
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
+from autopipe.passes.analysis.micro_batches import check_portions
+from autopipe.passes.analysis.operators import element_bytes, uses_of
 from autopipe.passes.base import Scheduler, Strategy
 from autopipe.passes.batching import Batching, Division
 from autopipe.passes.cost.measured import coverage
-from autopipe.passes.cost.precision import element_bytes
-from autopipe.passes.cost.uses import uses_of
 from autopipe.passes.frontend import Model
-from autopipe.passes.lower.portions import check_portions
 from autopipe.passes.request import Request, at_batching, build_problem, costed, problems_of, read_for, work_of
 from autopipe.passes.runner import NullObserver, Observer, Runner
 from autopipe.passes.schedule.limits import check_memory, lower_bound, quality

@@ -10,10 +10,10 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, ModelError
 from autopipe.ir.measured_costs import Costs
 from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem, Work
+from autopipe.passes.analysis.constraints import wishes_of
 from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.base import Scheduler, Strategy
 from autopipe.passes.batching import Batching, Division, batchings
-from autopipe.passes.cost.constraints import wishes_of
 from autopipe.passes.cost.measured import costed_work
 from autopipe.passes.frontend import CrossEntropy, Model, Source, read_model
 from autopipe.passes.runner import Runner

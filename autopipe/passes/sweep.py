@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.resized import resized
+from autopipe.passes.cost.measured import resized
 
 
 @dataclass(frozen=True, slots=True)

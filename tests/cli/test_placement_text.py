@@ -14,7 +14,7 @@ from autopipe.configs.load import parse_configuration
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.analysis.operators import sample_axes
 from tests.distributed.drawing import graphs, placements
 from tests.passes.cost.graphs import cluster, perceptron, problem
 

@@ -14,7 +14,7 @@ from autopipe.cli.task_screen import selected_ranks, task_screen
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.timeline import StagePrediction
-from autopipe.passes.lower.assemble import lower
+from autopipe.passes.lower.lower import lower
 from autopipe.passes.lower.task_graph import TaskSource
 from tests.distributed.builder import mlp
 from tests.distributed.running import schedule_of

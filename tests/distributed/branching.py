@@ -13,7 +13,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.base import Scheduler
-from autopipe.passes.cost.work import annotate
+from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
 from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.tessel.scheduler import Tessel

@@ -17,7 +17,7 @@ from autopipe.backends.torch.emission.manifest import Provenance
 from autopipe.ir.batch import batch_axes_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Optimizer
-from autopipe.passes.lower.assemble import lower
+from autopipe.passes.lower.lower import lower
 from tests.distributed.builder import mlp
 from tests.distributed.running import schedule_of
 

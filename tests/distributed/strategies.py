@@ -11,7 +11,7 @@ from autopipe.ir.layout import are_blocks
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.schedule import Schedule
 from autopipe.ir.space import AxisKind, Space
-from autopipe.passes.cost.uses import uses_of
+from autopipe.passes.analysis.operators import uses_of
 from tests.distributed.halves import halved
 from tests.distributed.running import schedule_of
 

@@ -15,9 +15,8 @@ from autopipe.backends.torch.runtime.weight_formulas import FormulaGradient
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.schedule import Schedule, Task
-from autopipe.passes.cost.assignment import stage_work
-from autopipe.passes.cost.halves import weight_shares
-from autopipe.passes.cost.stages import stage_costs
+from autopipe.passes.cost.stage_work import stage_work
+from autopipe.passes.cost.stages import stage_costs, weight_shares
 from tests.distributed.builder import Builder
 from tests.distributed.running import batch_of, drawn_parameters, write
 from tests.passes.cost.graphs import cluster, problem

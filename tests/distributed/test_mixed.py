@@ -8,7 +8,7 @@ import pytest
 
 from autopipe.ir.cluster import Cluster
 from autopipe.passes.base import Strategy
-from autopipe.passes.cost.kinds import check_kinds
+from autopipe.passes.cost.memory_check import check_kinds
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
 from autopipe.passes.placement.pipedream.strategy import PipeDream
 from autopipe.passes.placement.tepdist.strategy import TePDist

@@ -11,8 +11,8 @@ from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.schedule import Schedule, StageGraph
-from autopipe.passes.cost.splits import sample_axes
-from autopipe.passes.cost.work import annotate
+from autopipe.passes.analysis.operators import sample_axes
+from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.registry import scheduler_class, scheduler_names
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate

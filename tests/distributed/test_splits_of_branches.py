@@ -9,7 +9,7 @@ import pytest
 
 from autopipe.ir.cluster import Level, Link
 from autopipe.ir.placement import Placement, Stage
-from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
 from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
 from autopipe.passes.spmd.search.further import split_further

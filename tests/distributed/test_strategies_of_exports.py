@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from autopipe.ir.graph import Graph
+from autopipe.passes.analysis.micro_batches import input_ranges
 from autopipe.passes.frontend import CrossEntropy, read_model
-from autopipe.passes.lower.inputs import input_ranges
 from tests.distributed.pool import Pools
 from tests.distributed.random_checks import check_random, micro_batches_of
 from tests.distributed.test_strategies_of_the_zoo import CHOOSING

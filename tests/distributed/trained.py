@@ -16,7 +16,7 @@ from autopipe.ir.graph import DType, FileSlice, Graph, Initializer, Parameter, S
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Mode, Optimizer, Problem
 from autopipe.ir.schedule import Schedule
-from autopipe.passes.cost.work import annotate
+from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.lower.traffic import communication_bytes
 from tests.distributed.pool import Pools
 from tests.distributed.running import Step, largest_difference, one_device, run_step, schedule_of, write

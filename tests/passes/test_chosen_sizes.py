@@ -19,8 +19,8 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.plan_file import read_plan, write_plan
 from autopipe.ir.schedule import Phase, StageGraph
 from autopipe.passes.batching import Division
-from autopipe.passes.lower.assemble import lower
-from autopipe.passes.lower.proof import prove
+from autopipe.passes.lower.deadlock_check import prove
+from autopipe.passes.lower.lower import lower
 from autopipe.passes.pipeline import make_plan, reopen
 from autopipe.passes.request import Request
 from autopipe.passes.schedule.named.gpipe import GPipe

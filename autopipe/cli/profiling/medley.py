@@ -11,7 +11,7 @@ from autopipe.ir.graph import DType, Graph, Initializer, Node, Parameter, Value
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.passes.lower.assemble import lower
+from autopipe.passes.lower.lower import lower
 from autopipe.passes.schedule.named.kfkb import stage_order
 
 _SHAPE = (4, 64, 64)

@@ -19,7 +19,7 @@ from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.schedule import Phase, Schedule
 from autopipe.passes.cost.measured import costed_work, measured_cluster
 from autopipe.passes.frontend import Model
-from autopipe.passes.lower.assemble import lower
+from autopipe.passes.lower.lower import lower
 from autopipe.passes.placement.pipedream.strategy import PipeDream
 from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
 from autopipe.passes.schedule.predict import predict

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.measured_costs import Operation, Sample
-from autopipe.passes.cost.operations import Operations
-from autopipe.passes.cost.work import annotate
+from autopipe.passes.cost.measured import Operations
+from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import Model
 from autopipe.passes.request import Request, read_for
 

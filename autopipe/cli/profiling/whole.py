@@ -19,7 +19,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.measured_costs import OperationCost, TaskCosts, Timing
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import Model
-from autopipe.passes.lower.alone import one_device_program
+from autopipe.passes.lower.lower import one_device_program
 
 _MICRO_BATCHES = 4
 _MOST = 0.6

@@ -12,8 +12,7 @@ from autopipe.ir.errors import OutOfMemoryError
 from autopipe.ir.problem import Problem
 from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.batching import AUTO_PER_DEVICE, Division
-from autopipe.passes.cost.assignment import stage_work
-from autopipe.passes.cost.replicas import holders_of
+from autopipe.passes.cost.stage_work import holders_of, stage_work
 
 if TYPE_CHECKING:
     from autopipe.passes.auto.search import PlanSearch

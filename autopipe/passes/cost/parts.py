@@ -12,11 +12,10 @@ from autopipe.ir.cluster import Device
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.timeline import Prediction
-from autopipe.passes.cost.assignment import StageWork, stage_work
-from autopipe.passes.cost.exchange import exchange_seconds
+from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.cost.roofline import node_seconds
+from autopipe.passes.cost.stage_work import StageWork, exchange_seconds, stage_work
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.lower.gradients import differentiable_values
 
 
 @dataclass(frozen=True, slots=True)

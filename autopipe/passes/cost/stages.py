@@ -1,21 +1,35 @@
-"""Costs of each stage of a placement: seconds of a micro-batch, seconds of a step's end, bytes on a device."""
+"""Costs of each stage of a placement: seconds of a micro-batch, seconds of a step's end, bytes on a device.
+
+Which stages cost the same: those of a model of equal layers are costed once.
+
+Work of the second half of a split backward, and the memory held until then (see `autopipe.passes.analysis.gradients`).
+
+Qi et al., "Zero Bubble Pipeline Parallelism" (2024), section 2: of a product's backward, half gives the gradient of
+what flows, half that of the weight.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from autopipe.ir.memo import remembered
+from autopipe.ir.graph import Graph
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.placement import Placement, crossing_values
-from autopipe.ir.problem import Problem
-from autopipe.passes.cost.assignment import StageWork, stage_work
-from autopipe.passes.cost.equal_stages import content_of
-from autopipe.passes.cost.exchange import exchange_seconds
-from autopipe.passes.cost.halves import waiting_state, weight_kept_bytes, weight_shares
-from autopipe.passes.cost.kept import SavedTensor, kept_values
+from autopipe.ir.problem import Problem, Work
+from autopipe.passes.analysis.gradients import (
+    SavedTensor,
+    all_waiting_operands,
+    differentiable_values,
+    kept_values,
+    viewed,
+    views,
+)
+from autopipe.passes.analysis.operators import PRODUCT_KINDS, element_bytes, uses_of
 from autopipe.passes.cost.memory import (
     State,
     gradient_workspace,
@@ -26,19 +40,141 @@ from autopipe.passes.cost.memory import (
     sent_bytes,
     state_of,
 )
-from autopipe.passes.cost.precision import element_bytes
-from autopipe.passes.cost.replicas import exchange_of_gradients, holders_of
 from autopipe.passes.cost.roofline import (
     accumulate_seconds,
+    factors,
     node_seconds,
     posting_seconds,
     task_seconds,
     update_seconds,
     waiting_seconds,
 )
-from autopipe.passes.cost.uses import uses_of
-from autopipe.passes.lower.gradients import differentiable_values
-from autopipe.passes.lower.halves import all_waiting_operands
+from autopipe.passes.cost.stage_work import (
+    StageWork,
+    exchange_of_gradients,
+    exchange_seconds,
+    holders_of,
+    reach,
+    stage_work,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageSignatures:
+    """Signatures of a costed graph's nodes and values: numbers equal for those of equal effect on any stage's cost."""
+
+    nodes: tuple[int, ...]
+    """A number for each node: its work, what it keeps but for names, how many values it reads and writes."""
+    named: tuple[tuple[str, ...], ...]
+    """For each node what it reads ("" where absent), writes, and keeps."""
+    values: dict[str, tuple[int, str]]
+    """For each value a number, and what it is a view of."""
+
+
+@remembered(GRAPHS)
+def signatures_in(graph: Graph, work: tuple[Work, ...], precision: str) -> StageSignatures:
+    """The nodes and values of a graph with such work."""
+    uses, waiting = uses_of(graph), all_waiting_operands(graph)
+    kept, widths = kept_values(graph, uses, precision), element_bytes(graph, uses, precision)
+    gradient, consumers = differentiable_values(graph), graph.consumers()
+    numbers: dict[Hashable, int] = {}
+
+    def number(content: Hashable) -> int:
+        return numbers.setdefault(content, len(numbers))
+
+    nodes, named, values = [], [], {}
+    for node, own, keeps, waits in zip(graph.nodes, work, kept, waiting, strict=True):
+        figures = own.forward_flops, own.backward_flops, own.forward_bytes, own.backward_bytes, own.measured
+        held = tuple((each.key[1], each.bytes, each.dimensions, each.windows) for each in keeps)
+        nodes.append(number((figures, held, waits, len(node.inputs), len(node.outputs))))
+        named.append((*node.inputs, *node.outputs, *(each.key[0] for each in keeps)))
+    for name in dict.fromkeys(name for names in named for name in names if name):
+        parameter, root = graph.parameter(name), viewed(graph, name)
+        told = widths.get(name), name in gradient, graph.producer(name) is not None
+        content = *told, parameter is not None and parameter.trainable, name in consumers
+        values[name] = number(content), root
+    return StageSignatures(tuple(nodes), tuple(named), values)
+
+
+def content_of(work: StageWork, crossing: Set[str]) -> Hashable:
+    """A stage written down without names: values by the order in which they come.
+
+    Equal for stages that compute, keep, exchange and send the same on devices that are as fast. What a stage holds of
+    parameters for others, and which other devices hold the same, is told apart from it. `crossing` are the values that
+    some stage receives.
+    """
+    problem = work.problem
+    alike = signatures_in(problem.graph, problem.work, problem.precision)
+    numbers = {"": 0}
+    told = {""}
+    found: list[Hashable] = []
+
+    def add(name: str) -> None:
+        if name in told:
+            found.append(numbers[name])
+            return
+        told.add(name)
+        own, root = alike.values[name]
+        parts = work.parameters.get(name), work.received.get(name), work.given.get(name)
+        places = (numbers.setdefault(each, len(numbers)) for each in (name, root))
+        found.append((*places, own, parts, name in crossing))
+
+    for name in work.given:
+        add(name)
+    found.append(len(work.given))
+    for each in work.nodes:
+        found += id(each.sharing), alike.nodes[each.index]
+        for name in alike.named[each.index]:
+            add(name)
+    return id(problem), work.stage.recompute, reach(problem.cluster, work.stage.devices), tuple(found)
+
+
+@remembered(GRAPHS)
+def weight_shares(graph: Graph) -> NDArray[np.float64]:
+    """For each node the part of its backward that is left to the second half."""
+    uses, gradient = uses_of(graph), differentiable_values(graph)
+    shares = np.zeros(len(graph.nodes))
+    for index, waiting in enumerate(all_waiting_operands(graph)):
+        if waiting and uses[index].row.kind not in PRODUCT_KINDS:
+            shares[index] = 1.0
+        elif waiting:
+            shares[index] = len(waiting) / sum(name in gradient for name in factors(graph.nodes[index], uses[index]))
+    return shares
+
+
+def waiting_state(problem: Problem, work: StageWork) -> State:
+    """The parameters of a stage that have their gradients from the second half alone."""
+    graph = problem.graph
+    every, roots = all_waiting_operands(graph), views(graph)
+    waiting: set[str] = set()
+    flowing: set[str] = set()
+    for each in work.nodes:
+        if each.use.row.kind == "view":
+            continue
+        places = every[each.index]
+        for place, name in enumerate(each.node.inputs):
+            (waiting if place in places else flowing).add(roots.get(name, name))
+    names = waiting - flowing
+    return state_of(problem, ((name, count) for name, count in work.parameters.items() if name in names))
+
+
+def weight_kept_bytes(
+    graph: Graph, work: StageWork, kept: tuple[tuple[SavedTensor, ...], ...], widths: dict[str, int]
+) -> int:
+    """Bytes on one device that wait for the second half: what those operators keep, and the gradients of results."""
+    operands: dict[tuple[str, int], int] = {}
+    gradients = 0
+    waiting = all_waiting_operands(graph)
+    for each in work.nodes:
+        if not waiting[each.index]:
+            continue
+        for value in kept[each.index]:
+            local = value.local_bytes(each.sharing.degrees)
+            operands[value.key] = max(local, operands.get(value.key, 0))
+        result = each.node.outputs[0]
+        layout = each.sharing.results[0]
+        gradients += graph.type_of(result).elements * widths[result] // (layout.parts if layout is not None else 1)
+    return sum(operands.values()) + gradients
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, recomputed_nodes
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.assignment import StageWork, stage_work
-from autopipe.passes.cost.exchange import exchanges_of
-from autopipe.passes.cost.relayout import relayout_seconds
+from autopipe.passes.analysis.gradients import differentiable_values
+from autopipe.passes.cost.communication import relayout_seconds
 from autopipe.passes.cost.roofline import node_seconds
-from autopipe.passes.lower.gradients import differentiable_values
+from autopipe.passes.cost.stage_work import StageWork, exchanges_of, stage_work
 
 
 @dataclass(frozen=True, slots=True)

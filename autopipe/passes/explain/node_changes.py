@@ -12,8 +12,8 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.space import AxisKind
-from autopipe.passes.cost.splits import SampleAxes, sample_axes
-from autopipe.passes.cost.wished import checked_splits
+from autopipe.passes.analysis.constraints import checked_splits
+from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.explain.prices import Change
 
 

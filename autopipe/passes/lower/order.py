@@ -9,7 +9,7 @@ import numpy as np
 
 from autopipe.ir.program import Instruction, Loop, Section, Verb
 from autopipe.ir.schedule import Phase, Task
-from autopipe.passes.lower.posting import RankPeers, SendingOrders, postings
+from autopipe.passes.lower.messages import RankPeers, SendingOrders, postings
 
 _COMPUTE = {
     Phase.FORWARD: Verb.FORWARD,

@@ -4,25 +4,28 @@ Gradients follow one rule: the ranks of a group together compute one function, a
 holds is its own share: shares of copies add up to the whole. Then the backward of every exchange is its transpose
 (all-reduce of all-reduce, reduce-scatter of all-gather and the reverse, padding of slice), and a parameter's gradient
 is the sum over the ranks that hold it, whatever is split.
+
+Which rank holds which block of which parameter, and whose gradients add up.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from autopipe.ir.batch import BatchAxes, Samples
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Constant, Graph, Node, Value
-from autopipe.ir.layout import Layout, are_blocks, even_degree_hint, mesh_of, replicated
+from autopipe.ir.layout import Box, Layout, are_blocks, even_degree_hint, holders_by_box, mesh_of, replicated
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import OPERATORS, Spaces, qualified_name, signature_of
 from autopipe.ir.ops.operator import Signature, joint_splits
 from autopipe.ir.placement import Split, Stage
-from autopipe.ir.program import Collective, Compute, Operation, StageCode
+from autopipe.ir.program import Collective, Compute, Operation, Shard, StageCode
 from autopipe.ir.space import AxisKind, Space
-from autopipe.passes.lower.exchanges import Exchange, NodeLayouts, laid, taken_layouts, with_exchanges
-from autopipe.passes.lower.stages import StageNodes
+from autopipe.passes.analysis.resharding import Exchange, NodeLayouts, laid, taken_layouts, with_exchanges
+from autopipe.passes.analysis.stage_nodes import StageNodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,3 +255,52 @@ def _indices(graph: Graph) -> tuple[dict[str, int], dict[str, int]]:
         {parameter.value.name: index for index, parameter in enumerate(graph.parameters)},
         {constant.value.name: index for index, constant in enumerate(graph.constants)},
     )
+
+
+def parameter_shards(graph: Graph, devices: int, stages: tuple[ShardedStage, ...]) -> tuple[tuple[Shard, ...], ...]:
+    """For each rank its blocks of parameters; ranks with the same block of a parameter share its gradient.
+
+    No parameter may be torn (see `torn_parameters`).
+    """
+    indices = {parameter.value.name: index for index, parameter in enumerate(graph.parameters)}
+    holders: dict[tuple[int, Box], set[int]] = {}
+    users: dict[tuple[int, Box], set[int]] = {}
+    for name, holding, box, stage in _blocks(stages):
+        holders.setdefault((indices[name], box), set()).update(holding)
+        users.setdefault((indices[name], box), set()).add(stage)
+    shards: list[list[Shard]] = [[] for _ in range(devices)]
+    for (index, box), ranks in sorted(holders.items(), key=lambda item: (item[0][0], sorted(item[1]))):
+        stages_using = users[index, box]
+        home = min(stages_using) if len(stages_using) == 1 else None
+        if home is not None and ranks != set(stages[home].code.devices):
+            home = None
+        shard = Shard(index, box, tuple(sorted(ranks)), home)
+        for rank in ranks:
+            shards[rank].append(shard)
+    return tuple(map(tuple, shards))
+
+
+def torn_parameters(stages: tuple[ShardedStage, ...]) -> frozenset[str]:
+    """Parameters of which a rank would hold two blocks, or whose blocks overlap without being equal."""
+    boxes: dict[str, dict[Box, set[int]]] = {}
+    torn: set[str] = set()
+    for name, holding, box, _ in _blocks(stages):
+        others = boxes.setdefault(name, {})
+        for other, ranks in others.items():
+            if other != box and (not ranks.isdisjoint(holding) or other.intersect(box) is not None):
+                torn.add(name)
+        others.setdefault(box, set()).update(holding)
+    return frozenset(torn)
+
+
+def _blocks(stages: tuple[ShardedStage, ...]) -> Iterator[tuple[str, frozenset[int], Box, int]]:
+    """Each (parameter, ranks, block, stage)."""
+    for stage in stages:
+        devices = stage.code.devices
+        ranks: dict[Layout, list[tuple[frozenset[int], Box]]] = {}
+        for name, layout in stage.parameters.items():
+            if layout not in ranks:
+                boxes = holders_by_box(layout, len(devices))
+                ranks[layout] = [(frozenset(devices[place] for place in places), box) for box, places in boxes]
+            for holding, box in ranks[layout]:
+                yield name, holding, box, stage.code.stage

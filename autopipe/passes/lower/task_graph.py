@@ -1,8 +1,11 @@
-"""The task graph of a rank, from its program: what `autopipe show --tasks` shows."""
+"""The task graph of a rank, from its program: what `autopipe show --tasks` shows.
+
+Memory along a rank's tasks: each value from the task that makes it to the end of the last one that uses it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph
@@ -11,13 +14,46 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.program import Instruction, Loop, Program, RankCode, StageCode, Verb, buckets_of
 from autopipe.ir.task_graph import LoopedTasks, TaskGraph, TaskNode
 from autopipe.ir.timeline import StagePrediction
-from autopipe.passes.lower.buckets import held_together
-from autopipe.passes.lower.gradients import differentiable_values
-from autopipe.passes.lower.recomputing import running_again
-from autopipe.passes.lower.sizes import stage_graphs
-from autopipe.passes.lower.task_ends import MessageEnds, is_whole
-from autopipe.passes.lower.task_memory import Memory
-from autopipe.passes.lower.traffic import StageExchange, stage_exchanges
+from autopipe.passes.analysis.gradients import differentiable_values
+from autopipe.passes.analysis.micro_batches import stage_graphs
+from autopipe.passes.analysis.recompute import running_again
+from autopipe.passes.lower.messages import MessageEnds, is_whole
+from autopipe.passes.lower.traffic import StageExchange, held_together, stage_exchanges
+
+
+class Memory:
+    """Bytes in use after each task so far, of stages that take what is predicted."""
+
+    def __init__(self, stages: Iterable[StagePrediction]) -> None:
+        self.static = sum(each.static_bytes for each in stages)
+        """All through a step."""
+        self.held: list[int] = []
+        self._used = self.static
+
+    def add(self, change: int, meanwhile: int) -> None:
+        """A task that takes `change` (gives back, below 0) for good, and `meanwhile` more while it runs."""
+        self._used += change
+        self.held.append(self._used + meanwhile)
+
+    @staticmethod
+    def taken(cost: StagePrediction, verb: Verb, train: bool) -> tuple[int, int]:
+        """Bytes that a computation allocates for later tasks, and only while it runs."""
+        if verb is Verb.FORWARD:
+            return (cost.kept_bytes, 0) if train else (0, cost.transient_bytes)
+        if verb is Verb.INPUT_GRADIENT:
+            more = max(cost.weight_kept_bytes - cost.kept_bytes, 0)
+            return more, max(cost.transient_bytes - more, 0)
+        return 0, 0 if verb is Verb.WEIGHT_GRADIENT else cost.transient_bytes
+
+    @staticmethod
+    def freed(cost: StagePrediction, verb: Verb, train: bool) -> int:
+        """Bytes that no task uses after a computation."""
+        if not train or verb is Verb.FORWARD:
+            return 0
+        if verb is Verb.INPUT_GRADIENT:
+            return max(cost.kept_bytes - cost.weight_kept_bytes, 0)
+        return cost.weight_kept_bytes if verb is Verb.WEIGHT_GRADIENT else cost.kept_bytes
+
 
 _COMPUTES = {
     Verb.FORWARD: "F",

@@ -1,22 +1,49 @@
-"""The bytes that a step's exchanges will move, by kind (`ir/traffic.py`), from the parts its program is made of."""
+"""The bytes that a step's exchanges will move, by kind (`ir/traffic.py`), from the parts its program is made of.
+
+The buckets in which ranks exchange gradients of parameters at a step's end, and what that moves.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import Graph, Parameter
 from autopipe.ir.layout import MeshAxes, lacking
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
 from autopipe.ir.ops.operator import Statistic
 from autopipe.ir.placement import Placement
-from autopipe.ir.program import Collective, Compute, Operation, StageCode, by_kind, transposed
-from autopipe.passes.lower.buckets import end_bytes
-from autopipe.passes.lower.flowing import flowing_values
-from autopipe.passes.lower.parts import Parts, parts_of
-from autopipe.passes.lower.recomputing import running_again
+from autopipe.ir.program import Block, Collective, Compute, Operation, Shard, StageCode, buckets_of, by_kind, transposed
+from autopipe.passes.analysis.recompute import flowing_values, running_again
+from autopipe.passes.lower.lower import Parts, parts_of
+
+
+def held_together(parameters: Sequence[Parameter], shards: Iterable[Shard]) -> Iterator[Block]:
+    """The trained blocks among `shards` that several ranks hold."""
+    for shard in shards:
+        value = parameters[shard.parameter].value
+        if len(shard.gradient_ranks) > 1 and parameters[shard.parameter].trainable and value.dtype.is_floating:
+            dtype, ranks = value.dtype, shard.gradient_ranks
+            yield Block(shard.parameter, shard.box.elements, dtype.value, dtype.itemsize, ranks, shard.home)
+
+
+def end_bytes(parameters: Sequence[Parameter], shards: Sequence[Sequence[Shard]], shared: bool) -> Counter[str]:
+    """Bytes by kind (`ir/traffic.py`) that all ranks exchange at the end of a step; `shards` are theirs by rank.
+
+    What is `shared` out is filled up to equal shares: as much is scattered of gradients as is gathered of parameters.
+    """
+    total: Counter[str] = Counter()
+    for rank, own in enumerate(shards):
+        first = (shard for shard in own if shard.gradient_ranks[0] == rank)  # Each group once.
+        blocks = tuple(held_together(parameters, first))
+        if shared:
+            size = sum(len(bucket.ranks) * bucket.bytes for bucket in buckets_of(blocks))
+            total += Counter(gradient=size, parameter=size)
+        else:
+            total["gradient"] += sum(len(block.ranks) * block.elements * block.itemsize for block in blocks)
+    return total
 
 
 def communication_bytes(

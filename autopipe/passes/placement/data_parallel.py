@@ -9,11 +9,10 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.constraints import BATCH_AXIS, ResolvedConstraint, wishes_of
+from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.constraints import BATCH_AXIS, ResolvedConstraint, wishes_of
-from autopipe.passes.cost.fit import check_state, fitted
-from autopipe.passes.cost.kinds import check_one_kind
-from autopipe.passes.cost.splits import SampleAxes, sample_axes
+from autopipe.passes.cost.memory_check import check_one_kind, check_state, fitted
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,10 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
 from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.constraints import ResolvedConstraint, required_splits, wishes_of
+from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.constraints import ResolvedConstraint, wishes_of
-from autopipe.passes.cost.fit import fitted
-from autopipe.passes.cost.splits import SampleAxes, sample_axes
-from autopipe.passes.cost.wished import required_splits
+from autopipe.passes.cost.memory_check import fitted
 
 
 @dataclass(frozen=True, slots=True)

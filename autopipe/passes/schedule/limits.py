@@ -9,7 +9,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
-from autopipe.passes.cost.fit import size_text
+from autopipe.passes.cost.memory_check import size_text
 from autopipe.passes.schedule.chain import Step
 from autopipe.passes.schedule.tessel.bounds import makespan_bound
 from autopipe.passes.schedule.tessel.stage_blocks import stage_blocks

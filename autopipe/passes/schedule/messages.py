@@ -14,9 +14,9 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import MicroBatchSlice, micro_batch_ratios
 from autopipe.ir.timeline import Message
-from autopipe.passes.cost.assignment import StageWork, stage_work
-from autopipe.passes.lower.gradients import differentiable_values
-from autopipe.passes.lower.shared_samples import Shared, shared_blocks
+from autopipe.passes.analysis.gradients import differentiable_values
+from autopipe.passes.analysis.micro_batches import Shared, shared_blocks
+from autopipe.passes.cost.stage_work import StageWork, stage_work
 
 
 @dataclass(frozen=True, slots=True, order=True)

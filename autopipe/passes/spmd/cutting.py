@@ -14,9 +14,8 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.chain import Chain, make_chain
+from autopipe.passes.analysis.chain import Chain, distinct_sums, make_chain
 from autopipe.passes.cost.memory import state_of
-from autopipe.passes.cost.ranges import distinct_sums
 from autopipe.passes.cost.roofline import mean_seconds, node_seconds
 
 _MOST_BLOCKS = 224

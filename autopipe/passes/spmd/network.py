@@ -8,7 +8,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.layout import is_block
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.space import AxisKind
-from autopipe.passes.cost.uses import OpInstance
+from autopipe.passes.analysis.operators import OpInstance
 
 
 @dataclass(frozen=True, slots=True)

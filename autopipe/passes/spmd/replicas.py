@@ -11,7 +11,7 @@ from autopipe.ir.layout import are_blocks
 from autopipe.ir.placement import Split
 from autopipe.ir.problem import Problem
 from autopipe.ir.space import AxisKind
-from autopipe.passes.cost.splits import SampleAxes, sample_axes
+from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.spmd.network import Network, weights_of
 
 NodeSplits = tuple[tuple[int, tuple[Split, ...]], ...]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.constraints import ResolvedConstraint
+from autopipe.passes.analysis.constraints import ResolvedConstraint
 from autopipe.passes.spmd.search.configurations import Splits
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.constraints import BATCH_AXIS, ResolvedConstraint, wishes_of
-from autopipe.passes.cost.splits import SampleAxes, sample_axes
+from autopipe.passes.analysis.constraints import BATCH_AXIS, ResolvedConstraint, wishes_of
+from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 
 
 def check_wishes(problem: Problem, placement: Placement, strategy: str) -> None:

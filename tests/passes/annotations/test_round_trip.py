@@ -16,8 +16,8 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.layout import are_blocks, mesh_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.space import AxisKind, Space
+from autopipe.passes.analysis.operators import uses_of
 from autopipe.passes.annotations import annotated, annotated_constraints, write_annotated
-from autopipe.passes.cost.uses import uses_of
 from autopipe.passes.frontend import Model, read_model
 from autopipe.passes.placement.manual import Manual
 from tests.passes.annotations.models import feed_forward

@@ -7,7 +7,7 @@ from typing import Any
 from autopipe.ir.cluster import OPERATOR_CLASSES, Cluster, Device, Level, Link
 from autopipe.ir.graph import DType, Fill, Graph, Node, Parameter, Value
 from autopipe.ir.problem import Mode, Problem
-from autopipe.passes.cost.work import annotate
+from autopipe.passes.cost.roofline import annotate
 
 F32 = DType.FLOAT32
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Optimizer, Problem
-from autopipe.passes.cost.exchange import ExchangeSeconds
+from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.stage_work import ExchangeSeconds
 from autopipe.passes.cost.stages import StageCost, stage_costs
-from autopipe.passes.cost.work import annotate
 from autopipe.passes.placement.grid.degrees import Degrees
 from autopipe.passes.placement.grid.sized import SizedProblem
 from tests.distributed.zoo import small_graph

@@ -13,11 +13,10 @@ from autopipe.backends.torch.emission.stage import emit_forward
 from autopipe.configs import zoo
 from autopipe.ir.graph import Graph, Value
 from autopipe.ir.space import AxisKind
-from autopipe.passes.cost.precision import PRODUCT_KINDS
-from autopipe.passes.cost.uses import OpInstance, uses_of
-from autopipe.passes.cost.work import annotate
+from autopipe.passes.analysis.micro_batches import input_ranges
+from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, uses_of
+from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend.read import read_model
-from autopipe.passes.lower.inputs import input_ranges
 from tests.conformance.adapter import forward_of, stage_of, to_tensor
 
 BATCH = 2

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autopipe.ir.problem import Mode
+from autopipe.passes.analysis.gradients import waiting_operands
 from autopipe.passes.cost.roofline import accumulate_seconds, node_seconds
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.lower.halves import waiting_operands
 from autopipe.passes.schedule.predict import predict
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
 from tests.passes.cost.test_stages import cut, tied

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.passes.cost.in_flight import in_flight_samples, stages_in_flight, table_2
+from autopipe.passes.cost.memory import in_flight_samples, stages_in_flight, table_2
 
 ROWS = (
     (lambda m, b, c, x, y: m < x < y, lambda m, b, c, x, y: 2 * m),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autopipe.passes.cost.kept import kept_values
-from autopipe.passes.cost.uses import uses_of
+from autopipe.passes.analysis.gradients import kept_values
+from autopipe.passes.analysis.operators import uses_of
 from tests.distributed.builder import Builder
 
 

@@ -13,12 +13,17 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.measured_costs import Affine, ExchangeCost, TaskCosts, TensorCosts
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Constraint, Optimizer
-from autopipe.passes.cost.communication import all_gather, all_reduce
-from autopipe.passes.cost.fit import fitted
-from autopipe.passes.cost.kinds import check_kinds, check_one_kind, describe_kinds, equal_device_runs, may_share
-from autopipe.passes.cost.relayout import moving_lines
+from autopipe.passes.analysis.operators import sample_axes
+from autopipe.passes.cost.communication import all_gather, all_reduce, moving_lines
+from autopipe.passes.cost.memory_check import (
+    check_kinds,
+    check_one_kind,
+    describe_kinds,
+    equal_device_runs,
+    fitted,
+    may_share,
+)
 from autopipe.passes.cost.roofline import posting_seconds
-from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.stages import stage_costs
 from tests.passes.cost.graphs import cluster, perceptron, problem
 from tests.passes.cost.mixed import OUTER, kind, mixed_cluster

@@ -24,12 +24,9 @@ from autopipe.ir.measured_costs import (
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.communication import all_gather, all_reduce, send
-from autopipe.passes.cost.measured import costed_work, coverage, measured_cluster
-from autopipe.passes.cost.operations import Operations
-from autopipe.passes.cost.resized import resized
-from autopipe.passes.cost.roofline import node_seconds
+from autopipe.passes.cost.measured import Operations, costed_work, coverage, measured_cluster, resized
+from autopipe.passes.cost.roofline import annotate, node_seconds
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.cost.work import annotate
 from autopipe.passes.placement.data_parallel import DataParallel
 from tests.passes.cost.graphs import Builder, cluster, device, perceptron, problem
 from tests.passes.cost.mixed import kind, mixed_cluster

@@ -4,13 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.passes.cost.ranges import (
-    distinct_sums,
-    incoming_sums,
-    outgoing_sums,
-    range_maxima,
-    range_sums,
-)
+from autopipe.passes.analysis.chain import distinct_sums, incoming_sums, outgoing_sums, range_maxima, range_sums
 
 COUNT = 6
 RANGES = [(first, stop) for first in range(COUNT) for stop in range(first + 1, COUNT + 1)]

@@ -10,10 +10,10 @@ import pytest
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.schedule import StageGraph
-from autopipe.passes.cost.fit import in_flight
-from autopipe.passes.cost.resized import resized
+from autopipe.passes.cost.measured import resized
+from autopipe.passes.cost.memory_check import in_flight
+from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.cost.work import annotate
 from tests.passes.cost.graphs import cluster, perceptron, problem
 
 

@@ -8,11 +8,11 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Mode, Optimizer
+from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.cost.communication import all_gather, all_reduce, reduce_scatter
-from autopipe.passes.cost.fit import device_memory, fitted, in_flight
 from autopipe.passes.cost.memory import static_memory
+from autopipe.passes.cost.memory_check import device_memory, fitted, in_flight
 from autopipe.passes.cost.roofline import accumulate_seconds, node_seconds, update_seconds
-from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.cost.stages import edge_bytes, stage_costs
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
 

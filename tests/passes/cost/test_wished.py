@@ -7,9 +7,8 @@ import pytest
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Split
 from autopipe.ir.problem import Constraint
-from autopipe.passes.cost.constraints import wishes_of
-from autopipe.passes.cost.splits import sample_axes
-from autopipe.passes.cost.wished import required_splits
+from autopipe.passes.analysis.constraints import required_splits, wishes_of
+from autopipe.passes.analysis.operators import sample_axes
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
 
 GRAPH = perceptron([16, 32])

@@ -4,8 +4,8 @@ import pytest
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Graph, Node, Value
-from autopipe.passes.cost.uses import uses_of
-from autopipe.passes.cost.work import annotate
+from autopipe.passes.analysis.operators import uses_of
+from autopipe.passes.cost.roofline import annotate
 from tests.passes.cost.graphs import Builder, perceptron
 
 

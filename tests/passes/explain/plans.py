@@ -10,7 +10,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Mode, Optimizer, Problem
 from autopipe.ir.space import AxisKind
-from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.analysis.operators import sample_axes
 from tests.passes.cost.graphs import cluster, perceptron, problem
 
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.plan import Breakdown
 from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.cost.communication import all_reduce
 from autopipe.passes.cost.roofline import node_seconds
-from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.explain.breakdown import breakdown
 from autopipe.passes.registry import scheduler_class
 from autopipe.passes.schedule.predict import predict

@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from autopipe.passes.cost.work import annotate
+from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import read_model
 from autopipe.passes.frontend.cleanup import branches_of
 from tests.passes.frontend.building import Shape, floats, model, node, saved

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.program import MessageBlock, Program, Verb
-from autopipe.passes.lower.assemble import lower
+from autopipe.passes.lower.lower import lower
 from tests.distributed.builder import mlp
 from tests.distributed.drawing import Case, cases
 from tests.distributed.drawing_sizes import unequal_cases

@@ -11,12 +11,11 @@ from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.program import Collective, Compute, StageCode
-from autopipe.passes.cost.assignment import stage_work
-from autopipe.passes.cost.exchange import exchange_seconds
-from autopipe.passes.cost.relayout import reduction_cost, relayout_seconds
-from autopipe.passes.cost.work import annotate
-from autopipe.passes.lower.assemble import lower
-from autopipe.passes.lower.gradients import differentiable_values
+from autopipe.passes.analysis.gradients import differentiable_values
+from autopipe.passes.cost.communication import reduction_cost, relayout_seconds
+from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.stage_work import exchange_seconds, stage_work
+from autopipe.passes.lower.lower import lower
 from tests.distributed.builder import Builder
 from tests.distributed.drawing import graphs, placements
 from tests.distributed.running import schedule_of

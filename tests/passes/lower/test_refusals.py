@@ -10,8 +10,8 @@ from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.space import Space
-from autopipe.passes.lower.assemble import lower
-from autopipe.passes.lower.portions import check_portions
+from autopipe.passes.analysis.micro_batches import check_portions
+from autopipe.passes.lower.lower import lower
 from tests.distributed.builder import Builder, mlp
 from tests.distributed.running import one_device
 

@@ -23,7 +23,7 @@ from autopipe.ir.layout import (
     merged,
     moves_between,
 )
-from autopipe.passes.lower.relayout import reductions, steps_between
+from autopipe.passes.analysis.resharding import reductions, steps_between
 
 GROUPS = st.sampled_from([2, 3, 4, 6, 8, 12])
 Blocks = list[np.ndarray]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.ir.graph import DType, Graph
-from autopipe.passes.lower.segments import best_cuts, cutter
+from autopipe.passes.analysis.recompute import best_cuts, cutter
 from tests.distributed.builder import Builder, mlp
 from tests.distributed.drawing import graphs
 

@@ -9,7 +9,7 @@ import pytest
 from autopipe.ir.errors import AutopipeError, InfeasibleError
 from autopipe.ir.problem import Problem
 from autopipe.passes.base import Strategy
-from autopipe.passes.cost.kinds import check_kinds
+from autopipe.passes.cost.memory_check import check_kinds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.grid.strategy import Grid
 from autopipe.passes.placement.pase.strategy import Pase

@@ -11,8 +11,8 @@ from autopipe.configs.load import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.schedule import StageGraph
-from autopipe.passes.cost.splits import sample_axes
-from autopipe.passes.lower.assemble import lower
+from autopipe.passes.analysis.operators import sample_axes
+from autopipe.passes.lower.lower import lower
 from autopipe.passes.pipeline import make_plan
 from autopipe.passes.placement.pipedream.strategy import PipeDream
 from autopipe.passes.request import Request

@@ -8,7 +8,7 @@ from math import prod
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph
-from autopipe.passes.cost.uses import uses_of
+from autopipe.passes.analysis.operators import uses_of
 
 _AROUND = re.compile("T1+(T1*)*T")
 

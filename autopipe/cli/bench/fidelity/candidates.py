@@ -11,11 +11,10 @@ from autopipe.ir.errors import AutopipeError
 from autopipe.ir.plan import Choice
 from autopipe.ir.program import Program
 from autopipe.ir.timeline import Timeline
+from autopipe.passes.analysis.operators import element_bytes, uses_of
 from autopipe.passes.auto.choose import weigh
 from autopipe.passes.auto.tried import CandidateTrial, ScheduleOutcome
-from autopipe.passes.cost.precision import element_bytes
-from autopipe.passes.cost.uses import uses_of
-from autopipe.passes.lower.assemble import lower
+from autopipe.passes.lower.lower import lower
 from autopipe.passes.lower.traffic import communication_bytes
 from autopipe.passes.pipeline import Placed
 from autopipe.passes.request import Request

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from autopipe.cli.bench.graphpipe.published import IN_FLIGHT
 from autopipe.cli.bench.row import Case, Row
-from autopipe.passes.cost.in_flight import stages_in_flight
+from autopipe.passes.cost.memory import stages_in_flight
 
 
 def in_flight() -> list[Case]:

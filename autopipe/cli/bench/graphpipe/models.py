@@ -7,7 +7,7 @@ from functools import cache
 from autopipe.cli.bench.zoo_graph import Settings, zoo_graph
 from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.ir.problem import Mode, Problem
-from autopipe.passes.cost.work import annotate
+from autopipe.passes.cost.roofline import annotate
 
 CLUSTER = "summit"
 

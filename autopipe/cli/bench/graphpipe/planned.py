@@ -11,7 +11,7 @@ from autopipe.cli.bench.graphpipe.steps import Step, graph_step, sequential_step
 from autopipe.cli.bench.zoo_graph import Settings
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
-from autopipe.passes.cost.resized import resized
+from autopipe.passes.cost.measured import resized
 from autopipe.passes.registry import strategy_class
 
 AS_PUBLISHED = ", slowest stage"

@@ -10,7 +10,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Message, Prediction, Timeline
-from autopipe.passes.cost.resized import resized
+from autopipe.passes.cost.measured import resized
 from autopipe.passes.schedule.limits import check_memory
 from autopipe.passes.schedule.named.kfkb import order_kfkb
 from autopipe.passes.schedule.predict import predict, ticks_of

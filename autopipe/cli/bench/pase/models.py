@@ -6,7 +6,7 @@ from autopipe.cli.bench.pase.published import BATCH
 from autopipe.cli.bench.zoo_graph import zoo_graph
 from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.ir.problem import Mode, Problem
-from autopipe.passes.cost.work import annotate
+from autopipe.passes.cost.roofline import annotate
 
 CLUSTERS = ("1080ti-pcie", "2080ti-pcie")
 """Presets: servers of eight devices on PCIe, InfiniBand between them."""

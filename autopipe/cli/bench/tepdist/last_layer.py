@@ -6,7 +6,7 @@ from math import prod
 
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.uses import uses_of
+from autopipe.passes.analysis.operators import uses_of
 
 
 def class_parts(problem: Problem, placement: Placement) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autopipe.cli.bench.zoo_graph import Settings, zoo_graph
 from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.ir.problem import Mode, Optimizer, Problem
-from autopipe.passes.cost.work import annotate
+from autopipe.passes.cost.roofline import annotate
 
 CLUSTER = "tepdist-m8"
 """Preset: the paper's servers of eight devices on NVLink, 100 Gb/s between them."""

@@ -10,7 +10,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph
-from autopipe.passes.cost.resized import resized
+from autopipe.passes.cost.measured import resized
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.schedule.limits import check_memory
 from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward

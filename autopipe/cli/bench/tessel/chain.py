@@ -14,7 +14,7 @@ from autopipe.cli.bench.tessel.recomputed import with_layers_recomputed
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.chain import Chain, make_chain
+from autopipe.passes.analysis.chain import Chain, make_chain
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.tessel_shapes.cuts import line_of
 from autopipe.passes.placement.tessel_shapes.devices import shared_out

@@ -10,10 +10,9 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.fit import fitted
-from autopipe.passes.cost.kinds import check_one_kind
-from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.cost.memory_check import check_one_kind, fitted
 from autopipe.passes.spmd.network import Network
 from autopipe.passes.spmd.regions import grow, seed_axis
 from autopipe.passes.spmd.replicas import NodeSplits, check_samples, replicated_network, with_samples_split

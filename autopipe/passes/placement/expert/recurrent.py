@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.splits import SampleAxes, sample_axes
+from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.spmd.replicas import check_samples, with_samples_split
 
 

@@ -12,8 +12,7 @@ from autopipe.ir.ops import operator_of
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.fit import check_operators, check_state, fitted
-from autopipe.passes.cost.kinds import check_one_kind
+from autopipe.passes.cost.memory_check import check_one_kind, check_operators, check_state, fitted
 from autopipe.passes.placement.expert.one_weird_trick import by_one_weird_trick
 from autopipe.passes.placement.expert.recurrent import data_and_pipeline
 from autopipe.passes.placement.expert.tensor_parallel import tensor_parallel

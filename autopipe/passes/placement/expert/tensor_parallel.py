@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.spmd.groups import whole_group_splits
 from autopipe.passes.spmd.replicas import check_samples, with_samples_split
 

@@ -11,9 +11,9 @@ from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage, crossing_values
 from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.constraints import checked_splits
+from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.splits import SampleAxes, sample_axes
-from autopipe.passes.cost.wished import checked_splits
 from autopipe.passes.placement.given.nodes import NodeEntry, NodeNames
 from autopipe.passes.placement.given.stages import SAMPLES, GivenSplits, GivenStage, devices_of
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
-from autopipe.passes.cost.splits import SampleAxes, sample_axes
+from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.placement.given.entries import entries_of, layer_globs, role_globs
 from autopipe.passes.placement.given.nodes import NodeNames
 from autopipe.passes.placement.given.stages import SAMPLES, GivenSplits, GivenStage, written_devices

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.graph import Graph
-from autopipe.passes.cost.chain import Chain, choose_cuts, crossing_bytes
+from autopipe.passes.analysis.chain import Chain, choose_cuts, crossing_bytes
 from autopipe.passes.placement.graphpipe.tree import Leaf, Series, Tree, bits, leaves
 from autopipe.passes.placement.graphpipe.units import Units
 

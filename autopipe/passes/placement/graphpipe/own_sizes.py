@@ -9,7 +9,7 @@ from autopipe.ir.errors import AutopipeError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph, depths_to_end
-from autopipe.passes.cost.resized import resized
+from autopipe.passes.cost.measured import resized
 from autopipe.passes.placement.graphpipe.check import check_schedule
 from autopipe.passes.schedule.named.kfkb import order_kfkb
 from autopipe.passes.schedule.predict import predict, ticks_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.passes.cost.ranges import Matrix
+from autopipe.passes.analysis.chain import Matrix
 from autopipe.passes.placement.graphpipe.search import NEVER, Devices, PartitionStage
 from autopipe.passes.placement.graphpipe.ways import StageOption
 

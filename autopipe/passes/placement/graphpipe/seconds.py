@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Device
 from autopipe.ir.problem import Problem, Work
-from autopipe.passes.cost.roofline import node_seconds
-from autopipe.passes.cost.splits import SampleAxes
-from autopipe.passes.cost.work import annotate_share
+from autopipe.passes.analysis.operators import SampleAxes
+from autopipe.passes.cost.roofline import annotate_share, node_seconds
 
 Seconds = NDArray[np.float64]
 

@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.chain_tables import Tables, make_tables
-from autopipe.passes.cost.fit import out_of_memory
-from autopipe.passes.cost.kinds import equal_device_runs
+from autopipe.passes.analysis.operators import sample_axes
+from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory import state_of
-from autopipe.passes.cost.resized import resized
+from autopipe.passes.cost.memory_check import equal_device_runs, out_of_memory
+from autopipe.passes.cost.range_tables import Tables, make_tables
 from autopipe.passes.cost.roofline import accumulate_per_byte
-from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.placement.graphpipe.line import BlockLine, make_line
 from autopipe.passes.placement.graphpipe.orders import FEW
 from autopipe.passes.placement.graphpipe.prices import StagePrices, make_prices

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.placement import Stage
-from autopipe.passes.cost.chain import Chain
-from autopipe.passes.cost.kinds import equal_device_runs
-from autopipe.passes.cost.splits import SampleAxes
+from autopipe.passes.analysis.chain import Chain
+from autopipe.passes.analysis.operators import SampleAxes
+from autopipe.passes.cost.memory_check import equal_device_runs
 from autopipe.passes.placement.graphpipe.ways import StageOption
 
 

@@ -12,7 +12,7 @@ from autopipe.ir.memo import remembered
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.fit import check_operators
+from autopipe.passes.cost.memory_check import check_operators
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.orders import best_order
 from autopipe.passes.placement.graphpipe.check import check_stages

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Cluster, Link
-from autopipe.passes.cost.chain_tables import Tables
-from autopipe.passes.cost.kinds import equal_device_runs
-from autopipe.passes.cost.ranges import Matrix, range_sums
-from autopipe.passes.cost.replicas import exchange_of_gradients, updated_part
+from autopipe.passes.analysis.chain import Matrix, range_sums
+from autopipe.passes.cost.memory_check import equal_device_runs
+from autopipe.passes.cost.range_tables import Tables
 from autopipe.passes.cost.roofline import accumulate_per_byte, task_seconds, update_line
+from autopipe.passes.cost.stage_work import exchange_of_gradients, updated_part
 from autopipe.passes.placement.graphpipe.seconds import NodeSeconds
 
 

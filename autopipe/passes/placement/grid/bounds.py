@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.fit import out_of_memory
+from autopipe.passes.analysis.stage_nodes import assign_nodes
 from autopipe.passes.cost.memory import State, state_of
-from autopipe.passes.cost.replicas import exchange_of_gradients
+from autopipe.passes.cost.memory_check import out_of_memory
 from autopipe.passes.cost.roofline import node_seconds
-from autopipe.passes.lower.stages import assign_nodes
+from autopipe.passes.cost.stage_work import exchange_of_gradients
 from autopipe.passes.placement.grid.degrees import Degrees
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InfeasibleError, ModelError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.fit import device_memory, fitted
 from autopipe.passes.cost.memory import static_memory
+from autopipe.passes.cost.memory_check import device_memory, fitted
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.grid.bounds import Bounds
 from autopipe.passes.placement.grid.degrees import Degrees

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.constraints import ResolvedConstraint, wishes_of
-from autopipe.passes.cost.resized import resized
-from autopipe.passes.cost.splits import SampleAxes, sample_axes
+from autopipe.passes.analysis.constraints import ResolvedConstraint, wishes_of
+from autopipe.passes.analysis.operators import SampleAxes, sample_axes
+from autopipe.passes.cost.measured import resized
 from autopipe.passes.placement.grid.degrees import Degrees
 from autopipe.passes.spmd.cutting import cut_into_stages
 from autopipe.passes.spmd.groups import whole_group_splits

@@ -10,10 +10,9 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.constraints import required_sizes, wishes_of
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.constraints import required_sizes, wishes_of
-from autopipe.passes.cost.fit import check_operators
-from autopipe.passes.cost.kinds import describe_kinds, equal_device_runs, may_share
+from autopipe.passes.cost.memory_check import check_operators, describe_kinds, equal_device_runs, may_share
 from autopipe.passes.orders import best_order
 from autopipe.passes.placement.grid.degrees import factorisations
 from autopipe.passes.placement.grid.search import GridSearch

@@ -11,10 +11,9 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.fit import check_operators
-from autopipe.passes.cost.kinds import check_one_kind
-from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.cost.memory_check import check_one_kind, check_operators
 from autopipe.passes.placement.pase.placing import in_stages
 from autopipe.passes.solvers.min_sum import Assignment
 from autopipe.passes.solvers.min_sum.metropolis import walk

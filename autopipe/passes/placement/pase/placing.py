@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.fit import fitted, out_of_memory
-from autopipe.passes.cost.kinds import check_kinds
 from autopipe.passes.cost.memory import state_of
+from autopipe.passes.cost.memory_check import check_kinds, fitted, out_of_memory
 from autopipe.passes.placement.pase.skeleton import skeleton_of
 from autopipe.passes.spmd.search.fitting import Solver
 from autopipe.passes.spmd.search.stages import split_stages

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.constraints import ResolvedConstraint, wishes_of
-from autopipe.passes.cost.splits import sample_axes
-from autopipe.passes.cost.wished import required_splits
+from autopipe.passes.analysis.constraints import ResolvedConstraint, required_splits, wishes_of
+from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.spmd.cutting import cut_into_stages
 from autopipe.passes.spmd.search.configurations import Splits
 from autopipe.passes.spmd.settled import check_degrees, settled_stages

@@ -13,8 +13,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.fit import check_operators, fitted
-from autopipe.passes.cost.kinds import check_one_kind
+from autopipe.passes.cost.memory_check import check_one_kind, check_operators, fitted
 from autopipe.passes.orders import best_order
 from autopipe.passes.placement.pase.overlap import solve_overlapped
 from autopipe.passes.placement.pase.paper.placing import placement_of

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.passes.cost.chain import Chain
-from autopipe.passes.cost.constraints import BATCH_AXIS, ResolvedConstraint
-from autopipe.passes.cost.ranges import Matrix
-from autopipe.passes.cost.splits import SampleAxes
+from autopipe.passes.analysis.chain import Chain, Matrix
+from autopipe.passes.analysis.constraints import BATCH_AXIS, ResolvedConstraint
+from autopipe.passes.analysis.operators import SampleAxes
 from autopipe.passes.placement.pipedream.search import Price
 
 

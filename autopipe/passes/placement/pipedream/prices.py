@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Device, Link
-from autopipe.passes.cost.chain_tables import Tables
+from autopipe.passes.analysis.chain import Matrix
 from autopipe.passes.cost.communication import Cost
-from autopipe.passes.cost.kinds import may_share
-from autopipe.passes.cost.ranges import Matrix
-from autopipe.passes.cost.replicas import exchange_of_gradients
+from autopipe.passes.cost.memory_check import may_share
+from autopipe.passes.cost.range_tables import Tables
+from autopipe.passes.cost.stage_work import exchange_of_gradients
 from autopipe.passes.placement.pipedream.search import ChainStage
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopipe.passes.cost.ranges import Matrix
+from autopipe.passes.analysis.chain import Matrix
 
 
 @dataclass(frozen=True, slots=True)

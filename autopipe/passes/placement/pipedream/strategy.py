@@ -12,12 +12,11 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.chain import Matrix, make_chain
+from autopipe.passes.analysis.constraints import wishes_of
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.chain import make_chain
-from autopipe.passes.cost.chain_tables import make_tables
-from autopipe.passes.cost.constraints import wishes_of
-from autopipe.passes.cost.fit import check_operators, out_of_memory
-from autopipe.passes.cost.ranges import Matrix
+from autopipe.passes.cost.memory_check import check_operators, out_of_memory
+from autopipe.passes.cost.range_tables import make_tables
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.orders import best_order
 from autopipe.passes.placement.pipedream.obey import ChainConstraint, groups_of, ruled, rules_of

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.assignment import StageWork, stage_work
-from autopipe.passes.cost.kept import kept_values
+from autopipe.passes.analysis.gradients import kept_values
+from autopipe.passes.analysis.operators import uses_of
 from autopipe.passes.cost.memory import state_of
+from autopipe.passes.cost.stage_work import StageWork, stage_work
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.cost.uses import uses_of
 from autopipe.passes.placement.piper.blocks import Blocks
 from autopipe.passes.placement.piper.downsets import Downsets, Figures, Pairs
 from autopipe.passes.placement.piper.sharing import StageSharing

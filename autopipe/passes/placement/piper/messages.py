@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import recomputed_nodes
-from autopipe.passes.cost.splits import SampleAxes
+from autopipe.passes.analysis.operators import SampleAxes
 from autopipe.passes.placement.piper.blocks import Blocks
 from autopipe.passes.placement.piper.downsets import Downsets, Figures, Pairs
 

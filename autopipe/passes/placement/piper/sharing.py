@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.splits import SampleAxes
+from autopipe.passes.analysis.operators import SampleAxes
 from autopipe.passes.placement.piper.blocks import Blocks
 from autopipe.passes.spmd.groups import group_splits
 from autopipe.passes.spmd.replicas import NodeSplits, ReplicatedNetwork, replicated_network, with_samples_split

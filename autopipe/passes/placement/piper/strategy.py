@@ -9,11 +9,10 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError, OutOfMemoryE
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.fit import check_operators, fitted
-from autopipe.passes.cost.kinds import describe_kinds, equal_device_runs
+from autopipe.passes.cost.memory_check import check_operators, describe_kinds, equal_device_runs, fitted
 from autopipe.passes.cost.roofline import mean_seconds
-from autopipe.passes.cost.splits import sample_axes
 from autopipe.passes.placement.piper.blocks import Blocks, join_nodes
 from autopipe.passes.placement.piper.downsets import all_downsets, count_downsets
 from autopipe.passes.placement.piper.messages import messages_between

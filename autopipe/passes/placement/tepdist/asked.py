@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import ConfigurationError
-from autopipe.passes.cost.constraints import ResolvedConstraint
+from autopipe.passes.analysis.constraints import ResolvedConstraint
 from autopipe.passes.placement.tepdist.meshes import Mesh, meshes
 
 

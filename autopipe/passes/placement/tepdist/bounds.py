@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from autopipe.ir.cluster import Device
 from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.fit import out_of_memory
+from autopipe.passes.analysis.stage_nodes import assign_nodes
 from autopipe.passes.cost.memory import state_of
-from autopipe.passes.cost.replicas import exchange_of_gradients
+from autopipe.passes.cost.memory_check import out_of_memory
 from autopipe.passes.cost.roofline import accumulate_per_byte, node_seconds
-from autopipe.passes.lower.stages import assign_nodes
+from autopipe.passes.cost.stage_work import exchange_of_gradients
 from autopipe.passes.placement.tepdist.meshes import Mesh
 
 _Floats = NDArray[np.float64]

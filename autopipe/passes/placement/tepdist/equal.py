@@ -6,10 +6,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.precision import element_bytes
-from autopipe.passes.cost.reach import reach
-from autopipe.passes.cost.splits import SampleAxes, sample_axes
-from autopipe.passes.lower.gradients import differentiable_values
+from autopipe.passes.analysis.gradients import differentiable_values
+from autopipe.passes.analysis.operators import SampleAxes, element_bytes, sample_axes
+from autopipe.passes.cost.stage_work import reach
 from autopipe.passes.spmd.search.ground import StageOptions
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, SplitProof, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.fit import device_memory, out_of_memory
-from autopipe.passes.cost.splits import SampleAxes, sample_axes
+from autopipe.passes.analysis.operators import SampleAxes, sample_axes
+from autopipe.passes.cost.memory_check import device_memory, out_of_memory
 from autopipe.passes.cost.stages import StageCost, stage_costs, step_seconds
 from autopipe.passes.placement.tepdist.equal import NodeContents
 from autopipe.passes.placement.tepdist.level import Level

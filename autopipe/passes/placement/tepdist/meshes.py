@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autopipe.ir.cluster import Cluster
 from autopipe.passes.batching import divisors
-from autopipe.passes.cost.kinds import equal_device_runs
+from autopipe.passes.cost.memory_check import equal_device_runs
 
 
 @dataclass(frozen=True, slots=True)

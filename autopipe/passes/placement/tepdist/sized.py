@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.constraints import ResolvedConstraint, wishes_of
-from autopipe.passes.cost.resized import resized
-from autopipe.passes.cost.splits import sample_axes
-from autopipe.passes.cost.wished import required_splits
+from autopipe.passes.analysis.constraints import ResolvedConstraint, required_splits, wishes_of
+from autopipe.passes.analysis.operators import sample_axes
+from autopipe.passes.cost.measured import resized
 from autopipe.passes.placement.tepdist.inside import IntraStageSearch
 from autopipe.passes.placement.tepdist.level import Level
 from autopipe.passes.placement.tepdist.meshes import Mesh

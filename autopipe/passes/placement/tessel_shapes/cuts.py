@@ -13,7 +13,7 @@ from autopipe.ir.cluster import Device
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.placement import recomputed_nodes
-from autopipe.passes.cost.chain import Chain
+from autopipe.passes.analysis.chain import Chain
 from autopipe.passes.placement.tessel_shapes.model import CostedModel
 
 _ROUNDING = 1e-9

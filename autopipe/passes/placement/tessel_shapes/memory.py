@@ -8,7 +8,7 @@ from dataclasses import replace
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.fit import device_memory, in_flight, least_memory
+from autopipe.passes.cost.memory_check import device_memory, in_flight, least_memory
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.tessel_shapes.outline import Outline, with_chains_cut
 

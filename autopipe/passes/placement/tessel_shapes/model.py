@@ -12,9 +12,9 @@ from autopipe.ir.cluster import Cluster, Device
 from autopipe.ir.graph import Graph
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.problem import Problem, Work
-from autopipe.passes.cost.chain import Chain, make_chain
+from autopipe.passes.analysis.chain import Chain, make_chain
+from autopipe.passes.analysis.operators import uses_of
 from autopipe.passes.cost.roofline import node_seconds
-from autopipe.passes.cost.uses import uses_of
 from autopipe.passes.spmd.network import Network, weights_of
 
 _MOST_BLOCKS = 768

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.placement import recomputed_nodes
-from autopipe.passes.cost.chain import Chain
+from autopipe.passes.analysis.chain import Chain
 from autopipe.passes.placement.tessel_shapes.model import CostedModel
 from autopipe.passes.placement.tessel_shapes.tables import SharedLookup
 

@@ -15,10 +15,9 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.chain import Chain
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.chain import Chain
-from autopipe.passes.cost.fit import check_operators, fitted
-from autopipe.passes.cost.kinds import may_share
+from autopipe.passes.cost.memory_check import check_operators, fitted, may_share
 from autopipe.passes.orders import best_order
 from autopipe.passes.placement.tessel_shapes.branches import find_join
 from autopipe.passes.placement.tessel_shapes.cuts import line_of

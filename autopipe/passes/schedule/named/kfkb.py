@@ -11,7 +11,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
-from autopipe.passes.cost.in_flight import stages_in_flight
+from autopipe.passes.cost.memory import stages_in_flight
 from autopipe.passes.schedule.merge import Ticks, merge_orders
 from autopipe.passes.schedule.predict import task_ticks
 from autopipe.passes.schedule.repetend import find_repetends

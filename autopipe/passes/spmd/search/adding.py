@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.layout import MeshAxes
-from autopipe.passes.cost.communication import FREE, Cost
-from autopipe.passes.cost.relayout import reduction_cost
+from autopipe.passes.cost.communication import FREE, Cost, reduction_cost
 
 Addition = tuple[tuple[str, MeshAxes, int], ...]
 """The collectives that add up shares: kind, over which axes, and into how many parts the tensor is cut before."""

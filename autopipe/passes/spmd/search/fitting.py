@@ -11,8 +11,8 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.fit import device_memory, out_of_memory
-from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.analysis.operators import sample_axes
+from autopipe.passes.cost.memory_check import device_memory, out_of_memory
 from autopipe.passes.cost.stages import StageCost, stage_costs, step_seconds
 from autopipe.passes.solvers.min_sum import Assignment
 from autopipe.passes.spmd.search.configurations import Splits

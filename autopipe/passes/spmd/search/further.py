@@ -10,10 +10,9 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule
-from autopipe.passes.cost.constraints import wishes_of
-from autopipe.passes.cost.resized import resized
-from autopipe.passes.cost.splits import sample_axes
-from autopipe.passes.cost.wished import required_splits
+from autopipe.passes.analysis.constraints import required_splits, wishes_of
+from autopipe.passes.analysis.operators import sample_axes
+from autopipe.passes.cost.measured import resized
 from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate

@@ -8,11 +8,8 @@ from dataclasses import dataclass, field
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Problem
 from autopipe.ir.space import Dimension
-from autopipe.passes.cost.kept import SavedTensor, kept_values
-from autopipe.passes.cost.precision import element_bytes
-from autopipe.passes.cost.splits import sample_axes
-from autopipe.passes.cost.uses import OpInstance
-from autopipe.passes.lower.gradients import differentiable_values
+from autopipe.passes.analysis.gradients import SavedTensor, differentiable_values, kept_values
+from autopipe.passes.analysis.operators import OpInstance, element_bytes, sample_axes
 from autopipe.passes.spmd.search.configurations import Splits
 
 

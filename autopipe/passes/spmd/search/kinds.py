@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.passes.cost.kept import SavedTensor
+from autopipe.passes.analysis.gradients import SavedTensor
 from autopipe.passes.spmd.search.configurations import Splits, configurations
 from autopipe.passes.spmd.search.forms import LayoutTable, TensorLayouts
 from autopipe.passes.spmd.search.ground import StageContext

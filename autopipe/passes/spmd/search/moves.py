@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.layout import Layout, MeshAxes
-from autopipe.passes.cost.relayout import moving_lines
-from autopipe.passes.lower.relayout import is_chain, is_cut_further
+from autopipe.passes.analysis.resharding import is_chain, is_cut_further
+from autopipe.passes.cost.communication import moving_lines
 from autopipe.passes.spmd.search.lack import DimensionPair, missing_volume, pairs_by_dimension
 
 Floats = NDArray[np.float64]

@@ -10,10 +10,10 @@ import numpy as np
 from autopipe.ir.ops import signature_of
 from autopipe.ir.ops.operator import no_statistics
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.exchange import statistics_seconds
-from autopipe.passes.cost.kept import SavedTensor
+from autopipe.passes.analysis.gradients import SavedTensor
+from autopipe.passes.analysis.operators import OpInstance
 from autopipe.passes.cost.roofline import node_seconds
-from autopipe.passes.cost.uses import OpInstance
+from autopipe.passes.cost.stage_work import statistics_seconds
 from autopipe.passes.spmd.search.configurations import Splits
 from autopipe.passes.spmd.search.lying import MeshPositions
 from autopipe.passes.spmd.search.moves import Floats

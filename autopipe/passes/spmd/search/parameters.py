@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from autopipe.ir.layout import Layout, MeshAxis
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.memory import state_of
-from autopipe.passes.cost.replicas import exchange_of_gradients
 from autopipe.passes.cost.roofline import accumulate_per_byte, update_line
+from autopipe.passes.cost.stage_work import exchange_of_gradients
 from autopipe.passes.spmd.search.moves import Floats
 
 

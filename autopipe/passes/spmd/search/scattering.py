@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopipe.ir.layout import Layout, MeshAxes, degree_of, merged
-from autopipe.passes.lower.relayout import scattered_along, without
+from autopipe.passes.analysis.resharding import scattered_along, without
 from autopipe.passes.spmd.search.adding import Addition
 from autopipe.passes.spmd.search.lack import DimensionPair, pairs_by_dimension
 from autopipe.passes.spmd.search.numbering import Integers, distinct, numbered

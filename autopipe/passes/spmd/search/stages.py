@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from autopipe.ir.placement import Placement, SplitProof, recomputed_nodes
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.fit import in_flight
-from autopipe.passes.cost.resized import resized
-from autopipe.passes.lower.stages import StageNodes, assign_nodes
+from autopipe.passes.analysis.stage_nodes import StageNodes, assign_nodes
+from autopipe.passes.cost.measured import resized
+from autopipe.passes.cost.memory_check import in_flight
 from autopipe.passes.spmd.search.configurations import Splits
 from autopipe.passes.spmd.search.fitting import FittedPlacement, Solver, fit_stage, or_by_samples
 from autopipe.passes.spmd.search.ground import StageOptions

@@ -15,7 +15,7 @@ from autopipe.backends.torch.emission.folder import ProgramFiles, replace_folder
 from autopipe.backends.torch.emission.manifest import Provenance
 from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.problem import Optimizer
-from autopipe.passes.lower.assemble import lower
+from autopipe.passes.lower.lower import lower
 from tests.distributed.builder import Builder, mlp
 from tests.distributed.running import one_device
 

@@ -15,7 +15,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.ops import signature_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.program import Program
-from autopipe.passes.lower.assemble import lower
+from autopipe.passes.lower.lower import lower
 from tests.distributed.builder import mlp
 from tests.distributed.halves import halved
 from tests.distributed.portions import forwards_first

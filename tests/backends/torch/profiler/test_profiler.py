@@ -21,8 +21,8 @@ from autopipe.cli.profiling.medley import LONGER, write_overhead_stage, write_pa
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.graph import Graph
 from autopipe.ir.measured_costs import EXCHANGES, Affine, Sample, Timing
-from autopipe.passes.cost.operations import Operations
-from autopipe.passes.cost.work import annotate
+from autopipe.passes.cost.measured import Operations
+from autopipe.passes.cost.roofline import annotate
 from tests.passes.cost.graphs import Builder, perceptron
 
 WATCH = Stopwatch(torch.device("cpu"))

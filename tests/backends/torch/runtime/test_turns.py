@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from autopipe.backends.torch.runtime.turns import ChannelEnd, Event, Message, global_event_order
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import Phase, Task
-from autopipe.passes.lower.assemble import lower
+from autopipe.passes.lower.lower import lower
 from tests.distributed.drawing import Case, cases
 from tests.distributed.drawing_sizes import unequal_cases
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage, crossing_values
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.fit import device_memory
-from autopipe.passes.cost.splits import SampleAxes, sample_axes
+from autopipe.passes.analysis.operators import SampleAxes, sample_axes
+from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.stages import stage_costs
 from tests.passes.cost.graphs import Builder
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.chain_tables import make_tables
-from autopipe.passes.cost.fit import device_memory
-from autopipe.passes.cost.kinds import check_kinds, equal_device_runs
-from autopipe.passes.cost.resized import resized
+from autopipe.passes.cost.measured import resized
+from autopipe.passes.cost.memory_check import check_kinds, device_memory, equal_device_runs
+from autopipe.passes.cost.range_tables import make_tables
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.graphpipe.line import make_line

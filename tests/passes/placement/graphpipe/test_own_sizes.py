@@ -14,9 +14,9 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.ir.timeline import Timeline
-from autopipe.passes.cost.resized import resized
-from autopipe.passes.cost.splits import sample_axes
-from autopipe.passes.cost.work import annotate
+from autopipe.passes.analysis.operators import sample_axes
+from autopipe.passes.cost.measured import resized
+from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.placement.graphpipe.own_sizes import with_own_sizes
 from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
 from autopipe.passes.schedule.predict import predict

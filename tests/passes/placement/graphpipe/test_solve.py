@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.chain_tables import make_tables
+from autopipe.passes.cost.range_tables import make_tables
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.placement.graphpipe.line import make_line
 from autopipe.passes.placement.graphpipe.orders import other_orders

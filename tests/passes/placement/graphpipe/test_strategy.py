@@ -13,8 +13,8 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, stage_edges
 from autopipe.ir.problem import Constraint, Measured, Mode, Problem
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
-from autopipe.passes.cost.fit import device_memory
-from autopipe.passes.cost.resized import resized
+from autopipe.passes.cost.measured import resized
+from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.frontend import read_model
 from autopipe.passes.placement.graphpipe.check import check_schedule, check_stages

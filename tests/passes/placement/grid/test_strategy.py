@@ -10,10 +10,10 @@ import pytest
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Constraint, Optimizer, Problem
-from autopipe.passes.cost.fit import fitted
-from autopipe.passes.cost.resized import resized
+from autopipe.passes.cost.measured import resized
+from autopipe.passes.cost.memory_check import fitted
+from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.cost.work import annotate
 from autopipe.passes.placement.grid import search
 from autopipe.passes.placement.grid.degrees import Degrees, factorisations
 from autopipe.passes.placement.grid.search import GridSearch, GridTrial

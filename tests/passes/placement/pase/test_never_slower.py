@@ -11,8 +11,8 @@ from autopipe.ir.cluster import Cluster, Level, Link
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Mode, Problem
 from autopipe.passes.base import Strategy
+from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.cost.work import annotate
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.expert.one_weird_trick import OneWeirdTrick
 from autopipe.passes.placement.expert.strategy import Expert

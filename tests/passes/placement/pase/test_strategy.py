@@ -15,8 +15,8 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.fit import device_memory
-from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.analysis.operators import sample_axes
+from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.stages import stage_costs, step_seconds
 from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.spmd.search.configurations import configurations

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Constraint
-from autopipe.passes.cost.fit import device_memory
-from autopipe.passes.cost.kinds import check_kinds
+from autopipe.passes.cost.memory_check import check_kinds, device_memory
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.pipedream.strategy import PipeDream
 from tests.passes.cost.graphs import cluster, perceptron, problem

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.passes.cost.ranges import Matrix
+from autopipe.passes.analysis.chain import Matrix
 from autopipe.passes.placement.pipedream.search import search
 
 Stages = list[tuple[int, int, int, int]]

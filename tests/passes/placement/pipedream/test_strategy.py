@@ -11,10 +11,10 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem
-from autopipe.passes.cost.chain import linear_order, make_chain
-from autopipe.passes.cost.fit import device_memory
-from autopipe.passes.cost.resized import resized
-from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.analysis.chain import linear_order, make_chain
+from autopipe.passes.analysis.operators import sample_axes
+from autopipe.passes.cost.measured import resized
+from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.stages import edge_bytes, stage_costs
 from autopipe.passes.placement.pipedream.strategy import PipeDream
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem

@@ -15,10 +15,10 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, Split
 from autopipe.ir.problem import Constraint, Mode, Problem
 from autopipe.ir.schedule import StageGraph
-from autopipe.passes.cost.resized import resized
-from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.analysis.operators import sample_axes
+from autopipe.passes.cost.measured import resized
+from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.cost.work import annotate
 from autopipe.passes.frontend import read_model
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pase.strategy import Pase

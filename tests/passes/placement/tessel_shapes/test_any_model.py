@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Mode, Problem
-from autopipe.passes.cost.work import annotate
-from autopipe.passes.lower.assemble import lower
+from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.lower.lower import lower
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
 from tests.distributed.drawing import BATCH, graphs
 from tests.distributed.running import schedule_of

@@ -11,9 +11,9 @@ from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.chain import make_chain
+from autopipe.passes.analysis.chain import make_chain
+from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.cost.work import annotate
 from autopipe.passes.frontend import read_model
 from autopipe.passes.placement.tessel_shapes.cuts import line_of
 from autopipe.passes.placement.tessel_shapes.model import costed_model

@@ -15,9 +15,9 @@ from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, stage_edges
 from autopipe.ir.problem import Constraint, Problem
-from autopipe.passes.cost.fit import device_memory
+from autopipe.passes.cost.memory_check import device_memory
+from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.cost.work import annotate
 from autopipe.passes.frontend import read_model
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
 from tests.passes.cost.graphs import cluster

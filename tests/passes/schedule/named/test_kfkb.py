@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.schedule import MicroBatchSlice, Phase, Schedule, StageGraph, WrongScheduleError
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
-from autopipe.passes.cost.in_flight import table_2
+from autopipe.passes.cost.memory import table_2
 from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards, kept_micro_batches, order_kfkb, stage_order
 from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.simulate import simulate

@@ -13,10 +13,10 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Constraint, Mode, Problem
 from autopipe.ir.schedule import StageGraph
-from autopipe.passes.cost.fit import device_memory
-from autopipe.passes.cost.splits import sample_axes
+from autopipe.passes.analysis.operators import sample_axes
+from autopipe.passes.cost.memory_check import device_memory
+from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.cost.work import annotate
 from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate

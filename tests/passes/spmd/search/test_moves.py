@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.layout import Layout, MeshAxis, WindowedBlocks, merged, mesh_of, replicated
 from autopipe.ir.placement import Split
-from autopipe.passes.cost.relayout import moving_seconds, relayout_seconds
-from autopipe.passes.lower.relayout import reductions, steps_between
+from autopipe.passes.analysis.resharding import reductions, steps_between
+from autopipe.passes.cost.communication import moving_seconds, relayout_seconds
 from autopipe.passes.spmd.search.adding import Collectives
 from autopipe.passes.spmd.search.moves import ReshardTable
 from autopipe.passes.spmd.search.reducing import Changes

@@ -45,7 +45,7 @@ class _Held:
 def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
     """The pieces that each rank writes, by rank: the same on all ranks, since all know who holds what.
 
-    Blocks of a parameter are equal or apart (`autopipe.passes.lower.parameters`), so that none is written twice. What
+    Blocks of a parameter are equal or apart (`autopipe.passes.lower.shard`), so that none is written twice. What
     is updated in shares is written by who has the share. Of the rest the largest piece goes first, to whichever of its
     holders has least to write.
     """

@@ -9,11 +9,10 @@ from numpy.typing import NDArray
 
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.chain import linear_order
-from autopipe.passes.cost.precision import element_bytes
+from autopipe.passes.analysis.chain import linear_order
+from autopipe.passes.analysis.gradients import differentiable_values
+from autopipe.passes.analysis.operators import element_bytes, uses_of
 from autopipe.passes.cost.roofline import mean_seconds
-from autopipe.passes.cost.uses import uses_of
-from autopipe.passes.lower.gradients import differentiable_values
 
 Floats = NDArray[np.float64]
 Places = NDArray[np.int64]

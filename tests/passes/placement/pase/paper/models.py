@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Mode, Problem
-from autopipe.passes.cost.work import annotate
+from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import read_model
 from tests.passes.cost.graphs import cluster
 

@@ -12,7 +12,7 @@ from autopipe.ir.ops import operator_of
 from autopipe.ir.placement import Placement, Split
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.lower.assemble import lower
+from autopipe.passes.lower.lower import lower
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pase.paper.layers import LayerGraph
 from autopipe.passes.placement.pase.paper.placing import placement_of

@@ -14,9 +14,9 @@ from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, Stage, crossing_values, recomputed_nodes
 from autopipe.ir.problem import Mode, Problem
-from autopipe.passes.cost.work import annotate
+from autopipe.passes.analysis.gradients import differentiable_values
+from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import read_model
-from autopipe.passes.lower.gradients import differentiable_values
 from autopipe.passes.placement.tepdist.division import StageDivision, divide
 from autopipe.passes.solvers.milp import SolverName
 from tests.passes.cost.graphs import Builder, cluster

@@ -3,21 +3,25 @@
 What a stage keeps then is what passes from one segment to the next, and of what its operators keep no more than one
 segment's is there at a time: for a chain of n equal operators about the square root of n times what one keeps (Chen et
 al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 4.1).
+
+Which of a stage's values gradients come back to.
+
+Stages that recompute, with the segments that run again each by itself.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of
 from autopipe.ir.placement import recomputed_nodes
-from autopipe.passes.lower.gradients import differentiable_values
-from autopipe.passes.lower.halves import viewed
+from autopipe.ir.program import Collective, Compute, Segment, StageCode
+from autopipe.passes.analysis.gradients import differentiable_values, viewed
 
 _FINER = 2**0.5
 """Limits of a segment's bytes that are tried: each is smaller by this factor than the one before."""
@@ -145,3 +149,59 @@ def _kept(graph: Graph, index: int) -> int:
     if row is None or row.kind == "view":
         return 0
     return sum(graph.type_of(name).bytes for name in node.outputs if name in flowing)
+
+
+def flowing_values(code: StageCode, differentiable: frozenset[str]) -> set[str]:
+    """The stage's values, by their local names, that a gradient comes back to: autograd runs no other backward.
+
+    They depend on something that wants a gradient, and something that the stage gives depends on them.
+    """
+    read = (*code.inputs, *(value for _, value in code.parameters))
+    wanting = {value.name for value in read if value.name in differentiable}
+    for operation in code.operations:
+        if _passes_gradients(operation) and not wanting.isdisjoint(operation.reads):
+            wanting.update(_floating(operation))
+    flowing = wanting & {value.name for value in code.outputs}
+    for operation in reversed(code.operations):
+        if _passes_gradients(operation) and not flowing.isdisjoint(operation.writes):
+            flowing.update(wanting.intersection(operation.reads))
+    return flowing
+
+
+def _passes_gradients(operation: Compute | Collective) -> bool:
+    if isinstance(operation, Collective):
+        return True
+    row = operator_of(operation.signature.node)
+    return row is not None and row.differentiable
+
+
+def _floating(operation: Compute | Collective) -> Iterable[str]:
+    """The results that can have a gradient."""
+    results = (operation.result,) if isinstance(operation, Collective) else operation.signature.results
+    return (value.name for value in results if value is not None and value.dtype.is_floating)
+
+
+def with_segments(graph: Graph, code: StageCode, differentiable: frozenset[str], held: int) -> StageCode:
+    """A stage of a program that trains, in segments if it recomputes, with `held` micro-batches in flight.
+
+    `graph` is that of its own micro-batches, and gradients flow through the values that are `differentiable`.
+    """
+    if not code.recompute:
+        return code
+    flowing = flowing_values(code, differentiable)
+    nodes = tuple(each.node for each in code.operations if isinstance(each, Compute))
+    cut = replace(code, segments=tuple(Segment(own, frozenset()) for own in cutter(graph)(nodes, held).nodes))
+    written = (frozenset(name for each in own for name in each.writes) for own in cut.by_segment())
+    segments = zip(cut.segments, written, strict=True)
+    return replace(cut, segments=tuple(replace(each, flowing=names & flowing) for each, names in segments))
+
+
+def running_again(code: StageCode) -> frozenset[int]:
+    """The segments that run again for their backward: gradients come back to something that they give."""
+    found: set[int] = set()
+    wanted = {value.name for value in code.outputs}
+    for number, operations in reversed(list(enumerate(code.by_segment()))):
+        if code.segments and not wanted.isdisjoint(code.segments[number].flowing):
+            found.add(number)
+        wanted |= {name for each in operations for name in each.reads}
+    return frozenset(found)

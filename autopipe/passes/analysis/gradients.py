@@ -1,16 +1,97 @@
-"""Tensors that each node makes backward keep: values, once each, however many views and consumers they have."""
+"""Which values gradients flow through.
+
+Tensors that each node makes backward keep: values, once each, however many views and consumers they have.
+
+Stages whose backward a schedule splits: which of their nodes leave gradients to the second half.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.ops import operator_of
+from autopipe.ir.schedule import Phase, Schedule
 from autopipe.ir.space import Dimension, Windowed
-from autopipe.passes.cost.precision import PRODUCT_KINDS, element_bytes, narrows
-from autopipe.passes.cost.uses import OpInstance
-from autopipe.passes.lower.gradients import differentiable_values
+from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, element_bytes, narrows
+
+if TYPE_CHECKING:
+    from autopipe.ir.program import StageCode
+
+
+@remembered(GRAPHS)
+def differentiable_values(graph: Graph) -> frozenset[str]:
+    """Values whose gradient a trainable parameter needs: floating, computed from one through differentiable nodes."""
+    found = {parameter.value.name for parameter in graph.parameters if parameter.trainable}
+    for node in graph.nodes:
+        row = operator_of(node)
+        if row is not None and row.differentiable and any(name in found for name in node.inputs):
+            found.update(name for name in node.outputs if name and graph.type_of(name).dtype.is_floating)
+    return frozenset(found)
+
+
+def split_backwards(graph: Graph, codes: tuple[StageCode, ...], schedule: Schedule) -> tuple[StageCode, ...]:
+    """The same stages; where a task computes half a backward, with the nodes whose parameters' gradients can wait."""
+    split = {task.stage for order in schedule.tasks for task in order if task.phase is Phase.INPUT_GRADIENT}
+    return tuple(replace(code, deferred=_deferred(graph, code)) if code.stage in split else code for code in codes)
+
+
+def _deferred(graph: Graph, code: StageCode) -> tuple[int, ...]:
+    from autopipe.ir.program import Compute  # Costs ask for halves too, and know no programs.
+
+    computed = (each.node for each in code.operations if isinstance(each, Compute))
+    return tuple(node for node in computed if waiting_operands(graph, node))
+
+
+def waiting_operands(graph: Graph, node: int) -> tuple[int, ...]:
+    """Positions of the node's operands whose gradients the second half of a split backward computes.
+
+    They are parameters, or views of such, whose gradient costs a product or a lookup of its own (`Operator.weights`).
+    A vector is none: its gradient is a sum, cheaper computed than waited for.
+    """
+    return all_waiting_operands(graph)[node]
+
+
+@remembered(GRAPHS)
+def all_waiting_operands(graph: Graph) -> tuple[tuple[int, ...], ...]:
+    """The same for all nodes."""
+    return tuple(_waiting_at(graph, node) for node in graph.nodes)
+
+
+def _waiting_at(graph: Graph, node: Node) -> tuple[int, ...]:
+    row = operator_of(node)
+    if row is None or len(node.outputs) != 1:
+        return ()
+    places = (place for place in row.weights if place < len(node.inputs))
+    return tuple(place for place in places if _is_weight(graph, node.inputs[place]))
+
+
+def _is_weight(graph: Graph, name: str) -> bool:
+    parameter = graph.parameter(viewed(graph, name))
+    if parameter is None or not parameter.trainable:
+        return False
+    return parameter.value.dtype.is_floating and len(parameter.value.shape) > 1
+
+
+def viewed(graph: Graph, name: str) -> str:
+    """The value that a value is, at the end, a view of."""
+    return views(graph).get(name, name)
+
+
+@remembered(GRAPHS)
+def views(graph: Graph) -> dict[str, str]:
+    """For each value that is a view the one that it is, at the end, a view of."""
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        row = operator_of(node)
+        if row is not None and row.kind == "view":
+            source = node.inputs[0]
+            found |= dict.fromkeys(filter(None, node.outputs), found.get(source, source))
+    return found
+
 
 _BESIDE = {"mask": 1, "places": 8}
 """Bytes an element of the first result of what is no value of the graph."""

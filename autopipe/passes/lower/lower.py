@@ -1,16 +1,25 @@
-"""A `Program` from a plan: the only place that knows all of its parts."""
+"""A `Program` from a plan: the only place that knows all of its parts.
+
+Parts of a program from the stages of a placement: their local forwards, the message blocks between them, and the
+ranks' parameters.
+
+A whole model on one device.
+
+Requirements on a plan for generated programs to run it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import degree_of
-from autopipe.ir.placement import Placement
+from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.program import (
     DataInput,
     MessageBlock,
@@ -20,21 +29,102 @@ from autopipe.ir.program import (
     Program,
     RankCode,
     Section,
+    Shard,
     StageOnRank,
     Verb,
 )
-from autopipe.ir.schedule import Schedule, Task
-from autopipe.passes.lower.channels import HeldMessages, channels_of, held_messages
-from autopipe.passes.lower.executable import check_tasks
-from autopipe.passes.lower.halves import split_backwards
-from autopipe.passes.lower.inputs import input_ranges
+from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.passes.analysis.gradients import differentiable_values, split_backwards
+from autopipe.passes.analysis.micro_batches import (
+    check_portions,
+    input_ranges,
+    micro_batch_size,
+    stage_graphs,
+    stage_micro_batches,
+    with_numbered_constants,
+)
+from autopipe.passes.analysis.recompute import with_segments
+from autopipe.passes.analysis.stage_nodes import assign_nodes
+from autopipe.passes.lower.deadlock_check import prove
+from autopipe.passes.lower.messages import (
+    HeldMessages,
+    RankPeers,
+    channels_of,
+    held_messages,
+    sending_orders,
+    transfer_pieces,
+)
 from autopipe.passes.lower.order import instructions, sections
-from autopipe.passes.lower.parts import Parts, parts_of, wanted_values
-from autopipe.passes.lower.portions import check_portions
-from autopipe.passes.lower.posting import RankPeers, sending_orders
-from autopipe.passes.lower.proof import prove
-from autopipe.passes.lower.shard import ShardedStage
-from autopipe.passes.lower.sizes import micro_batch_size
+from autopipe.passes.lower.shard import Demands, ShardedStage, parameter_shards, shard_stage, torn_parameters
+
+
+def check_tasks(placement: Placement, schedule: Schedule) -> None:
+    """Raise CodegenError unless the schedule has a row for each device of the placement."""
+    if placement.devices > schedule.devices:
+        raise CodegenError(f"the placement uses {placement.devices} devices, the schedule has {schedule.devices}")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """All of a program that does not depend on its schedule; `shards` are by rank."""
+
+    graphs: tuple[Graph, ...]
+    """The graph of each stage's own micro-batch."""
+    stages: tuple[ShardedStage, ...]
+    pieces: tuple[MessageBlock, ...]
+    shards: tuple[tuple[Shard, ...], ...]
+    differentiable: frozenset[str]
+    """The values that gradients flow through: none without training."""
+
+
+def parts_of(graph: Graph, placement: Placement, devices: int, loss: str | None) -> Parts:
+    """The parts of the program that trains with `loss`, or gives all of the graph's outputs.
+
+    Raises CodegenError for splits and micro-batches that cannot be executed.
+    """
+    wanted = wanted_values(graph, loss)
+    turns, graphs = stage_micro_batches(graph, placement), stage_graphs(graph, placement)
+    stages = _sharded(graph, placement, graphs, wanted)
+    codes = with_numbered_constants([stage.code for stage in stages], graphs, graph)
+    stages = tuple(
+        replace(stage, code=replace(code, turns=each)) for stage, code, each in zip(stages, codes, turns, strict=True)
+    )
+    differentiable = differentiable_values(graph) if loss is not None else frozenset()
+    if loss is not None:
+        cut = (
+            with_segments(own, stage.code, differentiable, placement.length)
+            for own, stage in zip(graphs, stages, strict=True)
+        )
+        stages = tuple(replace(stage, code=code) for stage, code in zip(stages, cut, strict=True))
+    pieces = transfer_pieces(graph, placement, stages, differentiable)
+    return Parts(graphs, stages, pieces, parameter_shards(graph, devices, stages), differentiable)
+
+
+def wanted_values(graph: Graph, loss: str | None) -> tuple[str, ...]:
+    """Results of a program: its loss, or all of the graph's outputs."""
+    return (loss,) if loss is not None else tuple(dict.fromkeys(graph.outputs))
+
+
+def _sharded(
+    graph: Graph, placement: Placement, graphs: tuple[Graph, ...], wanted: Sequence[str]
+) -> tuple[ShardedStage, ...]:
+    """The stages' local forwards, each of its own of `graphs`.
+
+    A parameter that stages would cut differently is held whole by all of them: its gradient is a sum over equal blocks.
+    """
+    assigned = assign_nodes(graph, placement, tuple(wanted))
+    shares = frozenset(wanted) - graph.consumers().keys()
+    batch = batch_axes_of(graph)
+
+    def shard(whole: frozenset[str]) -> tuple[ShardedStage, ...]:
+        return tuple(
+            shard_stage(own, number, stage, nodes, Demands(whole, shares), batch)
+            for number, (own, stage, nodes) in enumerate(zip(graphs, placement.stages, assigned, strict=True))
+        )
+
+    stages = shard(frozenset())
+    torn = torn_parameters(stages)
+    return shard(torn) if torn else stages
 
 
 def lower(
@@ -176,3 +266,13 @@ def _batch_axis(graph: Graph, name: str, batch: BatchAxes) -> int | None:
         samples = batch.of(name)
         return samples.dimension if samples is not None and samples.outer == 1 else None
     return 0 if graph.type_of(name).shape[:1] == (1,) else dict(graph.batch_axes).get(name)
+
+
+def one_device_program(graph: Graph, micro_batches: int, micro_batch_size: int, loss: str | None) -> Program:
+    """Program of `micro_batches` micro-batches in one stage, one after the other: training with `loss`, forwards
+    without. Raises CodegenError as `lower` does.
+    """
+    stage = Stage(tuple(range(len(graph.nodes))), (0,), micro_batch_size)
+    phases = (Phase.FORWARD, Phase.BACKWARD) if loss is not None else (Phase.FORWARD,)
+    order = tuple(Task(0, phase, index) for index in range(micro_batches) for phase in phases)
+    return lower(graph, Placement((stage,)), Schedule(micro_batches, (order,)), loss)

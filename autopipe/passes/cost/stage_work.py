@@ -1,20 +1,49 @@
-"""Work of each stage, with everything the costs of a stage are read from."""
+"""Work of each stage, with everything the costs of a stage are read from.
+
+The collectives inside a stage: what they take where neighbours want a value in different layouts.
+
+They are those that lowering inserts (`passes/lower/exchanges.py`), and those by which a node split along a joint axis
+tells the group its statistics. Backward runs each exchange's transpose, which costs the same: all-reduce for
+all-reduce, reduce-scatter for all-gather and the reverse, nothing for a cut; and none where no gradient flows.
+
+Joint work, at a step's end, of devices that hold the same block of a parameter.
+
+Without sharding they add up gradients, and each updates all. Where the optimizer's state is sharded (ZeRO-1, see
+`Optimizer.shard`), each gets the sum of a shard of the gradients and updates that; then all gather the parameters.
+
+Signature of a device group: all that decides how fast it computes and exchanges.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.layout import Layout, replicated
+from autopipe.ir.layout import Layout, MeshAxes, merged, mesh_of, replicated
+from autopipe.ir.measured_costs import Affine
 from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.ops import signature_of
+from autopipe.ir.ops.operator import Signature, joint_splits
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.resized import resized
-from autopipe.passes.cost.uses import OpInstance, uses_of
-from autopipe.passes.lower.exchanges import NodeLayouts, laid, taken_layouts
-from autopipe.passes.lower.stages import assign_nodes
+from autopipe.passes.analysis.operators import OpInstance, uses_of
+from autopipe.passes.analysis.resharding import Exchange, NodeLayouts, laid, taken_layouts, with_exchanges
+from autopipe.passes.analysis.stage_nodes import assign_nodes
+from autopipe.passes.cost.communication import (
+    FREE,
+    Cost,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    reduction_cost,
+    relayout_seconds,
+)
+from autopipe.passes.cost.measured import resized
+from autopipe.passes.cost.roofline import bucket_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +200,100 @@ def _sharing(graph: Graph, index: int, use: OpInstance, splits: tuple[Split, ...
         for layouts in (form.operands, form.results)
     )
     return NodeSharing(degrees, share, form.operands, form.results, read, written)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeSeconds:
+    """Seconds of one micro-batch's collectives inside a stage."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+    def __add__(self, other: ExchangeSeconds) -> ExchangeSeconds:
+        return ExchangeSeconds(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
+
+
+def exchange_seconds(graph: Graph, cluster: Cluster, work: StageWork, gradient: Set[str]) -> ExchangeSeconds:
+    """The collectives of a stage; `gradient` are the values that gradients flow through."""
+    devices = work.stage.devices
+    if len(devices) < 2 or not work.stage.splits:
+        return ExchangeSeconds()
+    total = ExchangeSeconds()
+    for exchange in exchanges_of(graph, work):
+        width = graph.type_of(exchange.value).dtype.itemsize
+        seconds = relayout_seconds(cluster, devices, exchange.step, width)
+        total += ExchangeSeconds(seconds, seconds * (exchange.value in gradient))
+    for each in work.nodes:
+        if joint_splits(each.use.space, each.sharing.degrees):
+            total += statistics_seconds(
+                cluster, devices, each.use, signature_of(graph, each.node), each.sharing.degrees
+            )
+    return total
+
+
+def exchanges_of(graph: Graph, work: StageWork) -> Iterable[Exchange]:
+    """The changes of layout that lowering makes between a stage's nodes."""
+    nodes = list(map(laid_as, work.nodes))
+    shares = work.given.keys() - graph.consumers().keys()
+    steps = with_exchanges(nodes, taken_layouts(graph, nodes), work.given.keys(), shares, len(work.stage.devices))
+    return (step for step in steps if isinstance(step, Exchange))
+
+
+def statistics_seconds(
+    cluster: Cluster, devices: tuple[int, ...], use: OpInstance, signature: Signature, degrees: Mapping[str, int]
+) -> ExchangeSeconds:
+    """Seconds of the statistics that a node split by `degrees`, along joint axes among others, exchanges."""
+    forward = backward = 0.0
+    mesh: MeshAxes = ()
+    for told in use.row.statistics(signature, use.space, degrees):
+        mesh = mesh or mesh_of([Split(*item) for item in degrees.items()], len(devices))
+        over = merged([place for axis, place in zip(degrees, mesh, strict=True) if axis in told.axes])
+        seconds = told.times * reduction_cost(cluster, devices, told.kind, over).seconds(told.bytes)
+        forward, backward = (forward, backward + seconds) if told.backward else (forward + seconds, backward)
+    return ExchangeSeconds(forward, backward)
+
+
+def exchange_of_gradients(problem: Problem, group: Sequence[int], tensors: int = 0) -> Cost:
+    """Seconds, once a step, for gradients of these bytes a device of `group`; as many bytes are gathered.
+
+    Copying into a bucket and back counts too, by the byte, and by the tensor where `tensors` is given.
+    """
+    if len(group) < 2:
+        return FREE
+    buckets = [bucket_line(device) for device in problem.cluster.kinds_among(group)]
+    own = Affine(max(each.per_tensor_s for each in buckets) * tensors, max(each.per_byte_s for each in buckets))
+    if not problem.optimizer.shard:
+        return Cost(tuple(way + own for way in all_reduce(problem.cluster, group).ways))
+    halves = reduce_scatter(problem.cluster, group), all_gather(problem.cluster, group)
+    return Cost(tuple(scatter + gather + own for scatter in halves[0].ways for gather in halves[1].ways))
+
+
+def updated_part(problem: Problem, copies: float) -> float:
+    """The part that each of the devices with `copies` of a block updates, and keeps the optimizer's state of."""
+    return 1 / copies if problem.optimizer.shard else 1.0
+
+
+@remembered(2)
+def holders_of(works: Sequence[StageWork]) -> dict[str, tuple[int, ...]]:
+    """The devices, ascending, that hold the same block of each parameter, over all stages; of its parts the first."""
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for work in works:
+        alike: dict[Layout, tuple[int, ...]] = {}
+        for name, layout in work.layouts.items():
+            if layout not in alike:
+                places = layout.like_first(len(work.stage.devices))
+                alike[layout] = tuple(sorted(work.stage.devices[place] for place in places))
+            found.setdefault(name, []).append(alike[layout])
+    return {name: groups[0] if len(groups) == 1 else _united(groups) for name, groups in found.items()}
+
+
+def _united(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sorted(frozenset().union(*groups)))
+
+
+def reach(cluster: Cluster, devices: Sequence[int]) -> Hashable:
+    """The devices' kinds, their order, and the levels that part neighbours: any two part at the outermost between."""
+    ranked = sorted(devices)
+    place = {device: index for index, device in enumerate(ranked)}
+    levels = tuple(cluster.level(first, second) for first, second in itertools.pairwise(ranked))
+    return tuple(cluster.devices[device] for device in devices), tuple(place[device] for device in devices), levels

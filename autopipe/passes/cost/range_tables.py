@@ -10,12 +10,8 @@ import numpy as np
 from autopipe.ir.cluster import Device, Link
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.chain import Chain
-from autopipe.passes.cost.communication import Cost
-from autopipe.passes.cost.kept import kept_values
-from autopipe.passes.cost.memory import state_of
-from autopipe.passes.cost.precision import element_bytes
-from autopipe.passes.cost.ranges import (
+from autopipe.passes.analysis.chain import (
+    Chain,
     Matrix,
     distinct_sums,
     incoming_sums,
@@ -23,9 +19,12 @@ from autopipe.passes.cost.ranges import (
     range_maxima,
     range_sums,
 )
-from autopipe.passes.cost.replicas import updated_part
+from autopipe.passes.analysis.gradients import kept_values
+from autopipe.passes.analysis.operators import SampleAxes, element_bytes, sample_axes
+from autopipe.passes.cost.communication import Cost
+from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.roofline import accumulate_per_byte, node_seconds, task_seconds, update_line
-from autopipe.passes.cost.splits import SampleAxes, sample_axes
+from autopipe.passes.cost.stage_work import updated_part
 
 
 @dataclass(frozen=True, slots=True)

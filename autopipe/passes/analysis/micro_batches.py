@@ -1,18 +1,216 @@
-"""Which numbers an input may hold, read off the places it goes: rows of tables, classes, one or nought."""
+"""Which numbers an input may hold, read off the places it goes: rows of tables, classes, one or nought.
+
+Which blocks of a value two stages' micro-batches have in common, where these are of different sizes.
+
+The graph at the size of each stage's own micro-batches.
+
+True if a stage may take a micro-batch in portions: only if that leaves what is computed as it is.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from autopipe.ir.graph import Graph, Node, Value
+from autopipe.ir.batch import BatchAxes, Samples, batch_axes_of, rebatched
+from autopipe.ir.errors import CodegenError, InfeasibleError
+from autopipe.ir.graph import Constant, Graph, Node, Value
+from autopipe.ir.layout import Box, whole
 from autopipe.ir.ops.movement import slices
 from autopipe.ir.ops.operator import Signature, positive, signature_of
+from autopipe.ir.placement import Placement, crossing_values
 from autopipe.ir.program import InputBounds, InputRange
+from autopipe.ir.schedule import EVERY, MicroBatchSlice, micro_batch_ratios
+from autopipe.ir.space import AxisKind
+from autopipe.passes.frontend.read import mixing_nodes
+
+if TYPE_CHECKING:
+    from autopipe.ir.program import StageCode
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The block of a value that micro-batches of a sender's turn and of a receiver's turn share.
+
+    `sent` and `received` are the same numbers, in coordinates of either's whole value.
+    """
+
+    source_turn: MicroBatchSlice
+    target_turn: MicroBatchSlice
+    sent: Box
+    received: Box
+
+
+def shared_blocks(
+    graph: Graph, batch: BatchAxes, name: str, source: tuple[int, tuple[int, ...]], target: tuple[int, tuple[int, ...]]
+) -> tuple[Shared, ...]:
+    """All that is sent of a value; `source` and `target` are the stages' samples a micro-batch, and the value's shape.
+
+    A value that depends on no sample is sent whole, to each of the receiver's micro-batches once. Raises
+    InfeasibleError where `check_shareable` does.
+    """
+    sent, received = whole(source[1]), whole(target[1])
+    if source[0] == target[0]:
+        return (Shared(EVERY, EVERY, sent, received),)
+    pairs = tuple(_overlaps(source[0], target[0]))
+    check_shareable(graph, batch, name, source[0], target[0])
+    for place in batch.values.get(name, ()):
+        return tuple(block for pair in pairs for block in _blocks(pair, place, source, target))
+    first = {pair.target_turn: pair for pair in reversed(pairs)}
+    return tuple(Shared(pair.source_turn, turn, sent, received) for turn, pair in reversed(first.items()))
+
+
+def check_shareable(graph: Graph, batch: BatchAxes, name: str, source: int, target: int) -> None:
+    """Raise InfeasibleError for a value between micro-batches of `source` and `target` samples that depends on samples
+    but does not keep them apart along one dimension: a mean of some is no mean of others."""
+    places = batch.values.get(name, ())
+    if source != target and len(places) != 1 and (places or _depends_on_samples(graph, batch, name)):
+        raise InfeasibleError(
+            f"{name!r} goes from micro-batches of {source} samples to ones of {target}, but its samples cannot be told "
+            "apart",
+            hint="give the stages that compute and read it equal micro-batches, or make them one stage",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    """Samples [start, stop), counted from where a micro-batch of either side begins, that a pair of turns share."""
+
+    source_turn: MicroBatchSlice
+    target_turn: MicroBatchSlice
+    start: int
+    stop: int
+
+
+def _overlaps(source: int, target: int) -> Iterator[_Overlap]:
+    """All pairs of turns that share samples, where micro-batches have `source` and `target` of them."""
+    period = math.lcm(source, target)
+    sends, receives = period // source, period // target
+    for j in range(receives):
+        for i in range(sends):
+            start, stop = max(i * source, j * target), min((i + 1) * source, (j + 1) * target)
+            if start < stop:
+                yield _Overlap(MicroBatchSlice(i, sends), MicroBatchSlice(j, receives), start, stop)
+
+
+def _blocks(
+    pair: _Overlap, place: Samples, source: tuple[int, tuple[int, ...]], target: tuple[int, tuple[int, ...]]
+) -> Iterator[Shared]:
+    """The blocks that hold the shared samples: several where something else is counted outside of them."""
+    for outer in range(place.outer):
+        boxes = []
+        for (size, shape), turn in ((source, pair.source_turn), (target, pair.target_turn)):
+            first = (outer - turn.index) * size
+            starts, stops = [0] * len(shape), list(shape)
+            starts[place.dimension] = (first + pair.start) * place.inner
+            stops[place.dimension] = (first + pair.stop) * place.inner
+            boxes.append(Box(tuple(starts), tuple(stops)))
+        yield Shared(pair.source_turn, pair.target_turn, *boxes)
+
+
+def _depends_on_samples(graph: Graph, batch: BatchAxes, name: str) -> bool:
+    """True if it is computed from anything that carries samples."""
+    seen: set[str] = set()
+    waiting = [name]
+    while waiting:
+        each = waiting.pop()
+        if batch.values.get(each):
+            return True
+        producer = graph.producer(each)
+        if producer is not None and each not in seen:
+            seen.add(each)
+            waiting.extend(name for name in graph.nodes[producer].inputs if name)
+    return False
+
+
+def micro_batch_size(graph: Graph, placement: Placement) -> int:
+    """Samples of one evaluation of the graph; the stages' own where no input carries samples."""
+    for name, axis in graph.batch_axes:
+        return graph.type_of(name).shape[axis]
+    return max(stage.micro_batch_size for stage in placement.stages)
+
+
+def stage_micro_batches(graph: Graph, placement: Placement) -> tuple[int, ...]:
+    """Micro-batches of its own that each stage makes of one of the graph's.
+
+    Raises CodegenError where the samples cannot be shared out like that.
+    """
+    try:
+        turns = micro_batch_ratios(placement, micro_batch_size(graph, placement))
+    except InfeasibleError as error:
+        raise CodegenError(error.message, hint=error.hint) from error
+    return turns or (1,) * len(placement.stages)
+
+
+def stage_graphs(graph: Graph, placement: Placement) -> tuple[Graph, ...]:
+    """For each stage the graph of one of its own micro-batches; nodes, values and parameters keep names and places.
+
+    Raises ModelError where the graph's batch cannot shrink.
+    """
+    sizes = [stage.micro_batch_size for stage in placement.stages]
+    whole = micro_batch_size(graph, placement)
+    by_size = {size: graph if size == whole else rebatched(graph, size) for size in sizes}
+    return tuple(by_size[size] for size in sizes)
+
+
+def with_numbered_constants(codes: Sequence[StageCode], graphs: Sequence[Graph], graph: Graph) -> tuple[StageCode, ...]:
+    """The stages with constants numbered over all graphs: those that `graph` has too keep their places in it."""
+    numbers = {id(constant): index for index, constant in enumerate(graph.constants)}
+
+    def number(constant: Constant) -> int:
+        return numbers.setdefault(id(constant), len(numbers))
+
+    def numbered(code: StageCode, own: Graph) -> StageCode:
+        if own is graph:
+            return code
+        constants = ((number(own.constants[index]), constant) for index, constant in code.constants)
+        return replace(code, constants=tuple(sorted(constants, key=lambda each: each[0])))
+
+    return tuple(numbered(code, own) for code, own in zip(codes, graphs, strict=True))
+
+
+_APART = (AxisKind.PARALLEL, AxisKind.MEAN, AxisKind.WHOLE)
+"""Samples that are kept apart, and equal shares whose means average to the mean of all."""
+
+
+def check_portions(graph: Graph, placement: Placement) -> None:
+    """Raise InfeasibleError where micro-batches of a stage's own would change what is computed.
+
+    Batch statistics and sums over samples depend on how many samples are together, a mean of equal shares does not; and
+    what passes between stages of different micro-batches must keep its samples apart.
+    """
+    turns = stage_micro_batches(graph, placement)
+    if set(turns) == {1}:
+        return
+    batch = batch_axes_of(graph)
+    together = {node.name for node in (*mixing_nodes(graph), *_adding_nodes(graph, batch))}
+    for index, (stage, times) in enumerate(zip(placement.stages, turns, strict=True)):
+        mixed = next((graph.nodes[node] for node in stage.nodes if graph.nodes[node].name in together), None)
+        if times > 1 and mixed is not None:
+            raise InfeasibleError(
+                f"stage {index} would compute something else on micro-batches of {stage.micro_batch_size} samples "
+                f"than on the step's of {stage.micro_batch_size * times}: {mixed.op} {mixed.name!r} mixes samples",
+                hint="give this stage the largest micro-batches of all, or all stages equal ones",
+            )
+    sizes = [stage.micro_batch_size for stage in placement.stages]
+    for name, source, target in crossing_values(graph, placement):
+        check_shareable(graph, batch, name, sizes[source], sizes[target])
+
+
+def _adding_nodes(graph: Graph, batch: BatchAxes) -> tuple[Node, ...]:
+    """The nodes that compute something of all samples together that is no mean."""
+    return tuple(
+        node
+        for node, axes in zip(graph.nodes, batch.nodes, strict=True)
+        if any(each.kind not in _APART for each in axes)
+    )
+
 
 _MASK_LIMIT = 2
 """A whole number that indexes nothing is a mask: 0 or 1."""

@@ -1,0 +1,172 @@
+"""Data parallelism inside a stage: every node cut along the axis that counts samples.
+
+How wide the elements of each value are while a program runs at a precision.
+
+With `bf16` and `fp16` parameters stay in fp32 and torch's autocast narrows what products, convolutions and recurrent
+operators read and write, a bias that is added in the same call included; normalizations, reductions and losses compute
+in fp32; the rest runs in the widest type of its operands (PyTorch documentation, "Automatic Mixed Precision package",
+op-specific behavior).
+
+Each node with its operator's row, its iteration space and its operations; equal uses are worked out once.
+
+Biases that programs add in the same call as a matrix product.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+from autopipe.ir.batch import BatchAxes, batch_axes_of
+from autopipe.ir.errors import InfeasibleError, ModelError
+from autopipe.ir.graph import Graph, Node
+from autopipe.ir.layout import is_block
+from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.ops import operator_of, qualified_name, signature_of, use_keys
+from autopipe.ir.ops.operator import Operator
+from autopipe.ir.ops.products import is_matrix_product, takes_bias
+from autopipe.ir.placement import Split
+from autopipe.ir.space import Space
+
+
+@dataclass(frozen=True, slots=True)
+class OpInstance:
+    """One use of an operator. `flops` are those of one forward evaluation of the whole node."""
+
+    row: Operator
+    space: Space
+    flops: float
+
+
+@remembered(GRAPHS)
+def uses_of(graph: Graph) -> tuple[OpInstance, ...]:
+    """The use that each node makes of its operator, in the order of the nodes.
+
+    Nodes that agree in operator, attributes, tensor types and constants share one `OpInstance`: equal layers are
+    worked out once a layer's kind. Raises ModelError for an operator without a row.
+    """
+    known: dict[Hashable, OpInstance] = {}
+    found = []
+    for node, key in zip(graph.nodes, use_keys(graph), strict=True):
+        use = known.get(key)
+        if use is None:
+            use = known[key] = _use(graph, node)
+        found.append(use)
+    return tuple(found)
+
+
+def _use(graph: Graph, node: Node) -> OpInstance:
+    row = operator_of(node)
+    if row is None:
+        raise ModelError(f"operator {qualified_name(node)} is not supported", where=repr(node.name))
+    signature = signature_of(graph, node)
+    space = row.space(signature)
+    return OpInstance(row, space, row.flops(signature, space))
+
+
+@dataclass(frozen=True, slots=True)
+class SampleAxes:
+    """A graph with its uses and its batch axes: what every data-parallel stage is cut by.
+
+    `axes[i]` is the axis by which node i is split, None where it carries no samples.
+    """
+
+    graph: Graph
+    uses: tuple[OpInstance, ...]
+    batch: BatchAxes
+    axes: tuple[str | None, ...]
+
+    def carries(self, value: str) -> bool:
+        """True if replicas share out this value; the others hold it whole."""
+        return value in self.batch.values
+
+    def divides(self, node: int, degree: int) -> bool:
+        """True if `degree` replicas can share a node's samples in equal blocks."""
+        axis = self.axes[node]
+        return axis is None or degree == 1 or is_block(self.uses[node].space, axis, degree)
+
+    def splits(self, nodes: Iterable[int], degree: int) -> tuple[tuple[int, tuple[Split, ...]], ...]:
+        """Splits that share the samples of `nodes` among `degree` devices; nodes without samples are not split.
+
+        Raises InfeasibleError, naming the node, where an axis cannot be cut into equal blocks.
+        """
+        if degree == 1:
+            return ()
+        found = []
+        for index in nodes:
+            axis = self.axes[index]
+            if axis is None:
+                continue
+            if not self.divides(index, degree):
+                raise InfeasibleError(
+                    f"{degree} devices cannot share the {self.batch.batch} samples of a micro-batch equally here",
+                    hint="choose a micro-batch size that the number of devices divides, or fewer devices",
+                    where=repr(self.graph.nodes[index].name),
+                )
+            found.append((index, (Split(axis, degree),)))
+        return tuple(found)
+
+
+@remembered(GRAPHS)
+def sample_axes(graph: Graph) -> SampleAxes:
+    """The batch axes of `graph` as stages are cut by them."""
+    batch = batch_axes_of(graph)
+    return SampleAxes(graph, uses_of(graph), batch, tuple(map(batch.axis, range(len(graph.nodes)))))
+
+
+@remembered(GRAPHS)
+def bias_additions(graph: Graph) -> dict[int, int]:
+    """Additions of a bias to a product that nothing else reads, by product."""
+    reads = Counter(name for node in graph.nodes for name in node.inputs)
+    reads.update(graph.outputs)
+    found: dict[int, int] = {}
+    for index, node in enumerate(graph.nodes):
+        if node.op != "Add" or node.domain:
+            continue
+        for product, bias in (node.inputs, node.inputs[::-1]):
+            producer = graph.producer(product)
+            if producer is None or reads[product] != 1 or producer in found:
+                continue
+            if is_matrix_product(signature_of(graph, graph.nodes[producer])) and takes_bias(
+                graph.type_of(product), graph.type_of(bias)
+            ):
+                found[producer] = index
+                break
+    return found
+
+
+PRODUCT_KINDS = frozenset({"matmul", "convolution", "recurrent"})
+"""Kinds of operators that autocast runs in the narrow type."""
+
+_FULL_KINDS = frozenset({"normalization", "reduction"})
+_HALF = frozenset({"bf16", "fp16"})
+
+
+def narrows(precision: str) -> bool:
+    """True if products run in 16 bits."""
+    return precision in _HALF
+
+
+@remembered(GRAPHS)
+def element_bytes(graph: Graph, uses: tuple[OpInstance, ...], precision: str) -> dict[str, int]:
+    """Bytes an element of every value, by name, when the graph runs at `precision`."""
+    held = [each.value for each in graph.parameters] + [each.value for each in graph.constants]
+    widths = {value.name: value.dtype.itemsize for value in (*graph.inputs, *held, *graph.values)}
+    if not narrows(precision):
+        return widths
+    floating = {name for name in widths if graph.type_of(name).dtype.is_floating}
+    with_product = frozenset(bias_additions(graph).values())
+    for index, (node, use) in enumerate(zip(graph.nodes, uses, strict=True)):
+        if use.row.kind in _FULL_KINDS:
+            continue
+        width = 2
+        if use.row.kind not in PRODUCT_KINDS and index not in with_product:
+            read = [name for name in node.inputs if name in floating]
+            # Scalars take part without widening the result (PyTorch's type promotion).
+            wide = [widths[name] for name in read if graph.type_of(name).shape] or [widths[name] for name in read]
+            width = max(wide, default=4)
+        for name in node.outputs:
+            if name in floating:
+                widths[name] = min(width, widths[name])
+    return widths
