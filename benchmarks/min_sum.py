@@ -20,7 +20,7 @@ import numpy as np
 from command_line import parse_arguments
 
 from autopipe.passes.solvers.min_sum import Assignment, Edge, MinSum, TableTooLargeError, eliminate, solve
-from autopipe.passes.solvers.min_sum.ordering import ORDERINGS
+from autopipe.passes.solvers.min_sum.elimination import ORDERINGS
 
 WORDS = 5000.0
 """What moving a word costs, in multiply-adds."""

@@ -27,7 +27,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import read, read_model
-from autopipe.passes.placement.tepdist.division import divide
+from autopipe.passes.partition.min_cut_ilp import divide
 
 MODELS = {
     "gpt-175b": ("gpt", {"size": "175b"}, (8, 16, 64)),

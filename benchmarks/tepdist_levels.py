@@ -30,11 +30,10 @@ from autopipe.passes.frontend import read, read_model
 from autopipe.passes.frontend.model import Model
 from autopipe.passes.placement.tepdist.level_o2 import O2
 from autopipe.passes.placement.tepdist.level_o3 import O3
+from autopipe.passes.sharding.node_costs import StageOptions
+from autopipe.passes.sharding.search import Exact, Solver
+from autopipe.passes.sharding.tables import Tables, make_tables
 from autopipe.passes.solvers.min_sum import Assignment
-from autopipe.passes.spmd.search.exact import Exact
-from autopipe.passes.spmd.search.fitting import Solver
-from autopipe.passes.spmd.search.ground import StageOptions
-from autopipe.passes.spmd.search.tables import Tables, make_tables
 
 BATCH = 64
 SPELLED_OUT = [("", "LayerNormalization"), ("", "Gelu"), ("", "Softmax")]

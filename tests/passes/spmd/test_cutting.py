@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.roofline import node_seconds
-from autopipe.passes.spmd.cutting import cut_into_stages
+from autopipe.passes.partition.chain_cut import cut_into_stages
 from tests.passes.cost.graphs import perceptron, problem
 from tests.passes.cost.mixed import kind, mixed_cluster
 

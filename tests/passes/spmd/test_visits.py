@@ -1,6 +1,6 @@
 """The order in which chains of stages go over devices."""
 
-from autopipe.passes.spmd.visits import visited
+from autopipe.passes.sharding.regions import visited
 
 
 def test_chunks_visit_each_device_equally_often() -> None:

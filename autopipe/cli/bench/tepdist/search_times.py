@@ -10,10 +10,9 @@ from autopipe.cli.bench.row import Case, Row
 from autopipe.cli.bench.tepdist.models import Training
 from autopipe.cli.bench.tepdist.published import PICTURE
 from autopipe.passes.placement.tepdist.levels import LevelName, solver_of
+from autopipe.passes.sharding.search import Exact, Solver
+from autopipe.passes.sharding.tables import Tables, make_tables
 from autopipe.passes.solvers.min_sum import Assignment
-from autopipe.passes.spmd.search.exact import Exact
-from autopipe.passes.spmd.search.fitting import Solver
-from autopipe.passes.spmd.search.tables import Tables, make_tables
 
 SIZES = ("1.3b", "2.7b", "6.7b", "13b", "39b", "175b")
 _LEVELS: tuple[LevelName, ...] = ("O2", "O3")

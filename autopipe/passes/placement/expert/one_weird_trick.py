@@ -13,10 +13,16 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_one_kind, fitted
-from autopipe.passes.spmd.network import Network
-from autopipe.passes.spmd.regions import grow, seed_axis
-from autopipe.passes.spmd.replicas import NodeSplits, check_samples, replicated_network, with_samples_split
-from autopipe.passes.spmd.wishes import check_wishes
+from autopipe.passes.sharding.regions import (
+    Network,
+    NodeSplits,
+    check_samples,
+    check_wishes,
+    grow,
+    replicated_network,
+    seed_axis,
+    with_samples_split,
+)
 
 
 @dataclass(frozen=True, slots=True)

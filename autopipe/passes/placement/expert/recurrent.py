@@ -6,7 +6,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
-from autopipe.passes.spmd.replicas import check_samples, with_samples_split
+from autopipe.passes.sharding.regions import check_samples, with_samples_split
 
 
 def data_and_pipeline(problem: Problem) -> Placement:

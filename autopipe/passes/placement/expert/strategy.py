@@ -16,8 +16,7 @@ from autopipe.passes.cost.memory_check import check_one_kind, check_operators, c
 from autopipe.passes.placement.expert.one_weird_trick import by_one_weird_trick
 from autopipe.passes.placement.expert.recurrent import data_and_pipeline
 from autopipe.passes.placement.expert.tensor_parallel import tensor_parallel
-from autopipe.passes.spmd.replicas import check_samples
-from autopipe.passes.spmd.wishes import check_wishes
+from autopipe.passes.sharding.regions import check_samples, check_wishes
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.operators import sample_axes
-from autopipe.passes.spmd.groups import whole_group_splits
-from autopipe.passes.spmd.replicas import check_samples, with_samples_split
+from autopipe.passes.sharding.regions import check_samples, whole_group_splits, with_samples_split
 
 
 def tensor_parallel(problem: Problem, degree: int) -> Placement:

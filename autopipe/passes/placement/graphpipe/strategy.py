@@ -22,8 +22,8 @@ from autopipe.passes.placement.graphpipe.own_sizes import with_own_sizes
 from autopipe.passes.placement.graphpipe.sizes import MicroBatchSearch
 from autopipe.passes.placement.graphpipe.tree import decompose
 from autopipe.passes.placement.graphpipe.units import make_units
-from autopipe.passes.spmd.search.further import split_further
-from autopipe.passes.spmd.wishes import check_wishes
+from autopipe.passes.sharding.regions import check_wishes
+from autopipe.passes.sharding.search import split_further
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,15 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.constraints import ResolvedConstraint, wishes_of
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.cost.measured import resized
+from autopipe.passes.partition.chain_cut import cut_into_stages
 from autopipe.passes.placement.grid.degrees import Degrees
-from autopipe.passes.spmd.cutting import cut_into_stages
-from autopipe.passes.spmd.groups import whole_group_splits
-from autopipe.passes.spmd.replicas import check_samples, with_samples_split
-from autopipe.passes.spmd.settled import settled_stages
-from autopipe.passes.spmd.visits import visited
+from autopipe.passes.sharding.regions import (
+    check_samples,
+    settled_stages,
+    visited,
+    whole_group_splits,
+    with_samples_split,
+)
 
 Nodes = tuple[tuple[int, ...], ...]
 """The nodes of each stage, ascending."""

@@ -16,7 +16,7 @@ from autopipe.passes.cost.memory_check import check_operators, describe_kinds, e
 from autopipe.passes.orders import best_order
 from autopipe.passes.placement.grid.degrees import factorisations
 from autopipe.passes.placement.grid.search import GridSearch
-from autopipe.passes.spmd.wishes import check_wishes
+from autopipe.passes.sharding.regions import check_wishes
 
 
 @dataclass(frozen=True, slots=True)

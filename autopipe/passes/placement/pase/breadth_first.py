@@ -12,8 +12,8 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_one_kind, check_operators
 from autopipe.passes.placement.pase.placing import in_stages
+from autopipe.passes.sharding.tables import Tables
 from autopipe.passes.solvers.min_sum import Assignment, TableTooLargeError, eliminate
-from autopipe.passes.spmd.search.tables import Tables
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_one_kind, check_operators
 from autopipe.passes.placement.pase.placing import in_stages
+from autopipe.passes.sharding.configurations import Splits
+from autopipe.passes.sharding.tables import Tables
 from autopipe.passes.solvers.min_sum import Assignment
 from autopipe.passes.solvers.min_sum.metropolis import walk
-from autopipe.passes.spmd.search.configurations import Splits
-from autopipe.passes.spmd.search.tables import Tables
 
 
 @dataclass(frozen=True, slots=True)

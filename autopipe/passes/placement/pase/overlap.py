@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from autopipe.passes.sharding.reshard_tables import Floats
+from autopipe.passes.sharding.tables import Tables
 from autopipe.passes.solvers.min_sum import Assignment, MinSum
-from autopipe.passes.spmd.search.moves import Floats
-from autopipe.passes.spmd.search.tables import Tables
 
 _ROUNDS = 6
 """Weights that are tried at most."""

@@ -9,8 +9,7 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.memory_check import check_kinds, fitted, out_of_memory
 from autopipe.passes.placement.pase.skeleton import skeleton_of
-from autopipe.passes.spmd.search.fitting import Solver
-from autopipe.passes.spmd.search.stages import split_stages
+from autopipe.passes.sharding.search import Solver, split_stages
 
 
 def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = False) -> Placement:

@@ -10,9 +10,9 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.constraints import ResolvedConstraint, required_splits, wishes_of
 from autopipe.passes.analysis.operators import sample_axes
-from autopipe.passes.spmd.cutting import cut_into_stages
-from autopipe.passes.spmd.search.configurations import Splits
-from autopipe.passes.spmd.settled import check_degrees, settled_stages
+from autopipe.passes.partition.chain_cut import cut_into_stages
+from autopipe.passes.sharding.configurations import Splits
+from autopipe.passes.sharding.regions import check_degrees, settled_stages
 
 
 @dataclass(frozen=True, slots=True)

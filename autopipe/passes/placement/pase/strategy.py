@@ -19,9 +19,9 @@ from autopipe.passes.placement.pase.overlap import solve_overlapped
 from autopipe.passes.placement.pase.paper.placing import placement_of
 from autopipe.passes.placement.pase.paper.search import search
 from autopipe.passes.placement.pase.placing import in_stages
+from autopipe.passes.sharding.search import Exact
+from autopipe.passes.sharding.tables import Tables
 from autopipe.passes.solvers.min_sum import Assignment, MinSum, TableTooLargeError, eliminate
-from autopipe.passes.spmd.search.exact import Exact
-from autopipe.passes.spmd.search.tables import Tables
 
 
 @dataclass(frozen=True, slots=True)

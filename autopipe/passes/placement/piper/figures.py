@@ -15,8 +15,8 @@ from autopipe.passes.analysis.operators import uses_of
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.stage_work import StageWork, stage_work
 from autopipe.passes.cost.stages import stage_costs
+from autopipe.passes.partition.downsets import Downsets, Figures, Pairs
 from autopipe.passes.placement.piper.blocks import Blocks
-from autopipe.passes.placement.piper.downsets import Downsets, Figures, Pairs
 from autopipe.passes.placement.piper.sharing import StageSharing
 
 Key = TypeVar("Key")

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.passes.analysis.operators import SampleAxes
+from autopipe.passes.partition.downsets import Downsets, Figures, Pairs
 from autopipe.passes.placement.piper.blocks import Blocks
-from autopipe.passes.placement.piper.downsets import Downsets, Figures, Pairs
 
 _CELLS = 2**22
 """Cells of a table made at once."""

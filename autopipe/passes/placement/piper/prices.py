@@ -13,8 +13,8 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.cost.roofline import update_line
 from autopipe.passes.cost.stage_work import exchange_of_gradients, updated_part
+from autopipe.passes.partition.downsets import Downsets, Figures, Pairs
 from autopipe.passes.placement.piper.blocks import Blocks
-from autopipe.passes.placement.piper.downsets import Downsets, Figures, Pairs
 from autopipe.passes.placement.piper.figures import BlockFigures, Sums, block_figures
 from autopipe.passes.placement.piper.messages import Messages
 from autopipe.passes.placement.piper.sharing import StageSharing, sharings

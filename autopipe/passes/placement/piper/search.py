@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.problem import Problem
-from autopipe.passes.placement.piper.downsets import Downsets
+from autopipe.passes.partition.downsets import Downsets
 from autopipe.passes.placement.piper.prices import ANY_PLACE, Option, StagePrices
 from autopipe.passes.placement.piper.sharing import StageSharing
 

@@ -10,8 +10,13 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.operators import SampleAxes
 from autopipe.passes.placement.piper.blocks import Blocks
-from autopipe.passes.spmd.groups import group_splits
-from autopipe.passes.spmd.replicas import NodeSplits, ReplicatedNetwork, replicated_network, with_samples_split
+from autopipe.passes.sharding.regions import (
+    NodeSplits,
+    ReplicatedNetwork,
+    group_splits,
+    replicated_network,
+    with_samples_split,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_operators, describe_kinds, equal_device_runs, fitted
 from autopipe.passes.cost.roofline import mean_seconds
+from autopipe.passes.partition.downsets import all_downsets, count_downsets
 from autopipe.passes.placement.piper.blocks import Blocks, join_nodes
-from autopipe.passes.placement.piper.downsets import all_downsets, count_downsets
 from autopipe.passes.placement.piper.messages import messages_between
 from autopipe.passes.placement.piper.prices import Chains, StagePrices
 from autopipe.passes.placement.piper.search import DownsetStage, search, search_steps, step_seconds
-from autopipe.passes.spmd.wishes import check_wishes
+from autopipe.passes.sharding.regions import check_wishes
 from autopipe.passes.sweep import SweepResult, best_size
 
 

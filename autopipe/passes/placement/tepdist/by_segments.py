@@ -19,8 +19,7 @@ from autopipe.passes.placement.tepdist.path import choice_of, is_over, shortest
 from autopipe.passes.placement.tepdist.program import Programs
 from autopipe.passes.placement.tepdist.segments import cut
 from autopipe.passes.solvers.min_sum import Assignment, MinSum
-from autopipe.passes.solvers.min_sum.model import Array
-from autopipe.passes.solvers.min_sum.restriction import conditioned, everything, restricted
+from autopipe.passes.solvers.min_sum.model import Array, conditioned, everything, restricted
 
 MOST_GIVEN = 8
 """Combinations of wide variables' strategies."""

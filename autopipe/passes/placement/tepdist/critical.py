@@ -15,8 +15,8 @@ import numpy as np
 
 from autopipe.passes.placement.tepdist.cones import least_costs
 from autopipe.passes.solvers.min_sum import MinSum
+from autopipe.passes.solvers.min_sum.elimination import Neighbours
 from autopipe.passes.solvers.min_sum.model import Array
-from autopipe.passes.solvers.min_sum.ordering import Neighbours
 
 
 def ranks(model: MinSum) -> Array:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Problem
-from autopipe.passes.placement.tepdist.division.divide import divide
+from autopipe.passes.partition.chain_cut import cut_into_stages
+from autopipe.passes.partition.min_cut_ilp import divide
 from autopipe.passes.placement.tepdist.meshes import Mesh
 from autopipe.passes.placement.tepdist.sized import Nodes
-from autopipe.passes.spmd.cutting import cut_into_stages
 
 _PATIENCE_S = 10.0
 """For one integer program, where there is no time limit: one of 96 layers in 16 stages takes three on an idle core."""

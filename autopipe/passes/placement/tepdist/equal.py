@@ -9,7 +9,7 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.operators import SampleAxes, element_bytes, sample_axes
 from autopipe.passes.cost.stage_work import reach
-from autopipe.passes.spmd.search.ground import StageOptions
+from autopipe.passes.sharding.node_costs import StageOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ import numpy as np
 
 from autopipe.passes.placement.tepdist.cones import is_root
 from autopipe.passes.solvers.min_sum import Edge, MinSum
-from autopipe.passes.solvers.min_sum.blocks import blocks
-from autopipe.passes.solvers.min_sum.model import Array, merged
+from autopipe.passes.solvers.min_sum.model import Array, blocks, merged
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,9 +15,9 @@ from autopipe.passes.cost.stages import StageCost, stage_costs, step_seconds
 from autopipe.passes.placement.tepdist.equal import NodeContents
 from autopipe.passes.placement.tepdist.level import Level
 from autopipe.passes.schedule.trial import step_s
-from autopipe.passes.spmd.search.configurations import Splits
-from autopipe.passes.spmd.search.stages import SplitProblem, split_problem
-from autopipe.passes.spmd.search.tables import make_tables
+from autopipe.passes.sharding.configurations import Splits
+from autopipe.passes.sharding.search import SplitProblem, split_problem
+from autopipe.passes.sharding.tables import make_tables
 
 _ROUNDS = 2
 """How often stages that are equal are fitted into memory again, because others have changed beside them."""

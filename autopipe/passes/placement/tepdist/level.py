@@ -13,11 +13,10 @@ from typing import Self
 from autopipe.passes.placement.tepdist.critical import ranks
 from autopipe.passes.placement.tepdist.pricing import PricedSearch, search_price
 from autopipe.passes.placement.tepdist.program import Programs
+from autopipe.passes.sharding.tables import Tables
 from autopipe.passes.solvers import milp
 from autopipe.passes.solvers.min_sum import Assignment, MinSum
-from autopipe.passes.solvers.min_sum.answer import counted
-from autopipe.passes.solvers.min_sum.pricing import memory_alone
-from autopipe.passes.spmd.search.tables import Tables
+from autopipe.passes.solvers.min_sum.model import counted, memory_alone
 
 _PATIENCE_S = 60.0
 """For one integer program, where there is no time limit."""

@@ -10,7 +10,7 @@ from autopipe.passes.placement.tepdist.filling import fill_cones
 from autopipe.passes.placement.tepdist.level import Level
 from autopipe.passes.placement.tepdist.pricing import CLOSE, PricedSearch
 from autopipe.passes.solvers.min_sum import Assignment, MinSum
-from autopipe.passes.solvers.min_sum.pricing import priced
+from autopipe.passes.solvers.min_sum.model import priced
 
 
 class O2(Level):

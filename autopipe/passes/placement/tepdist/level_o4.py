@@ -8,8 +8,7 @@ from autopipe.passes.placement.tepdist.narrowing import fix_by_reduced_cost
 from autopipe.passes.placement.tepdist.one_program import least_by_program, least_within
 from autopipe.passes.placement.tepdist.pricing import PricedSearch
 from autopipe.passes.solvers.min_sum import Assignment, MinSum
-from autopipe.passes.solvers.min_sum.model import merged
-from autopipe.passes.solvers.min_sum.pricing import priced
+from autopipe.passes.solvers.min_sum.model import merged, priced
 
 
 class O4(Level):

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopipe.passes.solvers.min_sum import Assignment, MinSum
-from autopipe.passes.solvers.min_sum.model import Array
-from autopipe.passes.solvers.min_sum.part import Subproblem
-from autopipe.passes.solvers.min_sum.restriction import everything
+from autopipe.passes.solvers.min_sum.branch_and_bound import Subproblem
+from autopipe.passes.solvers.min_sum.model import Array, everything
 
 ROUNDS = 60
 """Sweeps forth and back at most."""

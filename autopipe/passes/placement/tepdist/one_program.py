@@ -8,8 +8,7 @@ from dataclasses import replace
 from autopipe.passes.placement.tepdist.narrowing import ReducedModel, fix_by_reduced_cost, promising
 from autopipe.passes.placement.tepdist.program import Programs
 from autopipe.passes.solvers.min_sum import Assignment, MinSum
-from autopipe.passes.solvers.min_sum.pricing import priced
-from autopipe.passes.solvers.min_sum.restriction import chosen, restricted
+from autopipe.passes.solvers.min_sum.model import chosen, priced, restricted
 
 MOST_PAIRS = 50_000
 """Of configurations on edges: what an integer program may have."""

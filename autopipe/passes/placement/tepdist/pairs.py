@@ -14,9 +14,8 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.placement.tepdist.one_program import least_by_program
 from autopipe.passes.placement.tepdist.program import Programs
 from autopipe.passes.solvers.min_sum import Edge, MinSum
-from autopipe.passes.solvers.min_sum.model import Array
-from autopipe.passes.solvers.min_sum.part import Subproblem
-from autopipe.passes.solvers.min_sum.restriction import conditioned, everything, restricted
+from autopipe.passes.solvers.min_sum.branch_and_bound import Subproblem
+from autopipe.passes.solvers.min_sum.model import Array, conditioned, everything, restricted
 
 ROUNDS = 5
 """Sweeps forth and back for bounds."""

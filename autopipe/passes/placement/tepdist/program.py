@@ -15,8 +15,7 @@ import numpy as np
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.solvers import milp
 from autopipe.passes.solvers.min_sum import Assignment, MinSum
-from autopipe.passes.solvers.min_sum.model import Array
-from autopipe.passes.solvers.min_sum.restriction import conditioned
+from autopipe.passes.solvers.min_sum.model import Array, conditioned
 
 CLOSE = 1e-4
 """Gap that is none, within a memory limit."""

@@ -11,8 +11,8 @@ from itertools import pairwise
 
 from autopipe.passes.placement.tepdist.critical import RankedVariables, heaviest_path, parting, parts
 from autopipe.passes.solvers.min_sum import MinSum
+from autopipe.passes.solvers.min_sum.elimination import Neighbours, neighbours
 from autopipe.passes.solvers.min_sum.model import Array
-from autopipe.passes.solvers.min_sum.ordering import Neighbours, neighbours
 
 MOST_WIDE = 6
 """Wide variables at most."""

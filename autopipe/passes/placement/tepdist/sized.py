@@ -15,8 +15,8 @@ from autopipe.passes.placement.tepdist.inside import IntraStageSearch
 from autopipe.passes.placement.tepdist.level import Level
 from autopipe.passes.placement.tepdist.meshes import Mesh
 from autopipe.passes.schedule.trial import busy_s, quick_step_seconds
-from autopipe.passes.spmd.search.configurations import Splits
-from autopipe.passes.spmd.settled import check_degrees, settled_stages
+from autopipe.passes.sharding.configurations import Splits
+from autopipe.passes.sharding.regions import check_degrees, settled_stages
 
 Nodes = tuple[tuple[int, ...], ...]
 """The nodes of each stage, ascending."""

@@ -21,7 +21,7 @@ from autopipe.passes.placement.tepdist.levels import LevelName, solver_of
 from autopipe.passes.placement.tepdist.meshes import meshes
 from autopipe.passes.placement.tepdist.notes import search_notes
 from autopipe.passes.placement.tepdist.search import MeshTrial, Outer
-from autopipe.passes.spmd.wishes import check_wishes
+from autopipe.passes.sharding.regions import check_wishes
 
 
 @dataclass(frozen=True, slots=True)

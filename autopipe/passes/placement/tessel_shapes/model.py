@@ -15,7 +15,7 @@ from autopipe.ir.problem import Problem, Work
 from autopipe.passes.analysis.chain import Chain, make_chain
 from autopipe.passes.analysis.operators import uses_of
 from autopipe.passes.cost.roofline import node_seconds
-from autopipe.passes.spmd.network import Network, weights_of
+from autopipe.passes.sharding.regions import Network, weights_of
 
 _MOST_BLOCKS = 768
 """Places to cut that are considered: time grows with their square."""

@@ -9,7 +9,7 @@ from autopipe.ir.placement import Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.communication import all_gather
 from autopipe.passes.placement.tessel_shapes.model import CostedModel
-from autopipe.passes.spmd.regions import tensor_splits
+from autopipe.passes.sharding.regions import tensor_splits
 
 
 def stage_of(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...]) -> Stage:

@@ -28,7 +28,7 @@ from autopipe.passes.placement.tessel_shapes.outline import Outline, StageRow, w
 from autopipe.passes.placement.tessel_shapes.parts import hoisted, line_of_parts
 from autopipe.passes.placement.tessel_shapes.stages import stage_of_several
 from autopipe.passes.placement.tessel_shapes.tables import SharedLookup, large_tables, wide_nodes
-from autopipe.passes.spmd.visits import visited
+from autopipe.passes.sharding.regions import visited
 
 _SHAPES = ("auto", "v", "x", "m", "nn", "k")
 

@@ -9,7 +9,7 @@ from autopipe.ir.layout import even_degree_hint
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.space import AxisKind
 from autopipe.passes.placement.tessel_shapes.model import CostedModel
-from autopipe.passes.spmd.regions import grow, seed_axis
+from autopipe.passes.sharding.regions import grow, seed_axis
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,34 @@
   memory, the answer is the one of least memory and `fits` is false; `proven` says whether less is impossible. Where
   every choice is forbidden, InfeasibleError is raised; where none was found in time, the cost is inf.
 - `eliminate` refuses, with TableTooLargeError, what would need too much memory.
+
+The default solver: the least cost, or the least within a memory limit.
 """
 
-from autopipe.passes.solvers.min_sum.answer import Assignment
+from __future__ import annotations
+
+from autopipe.passes.solvers.min_sum.branch_and_bound import solve_unlimited, solve_within
 from autopipe.passes.solvers.min_sum.elimination import TableTooLargeError, eliminate
-from autopipe.passes.solvers.min_sum.model import Edge, MinSum
-from autopipe.passes.solvers.min_sum.solve import solve
+from autopipe.passes.solvers.min_sum.model import PATIENCE_S, Assignment, Budget, Edge, MinSum, Number, counted, merged
 
 __all__ = ["Assignment", "Edge", "MinSum", "TableTooLargeError", "eliminate", "solve"]
+
+
+def solve(
+    model: MinSum,
+    memory_limit: Number | None = None,
+    time_limit: float | None = None,
+    patience: float = PATIENCE_S,
+) -> Assignment:
+    """The best choice whose memory is within the limit (bytes), within `time_limit` seconds.
+
+    Work is counted, not time: the clock only ends a search that a slow machine cannot do in its limit. Without a limit,
+    the work of `patience` seconds is done at most. A result without proof is returned with its bound. Raises
+    InfeasibleError where every choice is forbidden.
+    """
+    budget = Budget(time_limit, patience)
+    simple = merged(model)
+    answer = solve_unlimited(simple, budget)
+    if memory_limit is not None and answer.memory > memory_limit:
+        answer = solve_within(simple, memory_limit, answer, budget)
+    return counted(answer, model)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.solvers.min_sum.answer import Assignment
-from autopipe.passes.solvers.min_sum.model import Array, MinSum, merged
+from autopipe.passes.solvers.min_sum.model import Array, Assignment, MinSum, merged
 
 
 def walk(

@@ -1,16 +1,29 @@
-"""Pairwise min-sum models: nodes that choose a configuration each, and edges on which two choices cost something."""
+"""Pairwise min-sum models: nodes that choose a configuration each, and edges on which two choices cost something.
+
+Models in which nodes keep only some of their configurations.
+
+Memory as a cost: what a byte is worth, and least memory alone.
+
+Result of a solver, and its proof.
+
+How much a search may do: counted, so that equal requests give equal answers; the clock only ends what a slow machine
+cannot do in time.
+
+Large tables are worked on in blocks that a core's cache holds.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.errors import AutopipeError
+from autopipe.ir.errors import AutopipeError, InfeasibleError
 
 Array: TypeAlias = NDArray[Any]
 """Of int64 or float64. Float64 holds whole numbers below 2^53 exactly, and inf for what is forbidden."""
@@ -122,3 +135,243 @@ def merged(model: MinSum) -> MinSum:
             edge = Edge(low, high, added(known.costs, edge.costs), added_memory(known.memory, edge.memory))
         pairs[low, high] = edge
     return MinSum(tuple(costs), tuple(pairs.values()), tuple(memory) or None)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A choice for every node, and how far from the best it can be."""
+
+    choice: tuple[int, ...]
+    """The configuration of every node."""
+    cost: Number
+    """An int, exactly, where all costs are integers."""
+    bound: Number
+    """No choice (within the memory limit, if there is one) costs less."""
+    proven: bool
+    """Nothing is better: no choice that fits costs less; where `fits` is false, no choice needs less memory."""
+    memory: Number = 0
+    """Bytes of the choice."""
+    fits: bool = True
+    """True if the memory is within the limit. If not, the choice is the one of least memory that was found."""
+
+    @property
+    def gap(self) -> float:
+        """By how much the cost may exceed the best, as a share of the cost; 0 where it is proven to be the best."""
+        if self.proven or self.cost == self.bound:
+            return 0.0
+        return float(self.cost - self.bound) / abs(self.cost) if self.cost else float("inf")
+
+
+def bound_of(least: float, cost: Number, proven: bool) -> Number:
+    """Lower bound to report for a choice of that cost when nothing costs less than `least`, but for rounding."""
+    if proven:
+        return cost
+    return math.ceil(least) if isinstance(cost, int) and math.isfinite(least) else least
+
+
+def counted(answer: Assignment, model: MinSum) -> Assignment:
+    """The answer with cost and memory of its choice in the model as it was given, which may round them otherwise."""
+    cost = model.cost_of(answer.choice)
+    bound = cost if answer.proven and answer.fits else answer.bound
+    return replace(answer, cost=cost, bound=bound, memory=model.memory_of(answer.choice))
+
+
+PER_SECOND = 4e8
+"""Sums compared in a second of a time limit; machines of 2024 do twice as many."""
+CALLS = 5000
+"""Sums that could be compared in the time that it takes to begin with an edge or a node."""
+PATIENCE_S = 60.0
+"""Of work, where no time limit is given; the clock is not looked at then."""
+
+
+class Budget:
+    """Rest of a time limit."""
+
+    def __init__(self, seconds: float | None, patience: float = PATIENCE_S) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+        self._work = (patience if seconds is None else seconds) * PER_SECOND
+        self._whole: Budget | None = None
+        self._spent = 0.0
+
+    @property
+    def left(self) -> float:
+        """Sums that may still be compared; 0 when the time is over."""
+        if self._end is not None and time.monotonic() > self._end:
+            return 0.0
+        return max(0.0, self._work - self._spent)
+
+    def spend(self, sums: float) -> None:
+        """So many sums are compared."""
+        self._spent += sums
+        if self._whole is not None:
+            self._whole.spend(sums)
+
+    def share(self, part: float) -> Budget:
+        """A part of what is left, spent from this as well."""
+        budget = Budget(None)
+        budget._end = self._end
+        budget._work = part * self.left
+        budget._whole = self
+        return budget
+
+
+ENTRIES = 1 << 15
+
+
+def blocks(length: int, width: int) -> Iterator[slice]:
+    """Ranges of indices that together are all, of as many as have ENTRIES entries when each index has `width`."""
+    step = max(1, ENTRIES // max(1, width))
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
+
+
+Kept: TypeAlias = Sequence[Array]
+"""Of every node: ascending indices of configurations."""
+
+
+def everything(model: MinSum) -> list[Array]:
+    """All configurations of every node."""
+    return [np.arange(len(costs)) for costs in model.costs]
+
+
+def chosen(kept: Kept, positions: Sequence[int]) -> tuple[int, ...]:
+    """The configurations at these positions among what is kept."""
+    return tuple(int(keep[x]) for keep, x in zip(kept, positions, strict=True))
+
+
+def restricted(model: MinSum, kept: Kept) -> MinSum:
+    """The model of what is kept; arrays that were shared and are restricted equally are shared again."""
+    known: dict[tuple[object, ...], Array] = {}
+    marks = [None if len(keep) == model.configurations(node) else keep.tobytes() for node, keep in enumerate(kept)]
+
+    def vector(array: Array, node: int) -> Array:
+        if marks[node] is None:
+            return array
+        key = (id(array), marks[node])
+        if key not in known:
+            known[key] = array[kept[node]]
+        return known[key]
+
+    def matrix(array: Array, source: int, target: int) -> Array:
+        if marks[source] is None and marks[target] is None:
+            return array
+        key = (id(array), marks[source], marks[target])
+        if key not in known:
+            known[key] = array.take(kept[source], 0).take(kept[target], 1)
+        return known[key]
+
+    return MinSum(
+        tuple(vector(costs, node) for node, costs in enumerate(model.costs)),
+        tuple(
+            Edge(
+                edge.source,
+                edge.target,
+                matrix(edge.costs, edge.source, edge.target),
+                None if edge.memory is None else matrix(edge.memory, edge.source, edge.target),
+            )
+            for edge in model.edges
+        ),
+        None if model.memory is None else tuple(vector(memory, node) for node, memory in enumerate(model.memory)),
+    )
+
+
+class Support:
+    """Which pairs of configurations are allowed in a model."""
+
+    def __init__(self, model: MinSum) -> None:
+        finite: dict[int, Array] = {}
+        for array in (*model.costs, *(edge.costs for edge in model.edges)):
+            if array.dtype.kind == "f" and id(array) not in finite:
+                finite[id(array)] = np.isfinite(array)
+        some = {mark: allowed for mark, allowed in finite.items() if not allowed.all()}
+        self._nodes = [(node, some[id(costs)]) for node, costs in enumerate(model.costs) if id(costs) in some]
+        self._edges = [
+            (edge.source, edge.target, some[id(edge.costs)]) for edge in model.edges if id(edge.costs) in some
+        ]
+
+    def of(self, kept: Kept) -> list[Array]:
+        """Of what is kept: configurations that are not forbidden and have one such beside them at every neighbour.
+
+        Raises InfeasibleError where a node has none left.
+        """
+        left = list(kept)
+        for node, finite in self._nodes:
+            left[node] = left[node][finite[left[node]]]
+        changed = True
+        while changed:
+            changed = False
+            for source, target, finite in self._edges:
+                allowed = finite[np.ix_(left[source], left[target])]
+                for node, beside in ((source, allowed.any(axis=1)), (target, allowed.any(axis=0))):
+                    if not beside.all():
+                        left[node] = left[node][beside]
+                        changed = True
+        if not all(len(keep) for keep in left):
+            raise InfeasibleError("every choice of configurations has a forbidden one, or a forbidden pair")
+        return left
+
+
+def conditioned(model: MinSum) -> MinSum:
+    """A merged model whose nodes of one configuration have no edges: the others bear what those cost."""
+    costs = list(model.costs)
+    memory = None if model.memory is None else list(model.memory)
+    sums: dict[tuple[int, int], tuple[Array, Array]] = {}
+    kept: list[Edge] = []
+
+    def bear(vectors: list[Array], node: int, array: Array) -> None:
+        key = (id(vectors[node]), id(array))
+        if key not in sums:
+            sums[key] = vectors[node], vectors[node] + array.reshape(-1)
+        vectors[node] = sums[key][1]
+
+    for edge in model.edges:
+        if 1 not in edge.costs.shape:
+            kept.append(edge)
+            continue
+        node = edge.source if edge.costs.shape[1] == 1 else edge.target
+        bear(costs, node, edge.costs)
+        if edge.memory is not None:
+            memory = memory or [np.zeros(len(vector), np.int64) for vector in model.costs]
+            bear(memory, node, edge.memory)
+    return MinSum(tuple(costs), tuple(kept), None if memory is None else tuple(memory))
+
+
+def priced(model: MinSum, rate: float) -> MinSum:
+    """The model in which every byte costs `rate` on top (Lagrangian relaxation of a memory limit)."""
+    known: dict[tuple[int, int], Array] = {}
+
+    def both(costs: Array, memory: Array | None) -> Array:
+        if memory is None:
+            return costs
+        key = (id(costs), id(memory))
+        if key not in known:
+            known[key] = costs + rate * memory
+        return known[key]
+
+    memory = model.memory or (None,) * len(model.costs)
+    return replace(
+        model,
+        costs=tuple(both(costs, needs) for costs, needs in zip(model.costs, memory, strict=True)),
+        edges=tuple(replace(edge, costs=both(edge.costs, edge.memory)) for edge in model.edges),
+    )
+
+
+def memory_alone(model: MinSum) -> MinSum:
+    """The model whose cost is the memory; what is forbidden stays so. Edges without a say are left out."""
+    known: dict[tuple[int, int], Array] = {}
+
+    def needs(costs: Array, memory: Array | None) -> Array:
+        key = (id(costs), id(memory))
+        if key not in known:
+            forbidden = np.isinf(costs)
+            bytes_ = np.zeros(costs.shape, np.int64) if memory is None else memory
+            known[key] = np.where(forbidden, np.inf, bytes_) if forbidden.any() else bytes_
+        return known[key]
+
+    memory = model.memory or (None,) * len(model.costs)
+    edges = tuple(replace(edge, costs=needs(edge.costs, edge.memory)) for edge in model.edges)
+    return replace(
+        model,
+        costs=tuple(needs(costs, bytes_) for costs, bytes_ in zip(model.costs, memory, strict=True)),
+        edges=tuple(edge for edge in edges if edge.costs.any()),
+    )

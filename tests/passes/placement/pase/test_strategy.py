@@ -19,7 +19,7 @@ from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.stages import stage_costs, step_seconds
 from autopipe.passes.placement.pase.strategy import Pase
-from autopipe.passes.spmd.search.configurations import configurations
+from autopipe.passes.sharding.configurations import configurations
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
 from tests.passes.placement.pase.random_graphs import Splits, graphs, seconds_of, stage_of
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.passes.placement.piper.downsets import all_downsets, count_downsets
+from autopipe.passes.partition.downsets import all_downsets, count_downsets
 
 
 @st.composite

@@ -14,9 +14,9 @@ from autopipe.passes.placement.tepdist.level import Level
 from autopipe.passes.placement.tepdist.level_o2 import O2
 from autopipe.passes.placement.tepdist.level_o3 import O3
 from autopipe.passes.placement.tepdist.level_o4 import O4
+from autopipe.passes.sharding.node_costs import StageOptions
+from autopipe.passes.sharding.tables import Tables, make_tables
 from autopipe.passes.solvers.min_sum import MinSum, solve
-from autopipe.passes.spmd.search.ground import StageOptions
-from autopipe.passes.spmd.search.tables import Tables, make_tables
 from tests.passes.cost.graphs import cluster, problem
 from tests.passes.placement.pase.paper.models import model_graph, problem_of
 from tests.passes.placement.pase.random_graphs import graphs

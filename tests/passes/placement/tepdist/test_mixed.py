@@ -12,13 +12,13 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.memory_check import check_kinds
 from autopipe.passes.cost.stages import stage_costs
+from autopipe.passes.partition.chain_cut import cut_into_stages
 from autopipe.passes.placement.tepdist.bounds import Bounds
 from autopipe.passes.placement.tepdist.equal import NodeContents
 from autopipe.passes.placement.tepdist.meshes import meshes
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.schedule.trial import step_s
-from autopipe.passes.spmd.cutting import cut_into_stages
-from autopipe.passes.spmd.search.stages import split_problem
+from autopipe.passes.sharding.search import split_problem
 from tests.passes.cost.graphs import perceptron, problem
 from tests.passes.cost.mixed import OUTER, kind, mixed_cluster
 

@@ -12,11 +12,10 @@ from autopipe.passes.placement.tepdist.critical import ranks
 from autopipe.passes.placement.tepdist.equal_segments import EqualSegments
 from autopipe.passes.placement.tepdist.filling import fill_cones
 from autopipe.passes.placement.tepdist.segments import MOST_WIDE, cut
+from autopipe.passes.sharding.node_costs import StageOptions
+from autopipe.passes.sharding.tables import make_tables
 from autopipe.passes.solvers.min_sum import Edge, MinSum, solve
-from autopipe.passes.solvers.min_sum.model import merged
-from autopipe.passes.solvers.min_sum.restriction import conditioned, everything, restricted
-from autopipe.passes.spmd.search.ground import StageOptions
-from autopipe.passes.spmd.search.tables import make_tables
+from autopipe.passes.solvers.min_sum.model import conditioned, everything, merged, restricted
 from tests.passes.placement.pase.paper.models import model_graph, problem_of
 
 MATRIX = np.array([[0.0, 3.0], [2.0, 0.0]])

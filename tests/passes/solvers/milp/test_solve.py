@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.errors import AutopipeError, InfeasibleError
-from autopipe.passes.solvers.milp import Builder, Model, SolverName, Status, solve
-from autopipe.passes.solvers.milp.claim import Limits, SolverReport
+from autopipe.passes.solvers.milp import Builder, Limits, Model, SolverName, SolverReport, Status, solve
 
-# `autopipe.passes.solvers.milp.solve` names the function.
+# `autopipe.passes.solvers.milp` names the function.
 door = sys.modules[solve.__module__]
 SOLVERS: tuple[SolverName, ...] = ("cbc", "highs", "auto")
 both = pytest.mark.parametrize("solver", SOLVERS)
@@ -211,7 +210,7 @@ def test_cbc_is_ended_where_it_does_not_keep_its_time(monkeypatch: pytest.Monkey
     program.write_text("#!/bin/sh\ntrap '' INT\nexec sleep 100\n")
     program.chmod(0o755)
     monkeypatch.setattr("pulp.PULP_CBC_CMD.pulp_cbc_path", str(program))
-    monkeypatch.setattr("autopipe.passes.solvers.milp.cbc._GRACE_S", 0.1)
+    monkeypatch.setattr("autopipe.passes.solvers.milp._GRACE_S", 0.1)
     started = time.monotonic()
     assert solve(knapsack(), 0.2, solver="cbc").status is Status.UNKNOWN
     assert time.monotonic() - started < 60

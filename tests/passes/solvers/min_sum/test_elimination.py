@@ -10,7 +10,7 @@ from random_models import all_choices, models
 
 from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError
 from autopipe.passes.solvers.min_sum import Edge, MinSum, TableTooLargeError, eliminate
-from autopipe.passes.solvers.min_sum.ordering import ORDERINGS
+from autopipe.passes.solvers.min_sum.elimination import ORDERINGS
 
 
 @given(models(), st.sampled_from(sorted(ORDERINGS)))

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_models import all_choices, models
 
-from autopipe.passes.solvers.min_sum import Edge, MinSum, search, solve
+from autopipe.passes.solvers.min_sum import Edge, MinSum, solve
+from autopipe.passes.solvers.min_sum import branch_and_bound as search
 
 
 def check(model: MinSum, share: float) -> None:

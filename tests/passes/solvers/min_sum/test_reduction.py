@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from random_models import all_choices, models
 
 from autopipe.passes.solvers.min_sum import Edge, MinSum
-from autopipe.passes.solvers.min_sum.elimination import eliminate
+from autopipe.passes.solvers.min_sum.elimination import eliminate, reduced
 from autopipe.passes.solvers.min_sum.model import merged
-from autopipe.passes.solvers.min_sum.reduction import reduced
 
 
 @given(models(), st.sampled_from([0, 5, 20, 1e9]))

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from random_models import all_choices, models
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.solvers.min_sum import Assignment, Edge, MinSum, eliminate, goal, search, solve
+from autopipe.passes.solvers.min_sum import Assignment, Edge, MinSum, eliminate, solve
+from autopipe.passes.solvers.min_sum import branch_and_bound as goal
+from autopipe.passes.solvers.min_sum import branch_and_bound as search
 
 
 def check(model: MinSum, solver: Callable[[MinSum], Assignment]) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from autopipe.ir.layout import are_blocks
 from autopipe.ir.placement import Split
 from autopipe.ir.space import parse
-from autopipe.passes.spmd.search.configurations import configurations
+from autopipe.passes.sharding.configurations import configurations
 
 
 def test_every_way_to_split_a_product_among_four() -> None:

@@ -20,8 +20,8 @@ from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate
-from autopipe.passes.spmd.search.further import split_further
-from autopipe.passes.spmd.wishes import check_wishes
+from autopipe.passes.sharding.regions import check_wishes
+from autopipe.passes.sharding.search import split_further
 from tests.distributed.zoo import small_graph
 from tests.passes.cost.graphs import cluster
 

@@ -12,9 +12,7 @@ from autopipe.ir.layout import Layout, MeshAxis, WindowedBlocks, merged, mesh_of
 from autopipe.ir.placement import Split
 from autopipe.passes.analysis.resharding import reductions, steps_between
 from autopipe.passes.cost.communication import moving_seconds, relayout_seconds
-from autopipe.passes.spmd.search.adding import Collectives
-from autopipe.passes.spmd.search.moves import ReshardTable
-from autopipe.passes.spmd.search.reducing import Changes
+from autopipe.passes.sharding.reshard_tables import Changes, Collectives, ReshardTable
 from tests.passes.cost.graphs import cluster
 
 CLUSTERS = (cluster(4), cluster(8, 4), cluster(6, 2), cluster(12, 6), cluster(7))

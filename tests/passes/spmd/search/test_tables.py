@@ -13,9 +13,9 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Split
 from autopipe.ir.problem import Mode, Optimizer, Problem
+from autopipe.passes.sharding.node_costs import StageOptions
+from autopipe.passes.sharding.tables import Tables, make_tables
 from autopipe.passes.solvers.min_sum import Assignment, solve
-from autopipe.passes.spmd.search.ground import StageOptions
-from autopipe.passes.spmd.search.tables import Tables, make_tables
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
 from tests.passes.placement.pase.random_graphs import graphs, seconds_of, stage_of
 

@@ -17,7 +17,7 @@ from autopipe.ir.problem import Mode, Problem
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import read_model
-from autopipe.passes.placement.tepdist.division import StageDivision, divide
+from autopipe.passes.partition.min_cut_ilp import StageDivision, divide
 from autopipe.passes.solvers.milp import SolverName
 from tests.passes.cost.graphs import Builder, cluster
 from tests.passes.cost.graphs import problem as given

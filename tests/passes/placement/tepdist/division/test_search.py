@@ -11,13 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.placement.tepdist.division import search as module
-from autopipe.passes.placement.tepdist.division.downsets import best_over_downsets, downsets
-from autopipe.passes.placement.tepdist.division.flow import Flow, make_flow
-from autopipe.passes.placement.tepdist.division.groups import coarsened, grouped
-from autopipe.passes.placement.tepdist.division.line import best_line, least_limit
-from autopipe.passes.placement.tepdist.division.search import DivisionProblem
-from autopipe.passes.placement.tepdist.division.windows import Windows
+from autopipe.passes.partition import min_cut_ilp as module
+from autopipe.passes.partition.flow import (
+    Flow,
+    Windows,
+    best_line,
+    best_over_downsets,
+    downsets,
+    least_limit,
+    make_flow,
+)
+from autopipe.passes.partition.min_cut_ilp import DivisionProblem, coarsened, grouped
 
 
 @st.composite

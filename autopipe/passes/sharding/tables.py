@@ -19,24 +19,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.problem import Problem
-from autopipe.passes.solvers.min_sum import Edge, MinSum
-from autopipe.passes.spmd.search.adding import Collectives
-from autopipe.passes.spmd.search.configurations import Splits
-from autopipe.passes.spmd.search.ground import NO_TERMS, StageContext, StageOptions, stage_context
-from autopipe.passes.spmd.search.hubs import SharedValue, shared_parameter, shared_value
-from autopipe.passes.spmd.search.kinds import (
+from autopipe.passes.sharding.configurations import Splits
+from autopipe.passes.sharding.node_costs import (
+    NO_TERMS,
+    Computing,
     Costs,
     NodeClass,
+    Parameters,
+    StageContext,
+    StageOptions,
     more_bytes,
     node_class_costs,
     node_classes,
     passing_bytes,
+    stage_context,
     times_run,
 )
-from autopipe.passes.spmd.search.moves import Floats, ReshardTable
-from autopipe.passes.spmd.search.nodes import Computing
-from autopipe.passes.spmd.search.parameters import Parameters
-from autopipe.passes.spmd.search.reducing import Changes
+from autopipe.passes.sharding.reshard_tables import (
+    Changes,
+    Collectives,
+    Floats,
+    ReshardTable,
+    SharedValue,
+    shared_parameter,
+    shared_value,
+)
+from autopipe.passes.solvers.min_sum import Edge, MinSum
 
 
 @dataclass(frozen=True, slots=True, eq=False)

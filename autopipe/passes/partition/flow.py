@@ -1,0 +1,430 @@
+"""A model as stage division sees it: operators with their work, and values with their bytes and their readers.
+
+The best division of a graph that is nearly a line, by dynamic programming over all its downsets.
+
+What is done after some stages is a downset: operators with all that they depend on. A deep model without branches has
+few of them, and then this is exact, whatever the number of stages; where there are many branches, there are too many.
+
+The best division of operators in one line: every stage a run of them (dynamic programming).
+
+The stages that an operator can be in at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.graph import Graph
+from autopipe.ir.placement import recomputed_nodes
+from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.chain import linear_order
+from autopipe.passes.analysis.gradients import differentiable_values
+from autopipe.passes.analysis.operators import element_bytes, uses_of
+from autopipe.passes.cost.roofline import mean_seconds
+
+Floats = NDArray[np.float64]
+Places = NDArray[np.int64]
+"""One entry an operator, or a list of operators, which are counted in a topological order."""
+
+Bits = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flow:
+    """Operators 0, 1, … in a topological order, and the values that go from one to others.
+
+    `work[v]` is what operator v takes, in any unit. Value a is made by operator `source[a]`, has `size[a]` bytes and is
+    read by `readers[starts[a] : starts[a + 1]]`: later operators, each once, ascending.
+    """
+
+    work: Floats
+    source: Places
+    size: Floats
+    starts: Places
+    readers: Places
+
+    @property
+    def operators(self) -> int:
+        """Number of operators."""
+        return len(self.work)
+
+    def edges(self) -> tuple[Places, Places, Places]:
+        """Of each reader of each value: the value, its producer, the reader."""
+        value = np.repeat(np.arange(len(self.source)), np.diff(self.starts))
+        return value, self.source[value], self.readers
+
+    def crossing(self, stage: Places) -> float:
+        """Bytes that travel between stages: each value once to every other stage that reads it."""
+        value, source, reader = self.edges()
+        away = stage[source] != stage[reader]
+        pairs = np.unique(np.stack((value[away], stage[reader[away]])), axis=1)
+        return float(self.size[pairs[0]].sum())
+
+    def loads(self, stage: Places, stages: int) -> Floats:
+        """The work of each stage."""
+        return np.bincount(stage, self.work, minlength=stages).astype(float)
+
+    def reordered(self, order: Places) -> Flow:
+        """The same, with the operators in another topological order."""
+        place = np.empty(self.operators, dtype=np.int64)
+        place[order] = np.arange(self.operators)
+        value, _, readers = self.edges()
+        read = np.lexsort((place[readers], value))
+        return Flow(self.work[order], place[self.source], self.size, self.starts, place[readers][read])
+
+
+def make_flow(work: Floats, values: list[tuple[int, float, list[int]]]) -> Flow:
+    """The flow of values given as producer, bytes and readers; those that nobody else reads are left out.
+
+    Values of one producer for the same readers are one.
+    """
+    sizes: dict[tuple[int, tuple[int, ...]], float] = {}
+    for source, size, readers in values:
+        others = tuple(sorted({reader for reader in readers if reader != source}))
+        if others and size > 0:
+            sizes[source, others] = sizes.get((source, others), 0.0) + size
+    kept = sorted(sizes)
+    return Flow(
+        work,
+        np.array([source for source, _ in kept], dtype=np.int64),
+        np.array([sizes[each] for each in kept], dtype=float),
+        np.concatenate(([0], np.cumsum([len(readers) for _, readers in kept]))).astype(np.int64),
+        np.array([reader for _, readers in kept for reader in readers], dtype=np.int64),
+    )
+
+
+def ancestors(flow: Flow) -> Bits:
+    """At [v, u // 8], as bit u % 8 from the left, whether operator v depends on operator u, or is it."""
+    found = np.zeros((flow.operators, -(-flow.operators // 8)), dtype=np.uint8)
+    each = np.arange(flow.operators)
+    found[each, each >> 3] = 0x80 >> (each & 7)
+    _, sources, readers = flow.edges()
+    order = np.argsort(readers, kind="stable")
+    for source, reader in zip(sources[order].tolist(), readers[order].tolist(), strict=True):
+        found[reader] |= found[source]
+    return found
+
+
+def flow_of(problem: Problem) -> tuple[Flow, Places]:
+    """The flow of a problem's operators, and the node that each of them is.
+
+    Work is in seconds of a micro-batch's forward and backward, on average over kinds of devices: FLOPs alone would
+    count a stage of lookups and normalisations as idle. A value's bytes are those of its message, at the problem's
+    precision, and of the gradient that comes back where it has one. Nodes that every stage computes for itself are left
+    out.
+    """
+    graph, shared = problem.graph, recomputed_nodes(problem.graph)
+    order = np.array([node for node in linear_order(graph) if node not in shared], dtype=np.int64)
+    place = {int(node): index for index, node in enumerate(order)}
+    forward, backward = mean_seconds(problem)
+    turns = 2.0 if problem.recompute == "full" and problem.train else 1.0
+    seconds = turns * forward + (backward if problem.train else 0.0)
+    widths = element_bytes(graph, uses_of(graph), problem.precision)
+    returned = differentiable_values(graph) if problem.train else frozenset()
+    values = []
+    for name, readers in graph.consumers().items():
+        producer = graph.producer(name)
+        if producer is None or producer in shared:
+            continue
+        size = widths[name] * graph.type_of(name).elements * (2.0 if name in returned else 1.0)
+        values.append((place[producer], size, [place[reader] for reader in readers if reader not in shared]))
+    return make_flow(seconds[order], values), order
+
+
+_ROUNDING = 1e-9
+_ROWS = 1024
+"""Of a table of bits, unpacked at a time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Windows:
+    """The first and the last stage of each operator; both never fall along an edge."""
+
+    first: Places
+    last: Places
+
+    @property
+    def open(self) -> int:
+        """How many questions "is it in a later stage than this?" they leave."""
+        return int((self.last - self.first).sum())
+
+    def of_groups(self, group: Places) -> Windows:
+        """Intersection of the windows of all operators of a group."""
+        count = int(group.max(initial=-1)) + 1
+        first, last = np.zeros(count, dtype=np.int64), np.full(count, np.iinfo(np.int64).max)
+        np.maximum.at(first, group, self.first)
+        np.minimum.at(last, group, self.last)
+        return Windows(first, last)
+
+    def near(self, stage: Places, steps: int) -> Windows:
+        """Windows no further than `steps` stages from `stage`."""
+        return Windows(np.maximum(self.first, stage - steps), np.minimum(self.last, stage + steps))
+
+    def under(self, flow: Flow, stages: int, limit: float) -> Windows:
+        """Windows that are left where no stage takes more work than `limit`.
+
+        All predecessors of an operator are in no later stage, all its successors in no earlier one: as soon as possible
+        and as late as possible are by work, not by number of operators. They may be empty.
+        """
+        before, after = depending(flow)
+        soonest = np.ceil(before / limit * (1 - _ROUNDING)).astype(np.int64) - 1
+        latest = stages - np.ceil(after / limit * (1 - _ROUNDING)).astype(np.int64)
+        return Windows(np.maximum(self.first, soonest), np.minimum(self.last, latest))
+
+
+def windows_of(graph: Graph, flow: Flow, nodes: Places, stages: int, settled: Mapping[int, int]) -> Windows:
+    """Windows under which `settled` nodes are in the stages that are asked for, and every edge leads to no earlier
+    stage. Raises ConfigurationError, naming two nodes, where there are none.
+    """
+    own = np.array([settled.get(node, -1) for node in nodes.tolist()], dtype=np.int64)
+    first, last = np.maximum(own, 0), np.where(own < 0, stages - 1, own)
+    cause = np.arange(flow.operators)
+    _, sources, readers = flow.edges()
+    order = np.argsort(readers, kind="stable")
+    for source, reader in zip(sources[order].tolist(), readers[order].tolist(), strict=True):
+        if first[source] > first[reader]:
+            first[reader], cause[reader] = first[source], cause[source]
+        if 0 <= own[reader] < first[reader]:
+            late, early = (repr(graph.nodes[int(nodes[place])].name) for place in (reader, cause[reader]))
+            raise ConfigurationError(
+                f"constraints put {late} into stage {own[reader]}, but it depends on {early} in stage {first[reader]}",
+                hint="a stage may read from earlier stages only",
+                where="constraints",
+            )
+    order = np.argsort(-sources, kind="stable")
+    for source, reader in zip(sources[order].tolist(), readers[order].tolist(), strict=True):
+        last[source] = min(last[source], last[reader])
+    return Windows(first, last)
+
+
+def depending(flow: Flow) -> tuple[Floats, Floats]:
+    """The work of each operator with all it depends on, and with all that depends on it."""
+    before = ancestors(flow)
+    upstream, downstream = np.empty(flow.operators), np.zeros(flow.operators)
+    for start in range(0, flow.operators, _ROWS):
+        rows = np.unpackbits(before[start : start + _ROWS], axis=1, count=flow.operators)
+        upstream[start : start + _ROWS] = rows @ flow.work
+        downstream += flow.work[start : start + _ROWS] @ rows
+    return upstream, downstream
+
+
+def best_line(flow: Flow, stages: int, limit: float, first: Places, last: Places) -> Places | None:
+    """The stage of each operator in the line that least crosses; None where there is no line.
+
+    No stage takes more work than `limit`, each has some, and operator v is in one of the stages
+    `first[v]` to `last[v]`. What a stage receives depends on where it begins and ends alone, and all stages receive
+    together what crosses: so the best line follows from the best lines of fewer stages.
+    """
+    count = flow.operators
+    done = np.concatenate(([0.0], np.cumsum(flow.work)))
+    best = np.full((stages + 1, count + 1), np.inf)
+    best[0, 0] = 0.0
+    origin = np.zeros((stages + 1, count + 1), dtype=np.int64)
+    arrivals = _Arrivals(flow)
+    for start in range(count):
+        arriving = arrivals.at(start)
+        if not np.isfinite(best[:stages, start]).any():
+            continue
+        stop = int(np.searchsorted(done, done[start] + limit * (1 + _ROUNDING), side="right")) - 1
+        if stop <= start:
+            continue
+        received = np.cumsum(arriving[start:stop])
+        low, high = np.maximum.accumulate(first[start:stop]), np.minimum.accumulate(last[start:stop])
+        cost = best[:stages, start, None] + received[None, :]
+        stage = np.arange(stages)[:, None]
+        cost[(stage < low) | (stage > high) | (done[start + 1 : stop + 1] <= done[start])] = np.inf
+        ends = slice(start + 1, stop + 1)
+        better = cost < best[1:, ends]
+        best[1:, ends][better] = cost[better]
+        origin[1:, ends][better] = start
+    if not np.isfinite(best[stages, count]):
+        return None
+    found = np.zeros(count, dtype=np.int64)
+    end = count
+    for number in range(stages, 0, -1):
+        begin = int(origin[number, end])
+        found[begin:end] = number - 1
+        end = begin
+    return found
+
+
+class _Arrivals:
+    """Values that a stage receives, by the operator at which it does, as the stage's first operator moves on."""
+
+    def __init__(self, flow: Flow) -> None:
+        self._bytes = np.zeros(flow.operators)
+        self._changes: list[list[tuple[int, float]]] = [[] for _ in range(flow.operators + 1)]
+        for value, size in enumerate(flow.size.tolist()):
+            readers = flow.readers[flow.starts[value] : flow.starts[value + 1]].tolist()
+            # A stage that begins after one reader and before the next receives the value for the next.
+            for begin, reader in zip([int(flow.source[value]), *readers], readers, strict=False):
+                self._changes[begin + 1].append((reader, size))
+                self._changes[reader + 1].append((reader, -size))
+
+    def at(self, start: int) -> Floats:
+        """Bytes that a stage beginning with operator `start` receives for each operator, if it is in the stage."""
+        for reader, size in self._changes[start]:
+            self._bytes[reader] += size
+        return self._bytes
+
+
+def least_limit(flow: Flow, stages: int, first: Places, last: Places) -> float:
+    """The least work that the largest stage of a line can have, to a millionth; infinite where there is no line."""
+    total = float(flow.work.sum())
+    low, high = max(total / stages, float(flow.work.max(initial=0.0))), total
+    if not is_any_line(flow, stages, high, first, last):
+        return np.inf
+    if is_any_line(flow, stages, low, first, last):
+        return low
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        if is_any_line(flow, stages, middle, first, last):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def is_any_line(flow: Flow, stages: int, limit: float, first: Places, last: Places) -> bool:
+    """True if there is a line at all, as `best_line` asks for it."""
+    count = flow.operators
+    done = np.concatenate(([0.0], np.cumsum(flow.work)))
+    furthest = np.searchsorted(done, done[:-1] + limit * (1 + _ROUNDING), side="right") - 1
+    nearest = np.searchsorted(done, done[:-1], side="right")
+    reached = np.zeros(count + 1, dtype=bool)
+    reached[0] = True
+    for stage in range(stages):
+        refused = np.flatnonzero((first > stage) | (last < stage))
+        barrier = np.append(refused, count)[np.searchsorted(refused, np.arange(count))]
+        ends = np.minimum(furthest, barrier)
+        starts = np.flatnonzero(reached[:-1] & (ends >= nearest))
+        change = np.zeros(count + 2, dtype=np.int64)
+        np.add.at(change, nearest[starts], 1)
+        np.add.at(change, ends[starts] + 1, -1)
+        reached = np.cumsum(change)[: count + 1] > 0
+    return bool(reached[count])
+
+
+Members = NDArray[np.bool_]
+"""At [d, v] whether downset d has operator v."""
+
+
+def downsets(flow: Flow, most: int) -> Members | None:
+    """All downsets, smaller ones first; None where there are more than `most`."""
+    needs = [0] * flow.operators
+    readers: list[list[int]] = [[] for _ in range(flow.operators)]
+    for _, source, reader in zip(*map(np.ndarray.tolist, flow.edges()), strict=True):
+        needs[reader] |= 1 << source
+        readers[source].append(reader)
+    free = frozenset(operator for operator in range(flow.operators) if not needs[operator])
+    layer = {0: free}
+    found = [0]
+    for _ in range(flow.operators):
+        following: dict[int, frozenset[int]] = {}
+        for downset, ready in layer.items():
+            for operator in ready:
+                larger = downset | 1 << operator
+                if larger not in following:
+                    new = [each for each in readers[operator] if needs[each] & ~larger == 0]
+                    following[larger] = ready - {operator} | frozenset(new)
+        found += sorted(following)
+        if len(found) > most:
+            return None
+        layer = following
+    width = -(-flow.operators // 8)
+    packed = np.frombuffer(b"".join(each.to_bytes(width, "little") for each in found), dtype=np.uint8)
+    return np.unpackbits(packed.reshape(len(found), width), axis=1, count=flow.operators, bitorder="little").astype(
+        bool
+    )
+
+
+def possible_stages(flow: Flow, members: Members, limit: float) -> int:
+    """How many pairs of downsets differ by work of at most `limit`: what `best_over_downsets` takes grows with them."""
+    done = np.sort(members @ flow.work)
+    return int((np.searchsorted(done, done + limit, side="right") - np.arange(len(done))).sum())
+
+
+def best_over_downsets(flow: Flow, members: Members, stages: int, limit: float, windows: Windows) -> Places | None:
+    """The stage of each operator where least crosses, as `best_line` says it, but of lines in any order."""
+
+    def received(members: Members, before: int, after: Places) -> Floats:
+        return _received(flow, members[before], members, after)
+
+    return _best(flow, members, stages, limit, windows, received, np.add)
+
+
+def evenest_over_downsets(flow: Flow, members: Members, stages: int, limit: float, windows: Windows) -> Places | None:
+    """The stage of each operator where the largest stage takes least work; None where that is more than `limit`."""
+
+    def work(members: Members, before: int, after: Places) -> Floats:
+        taken: Floats = (members[after] & ~members[before]) @ flow.work
+        return taken
+
+    return _best(flow, members, stages, limit, windows, work, np.maximum)
+
+
+def _best(
+    flow: Flow,
+    members: Members,
+    stages: int,
+    limit: float,
+    windows: Windows,
+    price: Callable[[Members, int, Places], Floats],
+    join: np.ufunc,
+) -> Places | None:
+    """The stages whose prices, joined, are least; a price is that of all stages from one downset to several others."""
+    done = members @ flow.work
+    order = np.argsort(done, kind="stable")
+    members, done = members[order], done[order]
+    packed = np.packbits(members, axis=1)
+    best = np.full((stages + 1, len(members)), np.inf)
+    best[0] = np.where(members.any(axis=1), np.inf, 0.0)
+    origin = np.zeros((stages + 1, len(members)), dtype=np.int64)
+    for before in range(len(members)):
+        if not np.isfinite(best[:stages, before]).any():
+            continue
+        low, high = np.searchsorted(done, [done[before], done[before] + limit * (1 + _ROUNDING)], side="right")
+        after = low + np.flatnonzero(~(packed[before] & ~packed[low:high]).any(axis=1))
+        cost = join(best[:stages, before, None], price(members, before, after)[None, :])
+        cost[~_allowed(windows, stages, members[before], members, after)] = np.inf
+        better = cost < best[1:, after]
+        best[1:, after] = np.where(better, cost, best[1:, after])
+        origin[1:, after] = np.where(better, before, origin[1:, after])
+    whole = int(np.flatnonzero(members.all(axis=1))[0])
+    if not np.isfinite(best[stages, whole]):
+        return None
+    found = np.zeros(flow.operators, dtype=np.int64)
+    for number in range(stages, 0, -1):
+        start = int(origin[number, whole])
+        found[members[whole] & ~members[start]] = number - 1
+        whole = start
+    return found
+
+
+def _received(flow: Flow, before: NDArray[np.bool_], members: Members, after: Places) -> Floats:
+    """Bytes that the stage from downset `before` to each of `after` reads of what was made before."""
+    received = np.zeros(len(after))
+    for value in np.flatnonzero(before[flow.source]).tolist():
+        readers = flow.readers[flow.starts[value] : flow.starts[value + 1]]
+        readers = readers[~before[readers]]
+        if len(readers):
+            received += flow.size[value] * members[np.ix_(after, readers)].any(axis=1)
+    return received
+
+
+def _allowed(
+    windows: Windows, stages: int, before: NDArray[np.bool_], members: Members, after: Places
+) -> NDArray[np.bool_]:
+    """At [s, i] whether all operators from downset `before` to number i of `after` may be in stage s."""
+    stage = np.arange(stages)[:, None]
+    early = np.flatnonzero(~before & (windows.first > 0))
+    late = np.flatnonzero(~before & (windows.last < stages - 1))
+    first = np.where(members[np.ix_(after, early)], windows.first[early], 0).max(axis=1, initial=0)
+    last = np.where(members[np.ix_(after, late)], windows.last[late], stages).min(axis=1, initial=stages)
+    allowed: NDArray[np.bool_] = (stage >= first) & (stage <= last)
+    return allowed

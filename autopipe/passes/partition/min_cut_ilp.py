@@ -1,0 +1,531 @@
+"""The search for a division of a flow's operators: the best line, then an integer program that may do better.
+
+Coarsening: operators that some best division has in one stage anyway become one.
+
+An operator without much work joins a neighbour where no division crosses less for keeping them apart. Operators that
+share more bytes than all of a division that is already known crosses are one, too, with all that lies between.
+
+Stage division as an integer linear program.
+
+What is asked of operator v and stage s is "is v in stage s or later?", y[v, s]: 0 or 1, and it never grows with s. An
+edge u → v says y[u, s] <= y[v, s] for every s; stage(u) <= stage(v) in whole numbers says the same much more loosely
+once numbers need not be whole. Operator v is in stage s where y[v, s] - y[v, s + 1] is 1.
+
+Pipeline stages by integer program, without putting operators in one line (Alibaba PAI, "TePDist", 2023).
+
+Of all divisions whose stages take at most (1 + unbalance) times the mean work, that which sends the fewest bytes
+between stages. The best line of operators is where it begins, so that what is found never crosses more.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.graph import Graph
+from autopipe.ir.placement import recomputed_nodes
+from autopipe.ir.problem import Problem
+from autopipe.passes.partition.flow import (
+    Bits,
+    Flow,
+    Members,
+    Places,
+    Windows,
+    ancestors,
+    best_line,
+    best_over_downsets,
+    downsets,
+    evenest_over_downsets,
+    flow_of,
+    is_any_line,
+    least_limit,
+    make_flow,
+    possible_stages,
+    windows_of,
+)
+from autopipe.passes.solvers.milp import Builder, Model, SolverName, solve
+
+Term = tuple[int, float]
+"""A variable and what it is multiplied by; variable -1 is the number 1."""
+
+
+@dataclass(slots=True)
+class Program:
+    """The variables of operators' stages under `windows`, and rows that are still collected."""
+
+    flow: Flow
+    stages: int
+    windows: Windows
+    builder: Builder = field(default_factory=Builder)
+    _begin: Places = field(init=False)
+    _entries: tuple[list[int], list[int], list[float], list[float]] = field(default_factory=lambda: ([], [], [], []))
+
+    def __post_init__(self) -> None:
+        counts = self.windows.last - self.windows.first
+        self._begin = np.concatenate(([0], np.cumsum(counts)))
+        self.builder.add_variables(int(counts.sum()))
+        self._order_rows()
+
+    def in_or_after(self, operator: int, stage: int, factor: float = 1.0) -> Term:
+        """Is the operator in this stage or a later one?"""
+        if stage <= self.windows.first[operator]:
+            return -1, factor
+        if stage > self.windows.last[operator]:
+            return -1, 0.0
+        return int(self._begin[operator] + stage - self.windows.first[operator] - 1), factor
+
+    def within(self, operator: int, stage: int, factor: float = 1.0) -> list[Term]:
+        """Is the operator in this stage?"""
+        return [self.in_or_after(operator, stage, factor), self.in_or_after(operator, stage + 1, -factor)]
+
+    def at_least(self, terms: list[Term], least: float) -> None:
+        """A row: the sum of the terms is at least this."""
+        rows, columns, values, lower = self._entries
+        constant = sum(factor for variable, factor in terms if variable < 0)
+        own = [(variable, factor) for variable, factor in terms if variable >= 0]
+        rows.extend([len(lower)] * len(own))
+        columns.extend(variable for variable, _ in own)
+        values.extend(factor for _, factor in own)
+        lower.append(least - constant)
+
+    def model(self) -> Model:
+        """The program."""
+        rows, columns, values, lower = self._entries
+        self.builder.add_rows(rows, columns, values, lower, count=len(lower))
+        return self.builder.model()
+
+    def members(self, stage: int) -> list[int]:
+        """The operators that can be in this stage."""
+        found: list[int] = np.flatnonzero((self.windows.first <= stage) & (self.windows.last >= stage)).tolist()
+        return found
+
+    def stage(self, values: NDArray[np.float64]) -> Places:
+        """The stage of each operator that the variables' values say."""
+        chosen = np.concatenate(([0.0], np.cumsum(values[: self._begin[-1]])))
+        found: Places = self.windows.first + np.rint(np.diff(chosen[self._begin])).astype(np.int64)
+        return found
+
+    def _order_rows(self) -> None:
+        """Stages are counted upwards, edges lead to no earlier one, and each stage has work."""
+        first, last = self.windows.first, self.windows.last
+        for operator in range(self.flow.operators):
+            for stage in range(first[operator] + 1, last[operator]):
+                self.at_least([self.in_or_after(operator, stage), self.in_or_after(operator, stage + 1, -1.0)], 0.0)
+        _, sources, readers = self.flow.edges()
+        for source, reader in np.unique(np.stack((sources, readers), axis=1), axis=0).tolist():
+            for stage in range(first[reader] + 1, last[source] + 1):
+                self.at_least([self.in_or_after(reader, stage), self.in_or_after(source, stage, -1.0)], 0.0)
+        for stage in range(self.stages):
+            working = [each for each in self.members(stage) if self.flow.work[each] > 0]
+            self.at_least([term for each in working for term in self.within(each, stage)], 1.0)
+
+
+def crossing_program(flow: Flow, stages: int, windows: Windows, limit: float) -> tuple[Program, Model]:
+    """Least bytes that cross, where no stage takes more work than `limit`.
+
+    A value costs its bytes in stage t where a reader is in t and its producer is not.
+    """
+    program = Program(flow, stages, windows)
+    unit = max(limit, 1e-300)
+    for stage in range(stages):
+        members = program.members(stage)
+        program.at_least(
+            [term for each in members for term in program.within(each, stage, -float(flow.work[each]) / unit)], -1.0
+        )
+    for value, source in enumerate(flow.source.tolist()):
+        readers = flow.readers[flow.starts[value] : flow.starts[value + 1]]
+        for stage in range(windows.first[source], int(windows.last[readers].max()) + 1):
+            away = [each for each in readers.tolist() if windows.first[each] <= stage <= windows.last[each]]
+            if windows.last[source] == windows.first[source] == stage or not away:
+                continue
+            crossing = int(program.builder.add_variables(1, cost=flow.size[value], integral=False)[0])
+            for each in away:
+                terms = [*program.within(each, stage, -1.0), *program.within(source, stage)]
+                program.at_least([(crossing, 1.0), *terms], 0.0)
+    return program, program.model()
+
+
+def balance_program(flow: Flow, stages: int, windows: Windows) -> tuple[Program, Model]:
+    """Least work of the largest stage, in means."""
+    program = Program(flow, stages, windows)
+    mean = max(float(flow.work.sum()) / stages, 1e-300)
+    largest = int(program.builder.add_variables(1, cost=1.0, lower=1.0, upper=float(stages), integral=False)[0])
+    for stage in range(stages):
+        members = program.members(stage)
+        loads = [term for each in members for term in program.within(each, stage, -float(flow.work[each]) / mean)]
+        program.at_least([(largest, 1.0), *loads], 0.0)
+    return program, program.model()
+
+
+Bools = NDArray[np.bool_]
+
+
+def grouped(flow: Flow, windows: Windows, cheap: float, ceiling: float) -> Places:
+    """The group of each operator; groups are counted in a topological order of theirs.
+
+    Operators that take at most `cheap` work may join others with equal windows. `ceiling` is what some division
+    crosses: a value with more bytes stays in its stage.
+    """
+    group = _joined(flow, flow.source[flow.edges()[0]], flow.readers, flow.size[flow.edges()[0]] > ceiling)
+    while True:
+        coarse = coarsened(flow, group)
+        into, own = _neighbours(coarse, cheap), windows.of_groups(group)
+        same = (own.first == own.first[into]) & (own.last == own.last[into])
+        joins = np.flatnonzero(same & (into != np.arange(coarse.operators)))
+        if not len(joins):
+            return group
+        group = _joined(coarse, joins, into[joins], np.ones(len(joins), dtype=bool))[group]
+
+
+def coarsened(flow: Flow, group: Places) -> Flow:
+    """The flow of the groups."""
+    work = np.bincount(group, flow.work).astype(float)
+    readers = [flow.readers[start:stop] for start, stop in zip(flow.starts[:-1], flow.starts[1:], strict=True)]
+    values = zip(group[flow.source].tolist(), flow.size.tolist(), readers, strict=True)
+    return make_flow(work, [(source, size, group[each].tolist()) for source, size, each in values])
+
+
+def _neighbours(flow: Flow, cheap: float) -> Places:
+    """For each operator the one that it joins: itself, one it reads, or one that reads it."""
+    before = ancestors(flow)
+    reads: list[list[int]] = [[] for _ in range(flow.operators)]
+    for value, _, reader in zip(*flow.edges(), strict=True):
+        reads[reader].append(int(value))
+    gives: list[list[int]] = [[] for _ in range(flow.operators)]
+    for value, source in enumerate(flow.source.tolist()):
+        gives[source].append(value)
+    into = np.arange(flow.operators)
+    joined = np.zeros(flow.operators, dtype=bool)
+    for operator in np.flatnonzero(flow.work <= cheap).tolist():
+        earlier = _earlier(flow, before, operator, reads[operator], gives[operator])
+        # Two that join one another at once might close a circle: what is joined stays where it is, this time.
+        other = (
+            earlier if earlier is not None else _sole_reader(flow, before, operator, reads[operator], gives[operator])
+        )
+        if other is not None and into[other] == other and not joined[operator]:
+            into[operator] = other
+            joined[other] = True
+    return into
+
+
+def _earlier(flow: Flow, before: Bits, operator: int, reads: list[int], gives: list[int]) -> int | None:
+    """The operator that `operator` may follow into an earlier stage: the last it reads, with all it shares behind it.
+
+    What it gives then crosses in place of what the other gives it, which is no less; nobody else needs in the later
+    stage what it read there.
+    """
+    if not reads:
+        return None
+    last = max(int(flow.source[value]) for value in reads)
+    for value in reads:
+        others = [int(flow.source[value]), *_readers(flow, value)]
+        if any(other not in (last, operator) and not _depends(before, last, other) for other in others):
+            return None
+    saved = sum(flow.size[value] for value in reads if flow.source[value] == last)
+    return last if sum(flow.size[value] for value in gives) <= saved else None
+
+
+def _sole_reader(flow: Flow, before: Bits, operator: int, reads: list[int], gives: list[int]) -> int | None:
+    """The operator that `operator` may wait for: its first reader, of which all other readers come after.
+
+    What it reads then crosses in place of what it gives, which is no less.
+    """
+    if not gives:
+        return None
+    readers = sorted({reader for value in gives for reader in _readers(flow, value)})
+    if any(not _depends(before, reader, readers[0]) for reader in readers[1:]):
+        return None
+    saved = sum(flow.size[value] for value in gives if readers[0] in _readers(flow, value))
+    return readers[0] if sum(flow.size[value] for value in reads) <= saved else None
+
+
+def _readers(flow: Flow, value: int) -> list[int]:
+    found: list[int] = flow.readers[flow.starts[value] : flow.starts[value + 1]].tolist()
+    return found
+
+
+def _depends(before: Bits, operator: int, other: int) -> bool:
+    return bool(before[operator, other >> 3] & 0x80 >> (other & 7))
+
+
+def _joined(flow: Flow, one: Places, other: Places, together: Bools) -> Places:
+    """The groups, where pairs of operators with `together` are in one, and with them what lies between."""
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import connected_components
+
+    _, sources, readers = flow.edges()
+    rows = np.concatenate((sources, one[together], other[together]))
+    columns = np.concatenate((readers, other[together], one[together]))
+    size = flow.operators
+    matrix = csr_array((np.ones(len(rows)), (rows, columns)), shape=(size, size))
+    count, label = connected_components(matrix, directed=True, connection="strong")
+    return _in_order(count, label.astype(np.int64), sources, readers)
+
+
+def _in_order(count: int, label: Places, sources: Places, readers: Places) -> Places:
+    """The labels, numbered in a topological order in which a group comes as early as its last operator lets it."""
+    rank = np.zeros(count, dtype=np.int64)
+    np.maximum.at(rank, label, np.arange(len(label)))
+    pairs = np.unique(np.stack((label[sources], label[readers])), axis=1)
+    pairs = pairs[:, pairs[0] != pairs[1]]
+    waiting = np.bincount(pairs[1], minlength=count)
+    after: list[list[int]] = [[] for _ in range(count)]
+    for source, reader in pairs.T.tolist():
+        after[source].append(reader)
+    ready = [(int(rank[each]), each) for each in np.flatnonzero(waiting == 0).tolist()]
+    heapq.heapify(ready)
+    place = np.zeros(count, dtype=np.int64)
+    for number in range(count):
+        _, each = heapq.heappop(ready)
+        place[each] = number
+        for reader in after[each]:
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                heapq.heappush(ready, (int(rank[reader]), reader))
+    return place[label]
+
+
+_CHEAP = 0.01
+"""Operators that take at most this share of a stage's mean work may join a neighbour."""
+_MOST_OPEN = 5000
+"""Questions of "is it in a later stage than this?" up to which an integer program has all of them."""
+_MOST_DOWNSETS = 6000
+_MOST_PAIRS = 2_000_000
+"""Downsets, and pairs of them that may begin and end a stage, up to which all are gone through."""
+_NODES = 1000
+"""Of an integer program's search tree: what ends it on a machine that is fast enough."""
+_ROUNDING = 1e-6
+"""Share of its limit by which an integer program's answer may leave a stage above it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The stage of each operator, and what is known of it: see `StageDivision`."""
+
+    stage: Places
+    bound: float
+    line_bytes: float
+    groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class DivisionProblem:
+    """Problem of a division: stages within `windows` that take at most (1 + `unbalance`) times the mean work."""
+
+    flow: Flow
+    stages: int
+    windows: Windows
+    unbalance: float
+    end: float
+    """When integer programs end, by `time.monotonic`."""
+    solver: SolverName
+
+    def run(self) -> Division:
+        """The division that crosses least. Raises InfeasibleError, with the smallest unbalance that has one."""
+        working = int((self.flow.work > 0).sum())
+        if working < self.stages:
+            raise InfeasibleError(
+                f"{working} operators cannot be divided into {self.stages} stages", hint="take fewer stages"
+            )
+        limit = float(self.flow.work.sum()) / self.stages * (1 + self.unbalance)
+        start = line = best_line(self.flow, self.stages, limit, self.windows.first, self.windows.last)
+        if start is None:
+            start = self._balanced(limit)
+        ceiling = self.flow.crossing(start)
+        line_bytes = np.inf if line is None else ceiling
+        group = self._groups(limit, ceiling, line is not None)
+        coarse, windows = coarsened(self.flow, group), self.windows.of_groups(group)
+        stage, bound = self._divided(coarse, windows, limit, group, start)
+        if line is not None and self.flow.crossing(stage) >= line_bytes * (1 - _SAME):
+            stage = self._evenest(limit, line, coarse, group)
+        crossing = self.flow.crossing(stage)
+        # A line of single operators may cross less than any division of the groups, which then proves nothing of it.
+        bound = min(bound, crossing) if bound <= crossing * (1 + _SAME) else 0.0
+        return Division(stage, bound, line_bytes, coarse.operators)
+
+    def _groups(self, limit: float, ceiling: float, is_line: bool) -> Places:
+        """Groups that can be divided under the limit, as far as that is seen by their line."""
+        for cheap in (_CHEAP * limit, 0.0):
+            group = grouped(self.flow, self.windows, cheap, ceiling)
+            coarse, windows = coarsened(self.flow, group), self.windows.of_groups(group)
+            if not is_line or is_any_line(coarse, self.stages, limit, windows.first, windows.last):
+                break
+        return group
+
+    def _divided(
+        self, coarse: Flow, windows: Windows, limit: float, group: Places, start: Places
+    ) -> tuple[Places, float]:
+        """The best division of the groups that is found, `start` if that is none worse, and what is proven."""
+        full = windows.under(coarse, self.stages, limit)
+        if (full.last < full.first).any():
+            return start, 0.0
+        members, bound = few_downsets(coarse, limit), 0.0
+        if full.open <= _MOST_OPEN:
+            stage, bound = self._programmed(coarse, full, limit, group, 1.0 if members is None else 1 / 3)
+            start = self._better(start, stage, limit)
+        if self.flow.crossing(start) <= bound * (1 + _SAME):
+            return start, bound
+        if members is not None and time.monotonic() < self.end:
+            best = best_over_downsets(coarse, members, self.stages, limit, windows)
+            if best is not None:
+                return self._better(start, best[group], limit), coarse.crossing(best)
+        if full.open > _MOST_OPEN:
+            centre = np.zeros(coarse.operators, dtype=np.int64)
+            np.maximum.at(centre, group, start)
+            stage, _ = self._programmed(coarse, full.near(centre, 1), limit, group, 1.0)
+            start = self._better(start, stage, limit)
+        return start, bound
+
+    def _programmed(
+        self, coarse: Flow, windows: Windows, limit: float, group: Places, share: float
+    ) -> tuple[Places | None, float]:
+        """Solve an integer program in a share of the time; returns the division, and the bound proven for these
+        windows.
+        """
+        program, model = crossing_program(coarse, self.stages, windows, limit)
+        answer = solve(model, share * (self.end - time.monotonic()), solver=self.solver, nodes=_NODES)
+        return program.stage(answer.values)[group] if answer.found else None, max(answer.bound, 0.0)
+
+    def _better(self, one: Places, other: Places | None, limit: float) -> Places:
+        """The other division, if it crosses less and keeps the limit."""
+        if other is None or self.flow.loads(other, self.stages).max() > limit * (1 + _ROUNDING):
+            return one
+        return other if self.flow.crossing(other) < self.flow.crossing(one) * (1 - _SAME) else one
+
+    def _balanced(self, limit: float) -> Places:
+        """A division under the limit that is no line.
+
+        Raises InfeasibleError where there is none, with the smallest unbalance that has one.
+        """
+        mean = float(self.flow.work.sum()) / self.stages
+        least = least_limit(self.flow, self.stages, self.windows.first, self.windows.last)
+        group = grouped(self.flow, self.windows, 0.0, np.inf)
+        stage, proven = self._evenest_groups(group, min(least * (1 + _SAME), float(self.flow.work.sum())))
+        if stage is not None:
+            largest = float(self.flow.loads(stage[group], self.stages).max())
+            if largest <= limit * (1 + _ROUNDING):
+                return stage[group]
+            least = min(least, largest)
+        if not np.isfinite(least):
+            raise InfeasibleError(f"no division into {self.stages} stages was found that keeps the constraints")
+        smallest = "smallest unbalance" if proven else "smallest unbalance that was found"
+        raise InfeasibleError(
+            f"operators cannot be divided into {self.stages} stages that take at most {self.unbalance:.1%} more than "
+            f"the mean: the {smallest} is {np.ceil((least / mean - 1) * 1000 - 0.002) / 10:.1f}%",
+            hint="allow it, or take another number of stages",
+        )
+
+    def _evenest_groups(self, group: Places, limit: float) -> tuple[Places | None, bool]:
+        """The stages of the groups, none above the limit, whose largest takes least, and whether that is proven."""
+        coarse = coarsened(self.flow, group)
+        windows = self.windows.of_groups(group).under(coarse, self.stages, limit)
+        members = few_downsets(coarse, limit)
+        if members is not None:
+            return evenest_over_downsets(coarse, members, self.stages, limit, windows), True
+        if windows.open > _MOST_OPEN:
+            return None, False
+        program, model = balance_program(coarse, self.stages, windows)
+        answer = solve(model, (self.end - time.monotonic()) / 2, solver=self.solver, nodes=_NODES)
+        return program.stage(answer.values) if answer.found else None, answer.proven
+
+    def _evenest(self, limit: float, line: Places, coarse: Flow, group: Places) -> Places:
+        """Of the lines that cross no more than the best, one of groups whose largest stage is about smallest."""
+        windows = self.windows.of_groups(group)
+        low, most = least_limit(coarse, self.stages, windows.first, windows.last), self.flow.crossing(line)
+        limit = min(limit, float(self.flow.loads(line, self.stages).max()))
+        while limit - low > 0.005 * limit:
+            middle = (low + limit) / 2
+            found = best_line(coarse, self.stages, middle, windows.first, windows.last)
+            if found is not None and coarse.crossing(found) <= most * (1 + _SAME):
+                line, limit = found[group], float(coarse.loads(found, self.stages).max())
+            else:
+                low = middle
+        return line
+
+
+def few_downsets(flow: Flow, limit: float) -> Members | None:
+    """All downsets, where they are few enough to go through all stages of at most `limit` between them."""
+    members = downsets(flow, _MOST_DOWNSETS)
+    return members if members is not None and possible_stages(flow, members, limit) <= _MOST_PAIRS else None
+
+
+_SAME = 1e-9
+"""Bytes that differ by no more than this share are equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageDivision:
+    """The nodes of each stage, ascending, and what is known of how good that is."""
+
+    nodes: tuple[tuple[int, ...], ...]
+    crossing_bytes: float
+    """Bytes between stages for each micro-batch: every message, and the gradient that comes back for it."""
+    bound: float
+    """No division, of the groups of operators that were kept together, crosses less; 0 where nothing is proven."""
+    unbalance: float
+    """By how much, as a share of the mean, the largest stage takes more work than the mean."""
+    line_bytes: float
+    """Bytes that cross in the best line of operators under the same limit; infinite where there is none."""
+    groups: int
+    """Groups of operators that the integer program divided."""
+
+    @property
+    def proven(self) -> bool:
+        """True if the groups cannot be divided better."""
+        return self.crossing_bytes <= self.bound * (1 + _SAME)
+
+
+def divide(
+    problem: Problem,
+    stages: int,
+    unbalance: float,
+    settled: Mapping[int, int] | None = None,
+    time_limit: float = 30.0,
+    solver: SolverName = "auto",
+) -> StageDivision:
+    """The nodes in `stages` stages, each with work, of which none takes over (1 + `unbalance`) times the mean.
+
+    `settled` nodes are in the stages that are asked for. Stages are numbered so that each reads from earlier ones only.
+    Raises ConfigurationError where `settled` allows no division, InfeasibleError where the limit allows none, with the
+    smallest unbalance that does.
+    """
+    flow, nodes = flow_of(problem)
+    settled = settled or {}
+    windows = windows_of(problem.graph, flow, nodes, stages, settled)
+    # In this order a line can have the settled operators where they belong.
+    order = np.lexsort((np.arange(flow.operators), windows.last, windows.first))
+    flow, nodes = flow.reordered(order), nodes[order]
+    windows = Windows(windows.first[order], windows.last[order])
+    search = DivisionProblem(flow, stages, windows, unbalance, time.monotonic() + time_limit, solver)
+    found = search.run()
+    mean = float(flow.work.sum()) / stages
+    return StageDivision(
+        nodes=_with_shared(problem.graph, nodes, found.stage, stages, settled),
+        crossing_bytes=flow.crossing(found.stage),
+        bound=found.bound,
+        unbalance=float(flow.loads(found.stage, stages).max()) / mean - 1,
+        line_bytes=found.line_bytes,
+        groups=found.groups,
+    )
+
+
+def _with_shared(
+    graph: Graph, nodes: Places, stage: Places, stages: int, settled: Mapping[int, int]
+) -> tuple[tuple[int, ...], ...]:
+    """The nodes of each stage; those that every reader computes for itself are where they are asked for, or where they
+    are read first."""
+    found = dict(zip(nodes.tolist(), stage.tolist(), strict=True))
+    shared, consumers = recomputed_nodes(graph), graph.consumers()
+    for node in sorted(shared, reverse=True):
+        readers = [found[reader] for name in graph.nodes[node].outputs for reader in consumers.get(name, ())]
+        found[node] = settled.get(node, min(readers, default=0))
+    members: list[list[int]] = [[] for _ in range(stages)]
+    for node in sorted(found):
+        members[found[node]].append(node)
+    return tuple(map(tuple, members))

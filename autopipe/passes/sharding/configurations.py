@@ -1,0 +1,305 @@
+"""The configurations of a node: every executable way to share its iteration space among a group (PaSE, section II).
+
+The layouts in which a node's configurations read its operands and leave its results.
+
+Where the axes of a space lie in a group's mesh under each of many configurations.
+
+Different things told apart by small numbers, and which of them each one is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopipe.ir.graph import Graph, Node
+from autopipe.ir.layout import Layout, MeshAxis, is_one_block, mixed_dimensions, operand_under, result_under
+from autopipe.ir.placement import Split
+from autopipe.ir.space import Axis, AxisKind, Dimension, Space, Windowed
+
+Splits = tuple[Split, ...]
+"""One configuration of a node: splits outer to inner over the group's devices; () where all compute it whole."""
+
+
+def configurations(space: Space, group: int, outermost: str | None = None) -> tuple[Splits, ...]:
+    """All splits of `space` that `group` devices can execute, the first of them none.
+
+    Degrees divide extents, their product divides `group`, and no axis is split that must stay whole. The axis
+    `outermost`, where samples are counted, is split outside of all others, which keep the order of the space: so equal
+    degrees of neighbours fall on the same devices.
+    """
+    axes = sorted(space.axes, key=lambda axis: axis.name != outermost)
+    splittable = [axis for axis in axes if axis.kind is not AxisKind.WHOLE and axis.extent > 1]
+    found: Iterable[Splits] = _shared_out(splittable, group)
+    mixed = mixed_dimensions(space)
+    if mixed:
+        extents = {axis.name: axis.extent for axis in axes}
+        found = (splits for splits in found if _are_blocks(mixed, extents, splits))
+    return tuple(sorted(found, key=len))
+
+
+def _are_blocks(mixed: Sequence[Dimension], extents: Mapping[str, int], splits: Splits) -> bool:
+    """True if each device has one block of the dimensions that several axes make up."""
+    degrees = {split.axis: split.degree for split in splits}
+    return all(is_one_block(dimension, extents, degrees) for dimension in mixed)
+
+
+def _shared_out(axes: Sequence[Axis], group: int) -> list[Splits]:
+    """Every way to split `axes`, in order, whose degrees' product divides `group`."""
+    divisors = [count for count in range(1, group + 1) if group % count == 0]
+    # Of the axes so far, innermost first: the ways to split them for each number of devices left.
+    known: dict[int, list[Splits]] = {left: [()] for left in divisors}
+    for axis in reversed(axes):
+        own = {degree: (Split(axis.name, degree),) if degree > 1 else () for degree in divisors}
+        degrees = [degree for degree in divisors if axis.extent % degree == 0]
+        known = {
+            left: [
+                (*own[degree], *inner) for degree in degrees if left % degree == 0 for inner in known[left // degree]
+            ]
+            for left in divisors
+        }
+    return known[group]
+
+
+Integers = NDArray[np.int64]
+
+_Item = TypeVar("_Item", bound=Hashable)
+
+
+def numbered(items: Iterable[_Item]) -> tuple[list[_Item], Integers]:
+    """The different ones of `items`, in order, and which of them each one is."""
+    known: dict[_Item, int] = {}
+    of = [known.setdefault(item, len(known)) for item in items]
+    return list(known), np.array(of, dtype=np.int64)
+
+
+def distinct(codes: Integers) -> tuple[Integers, Integers]:
+    """The different ones of small numbers, ascending, and which of them each one is."""
+    present = np.zeros(int(codes.max(initial=0)) + 1, dtype=bool)
+    present[codes] = True
+    numbers = np.cumsum(present) - 1
+    return np.flatnonzero(present), numbers[codes]
+
+
+def combined(columns: Iterable[tuple[int, Integers]], rows: int) -> tuple[Integers, Integers]:
+    """The different rows of columns of numbers, each given with how many numbers it has.
+
+    The places of first occurrences, ascending, and which of them each of the `rows` equals.
+    """
+    codes, count = np.zeros(rows, dtype=np.int64), 1
+    for most, column in columns:
+        known, codes = distinct(codes * most + column)
+        count = len(known)
+    firsts = np.empty(count, dtype=np.int64)
+    firsts[codes[::-1]] = np.arange(rows)[::-1]
+    order = np.argsort(firsts)
+    renumbered = np.empty(count, dtype=np.int64)
+    renumbered[order] = np.arange(count)
+    return firsts[order], renumbered[codes]
+
+
+Axes = dict[str, MeshAxis]
+"""Axes of the mesh, outer to inner, by the axes of a space that lie along them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """Where one axis lies: the different places, the first of them nowhere, and which each configuration has."""
+
+    known: list[MeshAxis | None]
+    of: Integers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeshPositions:
+    """Axes that any of the configurations splits."""
+
+    configurations: int
+    _places: dict[str, _Places]
+
+    def degrees(self, axes: Iterable[str]) -> Integers:
+        """Into how many parts `axes` are cut together, [configurations]."""
+        found = np.ones(self.configurations, dtype=np.int64)
+        for name in axes:
+            if name in self._places:
+                places = self._places[name]
+                found *= np.array([1 if each is None else each.degree for each in places.known])[places.of]
+        return found
+
+    @property
+    def degree(self) -> Integers:
+        """Into how many parts a whole space is cut, [configurations]."""
+        return self.degrees(self._places)
+
+    def cases(self, names: Iterable[str]) -> tuple[list[Axes], Integers]:
+        """The different ways in which axes of these names lie, and which of them each configuration has."""
+        own = {name: self._places[name] for name in names if name in self._places}
+        columns = ((len(places.known), places.of) for places in own.values())
+        firsts, of = combined(columns, self.configurations)
+        ways = []
+        for row in firsts.tolist():
+            lying = ((name, places.known[places.of[row]]) for name, places in own.items())
+            split = [(name, axis) for name, axis in lying if axis is not None]
+            ways.append(dict(sorted(split, key=lambda each: -each[1].stride)))
+        return ways, of
+
+
+def mesh_positions(configurations: Sequence[Splits], group: int) -> MeshPositions:
+    """The axes of `configurations`, each outer to inner over `group` devices (`ir.layout.mesh_of`)."""
+    rows: dict[str, list[int]] = defaultdict(list)
+    marks: dict[str, list[int]] = defaultdict(list)
+    for row, splits in enumerate(configurations):
+        stride = group
+        for split in splits:
+            stride //= split.degree
+            rows[split.axis].append(row)
+            marks[split.axis].append(split.degree * (group + 1) + stride)
+    found = {}
+    for name, where in rows.items():
+        of = np.zeros(len(configurations), dtype=np.int64)
+        known, numbers = distinct(np.array(marks[name], dtype=np.int64))
+        of[where] = numbers + 1
+        found[name] = _Places([None, *(MeshAxis(*divmod(mark, group + 1)) for mark in known.tolist())], of)
+    return MeshPositions(len(configurations), found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorLayouts:
+    """One tensor under each configuration of a node: few different layouts, and which of them each one has."""
+
+    layouts: tuple[Layout, ...]
+    of: NDArray[np.int64]
+    elements: Integers
+    """Of one device's block of each layout."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """The different layouts of one dimension alone, or of no dimension with shares; and which each configuration has.
+
+    How a dimension is cut does not depend on the others, so that a tensor's layouts are put together from few parts.
+    """
+
+    layouts: list[Layout]
+    of: Integers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayoutTable:
+    """The forms of nodes on `group` devices.
+
+    But for windows how a tensor is cut does not depend on its extents: those cut alike are worked out once. Equal
+    configurations are to be the same object.
+    """
+
+    group: int
+    _lying: dict[int, tuple[tuple[Splits, ...], MeshPositions]] = field(default_factory=dict)
+    """Configurations, held so that their place stays their own, and where axes lie in them."""
+    _known: dict[Hashable, TensorLayouts] = field(default_factory=dict)
+
+    def operand(
+        self, graph: Graph, node: Node, position: int, space: Space, configurations: tuple[Splits, ...]
+    ) -> TensorLayouts:
+        """How a node wants its operand at `position`."""
+        shape, dimensions = graph.type_of(node.inputs[position]).shape, space.operands[position] or ()
+        windows = space.windows_of(position)
+        alike = id(configurations), dimensions, windows, shape if windows else ()
+        lying = self.mesh_positions_of(configurations)
+        return self._form(alike, shape, lying, lambda: _parts(lying, dimensions, shape, windows))
+
+    def result(
+        self, graph: Graph, node: Node, position: int, space: Space, configurations: tuple[Splits, ...]
+    ) -> TensorLayouts:
+        """How a node leaves its result at `position`, shares of sums and means included."""
+        shape, dimensions = graph.type_of(node.outputs[position]).shape, space.results[position] or ()
+        kinds = tuple((axis.name, axis.kind) for axis in space.axes)
+        lying = self.mesh_positions_of(configurations)
+
+        def parts() -> list[_Part]:
+            present = {name for dimension in dimensions for name in dimension}
+            reduced = [name for name, _ in kinds if name not in present]
+            shares = _part(lying, reduced, lambda axes: result_under(space, (), (), axes))
+            return [*_parts(lying, dimensions, shape), shares]
+
+        return self._form((id(configurations), dimensions, kinds), shape, lying, parts)
+
+    def mesh_positions_of(self, configurations: tuple[Splits, ...]) -> MeshPositions:
+        """Where axes lie in each of `configurations`."""
+        if id(configurations) not in self._lying:
+            self._lying[id(configurations)] = configurations, mesh_positions(configurations, self.group)
+        return self._lying[id(configurations)][1]
+
+    def _form(
+        self, alike: Hashable, shape: tuple[int, ...], lying: MeshPositions, parts: Callable[[], list[_Part]]
+    ) -> TensorLayouts:
+        """The layouts of a tensor of `shape`; tensors that are cut `alike` are worked out once."""
+        key = alike, shape
+        if key not in self._known:
+            if alike not in self._known:
+                self._known[alike] = _together(shape, parts(), lying.configurations)
+            form = self._known[alike]
+            if form.layouts[0].shape != shape:
+                layouts = (Layout(shape, each.cuts, each.sums, each.means) for each in form.layouts)
+                more = math.prod(shape), max(1, math.prod(form.layouts[0].shape))
+                form = TensorLayouts(tuple(layouts), form.of, form.elements * more[0] // more[1])
+            self._known[key] = form
+        return self._known[key]
+
+
+def _parts(
+    lying: MeshPositions, dimensions: tuple[Dimension, ...], shape: tuple[int, ...], windows: Sequence[Windowed] = ()
+) -> list[_Part]:
+    """How each dimension is cut."""
+    found = []
+    for place, (dimension, extent) in enumerate(zip(dimensions, shape, strict=True)):
+        own = tuple(replace(each, dimension=0) for each in windows if each.dimension == place)
+        names = [*dimension, *(each.axis for each in own)]
+        found.append(_part(lying, names, _one_dimension(dimension, extent, own)))
+    return found
+
+
+def _one_dimension(dimension: Dimension, extent: int, windows: Sequence[Windowed]) -> Callable[[Axes], Layout]:
+    return lambda axes: operand_under((dimension,), (extent,), axes, windows)
+
+
+def _part(lying: MeshPositions, names: Iterable[str], make: Callable[[Axes], Layout]) -> _Part:
+    """The layouts that `make` gives, which depend on where the axes `names` lie."""
+    cases, case_of = lying.cases(names)
+    layouts, of = numbered(map(make, cases))
+    return _Part(layouts, of[case_of])
+
+
+def _together(shape: tuple[int, ...], parts: Sequence[_Part], configurations: int) -> TensorLayouts:
+    """The layouts of a tensor whose dimensions, and then whose shares if it has any, are `parts`."""
+    firsts, of = combined(((len(part.layouts), part.of) for part in parts), configurations)
+    elements = np.ones(len(firsts), dtype=np.int64)
+    for part in parts:
+        elements *= np.array([each.local_elements for each in part.layouts], dtype=np.int64)[part.of[firsts]]
+    columns = [[part.layouts[number] for number in part.of[firsts].tolist()] for part in parts]
+    cut, shared = columns[: len(shape)], columns[len(shape) :]
+    ways = zip(*([each.cuts[0] for each in column] for column in cut), strict=True) if cut else [()] * len(firsts)
+    layouts = [Layout(shape, cuts) for cuts in ways]
+    for shares in shared:
+        layouts = [
+            Layout(shape, layout.cuts, share.sums, share.means) if share.is_partial else layout
+            for layout, share in zip(layouts, shares, strict=True)
+        ]
+    if any(each.windows for part in parts for each in part.layouts):
+        rows = zip(*cut, strict=True)
+        layouts = [_windowed(layout, row) for layout, row in zip(layouts, rows, strict=True)]
+    return TensorLayouts(tuple(layouts), of, elements)
+
+
+def _windowed(layout: Layout, dimensions: Sequence[Layout]) -> Layout:
+    """The layout read through the windows of its dimensions."""
+    windows = tuple(each.windows[0] if each.windows else None for each in dimensions)
+    if not any(windows):
+        return layout
+    fill = next((each.fill for each in dimensions if each.fill), 0.0)
+    return Layout(layout.shape, layout.cuts, windows=windows, fill=fill)

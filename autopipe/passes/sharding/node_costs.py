@@ -1,0 +1,442 @@
+"""Nodes that cost the same: a model of equal layers has few kinds, and each is worked out once.
+
+Inputs of a stage's tables: its nodes, the readers of each value, and the values gradients flow through.
+
+Cost of each configuration of a node by itself: computing, exchanging statistics, holding its own parameters.
+
+Cost a step, and memory, of holding a parameter in a layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopipe.ir.graph import Graph
+from autopipe.ir.layout import Layout, MeshAxis
+from autopipe.ir.ops import signature_of
+from autopipe.ir.ops.operator import no_statistics
+from autopipe.ir.problem import Problem
+from autopipe.ir.space import Dimension
+from autopipe.passes.analysis.gradients import SavedTensor, differentiable_values, kept_values
+from autopipe.passes.analysis.operators import OpInstance, element_bytes, sample_axes
+from autopipe.passes.cost.memory import state_of
+from autopipe.passes.cost.roofline import accumulate_per_byte, node_seconds, update_line
+from autopipe.passes.cost.stage_work import exchange_of_gradients, statistics_seconds
+from autopipe.passes.sharding.configurations import (
+    Integers,
+    LayoutTable,
+    MeshPositions,
+    Splits,
+    TensorLayouts,
+    configurations,
+    distinct,
+)
+from autopipe.passes.sharding.reshard_tables import Changes, Floats
+
+
+@dataclass(frozen=True, slots=True)
+class StageOptions:
+    """Under which terms a stage runs its nodes."""
+
+    allowed: dict[int, tuple[Splits, ...]] = field(default_factory=dict)
+    """The configurations of nodes that may not have all."""
+    given: frozenset[str] = frozenset()
+    """Values that others want of the stage."""
+    whole: frozenset[str] = frozenset()
+    """Parameters that every device has to hold whole."""
+    in_flight: int = 1
+    """Micro-batches between forward and backward."""
+    recompute: bool = False
+    """True if forward is run again for backward."""
+
+
+NO_TERMS = StageOptions()
+"""None but those of the problem."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueReader:
+    """A node that reads a value, and one of the operands' positions where it does."""
+
+    node: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSave:
+    """A value that `node` makes backward keep, as `first` did before it: each device keeps the larger block."""
+
+    first: int
+    by_first: SavedTensor
+    node: int
+    by_node: SavedTensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageContext:
+    """A stage's nodes on its devices, with all that their costs depend on; by node of the whole graph.
+
+    `readers` of a value are the stage's nodes that read it, each once for each way in which it wants it. `kept` is what
+    each node makes backward keep, values at the first node that does; `kept_again` are the other nodes that do.
+    """
+
+    problem: Problem
+    nodes: tuple[int, ...]
+    devices: tuple[int, ...]
+    terms: StageOptions
+    uses: tuple[OpInstance, ...]
+    sample_axes: tuple[str | None, ...]
+    gradient: frozenset[str]
+    readers: dict[str, tuple[ValueReader, ...]]
+    kept: dict[int, tuple[SavedTensor, ...]]
+    kept_again: tuple[SharedSave, ...]
+    widths: dict[str, int]
+    """Bytes an element of each value."""
+
+    @property
+    def graph(self) -> Graph:
+        """The problem's graph."""
+        return self.problem.graph
+
+    def own_parameters(self, node: int) -> dict[int, str]:
+        """The parameters, by operand's position, that no other node reads: their layout is the node's choice alone."""
+        found: dict[str, int] = {}
+        for position, name in enumerate(self.graph.nodes[node].inputs):
+            if name and self.graph.parameter(name) is not None and not self.is_shared_parameter(name):
+                found.setdefault(name, position)
+        return {position: name for name, position in found.items()}
+
+    def is_shared_parameter(self, name: str) -> bool:
+        """True if the layout of a parameter is a variable of its own."""
+        return len(self.readers[name]) > 1 or name in self.terms.whole
+
+
+def stage_context(
+    problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], terms: StageOptions
+) -> StageContext:
+    """The ground of `nodes`, ascending, on `devices`."""
+    samples = sample_axes(problem.graph)
+    everything = kept_values(problem.graph, samples.uses, problem.precision) if problem.train else ()
+    kept, kept_again = _first_kept(everything, nodes) if problem.train else ({}, ())
+    return StageContext(
+        problem=problem,
+        nodes=tuple(nodes),
+        devices=devices,
+        terms=terms,
+        uses=samples.uses,
+        sample_axes=samples.axes,
+        gradient=differentiable_values(problem.graph) if problem.train else frozenset(),
+        readers=_readers(problem.graph, samples.uses, nodes),
+        kept=kept,
+        kept_again=kept_again,
+        widths=element_bytes(problem.graph, samples.uses, problem.precision),
+    )
+
+
+def _readers(graph: Graph, uses: tuple[OpInstance, ...], nodes: Sequence[int]) -> dict[str, tuple[ValueReader, ...]]:
+    found: dict[str, dict[tuple[int, tuple[Dimension, ...]], ValueReader]] = {}
+    for node in nodes:
+        for position, (name, words) in enumerate(zip(graph.nodes[node].inputs, uses[node].space.operands, strict=True)):
+            if name:
+                found.setdefault(name, {}).setdefault((node, words or ()), ValueReader(node, position))
+    return {name: tuple(each.values()) for name, each in found.items()}
+
+
+def _first_kept(
+    kept: tuple[tuple[SavedTensor, ...], ...], nodes: Sequence[int]
+) -> tuple[dict[int, tuple[SavedTensor, ...]], tuple[SharedSave, ...]]:
+    """Tensors that each node is the first to keep, and those that others keep again."""
+    seen: dict[tuple[str, int], tuple[int, SavedTensor]] = {}
+    found, again = {}, []
+    for node in nodes:
+        found[node] = tuple(each for each in kept[node] if each.key not in seen)
+        again += [SharedSave(*seen[each.key], node, each) for each in kept[node] if each.key in seen]
+        seen.update((each.key, (node, each)) for each in found[node])
+    return found, tuple(again)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computing:
+    """Seconds of the nodes of a problem on the slowest device of a group, by the share that it computes."""
+
+    problem: Problem
+    devices: tuple[int, ...]
+    _by_degree: dict[int, tuple[Floats, Floats]] = field(default_factory=dict)
+    _told: dict[tuple[int, int], tuple[Sequence[Splits], Floats]] = field(default_factory=dict)
+    """By use and configurations, which are held so that their place stays their own."""
+
+    def seconds(
+        self, node: int, use: OpInstance, configurations: Sequence[Splits], lying: MeshPositions
+    ) -> tuple[Floats, Floats]:
+        """One micro-batch's forward and backward of a node in each configuration, statistics included."""
+        degrees, of = distinct(lying.degree)
+        found = np.array([self._computed(node, degree) for degree in degrees.tolist()])[of]
+        if use.row.statistics is not no_statistics and any(axis.kind.is_joint for axis in use.space.axes):
+            found += self._statistics(node, use, configurations)
+        return found[:, 0], found[:, 1]
+
+    def _computed(self, node: int, degree: int) -> tuple[float, float]:
+        """Forward and backward of one of `degree` equal shares."""
+        if degree not in self._by_degree:
+            kinds = {self.problem.cluster.devices[device] for device in self.devices}
+            work, precision = self.problem.work, self.problem.precision
+            each = [node_seconds(work, device, precision, 1.0 / degree) for device in kinds]
+            forward, backward = (np.maximum.reduce(found) for found in zip(*each, strict=True))
+            self._by_degree[degree] = forward, backward
+        forward, backward = self._by_degree[degree]
+        return float(forward[node]), float(backward[node])
+
+    def _statistics(self, node: int, use: OpInstance, configurations: Sequence[Splits]) -> Floats:
+        """Forward and backward of what the devices tell one another in each configuration."""
+        key = id(use), id(configurations)
+        if key not in self._told:
+            joint = {axis.name for axis in use.space.axes if axis.kind.is_joint}
+            signature = signature_of(self.problem.graph, self.problem.graph.nodes[node])
+            found = np.zeros((len(configurations), 2))
+            for row, splits in enumerate(configurations):
+                if any(split.axis in joint for split in splits):
+                    degrees = {split.axis: split.degree for split in splits}
+                    told = statistics_seconds(self.problem.cluster, self.devices, use, signature, degrees)
+                    found[row] = told.forward_s, told.backward_s
+            self._told[key] = configurations, found
+        return self._told[key][1]
+
+
+def kept_bytes(kept: Sequence[SavedTensor], lying: MeshPositions) -> Integers:
+    """Bytes on one device that backward keeps of a micro-batch, for each configuration of the node that keeps them.
+
+    `SavedTensor.local_bytes` for all of them at once.
+    """
+    found = np.zeros(lying.configurations, dtype=np.int64)
+    for each in kept:
+        size = each.bytes // lying.degrees(axis for dimension in each.dimensions for axis in dimension)
+        for window, extent in each.windows:
+            degree = lying.degrees([window.axis])
+            spans = np.array([window.span(window.count // parts) for parts in degree.tolist()], dtype=np.int64)
+            size = np.where(degree > 1, size * spans // extent, size)
+        found += size
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holding:
+    """A parameter on one device of a group, for each of several layouts."""
+
+    gradient_s: Floats
+    """Seconds, once a step, to exchange gradients among the devices with the same block."""
+    update_s: Floats
+    """Seconds a step to add micro-batches' gradients to one another and to update."""
+    bytes: NDArray[np.int64]
+    """Parameter, gradient and optimizer's state."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parameters:
+    """Costs of a problem's parameters on a group of devices."""
+
+    problem: Problem
+    devices: tuple[int, ...]
+    _rates: dict[frozenset[MeshAxis], float] = field(default_factory=dict)
+
+    def holding(self, name: str, layouts: Sequence[Layout]) -> Holding:
+        """Cost of parameter `name` in each of `layouts`.
+
+        Gradients go at the bandwidth of their group: many parameters share one exchange, and its latency is no one's.
+        """
+        parts = [layout.parts for layout in layouts]
+        devices = len(self.devices)
+        by_parts = {count: state_of(self.problem, ((name, count),), {name: devices // count}) for count in set(parts)}
+        states = [by_parts[count] for count in parts]
+        gradients = np.array([state.gradient_bytes for state in states], dtype=float)
+        updated = np.array([state.updated_bytes for state in states], dtype=float)
+        added, update = _per_byte(self.problem, self.devices)
+        return Holding(
+            gradient_s=gradients * np.array([self._rate(layout) for layout in layouts]),
+            update_s=gradients * added + updated * update,
+            bytes=np.array([state.total for state in states], dtype=np.int64),
+        )
+
+    def _rate(self, layout: Layout) -> float:
+        """Seconds a byte of gradients over the devices that hold the first one's block."""
+        cutting = frozenset(axis for axes in layout.cuts for axis in axes)
+        if cutting not in self._rates:
+            places = np.arange(len(self.devices))
+            alike = np.ones(len(places), dtype=bool)
+            for axis in cutting:
+                alike &= places // axis.stride % axis.degree == 0
+            group = [self.devices[place] for place in np.flatnonzero(alike).tolist()]
+            ways = exchange_of_gradients(self.problem, group).ways
+            self._rates[cutting] = min(way.per_byte_s for way in ways)
+        return self._rates[cutting]
+
+
+def _per_byte(problem: Problem, devices: tuple[int, ...]) -> tuple[float, float]:
+    """Seconds a step of adding up a byte of gradients and of an update by it, on the slowest device, but for the
+    update's one launch."""
+    kinds = {problem.cluster.devices[device] for device in devices}
+    added = max(accumulate_per_byte(device) for device in kinds) * (problem.micro_batches - 1)
+    states = problem.optimizer.states
+    return added, max(update_line(device, states).per_byte_s for device in kinds)
+
+
+@dataclass(eq=False, slots=True)
+class NodeClass:
+    """Nodes equal in all that their costs depend on; `node` is the first of them."""
+
+    ground: StageContext
+    node: int
+    configurations: tuple[Splits, ...]
+    forms: LayoutTable
+    """Of all kinds together."""
+    _forms: dict[tuple[str, int], TensorLayouts] = field(default_factory=dict)
+
+    @property
+    def mesh_positions(self) -> MeshPositions:
+        """Where axes lie in its configurations."""
+        return self.forms.mesh_positions_of(self.configurations)
+
+    def reads(self, position: int) -> TensorLayouts:
+        """How its configurations want an operand."""
+        return self._form("operand", position)
+
+    def leaves(self, position: int) -> TensorLayouts:
+        """How its configurations leave a result."""
+        return self._form("result", position)
+
+    def _form(self, what: str, position: int) -> TensorLayouts:
+        if (what, position) not in self._forms:
+            graph, space = self.ground.graph, self.ground.uses[self.node].space
+            make = self.forms.operand if what == "operand" else self.forms.result
+            self._forms[what, position] = make(graph, graph.nodes[self.node], position, space, self.configurations)
+        return self._forms[what, position]
+
+
+def node_classes(ground: StageContext) -> tuple[NodeClass, ...]:
+    """The kind of each of the ground's nodes."""
+    known: dict[Hashable, NodeClass] = {}
+    spaces: dict[Hashable, tuple[Splits, ...]] = {}
+    forms = LayoutTable(len(ground.devices))
+    found = []
+    for node in ground.nodes:
+        key = _key(ground, node)
+        if key not in known:
+            known[key] = NodeClass(ground, node, _configurations(ground, node, spaces), forms)
+        found.append(known[key])
+    return tuple(found)
+
+
+def _configurations(ground: StageContext, node: int, known: dict[Hashable, tuple[Splits, ...]]) -> tuple[Splits, ...]:
+    if node in ground.terms.allowed:
+        return ground.terms.allowed[node]
+    space, outermost, group = ground.uses[node].space, ground.sample_axes[node], len(ground.devices)
+    # Extents matter by the degrees that divide them; where several axes make up a dimension, also by what is left.
+    axes = tuple((axis.name, axis.kind, math.gcd(axis.extent, group)) for axis in space.axes)
+    tensors = (*space.operands, *space.results)
+    mixed = tuple(tensor for tensor in tensors if tensor and any(len(dimension) > 1 for dimension in tensor))
+    key = axes, outermost, (mixed, tuple(axis.extent for axis in space.axes)) if mixed else ()
+    if key not in known:
+        known[key] = configurations(space, group, outermost)
+    return known[key]
+
+
+def _key(ground: StageContext, node: int) -> Hashable:
+    """Key of all that the costs of a node depend on."""
+    graph = ground.graph
+    parameters = (
+        (position, found.trainable)
+        for position, name in ground.own_parameters(node).items()
+        if (found := graph.parameter(name)) is not None
+    )
+    return (
+        id(ground.uses[node]),
+        ground.problem.work[node],
+        ground.sample_axes[node],
+        ground.terms.allowed.get(node),
+        tuple(parameters),
+        tuple((each.bytes, each.dimensions) for each in ground.kept.get(node, ())),
+        tuple((_is_reduced_alone(ground, name), name in ground.gradient) for name in graph.nodes[node].outputs),
+    )
+
+
+def _is_reduced_alone(ground: StageContext, name: str) -> bool:
+    """True if shares of a value are added up though no node of the stage reads it."""
+    return (
+        bool(name)
+        and name not in ground.readers
+        and not (
+            name in ground.terms.given and name not in ground.graph.consumers() and not ground.graph.type_of(name).shape
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Costs:
+    """Cost of each configuration of a variable."""
+
+    seconds: Floats
+    """Of a step."""
+    gradients: Floats
+    """Of these, to exchange gradients once a step."""
+    backward: Floats
+    """Of these, one micro-batch's backward."""
+    memory: NDArray[np.int64]
+    """Bytes on a device."""
+
+
+def node_class_costs(kind: NodeClass, computing: Computing, parameters: Parameters, changes: Changes) -> Costs:
+    """Costs of a node's configurations, each by itself."""
+    ground, node = kind.ground, kind.node
+    terms, problem = ground.terms, ground.problem
+    forward, backward = computing.seconds(node, ground.uses[node], kind.configurations, kind.mesh_positions)
+    seconds = forward * (1 + terms.recompute) + backward if problem.train else forward
+    for position, name in enumerate(ground.graph.nodes[node].outputs):
+        if _is_reduced_alone(ground, name):
+            left = kind.leaves(position)
+            size = ground.graph.type_of(name).bytes
+            seconds = seconds + changes.to_copies(left.layouts, size)[left.of] * times_run(ground, name)
+    seconds = seconds * problem.micro_batches
+    gradients = np.zeros_like(seconds)
+    memory = np.zeros(len(seconds), dtype=np.int64)
+    for position, name in ground.own_parameters(node).items():
+        form = kind.reads(position)
+        held = parameters.holding(name, form.layouts)
+        gradients += held.gradient_s[form.of]
+        seconds = seconds + held.update_s[form.of]
+        memory += held.bytes[form.of]
+    if problem.train:
+        # What recomputation brings back is that of one micro-batch at a time.
+        micro_batches = 1 if terms.recompute else terms.in_flight
+        memory += micro_batches * kept_bytes(ground.kept[node], kind.mesh_positions)
+    return Costs(seconds + gradients, gradients, backward if problem.train else np.zeros_like(seconds), memory)
+
+
+def times_run(ground: StageContext, value: str) -> int:
+    """How often a micro-batch makes a change of layout of a value: forward, again for backward, and its transpose."""
+    return 1 + ground.terms.recompute + (value in ground.gradient)
+
+
+def passing_bytes(kind: NodeClass) -> NDArray[np.int64]:
+    """For each configuration the bytes of gradients of what a node reads and writes (`memory.gradient_workspace`)."""
+    ground, node = kind.ground, kind.ground.graph.nodes[kind.node]
+    found = np.zeros(len(kind.configurations), dtype=np.int64)
+    if not ground.problem.train or ground.uses[kind.node].row.kind == "view":
+        return found
+    read = {
+        name: kind.reads(place) for place, name in enumerate(node.inputs) if ground.graph.producer(name) is not None
+    }
+    written = {name: kind.leaves(place) for place, name in enumerate(node.outputs) if name}
+    for name, form in (*read.items(), *written.items()):
+        found += (form.elements * ground.widths[name])[form.of]
+    return found
+
+
+def more_bytes(first: NodeClass, by_first: SavedTensor, other: NodeClass, by_other: SavedTensor) -> NDArray[np.int64]:
+    """By how much the block that `other` keeps of a value exceeds that of `first`; [of first, of other]."""
+    own = kept_bytes([by_other], other.mesh_positions)
+    difference: NDArray[np.int64] = np.maximum(own[None, :] - kept_bytes([by_first], first.mesh_positions)[:, None], 0)
+    return difference

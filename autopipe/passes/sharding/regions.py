@@ -1,0 +1,447 @@
+"""Where a cut leads: the nodes that stay cut when one of them is, until partial sums end it.
+
+A product cut by its columns leaves its result cut; what follows stays cut (an activation, the heads of an attention,
+the classes of a loss) until a product sums over the cut axis or a loss over its classes. That is how transformers are
+split over devices by hand (Shoeybi et al., "Megatron-LM", 2019, section 3), found from iteration spaces alone.
+
+A network whose samples are shared out first: each node's other cuts are inside a share of its samples.
+
+A graph with what splits are read from: iteration spaces, readers, and which values are weights.
+
+Effects of constraints before splits are searched: the stage of a node, and a check that its group can split it.
+
+True if a placement does what constraints ask for, for strategies that do not look at them as they decide.
+
+Layers within groups of neighbouring devices, samples among the groups: tensor parallelism as it is done by hand.
+
+In which order the stages of a chain go over devices, or over groups of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.graph import Graph
+from autopipe.ir.layout import are_blocks, is_block
+from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.ir.problem import Problem
+from autopipe.ir.space import AxisKind, Space
+from autopipe.passes.analysis.constraints import BATCH_AXIS, ResolvedConstraint, wishes_of
+from autopipe.passes.analysis.operators import OpInstance, SampleAxes, sample_axes
+from autopipe.passes.sharding.configurations import Splits
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A graph, and what is asked of it again and again.
+
+    `weights` says, of each value that depends on parameters and constants alone, on which parameters. `readers` are the
+    nodes that read each value.
+    """
+
+    graph: Graph
+    uses: tuple[OpInstance, ...]
+    weights: dict[str, frozenset[str]]
+    readers: dict[str, tuple[int, ...]]
+
+    def is_weight(self, node: int) -> bool:
+        """True if a node computes from parameters and constants alone."""
+        return self.graph.nodes[node].outputs[0] in self.weights
+
+    def parameters_of(self, node: int) -> frozenset[str]:
+        """The parameters that a node reads, itself or through nodes that read nothing else."""
+        names = (name for name in self.graph.nodes[node].inputs if name)
+        return frozenset().union(*(self.weights.get(name, frozenset()) for name in names))
+
+    def feeders(self, node: int) -> set[int]:
+        """The nodes that compute a node's weights from parameters and constants."""
+        found: set[int] = set()
+        waiting = [node]
+        while waiting:
+            for name in self.graph.nodes[waiting.pop()].inputs:
+                producer = self.graph.producer(name) if name in self.weights else None
+                if producer is not None and producer not in found:
+                    found.add(producer)
+                    waiting.append(producer)
+        return found
+
+    def splits_on(self, node: int, axis: str, degree: int) -> bool:
+        """True if a node can be cut along an axis into `degree` equal blocks."""
+        space = self.uses[node].space
+        return space.axis(axis).kind is not AxisKind.WHOLE and is_block(space, axis, degree)
+
+
+@remembered(GRAPHS)
+def weights_of(graph: Graph) -> dict[str, frozenset[str]]:
+    """Each value that depends on parameters and constants alone, with its parameters."""
+    weights = {each.value.name: frozenset([each.value.name]) for each in graph.parameters}
+    weights |= {each.value.name: frozenset() for each in graph.constants}
+    for node in graph.nodes:
+        names = [name for name in node.inputs if name]
+        if names and all(name in weights for name in names):
+            found = frozenset().union(*(weights[name] for name in names))
+            weights |= {name: found for name in node.outputs if name}
+    return weights
+
+
+_PRODUCTS = ("matmul", "convolution")
+
+
+@dataclass(slots=True)
+class Region:
+    """Nodes with the axis each is cut along, and the kinds of axes whose partial sums end it.
+
+    It is `open` where some node needs a cut value whole; `leaves` are cut values that others read, or the model gives.
+    """
+
+    axes: dict[int, str]
+    ends: set[AxisKind] = field(default_factory=set)
+    open: bool = False
+    leaves: set[str] = field(default_factory=set)
+
+
+def seed_axis(network: Network, node: int, degree: int, tables: Set[str]) -> str | None:
+    """The axis to begin a region with: rows of a lookup's table that is in `tables`, columns of a product's weight."""
+    use, inputs = network.uses[node], network.graph.nodes[node].inputs
+    for axis in use.space.axes:
+        if not network.splits_on(node, axis.name, degree):
+            continue
+        if axis.kind is AxisKind.JOINT and use.row.kind == "memory" and inputs[0] in tables:
+            return axis.name
+        if use.row.kind in _PRODUCTS and axis.kind is AxisKind.PARALLEL and _is_column(network, node, axis.name):
+            return axis.name
+    return None
+
+
+def _is_column(network: Network, node: int, axis: str) -> bool:
+    """True if an axis indexes a product's weight and none of the values it is applied to."""
+    use, inputs = network.uses[node], network.graph.nodes[node].inputs
+    indexed = [
+        name for name, words in zip(inputs, use.space.operands, strict=True) if name and _place(words, axis) >= 0
+    ]
+    return any(network.weights.get(name) for name in indexed) and all(name in network.weights for name in indexed)
+
+
+def grow(network: Network, seed: int, axis: str, degree: int, members: Set[int], fixed: dict[int, str]) -> Region:
+    """The region that begins with a node cut along an axis, among `members`.
+
+    Nodes of `fixed` are cut already: a region may end there, where it fits.
+    """
+    growing = _Growing(network, degree, members, fixed, Region({seed: axis}), [seed])
+    while growing.waiting:
+        growing.follow(heapq.heappop(growing.waiting))
+    return growing.region
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A region, its nodes whose results are still to be followed, and the dimension in which each value is cut."""
+
+    network: Network
+    degree: int
+    members: Set[int]
+    fixed: dict[int, str]
+    region: Region
+    waiting: list[int]
+    cut: dict[str, int] = field(default_factory=dict)
+
+    def follow(self, node: int) -> None:
+        """Cut what reads the node's results."""
+        network, axis = self.network, self.region.axes[node]
+        space = network.uses[node].space
+        for name, words in zip(network.graph.nodes[node].outputs, space.results, strict=True):
+            if not name:
+                continue
+            place = _place(words, axis)
+            if place < 0:
+                self.region.ends.add(self._end(node, axis))
+                continue
+            self.cut[name] = place
+            readers = network.readers.get(name, ())
+            if name in network.graph.outputs or not self.members >= set(readers):
+                self.region.leaves.add(name)
+            for reader in readers:
+                if reader in self.members:
+                    self._carry(reader)
+
+    def _carry(self, reader: int) -> None:
+        """Cut a reader of cut values along the axis that they have in common, where there is one."""
+        region, fixed = self.region, self.fixed
+        axis = self._common_axis(reader)
+        if axis is None or self._is_agreed(reader, axis) or not self.network.splits_on(reader, axis, self.degree):
+            region.open = True
+        elif reader in fixed:
+            region.open |= fixed[reader] != axis
+        elif reader not in region.axes:
+            region.axes[reader] = axis
+            heapq.heappush(self.waiting, reader)
+        elif region.axes[reader] != axis:
+            region.open = True
+
+    def _end(self, node: int, axis: str) -> AxisKind:
+        """How a node that its result does not show cut ends the region: products add up, with a bias or without."""
+        use = self.network.uses[node]
+        return AxisKind.SUM if use.row.kind in _PRODUCTS else use.space.axis(axis).kind
+
+    def _is_agreed(self, node: int, axis: str) -> bool:
+        """True if a node would tell statistics of its part: normalisations are left whole."""
+        return self.network.uses[node].space.axis(axis).kind is AxisKind.AGREED
+
+    def _common_axis(self, reader: int) -> str | None:
+        space, inputs = self.network.uses[reader].space, self.network.graph.nodes[reader].inputs
+        pairs = zip(inputs, space.operands, strict=True)
+        axes = {_outer(space, words, self.cut[name]) for name, words in pairs if name in self.cut}
+        return axes.pop() if len(axes) == 1 else None
+
+
+def _outer(space: Space, words: tuple[tuple[str, ...], ...] | None, place: int) -> str | None:
+    """The axis along which a cut dimension is cut: its outermost."""
+    extents = space.extents()
+    return next((name for name in (words or ())[place] if extents[name] > 1), None)
+
+
+def _place(words: tuple[tuple[str, ...], ...] | None, axis: str) -> int:
+    """The dimension that an axis indexes; -1 for none."""
+    return next((place for place, dimension in enumerate(words or ()) if axis in dimension), -1)
+
+
+def tensor_splits(
+    network: Network,
+    nodes: Iterable[int],
+    degree: int,
+    tables: Set[str],
+    pays: Callable[[int], bool],
+) -> tuple[tuple[int, tuple[Split, ...]], ...]:
+    """Splits that share the tables and products of a stage among `degree` devices.
+
+    A region whose end no gathering follows is split as it is. Of others the product alone is, where that `pays`: its
+    result is gathered.
+    """
+    members = frozenset(nodes)
+    axes: dict[int, str] = {}
+    for node in sorted(members):
+        axis = None if node in axes or network.is_weight(node) else seed_axis(network, node, degree, tables)
+        if axis is None:
+            continue
+        region = grow(network, node, axis, degree, members, axes)
+        if not region.open:
+            axes |= region.axes
+        elif pays(node):
+            axes[node] = axis
+    for node in sorted(axes, reverse=True):
+        _cut_weights(network, node, degree, members, axes)
+    return tuple((node, (Split(axes[node], degree),)) for node in sorted(axes))
+
+
+def _cut_weights(network: Network, node: int, degree: int, members: Set[int], axes: dict[int, str]) -> None:
+    """Cut the nodes that compute a cut node's weights, so that each device computes its part from its part."""
+    waiting = [node]
+    while waiting:
+        reader = waiting.pop()
+        for name, words in zip(network.graph.nodes[reader].inputs, network.uses[reader].space.operands, strict=True):
+            producer = network.graph.producer(name) if name in network.weights else None
+            place = _place(words, axes[reader])
+            if producer is None or producer not in members or producer in axes or place < 0:
+                continue
+            space = network.uses[producer].space
+            result = space.results[network.graph.nodes[producer].outputs.index(name)]
+            axis = _outer(space, result, place)
+            if axis is not None and network.splits_on(producer, axis, degree):
+                axes[producer] = axis
+                waiting.append(producer)
+
+
+NodeSplits = tuple[tuple[int, tuple[Split, ...]], ...]
+"""Splits by node, as a stage holds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicatedNetwork(Network):
+    """A graph on `replicas` groups of devices, each with an equal share of the samples."""
+
+    samples: SampleAxes
+    replicas: int
+
+    def splits(self, node: int, axis: str, degree: int) -> tuple[Split, ...]:
+        """A node's splits: its samples among the replicas, and inside each of them `axis` in `degree` parts."""
+        own = self.samples.axes[node]
+        outer = (Split(own, self.replicas),) if own is not None and self.replicas > 1 else ()
+        return (*outer, Split(axis, degree))
+
+    def splits_on(self, node: int, axis: str, degree: int) -> bool:
+        """True if a replica's `degree` devices can share a node along an axis in equal blocks.
+
+        A node without samples stays whole where there are several replicas: its parts would go over all the devices.
+        """
+        space = self.uses[node].space
+        if space.axis(axis).kind is AxisKind.WHOLE:
+            return False
+        if self.replicas > 1 and self.samples.axes[node] in (None, axis):
+            return False
+        return are_blocks(space, self.splits(node, axis, degree))
+
+
+def replicated_network(graph: Graph, replicas: int, samples: SampleAxes | None = None) -> ReplicatedNetwork:
+    """The network of a graph whose samples `replicas` replicas share."""
+    samples = samples or sample_axes(graph)
+    return ReplicatedNetwork(graph, samples.uses, weights_of(graph), graph.consumers(), samples, replicas)
+
+
+def check_samples(problem: Problem, replicas: int, strategy: str) -> None:
+    """Raise InfeasibleError unless `replicas` groups of devices can share a micro-batch equally."""
+    samples = problem.micro_batch_size
+    if replicas > 1 and not problem.graph.batch_axes:
+        raise InfeasibleError(
+            f"{strategy} cannot share samples among {replicas} replicas: no input of the model carries any",
+            hint="say which axis of each input counts samples in model.batch_axes, or choose another strategy",
+        )
+    if samples % replicas:
+        raise InfeasibleError(
+            f"{strategy} cannot share a micro-batch of {samples} samples equally among {replicas} replicas",
+            hint=f"choose a micro-batch size that {replicas} divides, fewer devices, or another strategy",
+        )
+
+
+def with_samples_split(
+    samples: SampleAxes, nodes: Iterable[int], replicas: int, found: dict[int, tuple[Split, ...]]
+) -> NodeSplits:
+    """The splits `found`, and for the others of `nodes` a split of their samples.
+
+    Raises InfeasibleError, naming the node, where samples cannot be cut into equal blocks.
+    """
+    others = samples.splits((node for node in nodes if node not in found), replicas)
+    return tuple(sorted((*found.items(), *others)))
+
+
+def group_splits(network: ReplicatedNetwork, degree: int, nodes: Iterable[int]) -> dict[int, tuple[Split, ...]]:
+    """The splits of those of `nodes` that a replica's `degree` devices share.
+
+    Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019),
+    section 3. Where a cut leads to a node that needs a value whole, nothing is cut.
+    """
+    if degree == 1:
+        return {}
+    members, samples = tuple(nodes), network.samples
+    tables = frozenset(
+        network.graph.nodes[node].inputs[0]
+        for node in members
+        if samples.uses[node].row.kind == "memory" and samples.axes[node] is not None
+    )
+    cut = tensor_splits(network, members, degree, tables & network.weights.keys(), lambda node: False)
+    return {node: network.splits(node, split.axis, degree) for node, (split,) in cut}
+
+
+@remembered(4 * GRAPHS)
+def whole_group_splits(graph: Graph, replicas: int, degree: int) -> dict[int, tuple[Split, ...]]:
+    """The same for all nodes of a graph on `replicas` replicas of `degree` devices."""
+    return group_splits(replicated_network(graph, replicas), degree, range(len(graph.nodes)))
+
+
+Place = TypeVar("Place")
+
+
+def visited(places: Sequence[Place], chunks: int, wave: bool) -> tuple[Place, ...]:
+    """The place of each stage of a chain with `chunks` stages a place.
+
+    It goes over them again and again (Megatron's interleaving), or with `wave` back and forth (Hanayo's).
+    """
+    order: list[Place] = []
+    for chunk in range(chunks):
+        order += reversed(places) if wave and chunk % 2 else places
+    return tuple(order)
+
+
+def settled_stages(
+    wishes: Sequence[ResolvedConstraint], groups: Sequence[tuple[int, ...]], strategy: str
+) -> dict[int, int]:
+    """The stage of each node for which a constraint asks for a stage, or for the devices of one of `groups`.
+
+    `strategy` is who makes the stages. Raises ConfigurationError, naming the constraint, for stages or devices that
+    there are not, and for a stage that has other devices than are asked for.
+    """
+    found: dict[int, int] = {}
+    for wish in wishes:
+        stages = [wish.constraint.stage] if wish.constraint.stage is not None else []
+        if wish.devices is not None:
+            mine = [stage for stage, group in enumerate(groups) if set(group) == set(wish.devices)]
+            if not mine:
+                raise ConfigurationError(
+                    f"{wish} asks for devices {list(wish.devices)}, which no stage has",
+                    hint=f"the stages have devices {', '.join(str(list(group)) for group in groups)}",
+                )
+            stages += mine
+        for stage in stages:
+            if stage >= len(groups) or stage != stages[0]:
+                raise ConfigurationError(
+                    f"{wish} asks for stage {stage}, and {strategy} makes {len(groups)}"
+                    if stage >= len(groups)
+                    else f"{wish} asks for stage {stages[0]} and for the devices of stage {stage}",
+                    hint="ask for more stages: --stages" if stage >= len(groups) else "give it one of the two",
+                )
+            found.update(dict.fromkeys(wish.nodes, stage))
+    return found
+
+
+def check_degrees(problem: Problem, wished: Mapping[int, Splits], placement: Placement) -> None:
+    """Raise ConfigurationError for a node that cannot be split as `wished` over the devices of its stage."""
+    stage_of = placement.stage_of()
+    for node, splits in wished.items():
+        group = len(placement.stages[stage_of[node]].devices)
+        if group % math.prod(split.degree for split in splits):
+            raise ConfigurationError(
+                f"constraints split this node {' '.join(map(str, splits))}, but its stage has {group} devices",
+                hint="the product of the degrees must divide the number of devices",
+                where=repr(problem.graph.nodes[node].name),
+            )
+
+
+def check_wishes(problem: Problem, placement: Placement, strategy: str) -> None:
+    """Raise ConfigurationError, naming constraint and node, for one that a placement of one pipeline does not fulfil.
+
+    As for strategy manual, a split along an axis asks nothing of nodes that do not have it.
+    """
+    wishes = wishes_of(problem)
+    if not wishes:
+        return
+    stage_of = placement.stage_of()
+    samples = sample_axes(problem.graph)
+    for wish in wishes:
+        for node in wish.nodes:
+            number = stage_of[node]
+            reason = _difference(wish, node, number, placement.stages[number], samples)
+            if reason:
+                raise ConfigurationError(
+                    f"{wish} asks for {reason}",
+                    hint=f"{strategy} decides for itself; strategy manual follows any constraint",
+                    where=repr(problem.graph.nodes[node].name),
+                )
+
+
+def _difference(wish: ResolvedConstraint, node: int, number: int, stage: Stage, samples: SampleAxes) -> str:
+    """Difference between what a constraint asks for and what a node gets; empty where there is none."""
+    wanted = wish.constraint
+    if wanted.stage not in (None, number):
+        return f"stage {wanted.stage}, and this node is in stage {number}"
+    if wish.devices is not None and set(wish.devices) != set(stage.devices):
+        return f"devices {list(wish.devices)}, and this node is on {list(stage.devices)}"
+    if wanted.split is None:
+        return ""
+    asked = [
+        (samples.axes[node] if axis == BATCH_AXIS else axis, degree) for axis, degree in wanted.split if degree > 1
+    ]
+    has = {axis.name for axis in samples.uses[node].space.axes}
+    if any(axis not in has for axis, _ in asked):
+        return ""
+    given = [(split.axis, split.degree) for split in stage.splits_of(node)]
+    return "" if asked == given else f"split {_text(wanted.split)}, and this node is split {_text(given)}"
+
+
+def _text(splits: object) -> str:
+    assert isinstance(splits, (list, tuple))
+    return " ".join(f"{axis}:{degree}" for axis, degree in splits) or "not at all"

@@ -1,0 +1,487 @@
+"""The door to integer linear programs: CBC through PuLP, and HiGHS through scipy.
+
+No solver is taken at its word: every answer's constraints are checked again, with the program's own numbers.
+
+An integer linear program: minimise cost · x under bounds on x and on each row of a sparse matrix.
+
+One call for an integer program, whichever solver runs; what it claims is checked before it is believed.
+
+CBC, the solver that PuLP brings: PuLP writes the program and reads the answer.
+
+CBC is started here, not by PuLP: its time limit does not hold in the first relaxation, which may last minutes.
+
+HiGHS as scipy has it inside, which gets along with OR-tools in one process (the package highspy does not).
+
+Unchecked result of a solver.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from autopipe.ir.errors import AutopipeError, InfeasibleError
+
+if TYPE_CHECKING:
+    from pulp import LpProblem
+
+
+_INTEGRAL = 1e-5
+"""How far from a whole number a solver may leave a variable that is one."""
+_FEASIBLE = 1e-6
+"""How far a row may be missed, of the largest term in it (or of 1)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Model:
+    """Minimise `cost · x` under `lower <= x <= upper` and `row_lower <= A x <= row_upper`.
+
+    `cost`, `lower`, `upper` and `integral` (is x to be a whole number?) have an entry a variable. Row r of A has the
+    coefficients `values[starts[r] : starts[r + 1]]` at the variables `columns[...]` of the same places.
+    """
+
+    cost: NDArray[np.float64]
+    lower: NDArray[np.float64]
+    upper: NDArray[np.float64]
+    integral: NDArray[np.bool_]
+    starts: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    values: NDArray[np.float64]
+    row_lower: NDArray[np.float64]
+    row_upper: NDArray[np.float64]
+
+    @property
+    def variables(self) -> int:
+        """Number of variables."""
+        return len(self.cost)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.row_lower)
+
+    def objective(self, x: NDArray[np.float64]) -> float:
+        """Cost of `x`."""
+        return float(self.cost @ x)
+
+    def row_of(self) -> NDArray[np.int64]:
+        """For each entry of A its row."""
+        return np.repeat(np.arange(self.rows), np.diff(self.starts))
+
+    def activity(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
+        """A x."""
+        found: NDArray[np.float64] = np.zeros(self.rows)
+        np.add.at(found, self.row_of(), self.values * x[self.columns])
+        return found
+
+    def settled(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
+        """`x` with whole numbers made exactly whole, and within the variables' bounds."""
+        close = self.integral & (np.abs(x - np.rint(x)) <= _INTEGRAL)
+        return np.clip(np.where(close, np.rint(x), x), self.lower, self.upper)
+
+    def violation(self, x: NDArray[np.float64]) -> str:
+        """The first row that `x` violates, in words; "" if none but by rounding errors."""
+        if x.shape != (self.variables,) or not np.isfinite(x).all():
+            return f"{self.variables} finite numbers are needed"
+        broken = np.flatnonzero(self.integral & (x != np.rint(x)))
+        if len(broken):
+            return f"variable {broken[0]} is {x[broken[0]]:g}, not a whole number"
+        broken = np.flatnonzero((x < self.lower) | (x > self.upper))
+        if len(broken):
+            return f"variable {broken[0]} is {x[broken[0]]:g}, out of its bounds"
+        scale = np.ones(self.rows)
+        np.maximum.at(scale, self.row_of(), np.abs(self.values * x[self.columns]))
+        done = self.activity(x)
+        missed = np.maximum(self.row_lower - done, done - self.row_upper)
+        broken = np.flatnonzero(missed > _FEASIBLE * scale)
+        return f"row {broken[0]} is missed by {missed[broken[0]]:g}" if len(broken) else ""
+
+
+class Builder:
+    """Collects variables and rows, many at a time, and gives the `Model` of them."""
+
+    def __init__(self) -> None:
+        self._variables: list[tuple[NDArray[np.float64], ...]] = []
+        self._count = 0
+        self._entries: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
+        self._bounds: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
+        self._rows = 0
+
+    def add_variables(
+        self,
+        count: int,
+        cost: ArrayLike = 0.0,
+        lower: ArrayLike = 0.0,
+        upper: ArrayLike = 1.0,
+        integral: ArrayLike = True,
+    ) -> NDArray[np.int64]:
+        """The numbers of `count` new variables; what is said of them is one figure each, or one for all."""
+        self._variables.append(tuple(_filled(each, count) for each in (cost, lower, upper, integral)))
+        self._count += count
+        return np.arange(self._count - count, self._count)
+
+    def add_rows(
+        self,
+        row: ArrayLike,
+        columns: ArrayLike,
+        values: ArrayLike = 1.0,
+        lower: ArrayLike = -np.inf,
+        upper: ArrayLike = np.inf,
+        count: int | None = None,
+    ) -> None:
+        """`count` new rows (the largest of `row` and one, if not given): entry i of `row` counts them from 0 on and
+        takes `columns[i]` times `values[i]`. An entry given twice counts twice."""
+        places = np.asarray(row, dtype=np.int64).ravel()
+        wide = np.asarray(columns, dtype=np.int64).ravel()
+        if count is None:
+            count = int(places.max(initial=-1)) + 1
+        self._entries.append((places + self._rows, wide, _filled(values, len(wide))))
+        self._bounds.append((_filled(lower, count), _filled(upper, count)))
+        self._rows += count
+
+    def model(self) -> Model:
+        """The model as collected.
+
+        Raises AutopipeError for a row that names no variable of it, or figures that are none.
+        """
+        cost, lower, upper, integral = _joined(self._variables, 4)
+        rows, variables, values = _joined(self._entries, 3)
+        row_lower, row_upper = _joined(self._bounds, 2)
+        if not ((variables >= 0) & (variables < self._count)).all():
+            raise AutopipeError("a row of the integer program names a variable that it has not")
+        if not np.isfinite(cost).all() or not np.isfinite(values).all():
+            raise AutopipeError("the integer program has costs or coefficients that are no finite numbers")
+        # One entry for a row and a variable: HiGHS refuses a program that has two.
+        width = max(self._count, 1)
+        places, entry = np.unique((rows * width + variables).astype(np.int64), return_inverse=True)
+        sums = np.zeros(len(places))
+        np.add.at(sums, entry, values)
+        row, columns = np.divmod(places, width)
+        starts = np.concatenate(([0], np.cumsum(np.bincount(row, minlength=self._rows))))
+        return Model(
+            cost,
+            lower,
+            upper,
+            integral.astype(bool),
+            starts.astype(np.int64),
+            columns,
+            sums,
+            row_lower,
+            row_upper,
+        )
+
+
+def _filled(figures: ArrayLike, count: int) -> NDArray[np.float64]:
+    return np.broadcast_to(np.asarray(figures, dtype=np.float64), (count,)).copy()
+
+
+def _joined(parts: Sequence[tuple[NDArray[Any], ...]], width: int) -> list[NDArray[np.float64]]:
+    """The parts' arrays, one after the other, by their place in the tuples."""
+    return [np.concatenate([np.zeros(0), *(part[place] for part in parts)]) for place in range(width)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SolverReport:
+    """The end of a run as the solver tells it."""
+
+    values: NDArray[np.float64] | None = None
+    """One figure a variable, as the solver left them; None where it has none."""
+    bound: float = -np.inf
+    """No values cost less."""
+    infeasible: bool = False
+    """There are no values."""
+    unbounded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a run may end without a proof, and what counts as one."""
+
+    seconds: float
+    """Of the clock."""
+    nodes: int | None = None
+    """Of the search tree; the same answer on every machine that is fast enough."""
+    gap: float = 0.0
+    """A cost is least enough that is at most this share above the bound."""
+    seed: int = 0
+
+
+_GRACE_S = 1.0
+"""From the end of the time limit until CBC is told to stop, and from then until it is ended."""
+_LOWER_BOUND = re.compile(r"^Lower bound:\s*(\S+)", re.MULTILINE)
+
+
+def by_cbc(model: Model, limits: Limits, start: NDArray[np.float64] | None) -> SolverReport:
+    """Run CBC on one thread, begun from the values `start` where there are some.
+
+    Raises AutopipeError where PuLP has no CBC for this machine.
+    """
+    import pulp
+
+    solver = pulp.COIN_CMD(path=pulp.PULP_CBC_CMD.pulp_cbc_path, msg=False)
+    if not solver.available():
+        raise AutopipeError("PuLP has no CBC for this machine", hint="let HiGHS solve integer programs")
+    with tempfile.TemporaryDirectory(prefix="autopipe-cbc-") as folder:
+        program, answer, begun = (Path(folder) / name for name in ("program.mps", "answer.sol", "start.mst"))
+        problem = _problem(model, start)
+        variables, names, constraints, _ = problem.writeMPS(str(program), rename=1)
+        command = [solver.path, str(program)]
+        if start is not None:
+            solver.writesol(str(begun), problem, variables, names, constraints)
+            command += ["-mips", str(begun)]
+        command += f"-sec {limits.seconds} -timeMode elapsed -threads 1 -randomSeed {limits.seed + 1}".split()
+        command += f"-randomCbcSeed {limits.seed + 1} -ratio {limits.gap} -allow 0".split()
+        if limits.nodes is not None:
+            command += f"-maxNodes {limits.nodes}".split()
+        log = _run([*command, "-solve", "-printingOptions", "all", "-solution", str(answer)], limits.seconds)
+        if not answer.exists():
+            return SolverReport()
+        status, by_name, *_, sol_status = solver.readsol_MPS(str(answer), problem, variables, names, constraints)
+    values = np.zeros(model.variables)
+    for name, value in by_name.items():
+        values[int(name[1:])] = value
+    # The first line speaks of the linear relaxation too: only these two say that there are values.
+    found = sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+    told = _LOWER_BOUND.search(log)
+    bound = float(told[1]) if told else -np.inf
+    if sol_status == pulp.LpSolutionOptimal and limits.gap == 0:
+        bound = model.objective(values)
+    return SolverReport(
+        values if found else None,
+        bound,
+        status == pulp.LpStatusInfeasible and sol_status == pulp.LpSolutionInfeasible,
+        status == pulp.LpStatusUnbounded,
+    )
+
+
+def _problem(model: Model, start: NDArray[np.float64] | None) -> LpProblem:
+    """The model in PuLP's terms; variable i is named `x{i}`, and a row with two bounds is written twice."""
+    import pulp
+
+    problem = pulp.LpProblem("autopipe")
+    kinds = np.where(model.integral, pulp.LpInteger, pulp.LpContinuous).tolist()
+    finite = [
+        [None if abs(each) == np.inf else each for each in bounds.tolist()] for bounds in (model.lower, model.upper)
+    ]
+    variables = [
+        problem.add_variable(f"x{index}", lower, upper, kind)
+        for index, (lower, upper, kind) in enumerate(zip(*finite, kinds, strict=True))
+    ]
+    for variable, value in zip(variables, start.tolist() if start is not None else (), strict=False):
+        variable.setInitialValue(value, check=False)
+    problem += pulp.LpAffineExpression(list(zip(variables, model.cost.tolist(), strict=True)))
+    starts, columns, values = model.starts.tolist(), model.columns.tolist(), model.values.tolist()
+    for row, (lower, upper) in enumerate(zip(model.row_lower.tolist(), model.row_upper.tolist(), strict=True)):
+        terms = [(variables[columns[place]], values[place]) for place in range(starts[row], starts[row + 1])]
+        sides = [(lower, pulp.LpConstraintEQ)] if lower == upper else []
+        sides = sides or [(lower, pulp.LpConstraintGE), (upper, pulp.LpConstraintLE)]
+        for side, (limit, sense) in enumerate(sides):
+            if abs(limit) < np.inf:
+                expression = pulp.LpAffineExpression()
+                for variable, value in terms:
+                    expression.addterm(variable, value)
+                problem.addConstraint(pulp.LpConstraint(expression, sense, f"r{row}_{side}", limit))
+    return problem
+
+
+def _run(command: list[str], seconds: float) -> str:
+    """Output of CBC; it is told to stop, and at last ended, where it does not keep its time."""
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            return process.communicate(timeout=seconds + _GRACE_S)[0]
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+        except BaseException:
+            process.kill()
+            raise
+        try:
+            return process.communicate(timeout=_GRACE_S)[0]
+        except subprocess.TimeoutExpired:
+            return ""
+        finally:
+            process.kill()
+
+
+_OPTIMAL, _INFEASIBLE, _UNBOUNDED, _OTHER = 0, 2, 3, 4
+"""Codes of `scipy.optimize.milp`."""
+
+
+def by_highs(model: Model, limits: Limits) -> SolverReport:
+    """Run HiGHS on one thread; it takes no values to start from, and its seed is its own.
+
+    Raises AutopipeError for a model that HiGHS does not accept.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
+
+    matrix = csr_array((model.values, model.columns, model.starts), shape=(model.rows, model.variables))
+    options: dict[str, float | bool] = {"time_limit": limits.seconds, "mip_rel_gap": limits.gap}
+    if limits.nodes is not None:
+        options["node_limit"] = limits.nodes
+    for presolve in (True, False):
+        found = milp(
+            model.cost,
+            integrality=model.integral.astype(np.int64),
+            bounds=Bounds(model.lower, model.upper),
+            constraints=LinearConstraint(matrix, model.row_lower, model.row_upper) if model.rows else None,
+            options={**options, "presolve": presolve},
+        )
+        # Presolve alone cannot always say whether a program has no values or no least one.
+        if found.status != _OTHER:
+            break
+    # One code stands for no values and for a model that is refused.
+    if found.status == _INFEASIBLE and "infeasible" not in found.message.lower():
+        raise AutopipeError(f"HiGHS does not accept the integer program: {found.message}")
+    bound = found.mip_dual_bound
+    if bound is None and found.status == _OPTIMAL:
+        bound = found.fun
+    return SolverReport(
+        found.x, -np.inf if bound is None else float(bound), found.status == _INFEASIBLE, found.status == _UNBOUNDED
+    )
+
+
+SolverName = Literal["auto", "cbc", "highs"]
+"""`auto` asks HiGHS, and CBC where what HiGHS says does not hold."""
+_LARGEST_COST = 2.0**14
+"""Costs are scaled to it: solvers' tolerances (about 1e-6) are absolute."""
+_SAME = 1e-9
+"""Costs that differ by no more than this share are equal."""
+
+
+class Status(Enum):
+    """End of a run."""
+
+    OPTIMAL = "optimal"
+    """Values whose cost is proven to be the least, within the gap that was asked for."""
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    """Proven: there are no values."""
+    UNKNOWN = "unknown"
+    """Neither values nor a proof within the limits."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MilpResult:
+    """Result and bound of a run."""
+
+    status: Status
+    values: NDArray[np.float64]
+    """One figure a variable, checked against every row; of length 0 where there are none."""
+    objective: float
+    """Cost of the values; infinite where there are none."""
+    bound: float
+    """No values cost less, within the solver's tolerance; -infinity where nothing is known."""
+
+    @property
+    def found(self) -> bool:
+        """True if there are values."""
+        return self.status in (Status.OPTIMAL, Status.FEASIBLE)
+
+    @property
+    def proven(self) -> bool:
+        """True if the values are proven to cost the least, within the gap that was asked for."""
+        return self.status is Status.OPTIMAL
+
+    @property
+    def gap(self) -> float:
+        """The share of the cost by which it may be above the least; infinite where nothing is known."""
+        if not self.found or self.bound == -np.inf:
+            return np.inf
+        return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-300)
+
+    def required(self, what: str) -> Self:
+        """This answer, which has values. Raises InfeasibleError, saying of `what`, where it has none."""
+        if self.status is Status.INFEASIBLE:
+            raise InfeasibleError(f"{what}: no choice keeps every constraint")
+        if not self.found:
+            raise InfeasibleError(f"{what}: no choice was found within the time limit", hint="allow more time")
+        return self
+
+
+def solve(
+    model: Model,
+    time_limit: float,
+    gap: float = 0.0,
+    start: NDArray[np.float64] | None = None,
+    solver: SolverName = "auto",
+    nodes: int | None = None,
+    seed: int = 0,
+) -> MilpResult:
+    """The values that cost the least, or the best found within `time_limit` seconds and `nodes` nodes of the search.
+
+    An answer is never worse than the values `start`, which are the answer where a solver finds none; CBC begins its
+    search there. One thread and one seed: the same answer again unless the clock ends a run.
+    Raises AutopipeError for a `start` that breaks a constraint, and where costs have no least.
+    """
+    best = MilpResult(Status.UNKNOWN, np.zeros(0), np.inf, -np.inf)
+    if start is not None:
+        if broken := model.violation(start):
+            raise AutopipeError(f"the values to start an integer program from do not hold: {broken}")
+        best = MilpResult(Status.FEASIBLE, start, model.objective(start), -np.inf)
+    if not model.variables:
+        return _of_nothing(model, gap)
+    end = time.monotonic() + time_limit
+    scale = float(2.0 ** np.floor(np.log2(_LARGEST_COST / (np.abs(model.cost).max() or 1.0))))
+    scaled = replace(model, cost=model.cost * scale)
+    for name in ("highs", "cbc") if solver == "auto" else (solver,):
+        limits = Limits(end - time.monotonic(), nodes, gap, seed)
+        if limits.seconds <= 0:
+            break
+        claim = by_highs(scaled, limits) if name == "highs" else by_cbc(scaled, limits, start)
+        answer = _checked(model, replace(claim, bound=claim.bound / scale), gap)
+        if answer is None or (answer.status is Status.INFEASIBLE and best.found):
+            continue
+        return _better(best, answer, gap)
+    return best
+
+
+def _checked(model: Model, claim: SolverReport, gap: float) -> MilpResult | None:
+    """The checked part of a result; None where its values do not hold.
+
+    Raises AutopipeError for costs without a least.
+    """
+    nothing = MilpResult(Status.UNKNOWN, np.zeros(0), np.inf, -np.inf)
+    if claim.unbounded:
+        raise AutopipeError("the integer program has no least cost: some variable lacks a bound")
+    if claim.infeasible:
+        return replace(nothing, status=Status.INFEASIBLE)
+    if claim.values is None:
+        return replace(nothing, bound=claim.bound)
+    values = model.settled(claim.values)
+    if model.violation(values):
+        return None
+    return _judged(MilpResult(Status.FEASIBLE, values, model.objective(values), claim.bound), gap)
+
+
+def _judged(answer: MilpResult, gap: float) -> MilpResult:
+    """The same, optimal where its bound says so."""
+    if answer.objective - answer.bound <= _SAME * abs(answer.objective) + 1e-300:
+        answer = replace(answer, bound=answer.objective)
+    return replace(answer, status=Status.OPTIMAL if answer.gap <= gap else Status.FEASIBLE)
+
+
+def _better(start: MilpResult, answer: MilpResult, gap: float) -> MilpResult:
+    if start.objective <= answer.objective and start.found:
+        return _judged(replace(start, bound=answer.bound), gap)
+    return answer
+
+
+def _of_nothing(model: Model, gap: float) -> MilpResult:
+    """The answer of a program without variables."""
+    values = np.zeros(0)
+    if model.violation(values):
+        return MilpResult(Status.INFEASIBLE, values, np.inf, -np.inf)
+    return _judged(MilpResult(Status.FEASIBLE, values, 0.0, 0.0), gap)

@@ -1,1 +1,0 @@
-"""How the devices of one group may share a model's nodes: what several strategies ask of a graph."""
