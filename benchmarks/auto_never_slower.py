@@ -40,11 +40,11 @@ from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.auto.choose import chosen, weigh
 from autopipe.passes.auto.search import PlanSearch
 from autopipe.passes.base import Strategy
-from autopipe.passes.explain.breakdown import breakdown
 from autopipe.passes.pipeline import Placed, make_plan, place, schedule
 from autopipe.passes.registry import scheduler_class, scheduler_names, strategy_class, strategy_names
 from autopipe.passes.request import Request
 from autopipe.passes.runner import NullObserver, Runner
+from autopipe.passes.schedule.breakdown import breakdown
 from autopipe.passes.schedule.limits import lower_bound
 
 DEVICES = (4, 8, 16, 32)

@@ -16,7 +16,7 @@ from command_line import parse_arguments
 from autopipe.ir.schedule import StageGraph
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.schedule.simulate import simulate
-from autopipe.passes.schedule.tessel.options import SearchOptions
+from autopipe.passes.schedule.tessel.model import SearchOptions
 from autopipe.passes.schedule.tessel.search import search
 from autopipe.passes.schedule.tessel.stage_blocks import busiest_seconds, stage_blocks, stage_schedule
 

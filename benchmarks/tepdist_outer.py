@@ -25,7 +25,7 @@ from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.placement.pipedream.strategy import PipeDream
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.request import Request
-from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
+from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
 
 RIVALS: tuple[Strategy, ...] = (DataParallel(), Pase(), PipeDream(), PipeDream(sweep=True))
 

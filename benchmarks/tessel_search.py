@@ -18,10 +18,9 @@ from command_line import parse_arguments
 from ortools.sat.python import cp_model  # noqa: F401 - imported before anything is timed
 
 from autopipe.ir.block_schedule import BlockGraph
-from autopipe.passes.schedule.shapes import SHAPES, shape
-from autopipe.passes.schedule.tessel.options import Budget, SearchOptions
-from autopipe.passes.schedule.tessel.search import search
-from autopipe.passes.schedule.tessel.steady import least_steady_period
+from autopipe.passes.schedule.block_shapes import SHAPES, shape
+from autopipe.passes.schedule.tessel.model import Budget, SearchOptions
+from autopipe.passes.schedule.tessel.search import least_steady_period, search
 
 Result = TypeVar("Result")
 ROOM = {"v": 4, "x": 4, "m": 6, "nn": 6, "k": 6}

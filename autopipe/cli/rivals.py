@@ -14,10 +14,10 @@ from autopipe.ir.schedule import StageGraph
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.pipeline import PlanResult
 from autopipe.passes.registry import scheduler_class, scheduler_names
-from autopipe.passes.schedule.given.csv_order import CsvOrder
-from autopipe.passes.schedule.named.blocks import block_schedule_names, schedule_blocks
+from autopipe.passes.schedule.csv_order import CsvOrder
+from autopipe.passes.schedule.published.blocks import block_schedule_names, schedule_blocks
 from autopipe.passes.schedule.simulate import simulate
-from autopipe.passes.schedule.tessel.options import SearchOptions
+from autopipe.passes.schedule.tessel.model import SearchOptions
 from autopipe.passes.schedule.tessel.search import search
 
 

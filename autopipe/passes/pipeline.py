@@ -155,7 +155,7 @@ def assemble_plan(
     request: Request, strategy: Strategy, scheduler: Scheduler, placed: Placed, scheduled: Scheduled, runner: Runner
 ) -> PlanResult:
     """The plan that a placement and its schedule are."""
-    from autopipe.passes.explain.breakdown import breakdown  # Only the plan that is chosen is explained.
+    from autopipe.passes.schedule.breakdown import breakdown  # Only the plan that is chosen is explained.
 
     problem, prediction = placed.problem, placed.prediction
     plan = Plan(

@@ -13,7 +13,7 @@ from autopipe.cli.bench.tessel.v100 import problem_on_v100
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Problem
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
-from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
+from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.tessel.scheduler import Tessel
 
 

@@ -14,8 +14,7 @@ from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.base import Scheduler
 from autopipe.passes.cost.roofline import annotate
-from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
-from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
+from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards, OneForwardOneBackward
 from autopipe.passes.schedule.tessel.scheduler import Tessel
 from tests.distributed.pool import Pools
 from tests.distributed.trained import Trained, check

@@ -16,8 +16,8 @@ from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
 from autopipe.ir.space import AxisKind, Space
-from autopipe.passes.schedule.named.gpipe import order_gpipe
-from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.published.base import order_gpipe
+from autopipe.passes.schedule.published.one_f_one_b import order_1f1b
 from tests.distributed.builder import Builder
 from tests.distributed.running import stage_graph
 

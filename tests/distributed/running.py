@@ -23,8 +23,8 @@ from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task, micro_batch_ratios, pipelines_of
 from autopipe.passes.lower.lower import lower
-from autopipe.passes.schedule.named.gpipe import order_gpipe
-from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.published.base import order_gpipe
+from autopipe.passes.schedule.published.one_f_one_b import order_1f1b
 from tests.distributed.builder import evaluate
 from tests.distributed.pool import Pools
 

@@ -11,7 +11,7 @@ from autopipe.ir.cluster import Level, Link
 from autopipe.ir.placement import Placement, Stage
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
-from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
+from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
 from autopipe.passes.sharding.search import split_further
 from tests.distributed.pool import Pools
 from tests.distributed.portions import forwards_first

@@ -23,10 +23,9 @@ from autopipe.passes.lower.deadlock_check import prove
 from autopipe.passes.lower.lower import lower
 from autopipe.passes.pipeline import make_plan, reopen
 from autopipe.passes.request import Request
-from autopipe.passes.schedule.named.gpipe import GPipe
-from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
-from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
-from autopipe.passes.schedule.tessel.options import SearchOptions
+from autopipe.passes.schedule.published.base import GPipe
+from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards, OneForwardOneBackward
+from autopipe.passes.schedule.tessel.model import SearchOptions
 from autopipe.passes.schedule.tessel.scheduler import Tessel
 from autopipe.passes.schedule.tessel.search import search
 from autopipe.passes.schedule.tessel.stage_blocks import busiest_seconds, stage_blocks, stage_schedule

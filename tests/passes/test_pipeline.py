@@ -17,8 +17,8 @@ from autopipe.passes.pipeline import make_plan, pass_names, reopen
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pipedream.strategy import PipeDream
 from autopipe.passes.request import Request
-from autopipe.passes.schedule.named.gpipe import GPipe
-from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
+from autopipe.passes.schedule.published.base import GPipe
+from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 
 
 def cluster(devices):

@@ -14,7 +14,6 @@ from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_plan
 from autopipe.cli.request import request_of
 from autopipe.configs.load import load_configuration
 from autopipe.ir.errors import AutopipeError, ConfigurationError
-from autopipe.passes.cost.parts import stage_parts
 from autopipe.passes.explain.device import device_report
 from autopipe.passes.explain.helps import WhatIf, WhatIfResult, granted, is_quick, wishes
 from autopipe.passes.explain.node import node_report
@@ -24,6 +23,7 @@ from autopipe.passes.explain.stage_changes import stage_changes
 from autopipe.passes.pipeline import PlanResult
 from autopipe.passes.placement.given.nodes import NodeNames
 from autopipe.passes.placement.given.strategy import Given
+from autopipe.passes.schedule.breakdown import stage_parts
 
 
 def opened(folder: Path) -> PlanResult:

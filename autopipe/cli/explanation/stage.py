@@ -9,9 +9,9 @@ from rich.console import RenderableType
 
 from autopipe.cli.explanation.prices import price_forms, price_table
 from autopipe.cli.figures import bytes_text, group_text, seconds_text
-from autopipe.passes.cost.parts import StageParts
 from autopipe.passes.explain.prices import EditPrice
 from autopipe.passes.pipeline import PlanResult
+from autopipe.passes.schedule.breakdown import StageParts
 
 
 @dataclass(frozen=True, slots=True)

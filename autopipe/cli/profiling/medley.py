@@ -12,7 +12,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.passes.lower.lower import lower
-from autopipe.passes.schedule.named.kfkb import stage_order
+from autopipe.passes.schedule.published.one_f_one_b import stage_order
 
 _SHAPE = (4, 64, 64)
 _OPERATORS = (

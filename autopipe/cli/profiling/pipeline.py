@@ -21,8 +21,8 @@ from autopipe.passes.cost.measured import costed_work, measured_cluster
 from autopipe.passes.frontend import Model
 from autopipe.passes.lower.lower import lower
 from autopipe.passes.placement.pipedream.strategy import PipeDream
-from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
 from autopipe.passes.schedule.predict import predict
+from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
 from autopipe.passes.schedule.simulate import simulate
 
 _MICRO_BATCHES = 8

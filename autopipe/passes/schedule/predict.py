@@ -1,16 +1,128 @@
-"""Predict the times of a placement's stages by the cost model."""
+"""Predict the times of a placement's stages by the cost model.
+
+Messages from the devices of one stage to those of another for each micro-batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
 
+from autopipe.ir.batch import BatchAxes, batch_axes_of
+from autopipe.ir.cluster import Cluster
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.schedule import Task
-from autopipe.ir.timeline import Prediction, StagePrediction
+from autopipe.ir.schedule import MicroBatchSlice, Task, micro_batch_ratios
+from autopipe.ir.timeline import Message, Prediction, StagePrediction
+from autopipe.passes.analysis.gradients import differentiable_values
+from autopipe.passes.analysis.micro_batches import Shared, shared_blocks
+from autopipe.passes.cost.stage_work import StageWork, stage_work
 from autopipe.passes.cost.stages import StageCost, stage_costs
-from autopipe.passes.schedule.merge import Ticks
-from autopipe.passes.schedule.messages import stage_messages
+from autopipe.passes.schedule.orders import Ticks
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Way:
+    """The ends of a message; turns as (index, of how many)."""
+
+    source_stage: int
+    target_stage: int
+    source_turn: tuple[int, int]
+    target_turn: tuple[int, int]
+    source: int
+    target: int
+
+
+def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...]:
+    """All messages of one micro-batch, sorted by their stages, their turns, then their devices.
+
+    A value that a group holds in n parts lies in equal slices, in order, each on an equal number of neighbouring
+    devices; a device that needs a slice asks one of those that hold it, in turn, and itself where it does. Where
+    stages have micro-batches of different sizes, blocks are compared as in lowering. Raises InfeasibleError for values
+    that cannot be shared out among those.
+    """
+    graph, works = problem.graph, stage_work(problem, placement)
+    gradients = differentiable_values(graph) if problem.train else frozenset()
+    held = {(work.stage.pipeline, name): index for index, work in enumerate(works) for name in work.given}
+    unequal = bool(micro_batch_ratios(placement, problem.micro_batch_size))
+    shared = partial(shared_blocks, graph, batch_axes_of(graph) if unequal else BatchAxes(0, (), {}))
+    forward: defaultdict[_Way, list[int]] = defaultdict(list)
+    backward: defaultdict[_Way, list[int]] = defaultdict(list)
+    for target, work in enumerate(works):
+        for name in work.received:
+            source = held.get((work.stage.pipeline, name))
+            if source is None:
+                continue
+            sides = [(each.stage.micro_batch_size, _shape(each, name)) for each in (works[source], work)]
+            for block in shared(name, *sides):
+                turns = _pair(block.source_turn), _pair(block.target_turn)
+                for sender, receiver, size in _parts(works[source], work, name, block):
+                    way = _Way(source, target, *turns, sender, receiver)
+                    forward[way].append(size)
+                    if name in gradients:
+                        backward[way].append(size)
+    return tuple(_message(problem.cluster, way, forward[way], backward[way]) for way in sorted(forward))
+
+
+def _message(cluster: Cluster, way: _Way, forward: list[int], backward: list[int]) -> Message:
+    source, target = way.source, way.target
+    seconds = _seconds(cluster, source, target, forward), _seconds(cluster, target, source, backward)
+    turns = MicroBatchSlice(*way.source_turn), MicroBatchSlice(*way.target_turn)
+    return Message(way.source_stage, way.target_stage, source, target, sum(forward), sum(backward), *seconds, *turns)
+
+
+def _seconds(cluster: Cluster, source: int, target: int, sizes: list[int]) -> float:
+    """Seconds of sending values of these sizes, each a message of its own; a device sends itself nothing."""
+    return 0.0 if source == target else sum(cluster.link(source, target).seconds(size) for size in sizes)
+
+
+def _pair(turn: MicroBatchSlice) -> tuple[int, int]:
+    return turn.index, turn.of
+
+
+def _shape(work: StageWork, name: str) -> tuple[int, ...]:
+    """A value's shape in the stage's own micro-batches."""
+    return work.problem.graph.type_of(name).shape
+
+
+def _parts(sender: StageWork, receiver: StageWork, name: str, shared: Shared) -> Iterator[tuple[int, int, int]]:
+    """(sender, receiver, bytes) for each part of what two turns share."""
+    value = sender.problem.graph.type_of(name)
+    if sender.stage.micro_batch_size == receiver.stage.micro_batch_size:
+        groups = sender.stage.devices, sender.given[name], receiver.stage.devices, receiver.received[name]
+        for source, target, share in _slices(*groups):
+            yield source, target, round(value.bytes * share)
+        return
+    hold, need = sender.given_layouts[name], receiver.received_layouts[name]
+    held = [hold.box(position) for position in range(len(sender.stage.devices))]
+    for position, target in enumerate(receiver.stage.devices):
+        wanted = need.box(position).intersect(shared.received)
+        for box in dict.fromkeys(held) if wanted is not None else ():
+            assert wanted is not None
+            common = box.intersect(wanted.beside(shared.received, shared.sent))
+            if common is not None:
+                holders = [each for each, own in zip(sender.stage.devices, held, strict=True) if own == box]
+                source = target if target in holders else holders[position % len(holders)]
+                yield source, target, common.elements * value.dtype.itemsize
+
+
+def _slices(
+    senders: tuple[int, ...], held: int, receivers: tuple[int, ...], needed: int
+) -> Iterator[tuple[int, int, Fraction]]:
+    """(sender, receiver, share of the value) for each slice that moves from one group to another."""
+    copies = len(senders) // held
+    for position, receiver in enumerate(receivers):
+        wanted = position * needed // len(receivers)
+        start, stop = Fraction(wanted, needed), Fraction(wanted + 1, needed)
+        for part in range(int(start * held), held):
+            share = min(stop, Fraction(part + 1, held)) - max(start, Fraction(part, held))
+            if share <= 0:
+                break
+            holders = senders[part * copies : (part + 1) * copies]
+            yield receiver if receiver in holders else holders[position % copies], receiver, share
 
 
 def predict(problem: Problem, placement: Placement) -> Prediction:

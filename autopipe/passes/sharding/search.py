@@ -27,8 +27,8 @@ from autopipe.passes.analysis.stage_nodes import StageNodes, assign_nodes
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory_check import device_memory, in_flight, out_of_memory
 from autopipe.passes.cost.stages import StageCost, stage_costs, step_seconds
-from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
 from autopipe.passes.schedule.predict import predict
+from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
 from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.node_costs import StageOptions

@@ -7,9 +7,8 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.plan import Plan, Summary
 from autopipe.ir.schedule import MicroBatchSlice, StageGraph
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
-from autopipe.passes.schedule.named.kfkb import order_kfkb
-from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.predict import ticks_of
+from autopipe.passes.schedule.published.one_f_one_b import order_1f1b, order_kfkb
 from autopipe.passes.schedule.simulate import simulate
 
 HOSTILE = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>&"\'.onnx'

@@ -13,8 +13,8 @@ from autopipe.passes.pipeline import make_plan
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
 from autopipe.passes.request import Request
-from autopipe.passes.schedule.named.gpipe import GPipe
-from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
+from autopipe.passes.schedule.published.base import GPipe
+from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 from tests.passes.auto.models import cluster, layers
 
 WIDE = 2048

@@ -20,7 +20,7 @@ from autopipe.passes.auto.store import Store
 from autopipe.passes.placement.piper.strategy import Piper
 from autopipe.passes.request import Request, first_model
 from autopipe.passes.runner import NullObserver, Runner
-from autopipe.passes.schedule.named.gpipe import GPipe
+from autopipe.passes.schedule.published.base import GPipe
 from tests.passes.auto.models import cluster, layers
 
 

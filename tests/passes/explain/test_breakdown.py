@@ -14,8 +14,8 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.cost.communication import all_reduce
 from autopipe.passes.cost.roofline import node_seconds
-from autopipe.passes.explain.breakdown import breakdown
 from autopipe.passes.registry import scheduler_class
+from autopipe.passes.schedule.breakdown import breakdown
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate
 from tests.passes.cost.graphs import cluster, perceptron, problem

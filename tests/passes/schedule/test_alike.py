@@ -10,11 +10,10 @@ from random_dags import stage_graphs
 
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
-from autopipe.passes.schedule.alike import DeviceSymmetry
-from autopipe.passes.schedule.named.gpipe import order_gpipe
-from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.predict import ticks_of
-from autopipe.passes.schedule.simulate import simulate
+from autopipe.passes.schedule.published.base import order_gpipe
+from autopipe.passes.schedule.published.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.simulate import DeviceSymmetry, simulate
 
 
 def each_for_itself(schedule, stage_devices, prediction):

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from autopipe.ir.schedule import StageGraph
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
-from autopipe.passes.schedule.chain import chain_step, is_chain
-from autopipe.passes.schedule.named.kfkb import order_kfkb
+from autopipe.passes.schedule.chain_step import chain_step, is_chain
 from autopipe.passes.schedule.predict import ticks_of
+from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
 from autopipe.passes.schedule.simulate import simulate
 
 

@@ -16,10 +16,8 @@ from autopipe.passes.lower.lower import lower
 from autopipe.passes.pipeline import make_plan
 from autopipe.passes.placement.pipedream.strategy import PipeDream
 from autopipe.passes.request import Request
-from autopipe.passes.schedule.messages import stage_messages
-from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
-from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
-from autopipe.passes.schedule.predict import predict
+from autopipe.passes.schedule.predict import predict, stage_messages
+from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards, OneForwardOneBackward
 from autopipe.passes.schedule.simulate import simulate
 
 GROUPS = [

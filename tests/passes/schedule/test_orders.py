@@ -11,9 +11,9 @@ from random_dags import chain, stage_graphs
 
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task, depths_to_end
 from autopipe.ir.timeline import StagePrediction
-from autopipe.passes.schedule.named.gpipe import order_gpipe
-from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.predict import ticks_of
+from autopipe.passes.schedule.published.base import order_gpipe
+from autopipe.passes.schedule.published.one_f_one_b import order_1f1b
 
 BOTH = pytest.mark.parametrize("order", [order_gpipe, order_1f1b])
 UNEQUAL = st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9)), min_size=6, max_size=6)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.block_schedule import Block, BlockGraph
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.schedule.room import LeastRoom, least_room, require_room
-from autopipe.passes.schedule.shapes import shape
+from autopipe.passes.schedule.block_shapes import LeastRoom, least_room, require_room, shape
 
 
 def peaks(graph, order):

@@ -13,10 +13,9 @@ from random_dags import chain, free_messages, predicted, samples_of, stage_graph
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
-from autopipe.passes.schedule.named.gpipe import order_gpipe
-from autopipe.passes.schedule.named.kfkb import order_kfkb
-from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.predict import ticks_of
+from autopipe.passes.schedule.published.base import order_gpipe
+from autopipe.passes.schedule.published.one_f_one_b import order_1f1b, order_kfkb
 from autopipe.passes.schedule.simulate import simulate
 
 

@@ -25,8 +25,8 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.pipeline import make_plan
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
-from autopipe.passes.schedule.named.gpipe import GPipe
-from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
+from autopipe.passes.schedule.published.base import GPipe
+from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 
 _NO_LIMIT = 2**60
 _UP_TO = "theirs: the largest of all sizes"

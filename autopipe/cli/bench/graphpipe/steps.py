@@ -12,8 +12,8 @@ from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Message, Prediction, Timeline
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.schedule.limits import check_memory
-from autopipe.passes.schedule.named.kfkb import order_kfkb
 from autopipe.passes.schedule.predict import predict, ticks_of
+from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
 from autopipe.passes.schedule.simulate import simulate
 
 

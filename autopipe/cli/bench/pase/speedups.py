@@ -14,8 +14,8 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.registry import strategy_class
 from autopipe.passes.schedule.limits import check_memory
-from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.predict import predict
+from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.simulate import simulate
 
 _STRATEGIES = ("pase", "expert", "mcmc")

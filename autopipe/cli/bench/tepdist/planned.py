@@ -13,8 +13,8 @@ from autopipe.ir.schedule import StageGraph
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.schedule.limits import check_memory
-from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.predict import predict
+from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.simulate import simulate
 
 

@@ -8,9 +8,9 @@ from functools import partial
 from autopipe.cli.bench.row import Case, Row
 from autopipe.cli.bench.tessel.published import BUBBLE_RATES
 from autopipe.ir.block_schedule import BlockSchedule
-from autopipe.passes.schedule.named.blocks import schedule_blocks
-from autopipe.passes.schedule.shapes import shape
-from autopipe.passes.schedule.tessel.observed import turn_of
+from autopipe.passes.schedule.block_shapes import shape
+from autopipe.passes.schedule.published.blocks import schedule_blocks
+from autopipe.passes.schedule.tessel.model import turn_of
 from autopipe.passes.schedule.tessel.search import search
 
 _DEVICES = 4

@@ -15,8 +15,8 @@ from autopipe.passes.base import Scheduler
 from autopipe.passes.placement.tessel_shapes.model import costed_model
 from autopipe.passes.placement.tessel_shapes.stages import stage_of_several
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
-from autopipe.passes.schedule.named.gpipe import GPipe
-from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
+from autopipe.passes.schedule.published.base import GPipe
+from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.tessel.scheduler import Tessel
 
 _DEVICES = 4

@@ -7,8 +7,8 @@ from functools import partial
 
 from autopipe.cli.bench.row import Case, Row
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.schedule.shapes import SHAPES, shape
-from autopipe.passes.schedule.tessel.in_flight import search_in_flight
+from autopipe.passes.schedule.block_shapes import SHAPES, shape
+from autopipe.passes.schedule.tessel.search import search_in_flight
 
 _DEVICES = 4
 _MOST = 8

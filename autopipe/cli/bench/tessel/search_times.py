@@ -8,7 +8,7 @@ from functools import partial
 
 from autopipe.cli.bench.row import Case, Row
 from autopipe.cli.bench.tessel.published import AVERAGE_SEARCH_S
-from autopipe.passes.schedule.shapes import SHAPES, shape
+from autopipe.passes.schedule.block_shapes import SHAPES, shape
 from autopipe.passes.schedule.tessel.search import search
 
 _DEVICES = (4, 8, 16, 32)

@@ -8,10 +8,9 @@ from functools import partial
 
 from autopipe.cli.bench.row import Case, Row
 from autopipe.cli.bench.tessel.published import TIME_OPTIMAL_V_16_S
-from autopipe.passes.schedule.shapes import shape
-from autopipe.passes.schedule.tessel.options import SearchOptions
-from autopipe.passes.schedule.tessel.search import search
-from autopipe.passes.schedule.tessel.time_optimal import search_whole
+from autopipe.passes.schedule.block_shapes import shape
+from autopipe.passes.schedule.tessel.model import SearchOptions
+from autopipe.passes.schedule.tessel.search import search, search_whole
 
 _DEVICES = 4
 _SIZES = (("v", 4), ("v", 16), ("x", 4), ("m", 4), ("nn", 4), ("nn", 6), ("k", 4))

@@ -18,9 +18,8 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.base import Scheduler
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
-from autopipe.passes.schedule.named.chimera import Chimera
-from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
-from autopipe.passes.schedule.named.one_f_one_b_plus import OneForwardOneBackwardPlus
+from autopipe.passes.schedule.published.bidirectional import Chimera
+from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward, OneForwardOneBackwardPlus
 from autopipe.passes.schedule.tessel.scheduler import Tessel
 
 _BATCH = 128

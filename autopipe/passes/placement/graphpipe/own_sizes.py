@@ -11,8 +11,8 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph, depths_to_end
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.placement.graphpipe.check import check_schedule
-from autopipe.passes.schedule.named.kfkb import order_kfkb
 from autopipe.passes.schedule.predict import predict, ticks_of
+from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
 from autopipe.passes.schedule.simulate import simulate
 
 _SWEEPS = 3

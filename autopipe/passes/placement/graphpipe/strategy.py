@@ -14,7 +14,6 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_operators
 from autopipe.passes.cost.roofline import mean_seconds
-from autopipe.passes.orders import best_order
 from autopipe.passes.placement.graphpipe.check import check_stages
 from autopipe.passes.placement.graphpipe.notes import region_notes
 from autopipe.passes.placement.graphpipe.orders import other_orders
@@ -22,6 +21,7 @@ from autopipe.passes.placement.graphpipe.own_sizes import with_own_sizes
 from autopipe.passes.placement.graphpipe.sizes import MicroBatchSearch
 from autopipe.passes.placement.graphpipe.tree import decompose
 from autopipe.passes.placement.graphpipe.units import make_units
+from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.sharding.regions import check_wishes
 from autopipe.passes.sharding.search import split_further
 

@@ -6,8 +6,8 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.placement.graphpipe.check import check_schedule
-from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.predict import predict, ticks_of
+from autopipe.passes.schedule.published.one_f_one_b import order_1f1b
 from autopipe.passes.schedule.simulate import simulate
 
 _PERIODS = 3

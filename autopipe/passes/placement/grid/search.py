@@ -15,7 +15,7 @@ from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.grid.bounds import Bounds
 from autopipe.passes.placement.grid.degrees import Degrees
 from autopipe.passes.placement.grid.sized import SizedProblem
-from autopipe.passes.schedule.trial import quick_step_seconds
+from autopipe.passes.schedule.limits import quick_step_seconds
 
 _TASKS = 2**14
 """The most stages times micro-batches that are tried first: one sample at a time may mean tens of thousands of

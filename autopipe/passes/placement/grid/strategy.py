@@ -13,9 +13,9 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.constraints import required_sizes, wishes_of
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_operators, describe_kinds, equal_device_runs, may_share
-from autopipe.passes.orders import best_order
 from autopipe.passes.placement.grid.degrees import factorisations
 from autopipe.passes.placement.grid.search import GridSearch
+from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.sharding.regions import check_wishes
 
 

@@ -14,11 +14,11 @@ from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.problem import Problem
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_one_kind, check_operators, fitted
-from autopipe.passes.orders import best_order
 from autopipe.passes.placement.pase.overlap import solve_overlapped
 from autopipe.passes.placement.pase.paper.placing import placement_of
 from autopipe.passes.placement.pase.paper.search import search
 from autopipe.passes.placement.pase.placing import in_stages
+from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.sharding.search import Exact
 from autopipe.passes.sharding.tables import Tables
 from autopipe.passes.solvers.min_sum import Assignment, MinSum, TableTooLargeError, eliminate

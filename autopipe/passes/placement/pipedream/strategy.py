@@ -18,11 +18,10 @@ from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_operators, out_of_memory
 from autopipe.passes.cost.range_tables import make_tables
 from autopipe.passes.cost.roofline import mean_seconds
-from autopipe.passes.orders import best_order
 from autopipe.passes.placement.pipedream.obey import ChainConstraint, groups_of, ruled, rules_of
 from autopipe.passes.placement.pipedream.prices import StagePrices
 from autopipe.passes.placement.pipedream.search import ChainStage, Price, search
-from autopipe.passes.sweep import SweepResult, best_size
+from autopipe.passes.schedule.device_order import SweepResult, best_order, best_size
 
 _MOST_BLOCKS = 224
 """Cuts that the search considers: its time grows with their square."""

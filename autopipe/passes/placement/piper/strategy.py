@@ -18,8 +18,8 @@ from autopipe.passes.placement.piper.blocks import Blocks, join_nodes
 from autopipe.passes.placement.piper.messages import messages_between
 from autopipe.passes.placement.piper.prices import Chains, StagePrices
 from autopipe.passes.placement.piper.search import DownsetStage, search, search_steps, step_seconds
+from autopipe.passes.schedule.device_order import SweepResult, best_size
 from autopipe.passes.sharding.regions import check_wishes
-from autopipe.passes.sweep import SweepResult, best_size
 
 
 @dataclass(frozen=True, slots=True)

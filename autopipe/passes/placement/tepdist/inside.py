@@ -14,7 +14,7 @@ from autopipe.passes.cost.memory_check import device_memory, out_of_memory
 from autopipe.passes.cost.stages import StageCost, stage_costs, step_seconds
 from autopipe.passes.placement.tepdist.equal import NodeContents
 from autopipe.passes.placement.tepdist.level import Level
-from autopipe.passes.schedule.trial import step_s
+from autopipe.passes.schedule.limits import step_s
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.search import SplitProblem, split_problem
 from autopipe.passes.sharding.tables import make_tables

@@ -14,7 +14,7 @@ from autopipe.passes.cost.measured import resized
 from autopipe.passes.placement.tepdist.inside import IntraStageSearch
 from autopipe.passes.placement.tepdist.level import Level
 from autopipe.passes.placement.tepdist.meshes import Mesh
-from autopipe.passes.schedule.trial import busy_s, quick_step_seconds
+from autopipe.passes.schedule.limits import busy_s, quick_step_seconds
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.regions import check_degrees, settled_stages
 

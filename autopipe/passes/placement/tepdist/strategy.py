@@ -13,7 +13,6 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.constraints import required_sizes, wishes_of
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_operators
-from autopipe.passes.orders import best_order
 from autopipe.passes.placement.tepdist.asked import constrained_meshes
 from autopipe.passes.placement.tepdist.bounds import Bounds
 from autopipe.passes.placement.tepdist.dividing import LeastCrossing, linear_cut
@@ -21,6 +20,7 @@ from autopipe.passes.placement.tepdist.levels import LevelName, solver_of
 from autopipe.passes.placement.tepdist.meshes import meshes
 from autopipe.passes.placement.tepdist.notes import search_notes
 from autopipe.passes.placement.tepdist.search import MeshTrial, Outer
+from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.sharding.regions import check_wishes
 
 

@@ -18,7 +18,6 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.chain import Chain
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_operators, fitted, may_share
-from autopipe.passes.orders import best_order
 from autopipe.passes.placement.tessel_shapes.branches import find_join
 from autopipe.passes.placement.tessel_shapes.cuts import line_of
 from autopipe.passes.placement.tessel_shapes.devices import shared_out
@@ -28,6 +27,7 @@ from autopipe.passes.placement.tessel_shapes.outline import Outline, StageRow, w
 from autopipe.passes.placement.tessel_shapes.parts import hoisted, line_of_parts
 from autopipe.passes.placement.tessel_shapes.stages import stage_of_several
 from autopipe.passes.placement.tessel_shapes.tables import SharedLookup, large_tables, wide_nodes
+from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.sharding.regions import visited
 
 _SHAPES = ("auto", "v", "x", "m", "nn", "k")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from autopipe.ir.block_schedule import Block, BlockGraph, BlockSchedule
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
-from autopipe.passes.schedule.repetend import find_repetends
+from autopipe.passes.schedule.orders import find_repetends
 
 Kind = tuple[int, Phase, int]
 """A stage, what it does, and in which of its turns."""

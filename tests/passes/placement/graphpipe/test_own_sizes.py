@@ -18,8 +18,8 @@ from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.placement.graphpipe.own_sizes import with_own_sizes
-from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
 from autopipe.passes.schedule.predict import predict
+from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
 from autopipe.passes.schedule.simulate import simulate
 from tests.distributed.zoo import small_graph
 from tests.passes.cost.graphs import device

@@ -21,7 +21,7 @@ from autopipe.passes.placement.graphpipe.check import check_schedule, check_stag
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
 from autopipe.passes.placement.graphpipe.trial import trial
 from autopipe.passes.placement.pipedream.strategy import PipeDream
-from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
+from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 from tests.exports.branches import exported
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
 from tests.passes.placement.graphpipe.models import Shape, model, shapes

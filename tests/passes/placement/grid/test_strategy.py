@@ -19,9 +19,9 @@ from autopipe.passes.placement.grid.degrees import Degrees, factorisations
 from autopipe.passes.placement.grid.search import GridSearch, GridTrial
 from autopipe.passes.placement.grid.sized import SizedProblem
 from autopipe.passes.placement.grid.strategy import Grid
-from autopipe.passes.schedule.named.interleaved_1f1b import InterleavedOneForwardOneBackward
-from autopipe.passes.schedule.named.zb_v import ZeroBubbleV
-from autopipe.passes.schedule.trial import quick_step_seconds, step_s
+from autopipe.passes.schedule.limits import quick_step_seconds, step_s
+from autopipe.passes.schedule.published.one_f_one_b import InterleavedOneForwardOneBackward
+from autopipe.passes.schedule.published.zero_bubble import ZeroBubbleV
 from tests.distributed.zoo import small_graph
 from tests.passes.cost.graphs import cluster, perceptron, problem
 

@@ -17,7 +17,7 @@ from autopipe.passes.placement.tepdist.bounds import Bounds
 from autopipe.passes.placement.tepdist.equal import NodeContents
 from autopipe.passes.placement.tepdist.meshes import meshes
 from autopipe.passes.placement.tepdist.strategy import TePDist
-from autopipe.passes.schedule.trial import step_s
+from autopipe.passes.schedule.limits import step_s
 from autopipe.passes.sharding.search import split_problem
 from tests.passes.cost.graphs import perceptron, problem
 from tests.passes.cost.mixed import OUTER, kind, mixed_cluster

@@ -26,8 +26,8 @@ from autopipe.passes.placement.pipedream.strategy import PipeDream
 from autopipe.passes.placement.tepdist.bounds import Bounds
 from autopipe.passes.placement.tepdist.meshes import meshes
 from autopipe.passes.placement.tepdist.strategy import TePDist
+from autopipe.passes.schedule.limits import step_s
 from autopipe.passes.schedule.tessel.scheduler import Tessel
-from autopipe.passes.schedule.trial import step_s
 from tests.distributed.zoo import small_graph
 from tests.passes.cost.graphs import cluster, perceptron, problem
 

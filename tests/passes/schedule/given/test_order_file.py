@@ -11,8 +11,7 @@ from autopipe.cli.drawing.orders import orders_csv
 from autopipe.cli.drawing.picture import plan_picture
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.schedule import StageGraph
-from autopipe.passes.schedule.given.csv_order import fitted_order
-from autopipe.passes.schedule.given.order_file import read_orders
+from autopipe.passes.schedule.csv_order import fitted_order, read_orders
 from tests.cli.drawing.examples import chain_plan
 
 RANKS, MICRO_BATCHES = 4, 8

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.registry import scheduler_class
-from autopipe.passes.schedule.named.one_f_one_b_plus import order_1f1b_plus
+from autopipe.passes.schedule.published.one_f_one_b import order_1f1b_plus
 from tests.passes.schedule.named.layouts import suited
 
 NAMES = [

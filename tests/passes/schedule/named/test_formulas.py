@@ -8,9 +8,8 @@ import random
 import pytest
 
 from autopipe.passes.registry import scheduler_class
-from autopipe.passes.schedule.named.gpipe import order_gpipe
-from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
-from autopipe.passes.schedule.named.one_f_one_b_plus import order_1f1b_plus
+from autopipe.passes.schedule.published.base import order_gpipe
+from autopipe.passes.schedule.published.one_f_one_b import order_1f1b, order_1f1b_plus
 from tests.passes.schedule.named.layouts import chain_on, down, suited, waves
 from tests.passes.schedule.named.measuring import measure
 

@@ -14,8 +14,13 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.schedule import MicroBatchSlice, Phase, Schedule, StageGraph, WrongScheduleError
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.cost.memory import table_2
-from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards, kept_micro_batches, order_kfkb, stage_order
-from autopipe.passes.schedule.named.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.published.one_f_one_b import (
+    KForwardsKBackwards,
+    kept_micro_batches,
+    order_1f1b,
+    order_kfkb,
+    stage_order,
+)
 from autopipe.passes.schedule.simulate import simulate
 from tests.passes.schedule.random_dags import chain, stage_graphs
 

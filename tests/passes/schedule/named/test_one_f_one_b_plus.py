@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autopipe.ir.schedule import StageGraph
-from autopipe.passes.schedule.named.blocks import schedule_blocks
-from autopipe.passes.schedule.named.one_f_one_b_plus import order_1f1b_plus
-from autopipe.passes.schedule.shapes import shape
+from autopipe.passes.schedule.block_shapes import shape
+from autopipe.passes.schedule.published.blocks import schedule_blocks
+from autopipe.passes.schedule.published.one_f_one_b import order_1f1b_plus
 
 
 def stages_of(form, devices):

@@ -8,7 +8,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.registry import SCHEDULERS, scheduler_class
-from autopipe.passes.schedule.named.one_f_one_b_plus import order_1f1b_plus
+from autopipe.passes.schedule.published.one_f_one_b import order_1f1b_plus
 from tests.passes.cost.graphs import cluster, perceptron, problem
 from tests.passes.schedule.named.layouts import chain_on, down, waves
 

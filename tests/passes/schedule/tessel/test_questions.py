@@ -14,16 +14,18 @@ from replay import faults
 
 from autopipe.ir.block_schedule import Block, BlockGraph, BlockSchedule
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.passes.schedule.shapes import shape
-from autopipe.passes.schedule.tessel.bounds import makespan_bound, period_bound
-from autopipe.passes.schedule.tessel.construct import construct, one_at_a_time
-from autopipe.passes.schedule.tessel.cyclic import PeriodicStarts, is_valid
-from autopipe.passes.schedule.tessel.in_flight import search_in_flight
-from autopipe.passes.schedule.tessel.options import Budget, SearchOptions
-from autopipe.passes.schedule.tessel.search import search
-from autopipe.passes.schedule.tessel.serial import serial_order
-from autopipe.passes.schedule.tessel.tighten import tighten
-from autopipe.passes.schedule.tessel.time_optimal import search_whole
+from autopipe.passes.schedule.block_shapes import shape
+from autopipe.passes.schedule.tessel.model import (
+    Budget,
+    PeriodicStarts,
+    SearchOptions,
+    is_valid,
+    makespan_bound,
+    period_bound,
+)
+from autopipe.passes.schedule.tessel.periodic import construct, one_at_a_time, tighten
+from autopipe.passes.schedule.tessel.search import search, search_in_flight, search_whole
+from autopipe.passes.schedule.tessel.warmup_cooldown import serial_order
 from autopipe.passes.solvers.cp_sat import Limit
 
 

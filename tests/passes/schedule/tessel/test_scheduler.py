@@ -16,8 +16,8 @@ from autopipe.passes.pipeline import make_plan
 from autopipe.passes.placement.pipedream.strategy import PipeDream
 from autopipe.passes.request import Request
 from autopipe.passes.schedule.limits import lower_bound
-from autopipe.passes.schedule.named.gpipe import GPipe
-from autopipe.passes.schedule.named.one_f_one_b import OneForwardOneBackward
+from autopipe.passes.schedule.published.base import GPipe
+from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.schedule.tessel.scheduler import Tessel
 

@@ -10,9 +10,8 @@ from replay import faults
 
 from autopipe.ir.block_schedule import BlockGraph
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.schedule.tessel.options import Budget, SearchOptions
-from autopipe.passes.schedule.tessel.search import search
-from autopipe.passes.schedule.tessel.steady import steady_state
+from autopipe.passes.schedule.tessel.model import Budget, SearchOptions
+from autopipe.passes.schedule.tessel.search import search, steady_state
 
 BRIEF = SearchOptions(time_limit=1.0)
 

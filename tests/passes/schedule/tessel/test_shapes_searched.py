@@ -6,12 +6,10 @@ import pytest
 from replay import faults
 
 from autopipe.ir.block_schedule import Block, BlockGraph
-from autopipe.passes.schedule.shapes import SHAPES, shape
-from autopipe.passes.schedule.tessel.cyclic import steady_peak
-from autopipe.passes.schedule.tessel.options import Budget, SearchOptions
-from autopipe.passes.schedule.tessel.repetend import least_memory
-from autopipe.passes.schedule.tessel.search import search
-from autopipe.passes.schedule.tessel.steady import least_steady_period
+from autopipe.passes.schedule.block_shapes import SHAPES, shape
+from autopipe.passes.schedule.tessel.model import Budget, SearchOptions, steady_peak
+from autopipe.passes.schedule.tessel.periodic import least_memory
+from autopipe.passes.schedule.tessel.search import least_steady_period, search
 from autopipe.passes.solvers.cp_sat import Limit
 
 ROOM = {"v": 4, "x": 4, "m": 6, "nn": 6, "k": 6}

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from autopipe.ir.schedule import MicroBatchSlice, Phase, StageGraph
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
-from autopipe.passes.schedule.footprint import static_memory
-from autopipe.passes.schedule.simulate import simulate
-from autopipe.passes.schedule.tessel.options import SearchOptions
+from autopipe.passes.schedule.simulate import simulate, static_memory
+from autopipe.passes.schedule.tessel.model import SearchOptions
 from autopipe.passes.schedule.tessel.search import search
 from autopipe.passes.schedule.tessel.stage_blocks import (
     busiest_seconds,

@@ -17,8 +17,8 @@ from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.schedule.named.kfkb import KForwardsKBackwards
 from autopipe.passes.schedule.predict import predict
+from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
 from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.sharding.regions import check_wishes
 from autopipe.passes.sharding.search import split_further

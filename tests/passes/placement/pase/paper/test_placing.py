@@ -20,7 +20,7 @@ from autopipe.passes.placement.pase.paper.samples import data_parallel
 from autopipe.passes.placement.pase.paper.search import data_parallel_cost, search
 from autopipe.passes.placement.pase.paper.strategy import PaperStrategy, cost_of
 from autopipe.passes.placement.pase.paper.view import layer_graph
-from autopipe.passes.schedule.named.gpipe import GPipe
+from autopipe.passes.schedule.published.base import GPipe
 from tests.passes.placement.pase.paper.models import PAPER, model_graph, paper_graph, problem_of
 
 

@@ -1,0 +1,188 @@
+"""In which order the groups of a mixed cluster stand along a pipeline: all orders of few kinds are tried.
+
+One size of micro-batches for all stages, found by trying all that there may be.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopipe.ir.cluster import Cluster, Device
+from autopipe.ir.errors import REFUSALS, AutopipeError, InfeasibleError
+from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.problem import Constraint, Problem
+from autopipe.passes.analysis.stage_nodes import assign_nodes
+from autopipe.passes.cost.measured import resized
+from autopipe.passes.cost.memory_check import check_kinds
+from autopipe.passes.cost.roofline import node_seconds
+from autopipe.passes.cost.stages import stage_costs
+from autopipe.passes.schedule.limits import quick_step_seconds
+
+_FEW_KINDS = 3
+"""Up to this many kinds all orders are tried; of more the given one, and its reverse."""
+
+
+def best_order(problem: Problem, place: Callable[[Problem], Placement], parts: bool = True) -> Placement:
+    """Place the problem with its cluster's groups in the order whose simulated step is shortest.
+
+    With `parts` the groups of some kinds are tried without the others first, where no constraint names devices: fewer
+    devices are searched sooner, and their step ends the search among all of them early. It is not for strategies that
+    leave devices out by themselves. The placement's devices are those of the problem as it is given. Of equal steps the
+    first counts. Raises what `place` raises for the given order where none has a placement, and InfeasibleError for a
+    stage that straddles kinds without being asked to.
+    """
+    if len(problem.cluster.groups) < 2:
+        found = place(problem)
+        check_kinds(problem, found)
+        return found
+    best: tuple[float, Placement] | None = None
+    refused: AutopipeError | None = None
+    given = tuple(range(len(problem.cluster.groups)))
+    named = any(each.devices is not None for each in problem.constraints)
+    orders = [*(parts_of(problem.cluster) if parts and not named else ()), *orders_of(problem.cluster)]
+    end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
+    for tried, order in enumerate(orders):
+        ordered, old = _reordered(problem, order)
+        if end is not None:
+            ordered = replace(ordered, time_limit=max(0.0, (end - time.monotonic()) / (len(orders) - tried)))
+        if best is not None:
+            ordered = replace(ordered, known_s=min(problem.known_s, best[0]))
+            if ideal_s(ordered) >= best[0] or ordered.time_limit == 0:
+                continue
+        try:
+            found = place(ordered)
+            check_kinds(ordered, found)
+            seconds = _step_s(ordered, found)
+        except REFUSALS as error:
+            if refused is None or order == given:
+                refused = error
+            continue
+        if best is None or seconds < best[0]:
+            best = seconds, _on_devices(found, old)
+    if best is None:
+        assert refused is not None, "there is the order that is given"
+        raise refused
+    return best[1]
+
+
+def orders_of(cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """Orders of a cluster's groups that differ in more than names, the given one first; groups of one kind together."""
+    given, kinds = tuple(range(len(cluster.groups))), _kinds(cluster)
+    every = tuple(dict.fromkeys(kinds))
+    orders = _permuted(kinds, every) if len(every) <= _FEW_KINDS else [given[::-1]]
+    seen = set()
+    for order in (given, *orders):
+        alike = tuple((kinds[each], cluster.groups[each]) for each in order)
+        if alike not in seen:
+            seen.add(alike)
+            yield order
+
+
+def parts_of(cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """Orders of the groups of some kinds alone, few kinds first; of more than a few kinds each by itself."""
+    kinds = _kinds(cluster)
+    every = tuple(dict.fromkeys(kinds))
+    for count in range(1, len(every)) if len(every) <= _FEW_KINDS else (1,):
+        for some in itertools.combinations(every, count):
+            yield from _permuted(kinds, some)
+
+
+def _permuted(kinds: Sequence[Device], some: Sequence[Device]) -> list[tuple[int, ...]]:
+    """The groups of `some` kinds, each kind's together, in every order of the kinds."""
+    mine = [group for group, kind in enumerate(kinds) if kind in some]
+    return [tuple(sorted(mine, key=lambda group: each.index(kinds[group]))) for each in itertools.permutations(some)]
+
+
+def _kinds(cluster: Cluster) -> list[Device]:
+    """The kind of each group, by its first device."""
+    firsts = itertools.accumulate((group.size for group in cluster.groups[:-1]), initial=0)
+    return [cluster.devices[first] for first in firsts]
+
+
+def ideal_s(problem: Problem) -> float:
+    """Seconds that no step can be shorter than, whoever computes what and however it is split.
+
+    The fullest device is no less busy than any weighted mean of all. Weighted by their speeds, a node adds least where
+    that is least; shares of it are counted as that part of what it takes, and launches as nothing.
+    """
+    counts = Counter(problem.cluster.devices)
+    work = [problem.work[node] for node in _live_nodes(problem)]
+    seconds = []
+    for kind in counts:
+        forward, backward = node_seconds(work, replace(kind, launch_latency_s=0.0), problem.precision)
+        seconds.append(forward + (backward if problem.train else 0.0))
+    wholes = [float(each.sum()) for each in seconds]
+    if not all(wholes) or any(each.measured for each in work):
+        return 0.0
+    rate = sum(count / whole for count, whole in zip(counts.values(), wholes, strict=True))
+    least = np.minimum.reduce([each / (whole * rate) for each, whole in zip(seconds, wholes, strict=True)])
+    return problem.micro_batches * float(least.sum())
+
+
+def _live_nodes(problem: Problem) -> list[int]:
+    """The nodes that a step runs."""
+    whole = Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size)
+    wanted = (problem.loss,) if problem.train and problem.loss is not None else problem.graph.outputs
+    (plan,) = assign_nodes(problem.graph, Placement((whole,)), wanted)
+    return [node for node, _ in plan.nodes]
+
+
+def _reordered(problem: Problem, order: Sequence[int]) -> tuple[Problem, tuple[int, ...]]:
+    """The problem with its groups in another order, and for each of its devices the index it has in the given one."""
+    cluster, old = problem.cluster.reordered(order)
+    new = {device: index for index, device in enumerate(old)}
+
+    def moved(constraint: Constraint) -> Constraint:
+        if constraint.devices is None:
+            return constraint
+        return replace(constraint, devices=tuple(new.get(device, device) for device in constraint.devices))
+
+    return replace(problem, cluster=cluster, constraints=tuple(map(moved, problem.constraints))), old
+
+
+def _on_devices(placement: Placement, devices: Sequence[int]) -> Placement:
+    stages = (replace(stage, devices=tuple(devices[device] for device in stage.devices)) for stage in placement.stages)
+    return replace(placement, stages=tuple(stages))
+
+
+def _step_s(problem: Problem, placement: Placement) -> float:
+    """Seconds of a step under 1F1B. Raises InfeasibleError where memory does not hold it."""
+    sized = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
+    return quick_step_seconds(sized, placement, stage_costs(sized, placement))
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    """A placement and the seconds that its step is estimated to take."""
+
+    placement: Placement
+    step_s: float
+
+
+def best_size(problem: Problem, answer: Callable[[Problem, float], SweepResult]) -> Placement:
+    """Of the answers for each size that the problem leaves open the one with the shortest step.
+
+    `answer` is also told the seconds of the shortest step so far: it may raise InfeasibleError where it has none that
+    takes less. Raises the InfeasibleError of the smallest micro-batches where there is no answer for any size.
+    """
+    best: SweepResult | None = None
+    refused: InfeasibleError | None = None
+    for size in problem.micro_batch_sizes or (problem.micro_batch_size,):
+        try:
+            found = answer(resized(problem, size), best.step_s if best else math.inf)
+        except InfeasibleError as error:
+            refused = refused or error
+            continue
+        if best is None or found.step_s < best.step_s:
+            best = found
+    if best is None:
+        assert refused is not None, "there is a size at least"
+        raise refused
+    return best.placement

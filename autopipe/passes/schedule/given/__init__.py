@@ -1,1 +1,0 @@
-"""Orders that somebody else chose."""

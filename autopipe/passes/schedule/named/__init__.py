@@ -1,1 +1,0 @@
-"""Published schedules by name, one a file."""

@@ -1,0 +1,187 @@
+"""List scheduling: the orders of stages merged into one order a device.
+
+Finding the steady state of a device's list of tasks.
+
+The demand of most schedulers that a step has one size of micro-batch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.placement import Placement
+from autopipe.ir.problem import Problem
+from autopipe.ir.schedule import Phase, Repetend, StageGraph, Task, lane_groups, lanes_of, on_each_device, sharing
+
+Ticks = Callable[[Task], int]
+"""A task's length in whole units, so that equal instants compare equal."""
+
+
+def merge_orders(
+    stage_orders: Sequence[Sequence[Task]], graph: StageGraph, ticks: Ticks
+) -> tuple[tuple[Task, ...], ...]:
+    """For each device the tasks of its stages, in the order in which a list schedule starts them.
+
+    Each stage keeps its own order; F waits for F along the graph's edges, B for B against them, of all micro-batches
+    that have samples of its own. A device that is free takes the startable task that comes first by: backward before
+    forward, older samples before younger, later stage before earlier. A task of a stage on several devices starts on
+    all of them at once; while it waits for some, the others are kept free for it unless a task before it in that order
+    wants them. Where every device has one stage the result is the stages' own orders.
+
+    Tasks start in one total order that agrees with every dependency, and each device's list is a part
+    of it: the result can always run.
+    """
+    if len({device for group in graph.stage_devices for device in group}) == sum(map(len, graph.stage_devices)):
+        return _own_orders(stage_orders, graph)
+    # Devices of the same stages are free and busy together: one of them stands for all.
+    lanes = lanes_of(graph.stage_devices, ((),) * graph.devices)
+    state = _State(stage_orders, graph, lane_groups(graph.stage_devices, lanes), len(lanes))
+    running: list[tuple[int, int, Task]] = []
+    now = 0
+    while True:
+        for task in state.start_ready():
+            heapq.heappush(running, (now + ticks(task), task.stage, task))
+        if not running:
+            return on_each_device(lanes, [tuple(order) for order in state.lists])
+        now = running[0][0]
+        while running and running[0][0] == now:
+            state.finish(heapq.heappop(running)[2])
+
+
+def _own_orders(stage_orders: Sequence[Sequence[Task]], graph: StageGraph) -> tuple[tuple[Task, ...], ...]:
+    """For each device the order of its only stage; () where it has none."""
+    orders = zip(map(tuple, stage_orders), graph.stage_devices, strict=True)
+    found = {device: order for order, group in orders for device in group}
+    return tuple(found.get(device, ()) for device in range(graph.devices))
+
+
+class _State:
+    """Which tasks are done, which stages' next tasks may start, and which devices, by lane, are free."""
+
+    def __init__(
+        self, stage_orders: Sequence[Sequence[Task]], graph: StageGraph, groups: Sequence[Sequence[int]], lanes: int
+    ) -> None:
+        self.devices = groups
+        self.free = [True] * lanes
+        self.lists: list[list[Task]] = [[] for _ in range(lanes)]
+        self.turns = [graph.micro_batch_ratio_at(stage) for stage in range(len(stage_orders))]
+        self.samples = [math.lcm(*self.turns) // each for each in self.turns]
+        """Samples of each stage's micro-batches, in units that make all of them whole."""
+        self.rest = [deque(order) for order in stage_orders]
+        self.running: set[int] = set()
+        self.done: set[Task] = set()
+        self.given = {task for order in stage_orders for task in order}
+        self.before: list[list[int]] = [[] for _ in stage_orders]
+        self.after: list[list[int]] = [[] for _ in stage_orders]
+        for source, target in graph.edges:
+            self.before[target].append(source)
+            self.after[source].append(target)
+        self.waiting = {stage for stage in range(len(stage_orders)) if self._ready(stage)}
+        """Stages whose next task waits for nothing but devices."""
+
+    def start_ready(self) -> list[Task]:
+        """Start what can start now, and return it."""
+        reserved: set[int] = set()
+        started = []
+        for task in sorted((self.rest[stage][0] for stage in self.waiting), key=self._preference):
+            group = self.devices[task.stage]
+            if all(self.free[device] and device not in reserved for device in group):
+                self._start(task)
+                started.append(task)
+            else:
+                reserved.update(group)
+        return started
+
+    def finish(self, task: Task) -> None:
+        self.done.add(task)
+        self.running.discard(task.stage)
+        for device in self.devices[task.stage]:
+            self.free[device] = True
+        following = self.after if task.phase is Phase.FORWARD else self.before
+        self.waiting.update(stage for stage in (task.stage, *following[task.stage]) if self._ready(stage))
+
+    def _start(self, task: Task) -> None:
+        self.waiting.discard(task.stage)
+        self.running.add(task.stage)
+        self.rest[task.stage].popleft()
+        for device in self.devices[task.stage]:
+            self.free[device] = False
+            self.lists[device].append(task)
+
+    def _ready(self, stage: int) -> bool:
+        """True if a stage is idle and all that its next task needs is done."""
+        if stage in self.running or not self.rest[stage]:
+            return False
+        task = self.rest[stage][0]
+        sources = self.before if task.phase is Phase.FORWARD else self.after
+        needs = (
+            Task(source, task.phase, number)
+            for source in sources[stage]
+            for number in sharing(task.micro_batch, self.turns[stage], self.turns[source])
+        )
+        return all(need in self.done for need in needs if need in self.given)
+
+    def _preference(self, task: Task) -> tuple[bool, int, int]:
+        return task.phase is Phase.FORWARD, task.micro_batch * self.samples[task.stage], -task.stage
+
+
+_PHASES = list(Phase)
+_LARGEST_STRIDE = 8
+"""Micro-batches that one repetition may advance by; a body runs each of its kinds of task that many times."""
+
+
+def find_repetends(orders: Sequence[Sequence[Task]]) -> tuple[Repetend, ...]:
+    """The repetition of each list; those of devices that share one are found once."""
+    known = {id(order): order for order in orders}
+    found = {number: find_repetend(order) for number, order in known.items()}
+    return tuple(found[id(order)] for order in orders)
+
+
+def find_repetend(order: Sequence[Task]) -> Repetend:
+    """The repetition that leaves the fewest lines when it is written once; the shortest, then the earliest of equals.
+
+    The list is warm-up, `count` repetitions of `length` tasks that move on by `stride` micro-batches, cool-down.
+    A repetend of length 0 says that nothing repeats.
+    """
+    best, fewest = Repetend(0, 0, 0), len(order)
+    kinds = np.array([task.stage * len(_PHASES) + _PHASES.index(task.phase) for task in order], dtype=np.int64)
+    micro_batches = np.array([task.micro_batch for task in order], dtype=np.int64)
+    longest = min(len(order) // 2, _LARGEST_STRIDE * len(set(kinds.tolist())))
+    for length in range(1, longest + 1):
+        strides = micro_batches[length:] - micro_batches[:-length]
+        strides = np.where((kinds[length:] == kinds[:-length]) & (strides > 0), strides, 0)
+        for start, size, stride in _runs(strides):
+            count = 1 + size // length
+            lines = len(order) - length * (count - 1)
+            if count > 1 and lines < fewest:
+                best, fewest = Repetend(start, length, count, stride), lines
+    return best
+
+
+def _runs(strides: np.ndarray) -> list[tuple[int, int, int]]:
+    """Maximal runs of one stride above 0 as (start, length, stride)."""
+    edges = np.flatnonzero(np.diff(strides)) + 1
+    starts = np.concatenate(([0], edges))
+    ends = np.concatenate((edges, [len(strides)]))
+    return [
+        (int(start), int(end - start), int(strides[start]))
+        for start, end in zip(starts, ends, strict=True)
+        if strides[start] > 0
+    ]
+
+
+def require_equal_micro_batches(scheduler: str, problem: Problem, placement: Placement) -> None:
+    """Raise InfeasibleError unless all stages run the problem's micro-batches."""
+    for index, stage in enumerate(placement.stages):
+        if stage.micro_batch_size != problem.micro_batch_size:
+            raise InfeasibleError(
+                f"{scheduler} runs all stages on equal micro-batches, but stage {index} has {stage.micro_batch_size} "
+                f"samples a micro-batch where the step has {problem.micro_batch_size}",
+                hint="schedules kfkb and tessel take stages with micro-batches of their own",
+            )

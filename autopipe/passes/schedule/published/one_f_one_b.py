@@ -1,0 +1,313 @@
+"""1F1B: after a warm-up, one forward and one backward in turn.
+
+1F1B+: 1F1B with stages on several devices between its slots.
+
+kFkB: after a warm-up, k backwards and k forwards in turn, on micro-batches of each stage's own size.
+
+Interleaved 1F1B: several stages a device, passed round robin.
+
+Breadth-first looped pipeline: all micro-batches through a stage before the device's next one.
+
+Hanayo: one pipeline in waves, down the devices and up again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.placement import Placement
+from autopipe.ir.problem import Problem
+from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task, depths_to_end
+from autopipe.passes.cost.memory import stages_in_flight
+from autopipe.passes.schedule.orders import Ticks, find_repetends, merge_orders, require_equal_micro_batches
+from autopipe.passes.schedule.predict import task_ticks
+from autopipe.passes.schedule.published.base import (
+    Lanes,
+    Published,
+    by_lane,
+    first_slot,
+    on_grid,
+    order_gpipe,
+    round_robin,
+    there_and_back,
+    waves,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OneForwardOneBackward:
+    """Each stage keeps as many micro-batches in flight as there are stages on the longest way from it to the end.
+
+    For a chain this is 1F1B with flushes as in Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training"
+    (2021), section 2.2; for a DAG its extension by the depth of each stage, as in Jeon et al., "GraphPipe" (2024).
+    Inference runs forwards alone.
+    """
+
+    name: ClassVar[str] = "1f1b"
+
+    def requires(self, problem: Problem, placement: Placement) -> None:
+        """Raise InfeasibleError where micro-batches differ from stage to stage."""
+        require_equal_micro_batches(self.name, problem, placement)
+
+    def run(self, problem: Problem, placement: Placement) -> Schedule:
+        """The schedule, for any DAG of stages."""
+        graph = StageGraph.of(problem, placement)
+        return order_1f1b(graph, problem.micro_batches, problem.train, task_ticks(problem, placement))
+
+
+def order_1f1b(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks) -> Schedule:
+    """The stages' orders, merged where a device has several stages.
+
+    Stages' orders never wait in a circle: F(s, m) at 2m - depth(s) and B(s, m) at 2m + depth(s) - 1 is a numbering in
+    which every task comes after all that it waits for, since depth falls along every edge.
+    """
+    depths = depths_to_end(len(graph.stage_devices), graph.edges)
+    orders = [
+        _stage_order(stage, depths[stage], graph.micro_batches_of(stage, micro_batches), train)
+        for stage in range(len(depths))
+    ]
+    lists = merge_orders(orders, graph, ticks)
+    return Schedule(micro_batches, lists, find_repetends(lists))
+
+
+def _stage_order(stage: int, in_flight: int, micro_batches: Sequence[int], train: bool) -> list[Task]:
+    """Forwards until `in_flight` micro-batches are kept, then a backward and a forward in turn, then backwards."""
+    forwards = [Task(stage, Phase.FORWARD, micro_batch) for micro_batch in micro_batches]
+    if not train:
+        return forwards
+    warm_up = min(in_flight - 1, len(forwards))
+    order = forwards[:warm_up]
+    for index, micro_batch in enumerate(micro_batches):
+        order += forwards[warm_up + index : warm_up + index + 1]
+        order.append(Task(stage, Phase.BACKWARD, micro_batch))
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class OneForwardOneBackwardPlus:
+    """1F1B on the stages of one device; those of several run just before the next stage, and backward just after it.
+
+    Lin et al., "Tessel" (HPCA 2024), section VI-A, where it is the baseline for placements that split large
+    embeddings over all devices. Without such stages it is 1F1B.
+    """
+
+    name: ClassVar[str] = "1f1b_plus"
+
+    def requires(self, problem: Problem, placement: Placement) -> None:
+        """Raise InfeasibleError where micro-batches differ, or stages of one device share it."""
+        require_equal_micro_batches(self.name, problem, placement)
+        if problem.train:
+            _own_stages(StageGraph.of(problem, placement))
+
+    def run(self, problem: Problem, placement: Placement) -> Schedule:
+        """The schedule. Inference runs forwards alone, as soon as possible."""
+        graph = StageGraph.of(problem, placement)
+        if not problem.train:
+            return order_gpipe(graph, problem.micro_batches, False, task_ticks(problem, placement))
+        return order_1f1b_plus(graph, problem.micro_batches)
+
+
+def order_1f1b_plus(graph: StageGraph, micro_batches: int) -> Schedule:
+    """The schedule of a training step. Raises InfeasibleError where stages of one device share it."""
+    own = _own_stages(graph)
+    placed = [pair for each in range(micro_batches) for pair in _placed(graph, own, each)]
+    lists: list[list[Task]] = [[] for _ in range(graph.devices)]
+    for _, task in sorted(placed, key=lambda each: each[0]):
+        for device in graph.stage_devices[task.stage]:
+            lists[device].append(task)
+    return Schedule(micro_batches, tuple(map(tuple, lists)), find_repetends(lists))
+
+
+def _own_stages(graph: StageGraph) -> list[int]:
+    """The stages of 1F1B itself: those whose devices span no other stage's. Raises InfeasibleError."""
+    if graph.pipeline_count > 1:
+        raise InfeasibleError(f"schedule 1f1b_plus runs one pipeline, but the placement has {graph.pipeline_count}")
+    groups = [frozenset(group) for group in graph.stage_devices]
+    own = [stage for stage, group in enumerate(groups) if not any(other < group for other in groups)]
+    for place, stage in enumerate(own):
+        for other in own[:place]:
+            both = groups[stage] & groups[other]
+            if both:
+                raise InfeasibleError(
+                    f"schedule 1f1b_plus runs one stage a device, beside those that span others' devices, but stages "
+                    f"{other} and {stage} are both on device {min(both)}",
+                    hint="1f1b takes any number of stages a device",
+                )
+    return own
+
+
+def _placed(graph: StageGraph, own: list[int], micro_batch: int) -> Iterator[tuple[tuple[int, int, bool, int], Task]]:
+    """A micro-batch's tasks, with keys that sort those of all: twice the slot on the grid, odd between slots."""
+    forwards = [Task(stage, Phase.FORWARD, micro_batch) for stage in own]
+    backwards = [Task(stage, Phase.BACKWARD, micro_batch) for stage in own]
+    first = first_slot(micro_batch, len(own), len(own))
+    slots = {task: slot for slot, task in there_and_back(forwards, backwards, first)}
+    for stage in range(len(graph.stage_devices)):
+        near = next((other for other in own if other >= stage), own[-1])
+        side = (near < stage) - (near > stage)
+        for phase, way in ((Phase.FORWARD, 1), (Phase.BACKWARD, -1)):
+            key = 2 * slots[Task(near, phase, micro_batch)] + way * side
+            yield (key, micro_batch, phase is Phase.BACKWARD, way * stage), Task(stage, phase, micro_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class KForwardsKBackwards:
+    """Each stage keeps as many samples in flight as the stages behind it ask for, and runs k tasks of a kind in a row.
+
+    Jeon et al., "GraphPipe" (2024), Algorithm 2: stages may have micro-batches of different sizes and several stages
+    before and behind them; what is kept follows from the paper's Table 2, and each backward comes as early as that
+    allows. With equal sizes and k = 1 it is 1F1B. Inference runs forwards alone.
+    """
+
+    name: ClassVar[str] = "kfkb"
+
+    k: int | tuple[int, ...] = 1
+    """Forwards, and backwards, in a row: one number, or one for each stage. 1 keeps the fewest samples."""
+
+    def requires(self, problem: Problem, placement: Placement) -> None:
+        """Raise ConfigurationError where `k` is no number, or no list of them, for these stages."""
+        stages = len(placement.stages)
+        if len(self.ks(stages)) != stages:
+            raise ConfigurationError(
+                f"schedule.k has {len(self.ks(stages))} numbers, but the placement {stages} stages",
+                hint="give one number for all, or one for each stage",
+            )
+        if min(self.ks(stages)) < 1:
+            raise ConfigurationError(f"schedule.k is {min(self.ks(stages))}", hint="it must be at least 1")
+
+    def run(self, problem: Problem, placement: Placement) -> Schedule:
+        """The schedule, for any DAG of stages."""
+        graph, ks = StageGraph.of(problem, placement), self.ks(len(placement.stages))
+        return order_kfkb(graph, problem.micro_batches, ks, problem.train, task_ticks(problem, placement))
+
+    def ks(self, stages: int) -> tuple[int, ...]:
+        """The k of each stage."""
+        return (self.k,) * stages if isinstance(self.k, int) else self.k
+
+
+def order_kfkb(graph: StageGraph, micro_batches: int, ks: Sequence[int], train: bool, ticks: Ticks) -> Schedule:
+    """The stages' orders, merged where a device has several stages; `micro_batches` are the largest ones of a step."""
+    orders = [
+        stage_order(stage, kept, k, graph.micro_batches_of(stage, micro_batches), train)
+        for stage, (kept, k) in enumerate(zip(kept_micro_batches(graph, ks), ks, strict=True))
+    ]
+    lists = merge_orders(orders, graph, ticks)
+    return Schedule(micro_batches, lists, find_repetends(lists))
+
+
+def kept_micro_batches(graph: StageGraph, ks: Sequence[int]) -> tuple[int, ...]:
+    """The most of its own micro-batches that each stage keeps between forward and backward."""
+    turns = [graph.micro_batch_ratio_at(stage) for stage in range(len(ks))]
+    samples = [math.lcm(*turns) // each for each in turns]
+    in_flight = stages_in_flight(ks, samples, graph.edges)
+    return tuple(kept // size for kept, size in zip(in_flight, samples, strict=True))
+
+
+def stage_order(stage: int, warm_up: int, k: int, micro_batches: Sequence[int], train: bool) -> list[Task]:
+    """Forwards until `warm_up` micro-batches are kept, then k backwards and k forwards in turn, then backwards."""
+    forwards = [Task(stage, Phase.FORWARD, micro_batch) for micro_batch in micro_batches]
+    if not train:
+        return forwards
+    order = forwards[:warm_up]
+    for first in range(0, len(micro_batches), k):
+        order += [Task(stage, Phase.BACKWARD, micro_batch) for micro_batch in micro_batches[first : first + k]]
+        order += forwards[warm_up + first : warm_up + first + k]
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class InterleavedOneForwardOneBackward(Published):
+    """Each device runs a group of as many micro-batches as there are devices through each of its stages in turn.
+
+    Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021), section
+    2.2.2. With v stages on each of p devices the bubble is (p - 1)(F + B) / v, and vp + p - 1 activations are kept.
+    """
+
+    name: ClassVar[str] = "interleaved_1f1b"
+
+    def lanes(self, graph: StageGraph, micro_batches: int) -> Lanes:
+        """Lanes of several stages, round robin, and whole groups of micro-batches."""
+        lanes = round_robin(self.name, graph)
+        if len(lanes[0]) < 2:
+            raise InfeasibleError(
+                f"schedule {self.name} runs several stages a device, but here is one", hint="take 1f1b"
+            )
+        if micro_batches % len(lanes):
+            raise InfeasibleError(
+                f"schedule {self.name} runs groups of {len(lanes)} micro-batches, one for each device, but there are "
+                f"{micro_batches}",
+                hint=f"make their number a multiple of {len(lanes)}",
+            )
+        return lanes
+
+    def orders(self, lanes: Lanes, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """Forwards until the first backward can arrive, then one forward and one backward in turn."""
+        devices = len(lanes)
+        found = []
+        for place, stages in enumerate(lanes):
+            forwards = _in_groups(Phase.FORWARD, stages, devices, micro_batches)
+            backwards = _in_groups(Phase.BACKWARD, stages[::-1], devices, micro_batches)
+            ahead = min((len(stages) - 1) * devices + 2 * (devices - 1 - place), len(forwards))
+            order = forwards[:ahead]
+            for index, backward in enumerate(backwards):
+                order += [*forwards[ahead + index : ahead + index + 1], backward]
+            found.append(order)
+        return found
+
+
+def _in_groups(phase: Phase, stages: Sequence[int], group: int, micro_batches: int) -> list[Task]:
+    """All of a device's tasks of a phase: a group of micro-batches through stage after stage, then the next group."""
+    return [
+        Task(stage, phase, micro_batch)
+        for first in range(0, micro_batches, group)
+        for stage in stages
+        for micro_batch in range(first, first + group)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopedBreadthFirst(Published):
+    """GPipe on several stages a device, stage by stage.
+
+    Lamy-Poirier, "Breadth-First Pipeline Parallelism" (2022), section 4.1. With v stages on each of p devices and at
+    least p micro-batches the bubble is (p - 1)(F + B) / v; the activations of all micro-batches are kept.
+    """
+
+    name: ClassVar[str] = "looped_bfs"
+
+    def lanes(self, graph: StageGraph, micro_batches: int) -> Lanes:
+        """Lanes of any number of stages, round robin."""
+        return round_robin(self.name, graph)
+
+    def orders(self, lanes: Lanes, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """Forwards stage by stage, then backwards in the opposite order of stages."""
+        return [
+            [Task(stage, Phase.FORWARD, each) for stage in stages for each in range(micro_batches)]
+            + [Task(stage, Phase.BACKWARD, each) for stage in reversed(stages) for each in range(micro_batches)]
+            for stages in lanes
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Hanayo(Published):
+    """Chimera without a second copy of the parameters: its two directions are two halves of one pipeline.
+
+    Liu et al., "Hanayo: Harnessing Wave-like Pipeline Parallelism for Enhanced Large Model Training Efficiency" (2023).
+    The placement says how many waves there are: w waves are 2w stages on each of p devices. Groups of p micro-batches
+    follow one another without a gap on the grid, so that with F = B the bubble is (p - 1)(F + B) / 2w whatever their
+    number; 2wp activations are kept.
+    """
+
+    name: ClassVar[str] = "hanayo"
+
+    def lanes(self, graph: StageGraph, micro_batches: int) -> Lanes:
+        """Lanes of waves."""
+        return waves(self.name, graph)
+
+    def orders(self, lanes: Lanes, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """Each lane's tasks by their slots."""
+        return by_lane(lanes, on_grid(range(len(lanes) * len(lanes[0])), range(micro_batches), len(lanes)))

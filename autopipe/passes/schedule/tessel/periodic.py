@@ -1,0 +1,569 @@
+"""The steady state as a model for CP-SAT: cyclic scheduling.
+
+Block i of unit n starts at phase(i) + period x (stage(i) + n). Two blocks that share a device are ordered by one
+boolean within the period, wrap-around allowed. This is modulo scheduling, as of loops in Lam, "Software pipelining"
+(PLDI 1988), with the memory limit of Lin et al., "Tessel" (HPCA 2024), section III; the greatest stage less a block's
+is the index of micro-batch that Tessel gives it in the repetend.
+
+Questions about the steady state, each put to CP-SAT once and its answer checked.
+
+Putting the blocks of one unit into a period, one after the other, without taking any back.
+
+Steady states without a solver: an answer always, and a place to begin from.
+
+A simple form of Rau, "Iterative modulo scheduling" (MICRO 1994): many orders are tried instead of taking blocks back.
+
+The least period and the shortest way of a unit that an order of blocks allows.
+
+Orders in which the blocks of a unit may be put into a period.
+
+Times in coarse steps, for solvers: an order of blocks that is good for rounded times is good for exact ones.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from autopipe.ir.block_schedule import BlockGraph
+from autopipe.ir.errors import AutopipeError
+from autopipe.passes.schedule.tessel.model import Budget, PeriodicStarts, changes, is_valid, sharing_pairs, unit_bound
+from autopipe.passes.solvers.cp_sat import Limit, OnSolution, Status, solve
+
+if TYPE_CHECKING:
+    from ortools.sat.python.cp_model import CpModel, IntVar, LinearExprT
+
+
+@dataclass(frozen=True, slots=True)
+class CyclicModel:
+    """Variables of a steady state."""
+
+    model: CpModel
+    period: IntVar
+    phases: list[IntVar]
+    stages: list[IntVar]
+    before: dict[tuple[int, int], IntVar]
+    """True if the first of a pair that shares a device has the smaller phase."""
+
+    def starts(self, index: int, period: int) -> LinearExprT:
+        """Start of a block for a period that is known."""
+        return self.phases[index] + period * self.stages[index]
+
+
+def model_cyclic(graph: BlockGraph, low: int, high: int, in_flight: int | None = None) -> CyclicModel:
+    """A model of all steady states of periods from `low` to `high`.
+
+    With `in_flight`, stages are fewer than that, and phases are not held within [0, period): each device may begin its
+    repetition at a time of its own, as in Tessel's repetends.
+    """
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    count, widest = len(graph.blocks), _widest(graph)
+    furthest = high * (count + 1)
+    most = _most_stages(graph, low) if in_flight is None else in_flight - 1
+    first, last = (0, high - 1) if in_flight is None else (-furthest, furthest)
+    made = CyclicModel(
+        model,
+        model.new_int_var(low, high, ""),
+        [model.new_int_var(*((0, 0) if index == widest else (first, last)), "") for index in range(count)],
+        [model.new_int_var(0, most, "") for _ in range(count)],
+        {pair: model.new_bool_var("") for pair in sharing_pairs(graph)},
+    )
+    if low < high and in_flight is None:
+        for phase in made.phases:
+            model.add(phase < made.period)
+    _order_on_devices(graph, made)
+    for index, block in enumerate(graph.blocks):
+        for position, other in enumerate(block.after):
+            wait = graph.blocks[other].time + block.delay(position)
+            model.add(made.stages[index] >= made.stages[other])
+            if low == high:
+                model.add(made.starts(index, low) >= made.starts(other, low) + wait)
+            else:
+                _wait_in_gaps(made, other, index, wait, (_most_gap(wait, low), in_flight))
+    for device, room in enumerate(graph.memory):
+        if room is not None:
+            for used, step in memory_in_use(graph, made, device):
+                model.add(used <= room // step)
+    return made
+
+
+def anchor(graph: BlockGraph, made: CyclicModel) -> None:
+    """Units are alike, so the first block of each connected part may be put in stage 0, if it is the only first one."""
+    part = list(range(len(graph.blocks)))
+    for index, block in enumerate(graph.blocks):
+        for other in block.after:
+            old, new = part[index], part[other]
+            part = [new if each == old else each for each in part]
+    for name in set(part):
+        sources = [index for index, each in enumerate(part) if each == name and not graph.blocks[index].after]
+        if len(sources) == 1:
+            made.model.add(made.stages[sources[0]] == 0)
+
+
+def hint(graph: BlockGraph, made: CyclicModel, known: PeriodicStarts) -> None:
+    """Let the solver begin from a known answer."""
+    start = known.starts[_widest(graph)]
+    turned = PeriodicStarts(known.period, tuple(each - start for each in known.starts))
+    for index, (stage, phase) in enumerate(zip(turned.stages, turned.phases, strict=True)):
+        made.model.add_hint(made.stages[index], stage)
+        made.model.add_hint(made.phases[index], phase)
+
+
+def memory_in_use(graph: BlockGraph, made: CyclicModel, device: int) -> list[tuple[LinearExprT, int]]:
+    """Memory in use on a device right after each block that allocates there, with the step it is counted in.
+
+    Exact in the steady state, as each unit frees what it allocates.
+    """
+    added = changes(graph, device)
+    step = math.gcd(*added.values()) or 1
+    memory = {index: change // step for index, change in added.items() if change}
+    in_flight = [-memory[index] * made.stages[index] for index in memory]
+    found = []
+    for index, change in memory.items():
+        if change > 0:
+            earlier = [memory[other] * _is_before(made, other, index) for other in memory if other != index]
+            found.append((_total([change, *earlier, *in_flight]), step))
+    return found
+
+
+def _widest(graph: BlockGraph) -> int:
+    """The block whose phase is 0: one on most devices, as its place rules out most."""
+    blocks = graph.blocks
+    return max(range(len(blocks)), key=lambda index: (len(blocks[index].devices), blocks[index].time))
+
+
+def _total(terms: Sequence[LinearExprT]) -> LinearExprT:
+    from ortools.sat.python import cp_model
+
+    return cp_model.LinearExpr.sum(list(terms))
+
+
+def _is_before(made: CyclicModel, first: int, second: int) -> LinearExprT:
+    return made.before[first, second] if first < second else 1 - made.before[second, first]
+
+
+def _most_stages(graph: BlockGraph, period: int) -> int:
+    """Stages that suffice: where no block can be moved towards the others, a tree of tight dependencies holds them."""
+    gaps = []
+    for block in graph.blocks:
+        for position, other in enumerate(block.after):
+            gaps.append(_most_gap(graph.blocks[other].time + block.delay(position), period))
+    return sum(sorted(gaps, reverse=True)[: len(graph.blocks) - 1])
+
+
+def _most_gap(wait: int, period: int) -> int:
+    """Stages between two blocks that leave time for the wait whatever their phases."""
+    return math.ceil((wait + period - 1) / period)
+
+
+def _order_on_devices(graph: BlockGraph, made: CyclicModel) -> None:
+    for (first, second), before in made.before.items():
+        for one, other, holds in ((first, second, before), (second, first, before.negated())):
+            made.model.add(made.phases[one] + graph.blocks[one].time <= made.phases[other]).only_enforce_if(holds)
+            end = made.phases[other] + graph.blocks[other].time
+            made.model.add(end <= made.phases[one] + made.period).only_enforce_if(holds)
+
+
+def _wait_in_gaps(made: CyclicModel, first: int, second: int, wait: int, most: tuple[int, int | None]) -> None:
+    """A dependency for an unknown period: the product of period and stages is spelled out, gap by gap.
+
+    `most` is the gap that suffices whatever the phases, and the number of stages where phases may be any.
+    """
+    enough, in_flight = most
+    model, count = made.model, enough + 1 if in_flight is None else in_flight
+    gaps = [model.new_bool_var("") for _ in range(count)]
+    model.add_exactly_one(gaps)
+    between = made.stages[second] - made.stages[first]
+    for size, gap in enumerate(gaps):
+        if in_flight is None and size == enough:
+            model.add(between >= size).only_enforce_if(gap)
+        else:
+            model.add(between == size).only_enforce_if(gap)
+            end = made.phases[first] + wait
+            model.add(made.phases[second] + size * made.period >= end).only_enforce_if(gap)
+
+
+@dataclass(frozen=True, slots=True)
+class Repetend:
+    """A steady state, None where none was found, and what was proven of what the run minimised."""
+
+    status: Status
+    cyclic: PeriodicStarts | None
+    bound: int | None
+    work: float
+    stages: tuple[int, ...] = ()
+    """Of the blocks, as the model counts them."""
+
+
+def with_period(graph: BlockGraph, period: int, limit: Limit, in_flight: int | None = None) -> Repetend:
+    """Any steady state of this period."""
+    made = model_cyclic(graph, period, period, in_flight)
+    anchor(graph, made)
+    return _run(graph, made, limit)
+
+
+def least_period(
+    graph: BlockGraph,
+    low: int,
+    known: PeriodicStarts,
+    limit: Limit,
+    on_solution: OnSolution | None = None,
+    in_flight: int | None = None,
+) -> Repetend:
+    """The steady state of least period from `low` to less than that of `known`, from which the search begins.
+
+    INFEASIBLE says that no period is shorter than the known one.
+    """
+    made = model_cyclic(graph, low, known.period - 1, in_flight)
+    anchor(graph, made)
+    if in_flight is None:
+        hint(graph, made, known)
+    made.model.minimize(made.period)
+    return _run(graph, made, limit, on_solution)
+
+
+def least_latency(graph: BlockGraph, known: PeriodicStarts, limit: Limit) -> Repetend:
+    """The steady state of the known period with the least time from a unit's first start to its last end."""
+    made = model_cyclic(graph, known.period, known.period)
+    latency = _latency(graph, made, known)
+    made.model.minimize(latency)
+    hint(graph, made, known)
+    return _run(graph, made, limit)
+
+
+def least_memory(graph: BlockGraph, known: PeriodicStarts, limit: Limit, latency: int | None = None) -> Repetend:
+    """The steady state of the known period whose fullest device uses least, and `latency` at most; then the others."""
+    made = model_cyclic(graph, known.period, known.period)
+    model = made.model
+    if latency is not None:
+        model.add(_latency(graph, made, known) <= latency)
+    most = sum(abs(block.memory) for block in graph.blocks) * len(graph.blocks)
+    fullest, peaks = model.new_int_var(0, most, ""), []
+    for device in range(graph.devices):
+        peaks.append(model.new_int_var(0, most, ""))
+        model.add(fullest >= peaks[-1])
+        for used, step in memory_in_use(graph, made, device):
+            model.add(peaks[-1] >= step * used)
+    model.minimize(graph.devices * fullest + sum(peaks))
+    hint(graph, made, known)
+    return _run(graph, made, limit, relax=True)
+
+
+def _latency(graph: BlockGraph, made: CyclicModel, known: PeriodicStarts) -> IntVar:
+    """A variable that is at least a unit's time from its first start to its last end."""
+    period = known.period
+    latency = made.model.new_int_var(unit_bound(graph), max(unit_bound(graph), known.latency(graph)), "")
+    first = made.model.new_int_var(0, period - 1, "")
+    for index, block in enumerate(graph.blocks):
+        made.model.add(made.starts(index, period) >= first)
+        made.model.add(made.starts(index, period) + block.time <= first + latency)
+    return latency
+
+
+def _run(
+    graph: BlockGraph, made: CyclicModel, limit: Limit, on_solution: OnSolution | None = None, relax: bool = False
+) -> Repetend:
+    answer = solve(made.model, [made.period, *made.phases, *made.stages], limit, on_solution, relax)
+    if not answer.found:
+        return Repetend(answer.status, None, answer.bound, answer.work)
+    period, values = answer.values[0], answer.values[1:]
+    count = len(graph.blocks)
+    starts = [phase + period * stage for phase, stage in zip(values[:count], values[count:], strict=True)]
+    cyclic = PeriodicStarts(period, tuple(start - min(starts) for start in starts))
+    if not is_valid(graph, cyclic):
+        raise AutopipeError("the solver's steady state breaks a rule of its own model")
+    return Repetend(answer.status, cyclic, answer.bound, answer.work, values[count:])
+
+
+STEPS = 96
+"""Steps of the least period to which times are rounded up. Few make small models, many keep the error small."""
+
+
+def coarse(graph: BlockGraph, bound: int) -> BlockGraph | None:
+    """The same blocks with times in steps of `bound` / STEPS, rounded up; None where times are no finer than that."""
+    step = -(-bound // STEPS)
+    if step < 4:
+        return None
+    blocks = (
+        replace(each, time=-(-each.time // step), delays=tuple(-(-delay // step) for delay in each.delays))
+        for each in graph.blocks
+    )
+    return replace(graph, blocks=tuple(blocks))
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRule:
+    """How blocks are put down."""
+
+    order: tuple[int, ...]
+    """The blocks in turn."""
+    reserve: bool
+    """True if the blocks on most devices have their phases beforehand, one behind the other."""
+    touch: bool
+    """True if blocks stand against a neighbour, so that gaps stay whole."""
+
+
+class Placing:
+    """The blocks and who meets whom, for many ways of putting them down."""
+
+    def __init__(self, graph: BlockGraph, budget: Budget) -> None:
+        self.budget = budget
+        self.blocks = graph.blocks
+        sets = [set(block.devices) for block in graph.blocks]
+        count = range(len(sets))
+        self.neighbours = [
+            [other for other in count if other != index and sets[other] & sets[index]] for index in count
+        ]
+        self.before = [
+            [(other, graph.blocks[other].time + block.delay(at)) for at, other in enumerate(block.after)]
+            for block in graph.blocks
+        ]
+        self.behind: list[list[tuple[int, int]]] = [[] for _ in count]
+        for index, waits in enumerate(self.before):
+            for other, wait in waits:
+                self.behind[other].append((index, wait))
+        most, end = max(len(each) for each in sets), 0
+        self.reserved: dict[int, int] = {}
+        for index in graph.order:
+            if 1 < most == len(sets[index]):
+                self.reserved[index] = end
+                end += graph.blocks[index].time
+
+    def place(self, period: int, way: PlacementRule) -> PeriodicStarts | None:
+        """Each block as near as there is a gap to those that it waits for, or else to those that wait for it."""
+        starts: dict[int, int] = {}
+        phases = dict(self.reserved) if way.reserve else {}
+        for index in way.order:
+            if self.budget.over:
+                return None
+            first = max((starts[other] + wait for other, wait in self.before[index] if other in starts), default=None)
+            last = min((starts[other] - wait for other, wait in self.behind[index] if other in starts), default=None)
+            onward = first is not None or last is None
+            near = first or 0 if onward else last or 0
+            distances = self._distances(phases, index, near, period, onward, way.touch)
+            sign = 1 if onward else -1
+            start = next(
+                (near + sign * far for far in distances if self._free(phases, index, near + sign * far, period)), None
+            )
+            if start is None or (onward and last is not None and start > last):
+                return None
+            starts[index], phases[index] = start, start % period
+        turns = min(starts.values()) // period
+        return PeriodicStarts(period, tuple(starts[index] - turns * period for index in range(len(starts))))
+
+    def _distances(
+        self, phases: dict[int, int], index: int, near: int, period: int, onward: bool, touch: bool
+    ) -> list[int]:
+        """How far from `near` the block may stand: right there, and where it is before or behind a neighbour."""
+        if index in phases:
+            return [(phases[index] - near) % period if onward else (near - phases[index]) % period]
+        time = self.blocks[index].time
+        taken = [(phases[other], self.blocks[other].time) for other in self.neighbours[index] if other in phases]
+        meeting = {phase + other for phase, other in taken} | {phase - time for phase, _ in taken}
+        found = {(phase - near) % period if onward else (near - phase) % period for phase in meeting}
+        return sorted(found if touch and taken else found | {0})
+
+    def _free(self, phases: dict[int, int], index: int, start: int, period: int) -> bool:
+        """True if the block overlaps none of its neighbours in any period."""
+        time = self.blocks[index].time
+        if time > period:
+            return False
+        for other in self.neighbours[index]:
+            if other in phases:
+                gap = (phases[other] - start) % period
+                if gap < time or period - gap < self.blocks[other].time:
+                    return False
+        return True
+
+
+def following(graph: BlockGraph) -> list[list[int]]:
+    """For each block those that wait for it."""
+    found: list[list[int]] = [[] for _ in graph.blocks]
+    for index, block in enumerate(graph.blocks):
+        for other in set(block.after):
+            found[other].append(index)
+    return found
+
+
+def forward_order(graph: BlockGraph, draw: random.Random) -> tuple[int, ...]:
+    """Any order in which each block comes after all that it waits for."""
+    behind, rank = following(graph), [draw.random() for _ in graph.blocks]
+    waits = [len(set(block.after)) for block in graph.blocks]
+    ready = [(rank[index], index) for index, count in enumerate(waits) if count == 0]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        order.append(heapq.heappop(ready)[1])
+        for other in behind[order[-1]]:
+            waits[other] -= 1
+            if waits[other] == 0:
+                heapq.heappush(ready, (rank[other], other))
+    return tuple(order)
+
+
+def outward_order(graph: BlockGraph, draw: random.Random) -> tuple[int, ...]:
+    """Any order in which each block waits for one before it or is waited for, as far as there is one.
+
+    What is put down first stands close together, so that little memory is held between: as in Llosa and others, "Swing
+    modulo scheduling" (PACT 1996).
+    """
+    near = [set(others) | set(block.after) for others, block in zip(following(graph), graph.blocks, strict=True)]
+    left, edge, order = set(range(len(near))), list[int](), list[int]()
+    while left:
+        index = edge.pop(draw.randrange(len(edge))) if edge else draw.choice(sorted(left))
+        if index in left:
+            left.discard(index)
+            order.append(index)
+            edge += sorted(near[index] & left)
+    return tuple(order)
+
+
+_Wait = tuple[int, int, int, int]
+"""(before, after, time, periods): `after` starts no earlier than `before` plus time, less that many periods."""
+
+
+def tighten(graph: BlockGraph, order: PeriodicStarts, low: int) -> PeriodicStarts:
+    """The blocks in the order of `order`, at the least period of `low` or more that this order allows.
+
+    Each block starts as early as it can, so that no other starts in this order and period make a unit's way shorter.
+    Memory in use is that of `order`, whose times may be those of another graph. The period is raised to what the
+    slowest circle of waits needs until there is none left that takes longer than its periods.
+    """
+    waits, period = _waits(graph, order), low
+    while True:
+        starts, circle = _earliest(len(graph.blocks), waits, period)
+        if circle is None:
+            return PeriodicStarts(period, starts)
+        time = sum(wait[2] for wait in circle)
+        periods = sum(wait[3] for wait in circle)
+        period = -(-time // periods)
+
+
+def _waits(graph: BlockGraph, order: PeriodicStarts) -> list[_Wait]:
+    waits: list[_Wait] = []
+    for index, block in enumerate(graph.blocks):
+        for position, other in enumerate(block.after):
+            waits.append((other, index, graph.blocks[other].time + block.delay(position), 0))
+    stages, phases = order.stages, order.phases
+    for device in range(graph.devices):
+        members = [index for index, block in enumerate(graph.blocks) if device in block.devices]
+        members.sort(key=lambda index: phases[index])
+        for before, after in zip(members, [*members[1:], *members[:1]], strict=True):
+            wraps = after == members[0]
+            waits.append((before, after, graph.blocks[before].time, stages[before] - stages[after] + wraps))
+    return list(dict.fromkeys(waits))
+
+
+def _earliest(count: int, waits: Sequence[_Wait], period: int) -> tuple[tuple[int, ...], list[_Wait] | None]:
+    """Least starts of 0 or more that keep all waits, or a circle of waits that takes longer than its periods."""
+    starts = [0] * count
+    last: list[_Wait | None] = [None] * count
+    while True:
+        changed = False
+        for wait in waits:
+            before, after, time, periods = wait
+            start = starts[before] + time - periods * period
+            if start > starts[after]:
+                starts[after], last[after], changed = start, wait, True
+        if not changed:
+            return tuple(starts), None
+        circle = _circle(last)
+        if circle is not None:
+            return (), circle
+
+
+def _circle(last: Sequence[_Wait | None]) -> list[_Wait] | None:
+    """A circle among the waits that each block was last put off by."""
+    seen = [-1] * len(last)
+    for begin in range(len(last)):
+        at = begin
+        while seen[at] < 0 and (wait := last[at]) is not None:
+            seen[at] = begin
+            at = wait[0]
+        if seen[at] == begin and last[at] is not None:
+            circle, stop = [], at
+            while True:
+                wait = last[at]
+                assert wait is not None, "a circle has no end"
+                circle.append(wait)
+                at = wait[0]
+                if at == stop:
+                    return circle
+    return None
+
+
+_STEP = 1.04
+"""Factor from one period that is tried to the next."""
+_MOST_ORDERS = 32
+"""Random orders of each kind that are tried at one period; fewer where there are many blocks."""
+_HALVINGS = 4
+"""Periods between the least and the best known that are tried with random orders."""
+
+
+def construct(graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget) -> PeriodicStarts:
+    """A steady state of a period of `low` or more. `serial` is an order of one unit's blocks that fits memory."""
+    best, placing = one_at_a_time(graph, serial), Placing(graph, budget)
+    ways = _ways([tuple(serial), graph.order])
+    period: float = low
+    while period < best.period:
+        best = _best_of(graph, placing, round(period), ways, budget) or best
+        period *= _STEP
+    best = tighten(graph, best, low)
+    ways += _random_ways(graph, budget.options.seed)
+    period, known = low, low
+    for _ in range(1 + _HALVINGS):
+        found = _best_of(graph, placing, period, ways, budget)
+        if found is None:
+            known = period
+        elif (found.period, found.latency(graph)) < (best.period, best.latency(graph)):
+            best = tighten(graph, found, low)
+        period = (known + best.period) // 2
+        if known in {best.period, period}:
+            break
+    return best
+
+
+def one_at_a_time(graph: BlockGraph, serial: Sequence[int]) -> PeriodicStarts:
+    """One block at a time on all devices together, and each unit after the one before."""
+    starts, now = [0] * len(graph.blocks), 0
+    for index in serial:
+        block = graph.blocks[index]
+        ends = (starts[other] + graph.blocks[other].time + block.delay(at) for at, other in enumerate(block.after))
+        starts[index] = max(now, *ends, 0)
+        now = starts[index] + block.time
+    return PeriodicStarts(now, tuple(starts))
+
+
+def _best_of(
+    graph: BlockGraph, placing: Placing, period: int, ways: Sequence[PlacementRule], budget: Budget
+) -> PeriodicStarts | None:
+    """Of all steady states of this period that these ways lead to the one with the shortest way of a unit."""
+    best: PeriodicStarts | None = None
+    for way in ways:
+        if budget.over:
+            break
+        found = placing.place(period, way)
+        if found is not None and is_valid(graph, found):
+            found = tighten(graph, found, period)
+            if best is None or found.latency(graph) < best.latency(graph):
+                best = found
+    return best
+
+
+def _random_ways(graph: BlockGraph, seed: int) -> list[PlacementRule]:
+    draw = random.Random(seed)
+    count = max(4, min(_MOST_ORDERS, 4000 // len(graph.blocks)))
+    forward = [forward_order(graph, draw) for _ in range(count)]
+    return _ways(forward + [outward_order(graph, draw) for _ in range(count)])
+
+
+def _ways(orders: Sequence[tuple[int, ...]]) -> list[PlacementRule]:
+    """All ways with these orders, each once."""
+    return [PlacementRule(*way) for way in product(dict.fromkeys(orders), (False, True), (False, True))]

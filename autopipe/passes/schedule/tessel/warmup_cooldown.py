@@ -1,0 +1,311 @@
+"""Warm-up and cool-down of a steady state, as short as they can be while the repetitions between stand as they are.
+
+Lin et al., "Tessel" (HPCA 2024), section IV.B: each is a small problem of its own. Repetition r holds block i of unit
+r - stage(i); the complete ones are those from the greatest stage to the last unit.
+
+An order of one unit's blocks, one at a time, that memory suffices for: every search begins from it.
+
+Blocks of several units as a model for CP-SAT: some stand where they are, others are to be placed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from autopipe.ir.block_schedule import BlockGraph
+from autopipe.ir.errors import InfeasibleError
+from autopipe.passes.schedule.block_shapes import require_room
+from autopipe.passes.schedule.tessel.model import (
+    Budget,
+    PeriodicStarts,
+    Starts,
+    compact,
+    makespan,
+    makespan_bound,
+    peaks,
+    reserved,
+    sharing_pairs,
+    unroll,
+)
+from autopipe.passes.solvers.cp_sat import Limit, Status, solve
+
+if TYPE_CHECKING:
+    from ortools.sat.python.cp_model import CpModel, IntVar
+
+
+Task = tuple[int, int]
+"""(unit, block)"""
+
+
+@dataclass(frozen=True, slots=True)
+class StartWindow:
+    """Where a block may start, and where it is known to fit."""
+
+    first: int
+    last: int
+    known: int
+
+
+@dataclass(frozen=True, slots=True)
+class TaskModel:
+    """The model, and a start of each task."""
+
+    model: CpModel
+    starts: dict[Task, int | IntVar]
+    free: tuple[Task, ...]
+
+    @property
+    def variables(self) -> list[IntVar]:
+        """Starts of the free tasks, in their order."""
+        return [start for task in self.free if not isinstance(start := self.starts[task], int)]
+
+
+def model_tasks(
+    graph: BlockGraph, given: Mapping[Task, int], free: Mapping[Task, StartWindow], in_use: Sequence[int]
+) -> TaskModel:
+    """All ways to place the free tasks among the given ones, with `in_use` memory in use on each device before.
+
+    Units are alike, so that a unit may be taken to start each block before the next unit does.
+    """
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    starts: dict[Task, int | IntVar] = dict(given)
+    for task, window in free.items():
+        variable = model.new_int_var(window.first, window.last, "")
+        model.add_hint(variable, window.known)
+        starts[task] = variable
+    made = TaskModel(model, starts, tuple(free))
+    for unit, index in starts:
+        block = graph.blocks[index]
+        for position, other in enumerate(block.after):
+            _follow(made, (unit, other), (unit, index), graph.blocks[other].time + block.delay(position))
+        _follow(made, (unit, index), (unit + 1, index), block.time)
+    for device, room in enumerate(graph.memory):
+        members = [task for task in starts if device in graph.blocks[task[1]].devices]
+        model.add_no_overlap(
+            model.new_fixed_size_interval_var(starts[task], graph.blocks[task[1]].time, "") for task in members
+        )
+        if room is not None:
+            _keep_memory(graph, made, members, room - in_use[device])
+    return made
+
+
+def _follow(made: TaskModel, before: Task, after: Task, wait: int) -> None:
+    """One task some time after another, where both are in the model and not both given."""
+    if before not in made.starts or after not in made.starts:
+        return
+    first, second = made.starts[before], made.starts[after]
+    if not (isinstance(first, int) and isinstance(second, int)):
+        made.model.add(second >= first + wait)
+
+
+def _keep_memory(graph: BlockGraph, made: TaskModel, members: Sequence[Task], room: int) -> None:
+    """Memory changes at starts, of which no two on a device are at the same time."""
+    changing = [task for task in members if graph.blocks[task[1]].memory]
+    changes = [graph.blocks[index].memory for _, index in changing]
+    least = -sum(abs(change) for change in changes)
+    if changing:
+        made.model.add_reservoir_constraint([made.starts[task] for task in changing], changes, least, room)
+
+
+_MOST = 300
+"""Most blocks of one end that are given to the solver; more of them start as early as their order allows."""
+_SHARE = 0.03
+"""Of the work that is left, for one end."""
+
+
+def complete(graph: BlockGraph, cyclic: PeriodicStarts, units: int, budget: Budget) -> Starts:
+    """Starts of `units` units in this steady state: the shortest found, and of these the one of least memory."""
+    early = unroll(graph, cyclic, units)
+    stages = cyclic.stages
+    sizes = sum(max(stages) - stage for stage in stages), sum(stages)
+    if budget.over or max(stages) >= units or max(sizes) > _MOST:
+        return early
+    found, used = [early], peaks(graph, early)
+    found.append(_solved(replace(graph, memory=used), cyclic, units, budget))
+    more_room = any(room is None or room > peak for room, peak in zip(graph.memory, used, strict=True))
+    if more_room and makespan(graph, found[-1]) > makespan_bound(graph, units):
+        found.append(_solved(graph, cyclic, units, budget))
+    return min(
+        found, key=lambda starts: (makespan(graph, starts), max(peaks(graph, starts)), sum(peaks(graph, starts)))
+    )
+
+
+def _solved(graph: BlockGraph, cyclic: PeriodicStarts, units: int, budget: Budget) -> Starts:
+    """With both ends as short as the solver makes them."""
+    plain = _plain(cyclic, units)
+    moved = {**plain, **_warm_up(graph, cyclic, plain, budget), **_cool_down(graph, cyclic, plain, budget)}
+    first = min(moved.values())
+    rows = (tuple(moved[unit, index] - first for index in range(len(graph.blocks))) for unit in range(units))
+    return compact(graph, tuple(rows))
+
+
+def _plain(cyclic: PeriodicStarts, units: int) -> dict[Task, int]:
+    """Starts that repeat from the first unit to the last."""
+    period, rows = cyclic.period, zip(cyclic.stages, cyclic.phases, strict=True)
+    once = [stage * period + phase for stage, phase in rows]
+    return {(unit, index): start + unit * period for unit in range(units) for index, start in enumerate(once)}
+
+
+def _warm_up(graph: BlockGraph, cyclic: PeriodicStarts, plain: Mapping[Task, int], budget: Budget) -> dict[Task, int]:
+    """Better starts of the blocks before the first complete repetition, the first of which is as late as can be.
+
+    Where no unit has blocks in both ends, they may even start later than before, into gaps of that repetition.
+    """
+    period, first = cyclic.period, max(cyclic.stages)
+    apart = max(unit for unit, _ in plain) >= 2 * first
+    given = {task: start for task, start in plain.items() if start // period == first}
+    latest = _latest(graph, plain, first * period, period) if apart else plain
+    free = {task: StartWindow(0, latest[task], start) for task, start in plain.items() if start // period < first}
+    made = model_tasks(graph, given, free, (0,) * graph.devices)
+    begin = made.model.new_int_var(0, first * period, "")
+    for start in made.variables:
+        made.model.add(begin <= start)
+    made.model.maximize(begin)
+    return _moved(made, budget)
+
+
+def _cool_down(graph: BlockGraph, cyclic: PeriodicStarts, plain: Mapping[Task, int], budget: Budget) -> dict[Task, int]:
+    """Better starts of the blocks behind the last complete repetition, whose end is as early as can be."""
+    period, last = cyclic.period, max(unit for unit, _ in plain)
+    given = {task: start for task, start in plain.items() if last - 1 <= start // period <= last}
+    horizon = max(start + graph.blocks[index].time for (_, index), start in plain.items())
+    free = {}
+    for (unit, index), start in plain.items():
+        if start // period > last:
+            earliest = max(last * period, _ready(graph, plain, (unit, index), last * period + period))
+            free[unit, index] = StartWindow(earliest, horizon - graph.blocks[index].time, start)
+    in_use = [0] * graph.devices
+    for (_, index), start in plain.items():
+        if start // period < last - 1:
+            for device in graph.blocks[index].devices:
+                in_use[device] += graph.blocks[index].memory
+    made = model_tasks(graph, given, free, in_use)
+    end = made.model.new_int_var(0, horizon, "")
+    for (_, index), where in made.starts.items():
+        made.model.add(end >= where + graph.blocks[index].time)
+    made.model.minimize(end)
+    return _moved(made, budget)
+
+
+def _ready(graph: BlockGraph, plain: Mapping[Task, int], task: Task, end: int) -> int:
+    """When all that a block waits for and that starts before `end` is there."""
+    unit, index = task
+    block, found = graph.blocks[index], 0
+    for position, other in enumerate(block.after):
+        if plain[unit, other] < end:
+            found = max(found, plain[unit, other] + graph.blocks[other].time + block.delay(position))
+    return found
+
+
+def _latest(graph: BlockGraph, plain: Mapping[Task, int], end: int, period: int) -> dict[Task, int]:
+    """Latest starts of the blocks before `end`: done within a period after it, and for what stands behind it."""
+    free = {task for task, start in plain.items() if start < end}
+    found = {task: end + period - graph.blocks[task[1]].time for task in free}
+    for (unit, index), start in plain.items():
+        block = graph.blocks[index]
+        for position, other in enumerate(block.after):
+            if (unit, other) in free and (unit, index) not in free:
+                latest = start - graph.blocks[other].time - block.delay(position)
+                found[unit, other] = min(found[unit, other], latest)
+    return found
+
+
+def _moved(made: TaskModel, budget: Budget) -> dict[Task, int]:
+    """The solver's starts of the free blocks; none where it found none."""
+    answer = solve(made.model, made.variables, budget.limit(_SHARE))
+    budget.spend(answer.work)
+    return dict(zip(made.free, answer.values, strict=True)) if answer.found else {}
+
+
+def serial_order(graph: BlockGraph, units: int, limit: Limit) -> tuple[int, ...]:
+    """An order within the room on all devices for `units` units, one after the other.
+
+    Raises InfeasibleError, with the device and the least room that would do, where there is none.
+    """
+    last, order = reserved(graph, units - 1), _greedy(graph)
+    if _fits(last, order):
+        return order
+    found = _serial_solved(last, limit)
+    if isinstance(found, tuple):
+        return found
+    require_room(graph, units)
+    if found is Status.INFEASIBLE:
+        raise InfeasibleError("no order of one unit's blocks keeps to the memory limits of all devices")
+    raise InfeasibleError(
+        "no order of one unit's blocks was found that keeps to the memory limits", hint="search longer, or raise them"
+    )
+
+
+def _fits(graph: BlockGraph, order: tuple[int, ...]) -> bool:
+    for device, room in enumerate(graph.memory):
+        if room is not None:
+            used = 0
+            for index in order:
+                if device in graph.blocks[index].devices:
+                    used += graph.blocks[index].memory
+                    if used > room:
+                        return False
+    return True
+
+
+def _greedy(graph: BlockGraph) -> tuple[int, ...]:
+    """Of the blocks that may start, one that allocates nothing if there is any, otherwise the one readied last."""
+    waits = [len(set(block.after)) for block in graph.blocks]
+    following: list[list[int]] = [[] for _ in graph.blocks]
+    for index, block in enumerate(graph.blocks):
+        for other in set(block.after):
+            following[other].append(index)
+    order: list[int] = []
+    ready = [(block.memory > 0, 0, index) for index, block in enumerate(graph.blocks) if not block.after]
+    heapq.heapify(ready)
+    while ready:
+        index = heapq.heappop(ready)[-1]
+        order.append(index)
+        for other in following[index]:
+            waits[other] -= 1
+            if waits[other] == 0:
+                heapq.heappush(ready, (graph.blocks[other].memory > 0, -len(order), other))
+    return tuple(order)
+
+
+def _serial_solved(graph: BlockGraph, limit: Limit) -> tuple[int, ...] | Status:
+    """An order that fits, or how the search for one ended."""
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    count = len(graph.blocks)
+    places = [model.new_int_var(0, count - 1, "") for _ in range(count)]
+    for index, block in enumerate(graph.blocks):
+        for other in block.after:
+            model.add(places[other] < places[index])
+    before: dict[tuple[int, int], IntVar] = {}
+    for first, second in sharing_pairs(graph):
+        holds = before[first, second] = model.new_bool_var("")
+        model.add(places[first] < places[second]).only_enforce_if(holds)
+        model.add(places[second] < places[first]).only_enforce_if(holds.negated())
+    for device, room in enumerate(graph.memory):
+        if room is not None:
+            _serial_keep_memory(graph, model, before, device, room)
+    answer = solve(model, places, limit)
+    if not answer.found:
+        return answer.status
+    return tuple(sorted(range(count), key=lambda index: (answer.values[index], index)))
+
+
+def _serial_keep_memory(
+    graph: BlockGraph, model: CpModel, before: dict[tuple[int, int], IntVar], device: int, room: int
+) -> None:
+    members = [index for index, block in enumerate(graph.blocks) if device in block.devices]
+    for index in members:
+        if graph.blocks[index].memory > 0:
+            earlier = (
+                graph.blocks[other].memory * (before[other, index] if other < index else 1 - before[index, other])
+                for other in members
+                if other != index
+            )
+            model.add(graph.blocks[index].memory + sum(earlier) <= room)
