@@ -28,8 +28,7 @@ from autopipe.ir.problem import Mode, Problem
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import read, read_model
 from autopipe.passes.frontend.model import Model
-from autopipe.passes.placement.tepdist.level_o2 import O2
-from autopipe.passes.placement.tepdist.level_o3 import O3
+from autopipe.passes.placement.tepdist.levels import O2, O3
 from autopipe.passes.sharding.node_costs import StageOptions
 from autopipe.passes.sharding.search import Exact, Solver
 from autopipe.passes.sharding.tables import Tables, make_tables

@@ -22,7 +22,7 @@ from autopipe.passes.base import Strategy
 from autopipe.passes.pipeline import make_plan
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pase.strategy import Pase
-from autopipe.passes.placement.pipedream.strategy import PipeDream
+from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.request import Request
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards

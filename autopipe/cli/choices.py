@@ -11,7 +11,7 @@ from autopipe.configs.configuration import Choice, Configuration, build
 from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir.errors import ConfigurationError
 from autopipe.passes.base import Scheduler, Strategy
-from autopipe.passes.placement.given.strategy import Given
+from autopipe.passes.placement.given import Given
 from autopipe.passes.registry import scheduler_class, strategy_class, strategy_names
 
 AUTO = "auto"

@@ -11,7 +11,7 @@ from autopipe.configs.load import load_configuration
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.plan import Plan
 from autopipe.ir.plan_file import read_plan
-from autopipe.passes.placement.given.strategy import Given
+from autopipe.passes.placement.given import Given
 from autopipe.passes.request import Request
 
 _DECIDED = {

@@ -9,8 +9,7 @@ import yaml
 from autopipe.configs.configuration import dump
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
-from autopipe.passes.placement.given.strategy import Given
-from autopipe.passes.placement.given.written import written
+from autopipe.passes.placement.given import Given, written
 
 _HEAD = """\
 # What this plan computes where. Change it (move a line from stage to stage, say), and plan again from this folder:

@@ -19,13 +19,11 @@ from autopipe.ir.problem import Optimizer
 from autopipe.ir.schedule import Schedule
 from autopipe.passes.base import Strategy
 from autopipe.passes.placement.data_parallel import DataParallel
-from autopipe.passes.placement.expert.strategy import Expert
+from autopipe.passes.placement.expert import Expert
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
-from autopipe.passes.placement.grid.strategy import Grid
-from autopipe.passes.placement.pase.breadth_first import BreadthFirst
-from autopipe.passes.placement.pase.mcmc import Mcmc
-from autopipe.passes.placement.pase.strategy import Pase
-from autopipe.passes.placement.pipedream.strategy import PipeDream
+from autopipe.passes.placement.grid import Grid
+from autopipe.passes.placement.pase.strategy import BreadthFirst, Mcmc, Pase
+from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.placement.piper.strategy import Piper
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes

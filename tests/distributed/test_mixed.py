@@ -10,7 +10,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.passes.base import Strategy
 from autopipe.passes.cost.memory_check import check_kinds
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
-from autopipe.passes.placement.pipedream.strategy import PipeDream
+from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from tests.distributed.branching import BATCH, check_step, training
 from tests.distributed.pool import Pools

@@ -10,7 +10,7 @@ import pytest
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement, Stage
-from autopipe.passes.placement.expert.strategy import Expert
+from autopipe.passes.placement.expert import Expert
 from tests.distributed.pool import Pools
 from tests.distributed.test_verify import SETTINGS, here, verified
 from tests.distributed.trained import Trained, check, problem_of

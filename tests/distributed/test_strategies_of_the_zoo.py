@@ -8,8 +8,8 @@ import pytest
 
 from autopipe.ir.placement import Placement
 from autopipe.passes.base import Strategy
-from autopipe.passes.placement.expert.strategy import Expert
-from autopipe.passes.placement.grid.strategy import Grid
+from autopipe.passes.placement.expert import Expert
+from autopipe.passes.placement.grid import Grid
 from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from tests.distributed.pool import Pools

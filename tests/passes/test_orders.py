@@ -14,7 +14,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Constraint, Mode, Problem
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.placement.pipedream.strategy import PipeDream
+from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.schedule.device_order import best_order, ideal_s, orders_of, parts_of
 from autopipe.passes.schedule.limits import quick_step_seconds
 from tests.passes.cost.graphs import cluster, perceptron, problem

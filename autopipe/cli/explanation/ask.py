@@ -21,8 +21,7 @@ from autopipe.passes.explain.node_changes import move_changes, split_changes
 from autopipe.passes.explain.prices import cheapest
 from autopipe.passes.explain.stage_changes import stage_changes
 from autopipe.passes.pipeline import PlanResult
-from autopipe.passes.placement.given.nodes import NodeNames
-from autopipe.passes.placement.given.strategy import Given
+from autopipe.passes.placement.given import Given, NodeNames
 from autopipe.passes.schedule.breakdown import stage_parts
 
 

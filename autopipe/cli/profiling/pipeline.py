@@ -20,7 +20,7 @@ from autopipe.ir.schedule import Phase, Schedule
 from autopipe.passes.cost.measured import costed_work, measured_cluster
 from autopipe.passes.frontend import Model
 from autopipe.passes.lower.lower import lower
-from autopipe.passes.placement.pipedream.strategy import PipeDream
+from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
 from autopipe.passes.schedule.simulate import simulate

@@ -7,7 +7,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.base import Scheduler, Strategy
-from autopipe.passes.placement.grid.strategy import Grid
+from autopipe.passes.placement.grid import Grid
 
 _MOST_SIZE = {
     "breadth_first": 2**14,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopipe.ir.graph import Graph
 from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.batching import divisors
-from autopipe.passes.placement.grid.strategy import Grid
+from autopipe.passes.placement.grid import Grid
 from autopipe.passes.request import Request
 
 _SHARE = 1 / 4

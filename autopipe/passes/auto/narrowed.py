@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autopipe.passes.auto.budget import LeftOutError
 from autopipe.passes.auto.candidate import Candidate
-from autopipe.passes.placement.grid.strategy import Grid
+from autopipe.passes.placement.grid import Grid
 
 if TYPE_CHECKING:
     from autopipe.passes.auto.search import PlanSearch

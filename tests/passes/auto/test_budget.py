@@ -11,8 +11,8 @@ from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.auto.narrowed import refine
 from autopipe.passes.auto.tried import CandidateTrial
 from autopipe.passes.placement.data_parallel import DataParallel
-from autopipe.passes.placement.grid.strategy import Grid
-from autopipe.passes.placement.pase.mcmc import Mcmc
+from autopipe.passes.placement.grid import Grid
+from autopipe.passes.placement.pase.strategy import Mcmc
 from autopipe.passes.placement.piper.strategy import Piper
 
 CHUNKS, WAVE = Grid(chunks=2), Grid(chunks=2, wave=True)

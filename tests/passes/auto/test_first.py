@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from autopipe.ir.problem import Optimizer
 from autopipe.passes.auto.candidate import Candidate
 from autopipe.passes.auto.first import first_candidate
-from autopipe.passes.placement.grid.strategy import Grid
+from autopipe.passes.placement.grid import Grid
 from autopipe.passes.request import Request
 from tests.passes.auto.models import cluster
 

@@ -16,8 +16,7 @@ from autopipe.ir.problem import Optimizer, Problem
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stage_work import ExchangeSeconds
 from autopipe.passes.cost.stages import StageCost, stage_costs
-from autopipe.passes.placement.grid.degrees import Degrees
-from autopipe.passes.placement.grid.sized import SizedProblem
+from autopipe.passes.placement.grid import Degrees, SizedProblem
 from tests.distributed.zoo import small_graph
 from tests.passes.cost.graphs import cluster, perceptron, problem
 

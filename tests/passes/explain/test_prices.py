@@ -15,7 +15,7 @@ from autopipe.passes.explain.node_changes import move_changes, split_changes
 from autopipe.passes.explain.prices import EditPrice, cheapest
 from autopipe.passes.explain.stage_changes import stage_changes
 from autopipe.passes.pipeline import PlanResult, make_plan
-from autopipe.passes.placement.given.written import written
+from autopipe.passes.placement.given import written
 from autopipe.passes.registry import scheduler_class, strategy_class
 from autopipe.passes.request import Request
 

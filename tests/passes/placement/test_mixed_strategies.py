@@ -11,7 +11,7 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.base import Strategy
 from autopipe.passes.cost.memory_check import check_kinds
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.placement.grid.strategy import Grid
+from autopipe.passes.placement.grid import Grid
 from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
 from autopipe.passes.registry import strategy_class, strategy_names

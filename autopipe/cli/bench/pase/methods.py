@@ -10,10 +10,8 @@ from autopipe.cli.bench.pase.milp import least_by_milp, pairs
 from autopipe.cli.bench.pase.models import paper_problem
 from autopipe.cli.bench.pase.published import BREADTH_FIRST_S, DEVICES, FLEXFLOW_S, MODELS, SEARCH_S
 from autopipe.cli.bench.row import Case, Row
-from autopipe.passes.placement.pase.paper.samples import sample_axes
-from autopipe.passes.placement.pase.paper.search import tables_of
-from autopipe.passes.placement.pase.paper.strategy import model_of
-from autopipe.passes.placement.pase.paper.tables import PaperTables
+from autopipe.passes.placement.pase.paper_costs import PaperTables
+from autopipe.passes.placement.pase.paper_search import model_of, sample_axes, tables_of
 from autopipe.passes.solvers.min_sum import Assignment, MinSum, TableTooLargeError, eliminate, solve
 from autopipe.passes.solvers.min_sum.metropolis import walk
 

@@ -9,8 +9,7 @@ from functools import partial
 from autopipe.cli.bench.pase.models import paper_problem
 from autopipe.cli.bench.pase.published import DEVICES, LEAST_COST, MODELS, SEARCH_S
 from autopipe.cli.bench.row import Case, Row
-from autopipe.passes.placement.pase.paper.search import tables_of
-from autopipe.passes.placement.pase.paper.strategy import find_strategy
+from autopipe.passes.placement.pase.paper_search import find_strategy, tables_of
 
 _MEASURED = "measured here, once, from the model's graph to the answer; theirs on a Xeon E5 (Sandy Bridge)"
 

@@ -9,7 +9,7 @@ from autopipe.cli.bench.pase.models import CLUSTERS, paper_problem
 from autopipe.cli.bench.pase.published import MODELS, STRATEGIES
 from autopipe.cli.bench.pase.speedups import placed
 from autopipe.cli.bench.row import Case, Row
-from autopipe.passes.placement.pase.paper.search import search
+from autopipe.passes.placement.pase.paper_search import search
 
 _DEVICES = 32
 

@@ -16,12 +16,20 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.chain import Chain, make_chain
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.placement.tessel_shapes.cuts import line_of
-from autopipe.passes.placement.tessel_shapes.devices import shared_out
-from autopipe.passes.placement.tessel_shapes.model import CostedModel, costed_model
-from autopipe.passes.placement.tessel_shapes.parts import ModelPart, hoisted, line_of_parts
-from autopipe.passes.placement.tessel_shapes.stages import stage_of, stage_of_several
-from autopipe.passes.placement.tessel_shapes.tables import SharedLookup, large_tables, wide_nodes
+from autopipe.passes.placement.tessel_shapes.cuts import (
+    CostedModel,
+    ModelPart,
+    SharedLookup,
+    costed_model,
+    hoisted,
+    large_tables,
+    line_of,
+    line_of_parts,
+    stage_of,
+    stage_of_several,
+    wide_nodes,
+)
+from autopipe.passes.placement.tessel_shapes.strategy import shared_out
 
 _MOST_BLOCKS = 224
 _SHARES = 8

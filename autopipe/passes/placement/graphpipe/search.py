@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.passes.placement.graphpipe.line import BlockRun, Region
+from autopipe.passes.placement.graphpipe.series_parallel import BlockRun, Region
 
 Devices = NDArray[np.int16]
 

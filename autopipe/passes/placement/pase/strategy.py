@@ -1,27 +1,172 @@
 """PaSE as a strategy: the splits of every node that make a step shortest.
 
 Elango, "PaSE: Parallelization Strategies for Efficient DNN Training", IPDPS 2021.
+
+A random walk through the strategies that pase chooses from, as FlexFlow searches.
+
+Template before splits are searched: nodes and devices of each stage, and the splits of constraints.
+
+Splits that are best where gradients are exchanged while backward still runs.
+
+A step then takes max(0, G - B) beyond all else, with G the exchange of gradients and B the last micro-batch's backward,
+which hides it. As max(0, G - B) is at least w (G - B) for any w from 0 to 1, a search with that in its place bounds the
+step from below; w is moved to where G and B are even (Lagrangian relaxation).
+
+Dynamic programming over operators in breadth-first order: what PaSE's order is compared with.
+
+From a problem to a placement: the splits of each stage in turn, whichever search answers the tables.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal
+
+import numpy as np
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
-from autopipe.ir.placement import Placement, SplitProof
+from autopipe.ir.placement import Placement, SplitProof, Stage
 from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.constraints import ResolvedConstraint, required_splits, wishes_of
+from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.memory_check import check_one_kind, check_operators, fitted
-from autopipe.passes.placement.pase.overlap import solve_overlapped
-from autopipe.passes.placement.pase.paper.placing import placement_of
-from autopipe.passes.placement.pase.paper.search import search
-from autopipe.passes.placement.pase.placing import in_stages
+from autopipe.passes.cost.memory import state_of
+from autopipe.passes.cost.memory_check import check_kinds, check_one_kind, check_operators, fitted, out_of_memory
+from autopipe.passes.partition.chain_cut import cut_into_stages
+from autopipe.passes.placement.pase.paper_search import placement_of, search
 from autopipe.passes.schedule.device_order import best_order
-from autopipe.passes.sharding.search import Exact
+from autopipe.passes.sharding.configurations import Splits
+from autopipe.passes.sharding.regions import check_degrees, settled_stages
+from autopipe.passes.sharding.reshard_tables import Floats
+from autopipe.passes.sharding.search import Exact, Solver, split_stages
 from autopipe.passes.sharding.tables import Tables
 from autopipe.passes.solvers.min_sum import Assignment, MinSum, TableTooLargeError, eliminate
+from autopipe.passes.solvers.min_sum.metropolis import walk
+
+
+@dataclass(frozen=True, slots=True)
+class StageTemplate:
+    """Stages without splits, and the splits that constraints ask for, by node."""
+
+    placement: Placement
+    wished: dict[int, Splits]
+
+
+def skeleton_of(problem: Problem, count: int) -> StageTemplate:
+    """The problem as `count` stages that follow its constraints.
+
+    Raises ConfigurationError naming constraints that contradict one another or cannot be followed.
+    """
+    wishes = wishes_of(problem)
+    wished = required_splits(wishes, sample_axes(problem.graph))
+    groups = _groups(problem, wishes, count)
+    fixed = settled_stages(wishes, groups, "pase")
+    recompute = problem.train and problem.recompute == "full"
+    stages = (
+        Stage(nodes, group, problem.micro_batch_size, recompute=recompute)
+        for nodes, group in zip(cut_into_stages(problem, groups, fixed), groups, strict=True)
+    )
+    placement = Placement(tuple(stages))
+    check_degrees(problem, wished, placement)
+    return StageTemplate(placement, wished)
+
+
+def _groups(problem: Problem, wishes: Sequence[ResolvedConstraint], count: int) -> list[tuple[int, ...]]:
+    """The devices of each stage: equal groups in order; those asked for where there is one stage."""
+    size = problem.cluster.size
+    if size % count:
+        raise ConfigurationError(
+            f"{size} devices cannot be shared equally by {count} stages",
+            hint="the number of stages must divide that of devices",
+            where="strategy.stages",
+        )
+    asked = [wish for wish in wishes if wish.devices is not None]
+    if count > 1 or not asked:
+        return [tuple(range(start, start + size // count)) for start in range(0, size, size // count)]
+    other = next((wish for wish in asked if wish.devices != asked[0].devices), None)
+    if other is not None:
+        raise ConfigurationError(
+            f"{asked[0]} and {other} ask for different devices, and there is one stage",
+            hint="ask for several stages (strategy.stages), or let pase choose",
+        )
+    return [asked[0].devices or ()]
+
+
+def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = False) -> Placement:
+    """The model in `count` stages, each split as `solver` answers, with what is proven of that.
+
+    `overlap` says whether `solver` counts the exchange of gradients as hidden by the last micro-batch's backward.
+
+    Raises ConfigurationError naming constraints that contradict one another or cannot be followed, InfeasibleError
+    where memory does not hold any placement, with the least excess, and what `solver` raises.
+    """
+    _check_memory(problem, count)
+    skeleton = skeleton_of(problem, count)
+    check_kinds(problem, skeleton.placement)
+    found = split_stages(problem, skeleton.placement, skeleton.wished, solver, overlap)
+    return replace(fitted(problem, found), proof=found.proof)
+
+
+def _check_memory(problem: Problem, count: int) -> None:
+    """Raise InfeasibleError where not even equal shares of what must be kept fit: no search is needed to tell.
+
+    Of what one stage keeps the search for splits counts all, recomputed or not.
+    """
+    parameters = state_of(problem, ((each.value.name, 1) for each in problem.graph.parameters)).total
+    kept = sum(each.kept_bytes for each in problem.work) if problem.train and count == 1 else 0
+    least = (parameters + kept) // problem.cluster.size
+    most = max(range(problem.cluster.size), key=problem.memory_of)
+    if least > problem.memory_of(most):
+        raise out_of_memory(problem, list(range(count)), count, most, least, least=True)
+
+
+_ROUNDS = 6
+"""Weights that are tried at most."""
+
+_CLOSE = 1e-6
+"""Share of a step below which a gap is none."""
+
+
+def solve_overlapped(tables: Tables, solve: Callable[[MinSum], Assignment]) -> Assignment:
+    """The best choice found and its bound, its cost a step in which backward hides the exchange of gradients."""
+    best: Assignment | None = None
+    bound = 0.0
+    low, high, weight = 0.0, 1.0, 0.0
+    for _ in range(_ROUNDS):
+        answer = solve(replace(tables.model, costs=_weighed(tables, weight)))
+        beyond = _beyond(tables, answer)
+        bound = max(bound, float(answer.bound))
+        cost = float(answer.cost) - weight * beyond + max(0.0, beyond)
+        if best is None or cost < best.cost:
+            best = replace(answer, cost=cost)
+        if not answer.fits or best.cost - bound <= _CLOSE * best.cost:
+            break
+        low, high = (weight, high) if beyond > 0 else (low, weight)
+        weight = 1.0 if weight == 0.0 else (low + high) / 2
+    assert best is not None
+    return replace(best, bound=min(bound, best.cost), proven=best.proven and best.cost - bound <= _CLOSE * best.cost)
+
+
+def _weighed(tables: Tables, weight: float) -> tuple[Floats, ...]:
+    """The model's costs with `weight` times (G - B) in place of G; equal ones are shared."""
+    known: dict[tuple[int, int, int], Floats] = {}
+    found = []
+    for costs, gradients, backward in zip(tables.model.costs, tables.gradients, tables.backwards, strict=True):
+        key = id(costs), id(gradients), id(backward)
+        if key not in known:
+            known[key] = costs - (1 - weight) * gradients - weight * backward
+        found.append(known[key])
+    return tuple(found)
+
+
+def _beyond(tables: Tables, answer: Assignment) -> float:
+    """G - B of a choice."""
+    each = zip(tables.gradients, tables.backwards, answer.choice, strict=True)
+    return float(np.sum([gradients[number] - backward[number] for gradients, backward, number in each]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +252,109 @@ class Pase:
             raise InfeasibleError(size, hint="take another ordering, or solver: exact", where="strategy") from error
         # It knows no limit: whether its answer keeps one is found afterwards.
         return replace(answer, fits=limit is None or answer.memory <= limit)
+
+
+@dataclass(frozen=True, slots=True)
+class BreadthFirst:
+    """Finds the splits that make a step shortest by dynamic programming in breadth-first order: a baseline for pase.
+
+    Elango, "PaSE" (IPDPS 2021), section III-A. It is exact, knows no memory limit while it searches, and gives up where
+    its tables do not fit: on most models with branches.
+    """
+
+    name: ClassVar[str] = "breadth_first"
+
+    def division(self, graph: Graph) -> Division:
+        """It makes one stage."""
+        return Division.FEW
+
+    def requires(self, problem: Problem) -> None:
+        """Raise InfeasibleError for an empty model or devices that differ."""
+        check_operators(problem)
+        check_one_kind(problem, self.name)
+
+    def run(self, problem: Problem) -> Placement:
+        """One stage.
+
+        Raises ConfigurationError for constraints that cannot be followed, InfeasibleError where tables are too large,
+        with their size, or memory does not hold what is found.
+        """
+        return in_stages(problem, 1, self._eliminated)
+
+    def _eliminated(self, tables: Tables, limit: float | None) -> Assignment:
+        if limit is not None:
+            raise InfeasibleError("breadth_first knows no memory limit", hint="take strategy pase")
+        try:
+            return eliminate(tables.model, ordering="breadth_first")
+        except TableTooLargeError as error:
+            size = error.message.partition(";")[0]
+            raise InfeasibleError(
+                f"breadth_first cannot search this model: {size}", hint="strategy pase finds the same with less"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Mcmc:
+    """Changes one operator's split at random, again and again, and keeps the best it meets: a baseline for pase.
+
+    It begins with data parallelism, and accepts what costs more with a chance that falls with the difference: the
+    Metropolis search of Jia et al., "Beyond Data and Model Parallelism for Deep Neural Networks" (FlexFlow, 2018),
+    section 6, over pase's splits and costs. The problem's seed draws the changes.
+    """
+
+    iterations: int = 20_000
+    """The most changes that are tried; fewer where half of them brought nothing better."""
+    temperature: float = 0.1
+    """How much worse a change may be for a chance of 1 in e, as a share of what one operator costs on average."""
+
+    name: ClassVar[str] = "mcmc"
+
+    def division(self, graph: Graph) -> Division:
+        """It makes one stage."""
+        return Division.FEW
+
+    def requires(self, problem: Problem) -> None:
+        """Raise ConfigurationError for options out of range, InfeasibleError for an empty model or uneven devices."""
+        if self.iterations < 0 or self.temperature < 0:
+            raise ConfigurationError("iterations and temperature must be 0 or more", where="strategy")
+        check_operators(problem)
+        check_one_kind(problem, self.name)
+
+    def run(self, problem: Problem) -> Placement:
+        """One stage.
+
+        Raises ConfigurationError for constraints that cannot be followed, InfeasibleError where nothing that the walk
+        met fits into memory.
+        """
+        return replace(in_stages(problem, 1, partial(self._walk, problem)), proof=None)
+
+    def _walk(self, problem: Problem, tables: Tables, limit: float | None) -> Assignment:
+        hubs = len(tables.model.costs) - len(tables.nodes)
+        return walk(
+            tables.model,
+            [*_data_parallel(problem, tables), *[0] * hubs],
+            iterations=self.iterations,
+            temperature=self.temperature,
+            seed=problem.seed,
+            followers=hubs,
+            memory_limit=limit,
+        )
+
+
+def _data_parallel(problem: Problem, tables: Tables) -> list[int]:
+    """For each node the configuration that shares its samples among most devices, and splits nothing else if it may."""
+    axes = sample_axes(problem.graph).axes
+
+    def degree(node: int, splits: Splits) -> int:
+        if any(split.axis != axes[node] for split in splits):
+            return 0
+        return splits[0].degree if splits else 1
+
+    return [
+        max(
+            (number for number, cost in enumerate(costs) if cost < math.inf),
+            key=lambda number: degree(node, configurations[number]),
+            default=0,
+        )
+        for node, configurations, costs in zip(tables.nodes, tables.configurations, tables.model.costs, strict=False)
+    ]

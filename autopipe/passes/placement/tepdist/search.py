@@ -1,18 +1,218 @@
-"""The outer search: every factorisation of the devices, with the micro-batches under which its step is shortest."""
+"""The outer search: every factorisation of the devices, with the micro-batches under which its step is shortest.
+
+Lower bound and estimate of a factorisation, before any of its splits are searched.
+
+The problem on micro-batches of one size, and the best placement of a factorisation there.
+
+How the outer search divides a model's nodes among stages.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from autopipe.ir.cluster import Device
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InfeasibleError, ModelError
-from autopipe.ir.placement import Placement
-from autopipe.passes.placement.tepdist.bounds import Bounds
-from autopipe.passes.placement.tepdist.level import Level
+from autopipe.ir.placement import Placement, Stage, stage_edges
+from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.constraints import ResolvedConstraint, required_splits, wishes_of
+from autopipe.passes.analysis.operators import sample_axes
+from autopipe.passes.analysis.stage_nodes import assign_nodes
+from autopipe.passes.cost.measured import resized
+from autopipe.passes.cost.memory import state_of
+from autopipe.passes.cost.memory_check import out_of_memory
+from autopipe.passes.cost.roofline import accumulate_per_byte, node_seconds
+from autopipe.passes.cost.stage_work import exchange_of_gradients
+from autopipe.passes.partition.chain_cut import cut_into_stages
+from autopipe.passes.partition.min_cut_ilp import divide
+from autopipe.passes.placement.tepdist.intra_stage import IntraStageSearch
+from autopipe.passes.placement.tepdist.levels import Level
 from autopipe.passes.placement.tepdist.meshes import Mesh
-from autopipe.passes.placement.tepdist.sized import Divide, Nodes, SizedProblem
+from autopipe.passes.schedule.limits import busy_s, quick_step_seconds
+from autopipe.passes.sharding.configurations import Splits
+from autopipe.passes.sharding.regions import check_degrees, settled_stages
+
+Nodes = tuple[tuple[int, ...], ...]
+"""The nodes of each stage, ascending."""
+
+Divide = Callable[[Problem, Mesh, dict[int, int]], Nodes]
+"""Divides a problem's nodes among the stages of a mesh, some nodes in stages that are asked for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SizedProblem:
+    """Facts on micro-batches of one size."""
+
+    problem: Problem
+    wishes: tuple[ResolvedConstraint, ...]
+    wished: dict[int, Splits]
+    """The splits that constraints ask for, by node."""
+    insides: IntraStageSearch
+
+    @staticmethod
+    def of(problem: Problem, size: int, solver: Level) -> SizedProblem:
+        """The problem on micro-batches of `size` samples.
+
+        Raises ConfigurationError or ModelError where there can be none, and for constraints that cannot be followed.
+        """
+        own = resized(problem, size)
+        wishes = wishes_of(own)
+        wished = required_splits(wishes, sample_axes(own.graph)) if wishes else {}
+        return SizedProblem(own, wishes, wished, IntraStageSearch.of(own, solver))
+
+    def stages(self, mesh: Mesh, divide: Divide) -> Nodes:
+        """The nodes of each stage. Raises ConfigurationError for constraints that the mesh cannot follow."""
+        return divide(self.problem, mesh, settled_stages(self.wishes, mesh.groups, "this number of stages"))
+
+    def placements(self, mesh: Mesh, stages: Nodes, limit_s: float) -> list[tuple[float, Placement]]:
+        """Seconds of a step and the placement, for each way to split the stages that memory holds.
+
+        Those are left out whose stages alone are busy for `limit_s`.
+
+        Raises ConfigurationError for splits that are asked for and that a stage's devices cannot have, InfeasibleError
+        where memory holds none, with the least excess.
+        """
+        again = self.problem.train and self.problem.recompute == "full"
+        skeleton = Placement(
+            tuple(
+                Stage(nodes, group, self.problem.micro_batch_size, recompute=again)
+                for nodes, group in zip(stages, mesh.groups, strict=True)
+            )
+        )
+        check_degrees(self.problem, self.wished, skeleton)
+        found, refused = [], None
+        for each in self.insides.placements(skeleton, self.wished, limit_s):
+            if busy_s(each.costs, self.problem.micro_batches) >= limit_s:
+                continue
+            try:
+                found.append((quick_step_seconds(self.problem, each.placement, each.costs), each.placement))
+            except InfeasibleError as error:
+                refused = error
+        if not found and refused is not None:
+            raise refused
+        return found
+
+
+_Floats = NDArray[np.float64]
+
+_Kind = tuple[tuple[Device, ...], int]
+"""Signature of a group of devices: their kinds, and how many they are."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bounds:
+    """Bounds for micro-batches of any size up to the problem's.
+
+    A part of the samples is counted as that part of the work, parameters read included, and a launch: never too much.
+    """
+
+    problem: Problem
+    is_live: NDArray[np.bool_]
+    """True if a step runs a node."""
+    _seconds: dict[tuple[_Kind, int], _Floats] = field(default_factory=dict)
+
+    @staticmethod
+    def of(problem: Problem) -> Bounds:
+        """The bounds of a problem."""
+        whole = Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size)
+        wanted = (problem.loss,) if problem.train and problem.loss is not None else problem.graph.outputs
+        (plan,) = assign_nodes(problem.graph, Placement((whole,)), wanted)
+        return Bounds(problem, np.isin(np.arange(len(problem.graph.nodes)), [node for node, _ in plan.nodes]))
+
+    def step_s(self, mesh: Mesh, micro_batches: int) -> float:
+        """Seconds that no step can be shorter than: the fullest stage does a fair part of the work at least.
+
+        Whatever stages weigh, that one takes as long as their weighted mean at least, and so does, node by node, where
+        the node weighs least: the weights are the stages' speeds.
+        """
+        kinds = self._kinds(mesh)
+        if len(kinds) == 1:
+            (kind,) = kinds
+            return micro_batches * self._work_s(kind, micro_batches) / mesh.stages
+        seconds = [self._node_s(kind, micro_batches) for kind in kinds]
+        speeds = [1 / float(each.sum()) for each in seconds]
+        whole = sum(speed * count for speed, count in zip(speeds, map(len, kinds.values()), strict=True))
+        least = np.minimum.reduce([speed / whole * each for speed, each in zip(speeds, seconds, strict=True)])
+        return micro_batches * float(least.sum())
+
+    def divided_s(self, mesh: Mesh, micro_batches: int, stages: Sequence[Sequence[int]]) -> float:
+        """The same where it is known which nodes a stage has: all of it in turn, as fast as its devices compute.
+
+        Before its first task a micro-batch comes through the stages before it, and after its last goes back.
+        """
+        problem = self.problem
+        groups = zip(stages, mesh.groups, strict=True)
+        placement = Placement(tuple(Stage(tuple(nodes), group, problem.micro_batch_size) for nodes, group in groups))
+        kinds = map(self._kind, mesh.groups)
+        own = [
+            float(self._node_s(kind, micro_batches)[list(nodes)].sum())
+            for kind, nodes in zip(kinds, stages, strict=True)
+        ]
+        before = [0.0] * len(own)
+        for source, target in stage_edges(problem.graph, placement):
+            before[target] = max(before[target], before[source] + own[source])
+        return max(micro_batches * each + way for each, way in zip(own, before, strict=True))
+
+    def estimate_s(self, mesh: Mesh, micro_batches: int) -> float:
+        """About what a step takes where stages are even: filled, drained, gradients added up and summed by samples.
+
+        Of stages in a row that take equally long each waits for those before it: p of them take m + p - 1 times what
+        each takes of one of m micro-batches.
+        """
+        kinds = self._kinds(mesh)
+        even = 1 / sum(len(groups) / self._work_s(kind, micro_batches) for kind, groups in kinds.items())
+        names = ((parameter.value.name, 1) for parameter in self.problem.graph.parameters)
+        share = state_of(self.problem, names).gradient_bytes / mesh.stages
+        end = max(self._end_s(groups[0], micro_batches, share) for groups in kinds.values())
+        return (micro_batches + mesh.stages - 1) * even + end
+
+    def _end_s(self, group: Sequence[int], micro_batches: int, share: float) -> float:
+        """Seconds of adding up `share` bytes of gradients, split evenly, and of summing them by samples, whole."""
+        slowest = max(accumulate_per_byte(device) for device in self.problem.cluster.kinds_among(group))
+        gradients = exchange_of_gradients(self.problem, group).seconds(share)
+        return gradients + (micro_batches - 1) * slowest * share / len(group)
+
+    def check_memory(self) -> None:
+        """Raise InfeasibleError where parameters and their state, shared by all devices, are more than memory holds."""
+        problem = self.problem
+        names = [parameter.value.name for parameter in problem.graph.parameters]
+        least = state_of(problem, ((name, 1) for name in names)).total // problem.cluster.size
+        device = max(range(problem.cluster.size), key=problem.memory_of)
+        if least > problem.memory_of(device):
+            raise out_of_memory(problem, [0], 1, device, least, least=True)
+
+    def _kinds(self, mesh: Mesh) -> dict[_Kind, list[tuple[int, ...]]]:
+        """The groups of each kind."""
+        found: dict[_Kind, list[tuple[int, ...]]] = {}
+        for group in mesh.groups:
+            found.setdefault(self._kind(group), []).append(group)
+        return found
+
+    def _kind(self, group: Sequence[int]) -> _Kind:
+        return self.problem.cluster.kinds_among(group), len(group)
+
+    def _work_s(self, kind: _Kind, micro_batches: int) -> float:
+        """Seconds of one micro-batch through the whole model, every node shared by such a group."""
+        return float(self._node_s(kind, micro_batches).sum())
+
+    def _node_s(self, kind: _Kind, micro_batches: int) -> _Floats:
+        """The same of each node, on the fastest device of the group."""
+        problem, (devices, width) = self.problem, kind
+        parts = width * micro_batches // problem.micro_batches
+        if (kind, parts) not in self._seconds:
+            again = problem.train and problem.recompute == "full"
+            each = []
+            for device in devices:
+                forward, backward = node_seconds(problem.work, device, problem.precision, 1.0 / parts)
+                each.append(forward * (1 + again) + (backward if problem.train else 0.0))
+            self._seconds[kind, parts] = np.where(self.is_live, np.minimum.reduce(each), 0.0)
+        return self._seconds[kind, parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +348,42 @@ class Outer:
             refusals.append(InfeasibleError(f"no step is shorter than {self.bounds.problem.known_s:.6g} s"))
         assert refusals, "there is a placement, or a reason against each"
         return next((each for each in refusals if isinstance(each, InfeasibleError)), refusals[0])
+
+
+_PATIENCE_S = 10.0
+"""For one integer program, where there is no time limit: one of 96 layers in 16 stages takes three on an idle core."""
+
+
+def linear_cut(problem: Problem, mesh: Mesh, settled: dict[int, int]) -> Nodes:
+    """The stages of the operators in one line, the slowest as fast as it can be."""
+    return cut_into_stages(problem, mesh.groups, settled)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeastCrossing:
+    """Even stages between which the fewest bytes cross, once for each number of stages: samples do not change it."""
+
+    unbalance: float
+    time_limit: float | None
+    _known: dict[Hashable, Nodes | InfeasibleError] = field(default_factory=dict)
+
+    def __call__(self, problem: Problem, mesh: Mesh, settled: dict[int, int]) -> Nodes:
+        """The nodes of each stage. Raises InfeasibleError where the limit allows none, with the least that does."""
+        if len({problem.cluster.devices[group[0]] for group in mesh.groups}) > 1:
+            raise InfeasibleError("the integer program makes stages even, and their devices are of different kinds")
+        key = mesh.stages, tuple(sorted(settled.items()))
+        if key not in self._known:
+            try:
+                self._known[key] = self._divided(problem, mesh, settled)
+            except InfeasibleError as error:
+                self._known[key] = error
+        found = self._known[key]
+        if isinstance(found, InfeasibleError):
+            raise found
+        return found
+
+    def _divided(self, problem: Problem, mesh: Mesh, settled: dict[int, int]) -> Nodes:
+        if mesh.stages == 1:
+            return (tuple(range(len(problem.graph.nodes))),)
+        limit = _PATIENCE_S if self.time_limit is None else min(_PATIENCE_S, self.time_limit)
+        return divide(problem, mesh.stages, self.unbalance, settled, limit).nodes

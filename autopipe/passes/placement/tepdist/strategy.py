@@ -1,8 +1,13 @@
-"""TePDist: the strategy and its options (Alibaba PAI, "TePDist", 2023)."""
+"""TePDist: the strategy and its options (Alibaba PAI, "TePDist", 2023).
+
+Notes of the outer search: a line for each factorisation.
+"""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -13,15 +18,43 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.constraints import required_sizes, wishes_of
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_operators
-from autopipe.passes.placement.tepdist.asked import constrained_meshes
-from autopipe.passes.placement.tepdist.bounds import Bounds
-from autopipe.passes.placement.tepdist.dividing import LeastCrossing, linear_cut
 from autopipe.passes.placement.tepdist.levels import LevelName, solver_of
-from autopipe.passes.placement.tepdist.meshes import meshes
-from autopipe.passes.placement.tepdist.notes import search_notes
-from autopipe.passes.placement.tepdist.search import MeshTrial, Outer
+from autopipe.passes.placement.tepdist.meshes import constrained_meshes, meshes
+from autopipe.passes.placement.tepdist.search import Bounds, LeastCrossing, MeshTrial, Outer, linear_cut
 from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.sharding.regions import check_wishes
+
+
+def search_notes(tried: Sequence[MeshTrial], best: MeshTrial, undivided: Mapping[str, str]) -> tuple[str, ...]:
+    """A line a factorisation, the best first: its step, or what speaks against it."""
+    by_mesh: dict[str, list[MeshTrial]] = {}
+    for each in tried:
+        by_mesh.setdefault(each.mesh.name, []).append(each)
+    ranked = sorted(by_mesh.values(), key=lambda each: min(one.step_s for one in each))
+    notes = [f"{each[0].mesh.name}: {_said(each, best)}" for each in ranked]
+    reason = undivided.get(best.mesh.name)
+    return tuple([*notes, f"the operators were divided in one line: {reason}"] if reason else notes)
+
+
+def _said(tried: Sequence[MeshTrial], best: MeshTrial) -> str:
+    fastest = min(tried, key=lambda each: each.step_s)
+    if fastest is best:
+        return f"{_ms(best.step_s)} with {_micro_batches(best)}, the best of {len(tried)} tried"
+    if math.isfinite(fastest.step_s):
+        return f"{_ms(fastest.step_s)} with {_micro_batches(fastest)}, {fastest.step_s / best.step_s:.2f} times that"
+    beaten = [each for each in tried if each.least_s]
+    if beaten:
+        why = ", left out as time was up" if any(each.late for each in beaten) else ""
+        return f"{_ms(min(each.least_s for each in beaten))} at least{why}"
+    return str(next(each.refused for each in tried if each.refused)).partition("\n")[0]
+
+
+def _micro_batches(tried: MeshTrial) -> str:
+    return f"{tried.micro_batches} micro-batch{'es' if tried.micro_batches > 1 else ''}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
 
 
 @dataclass(frozen=True, slots=True)

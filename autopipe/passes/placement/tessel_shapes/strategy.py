@@ -2,33 +2,113 @@
 
 Lin et al., "Tessel: boosting distributed execution of large DNN models via flexible schedule search", HPCA 2024,
 sections II and VI.
+
+Branches that know nothing of one another until they meet: what K puts on separate devices.
+
+Which devices each part of a shape gets.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
-from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.placement import Placement, Stage, recomputed_nodes
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.chain import Chain
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_operators, fitted, may_share
-from autopipe.passes.placement.tessel_shapes.branches import find_join
-from autopipe.passes.placement.tessel_shapes.cuts import line_of
-from autopipe.passes.placement.tessel_shapes.devices import shared_out
-from autopipe.passes.placement.tessel_shapes.memory import with_chains_that_fit
-from autopipe.passes.placement.tessel_shapes.model import CostedModel, costed_model, line_around, whole_line
-from autopipe.passes.placement.tessel_shapes.outline import Outline, StageRow, with_chains_cut
-from autopipe.passes.placement.tessel_shapes.parts import hoisted, line_of_parts
-from autopipe.passes.placement.tessel_shapes.stages import stage_of_several
-from autopipe.passes.placement.tessel_shapes.tables import SharedLookup, large_tables, wide_nodes
+from autopipe.passes.placement.tessel_shapes.cuts import (
+    CostedModel,
+    Outline,
+    SharedLookup,
+    StageRow,
+    costed_model,
+    hoisted,
+    large_tables,
+    line_around,
+    line_of,
+    line_of_parts,
+    stage_of_several,
+    whole_line,
+    wide_nodes,
+    with_chains_cut,
+    with_chains_that_fit,
+)
 from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.sharding.regions import visited
+
+
+@dataclass(frozen=True, slots=True)
+class BranchJoin:
+    """The branches, and everything from where they meet on. All nodes are in one of them."""
+
+    branches: tuple[tuple[int, ...], ...]
+    rest: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Component:
+    nodes: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def find_join(model: CostedModel, order: tuple[int, ...]) -> BranchJoin | None:
+    """The first node, in `order`, at which branches meet: each half a device's share of the work or more.
+
+    Each has at least half as much work as the largest too: a decoder's first layer is no branch beside the encoder.
+    None where there is none. Values made of parameters alone, masks and positions connect nothing.
+    """
+    graph = model.graph
+    apart = recomputed_nodes(graph) | {node for node in range(len(graph.nodes)) if model.is_weight(node)}
+    least = model.share * float(model.seconds.sum())
+    component: dict[int, _Component] = {}
+    for node in sorted(set(range(len(graph.nodes))) - apart):
+        producers = [graph.producer(name) for name in graph.nodes[node].inputs if name]
+        met = {id(component[each]): component[each] for each in producers if each is not None and each in component}
+        most = max((each.seconds for each in met.values()), default=0.0)
+        large = [each for each in met.values() if each.seconds >= max(least, most / 2)]
+        if len(large) > 1:
+            return _join(model, order, [sorted(each.nodes) for each in large], apart)
+        joined = _joined(list(met.values()))
+        joined.nodes.append(node)
+        joined.seconds += float(model.seconds[node])
+        component |= dict.fromkeys(joined.nodes if len(met) > 1 else [node], joined)
+    return None
+
+
+def _joined(parts: list[_Component]) -> _Component:
+    if len(parts) == 1:
+        return parts[0]
+    return _Component([node for part in parts for node in part.nodes], sum(part.seconds for part in parts))
+
+
+def _join(model: CostedModel, order: tuple[int, ...], branches: list[list[int]], apart: Set[int]) -> BranchJoin:
+    """The branches in order of their first nodes, each with the weights it reads first; all others are the rest."""
+    branches = sorted(branches)
+    home = {node: index for index, nodes in enumerate(branches) for node in nodes}
+    rest = len(branches)
+    for node in reversed(order):
+        if node not in home:
+            names = [name for name in model.graph.nodes[node].outputs if name]
+            homes = [home[reader] for name in names for reader in model.readers.get(name, ())]
+            home[node] = min(homes, default=rest) if node in apart else rest
+    found = [tuple(sorted(node for node, index in home.items() if index == each)) for each in range(rest + 1)]
+    return BranchJoin(tuple(found[:rest]), found[rest])
+
+
+def shared_out(weights: Sequence[float], devices: int) -> tuple[tuple[int, ...], ...]:
+    """Neighbouring devices for each part, one at least: each further one to the part with most work a device."""
+    counts = [1] * len(weights)
+    for _ in range(devices - len(weights)):
+        counts[max(range(len(weights)), key=lambda part: weights[part] / counts[part])] += 1
+    starts = [sum(counts[:part]) for part in range(len(weights))]
+    return tuple(tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True))
+
 
 _SHAPES = ("auto", "v", "x", "m", "nn", "k")
 

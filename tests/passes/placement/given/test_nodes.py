@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
-from autopipe.passes.placement.given.entries import entries_of, layer_globs, role_globs
-from autopipe.passes.placement.given.nodes import NodeEntry, NodeNames
+from autopipe.passes.placement.given import NodeEntry, NodeNames, entries_of, layer_globs, role_globs
 from tests.passes.cost.graphs import perceptron
 
 

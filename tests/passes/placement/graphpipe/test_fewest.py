@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.passes.placement.graphpipe.fewest import fewest_devices
-from autopipe.passes.placement.graphpipe.line import BlockRun, Fork, Region
+from autopipe.passes.placement.graphpipe.estimate import fewest_devices
 from autopipe.passes.placement.graphpipe.search import NEVER, TargetProbe
+from autopipe.passes.placement.graphpipe.series_parallel import BlockRun, Fork, Region
 
 LINES: tuple[tuple[Region, ...], ...] = (
     (BlockRun(0, 6),),

@@ -18,14 +18,10 @@ from autopipe.passes.cost.memory_check import check_kinds, device_memory, equal_
 from autopipe.passes.cost.range_tables import make_tables
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.placement.graphpipe.line import make_line
-from autopipe.passes.placement.graphpipe.prices import StagePrices, make_prices
-from autopipe.passes.placement.graphpipe.seconds import NodeSeconds
-from autopipe.passes.placement.graphpipe.solve import Solver
+from autopipe.passes.placement.graphpipe.micro_batch_search import Solver
+from autopipe.passes.placement.graphpipe.series_parallel import decompose, make_line, make_units
+from autopipe.passes.placement.graphpipe.stage_costs import NodeSeconds, StagePrices, make_prices, ways_of
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
-from autopipe.passes.placement.graphpipe.tree import decompose
-from autopipe.passes.placement.graphpipe.units import make_units
-from autopipe.passes.placement.graphpipe.ways import ways_of
 from tests.passes.cost.graphs import cluster, perceptron, problem
 from tests.passes.cost.mixed import kind, mixed_cluster
 from tests.passes.placement.graphpipe.models import model

@@ -17,7 +17,7 @@ from autopipe.ir.timeline import Timeline
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.roofline import annotate
-from autopipe.passes.placement.graphpipe.own_sizes import with_own_sizes
+from autopipe.passes.placement.graphpipe.strategy import with_own_sizes
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
 from autopipe.passes.schedule.simulate import simulate

@@ -10,14 +10,9 @@ from hypothesis import strategies as st
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.range_tables import make_tables
 from autopipe.passes.cost.roofline import node_seconds
-from autopipe.passes.placement.graphpipe.line import make_line
-from autopipe.passes.placement.graphpipe.orders import other_orders
-from autopipe.passes.placement.graphpipe.prices import make_prices
-from autopipe.passes.placement.graphpipe.seconds import NodeSeconds
-from autopipe.passes.placement.graphpipe.solve import Solver
-from autopipe.passes.placement.graphpipe.tree import decompose
-from autopipe.passes.placement.graphpipe.units import make_units
-from autopipe.passes.placement.graphpipe.ways import ways_of
+from autopipe.passes.placement.graphpipe.micro_batch_search import Solver
+from autopipe.passes.placement.graphpipe.series_parallel import decompose, make_line, make_units, other_orders
+from autopipe.passes.placement.graphpipe.stage_costs import NodeSeconds, make_prices, ways_of
 from tests.passes.cost.graphs import cluster, problem
 from tests.passes.placement.graphpipe.models import Judge, Shape, degrees, model, partitions, shapes
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.passes.placement.graphpipe.tree import Leaf, Parallel, Series, Tree, decompose, leaves
+from autopipe.passes.placement.graphpipe.series_parallel import Leaf, Parallel, Series, Tree, decompose, leaves
 
 
 @st.composite

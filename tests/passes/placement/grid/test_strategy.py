@@ -14,11 +14,8 @@ from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory_check import fitted
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.placement.grid import search
-from autopipe.passes.placement.grid.degrees import Degrees, factorisations
-from autopipe.passes.placement.grid.search import GridSearch, GridTrial
-from autopipe.passes.placement.grid.sized import SizedProblem
-from autopipe.passes.placement.grid.strategy import Grid
+from autopipe.passes.placement import grid as search
+from autopipe.passes.placement.grid import Degrees, Grid, GridSearch, GridTrial, SizedProblem, factorisations
 from autopipe.passes.schedule.limits import quick_step_seconds, step_s
 from autopipe.passes.schedule.published.one_f_one_b import InterleavedOneForwardOneBackward
 from autopipe.passes.schedule.published.zero_bubble import ZeroBubbleV

@@ -9,9 +9,7 @@ from autopipe.ir.placement import Placement, Split
 from autopipe.ir.problem import Constraint, Problem
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.data_parallel import DataParallel
-from autopipe.passes.placement.pase.breadth_first import BreadthFirst
-from autopipe.passes.placement.pase.mcmc import Mcmc
-from autopipe.passes.placement.pase.strategy import Pase
+from autopipe.passes.placement.pase.strategy import BreadthFirst, Mcmc, Pase
 from tests.passes.cost.graphs import cluster, perceptron, problem
 from tests.passes.placement.pase.paper.models import model_graph, problem_of
 

@@ -14,10 +14,8 @@ from autopipe.passes.base import Strategy
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.data_parallel import DataParallel
-from autopipe.passes.placement.expert.one_weird_trick import OneWeirdTrick
-from autopipe.passes.placement.expert.strategy import Expert
-from autopipe.passes.placement.pase.mcmc import Mcmc
-from autopipe.passes.placement.pase.strategy import Pase
+from autopipe.passes.placement.expert import Expert, OneWeirdTrick
+from autopipe.passes.placement.pase.strategy import Mcmc, Pase
 from tests.passes.cost.graphs import cluster
 from tests.passes.placement.pase.paper.models import model_graph
 

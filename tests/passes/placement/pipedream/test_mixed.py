@@ -14,7 +14,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Constraint
 from autopipe.passes.cost.memory_check import check_kinds, device_memory
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.placement.pipedream.strategy import PipeDream
+from autopipe.passes.placement.pipedream import PipeDream
 from tests.passes.cost.graphs import cluster, perceptron, problem
 from tests.passes.cost.mixed import OUTER, kind, mixed_cluster
 from tests.passes.placement.pipedream.test_search import chains

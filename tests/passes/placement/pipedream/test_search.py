@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.passes.analysis.chain import Matrix
-from autopipe.passes.placement.pipedream.search import search
+from autopipe.passes.placement.pipedream import search
 
 Stages = list[tuple[int, int, int, int]]
 

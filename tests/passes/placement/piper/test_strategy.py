@@ -19,7 +19,7 @@ from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.piper.blocks import Blocks, join_nodes
-from autopipe.passes.placement.piper.sharing import StageSharing, sharings
+from autopipe.passes.placement.piper.stage_costs import StageSharing, sharings
 from autopipe.passes.placement.piper.strategy import Piper
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
 

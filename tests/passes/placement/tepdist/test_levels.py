@@ -10,10 +10,7 @@ from random_layers import best_choice, layered
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
-from autopipe.passes.placement.tepdist.level import Level
-from autopipe.passes.placement.tepdist.level_o2 import O2
-from autopipe.passes.placement.tepdist.level_o3 import O3
-from autopipe.passes.placement.tepdist.level_o4 import O4
+from autopipe.passes.placement.tepdist.levels import O2, O3, O4, Level
 from autopipe.passes.sharding.node_costs import StageOptions
 from autopipe.passes.sharding.tables import Tables, make_tables
 from autopipe.passes.solvers.min_sum import MinSum, solve

@@ -13,9 +13,9 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.cost.memory_check import check_kinds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.partition.chain_cut import cut_into_stages
-from autopipe.passes.placement.tepdist.bounds import Bounds
-from autopipe.passes.placement.tepdist.equal import NodeContents
+from autopipe.passes.placement.tepdist.intra_stage import NodeContents
 from autopipe.passes.placement.tepdist.meshes import meshes
+from autopipe.passes.placement.tepdist.search import Bounds
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.schedule.limits import step_s
 from autopipe.passes.sharding.search import split_problem

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_layers import layered
 
-from autopipe.passes.placement.tepdist.mixing import best_mixture
+from autopipe.passes.placement.tepdist.levels import best_mixture
 from autopipe.passes.solvers.min_sum import MinSum
 
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from random_layers import best_choice, layered
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.placement.tepdist.narrowing import fix_by_reduced_cost, promising
-from autopipe.passes.placement.tepdist.program import Programs
+from autopipe.passes.placement.tepdist.integer_programs import Programs, fix_by_reduced_cost, promising
 from autopipe.passes.solvers.milp import SolverName
 from autopipe.passes.solvers.min_sum import MinSum
 from autopipe.passes.solvers.min_sum.model import merged

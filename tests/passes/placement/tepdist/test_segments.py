@@ -7,11 +7,7 @@ import pytest
 from hypothesis import given, settings
 from random_layers import best_choice, layered
 
-from autopipe.passes.placement.tepdist.cones import is_root
-from autopipe.passes.placement.tepdist.critical import ranks
-from autopipe.passes.placement.tepdist.equal_segments import EqualSegments
-from autopipe.passes.placement.tepdist.filling import fill_cones
-from autopipe.passes.placement.tepdist.segments import MOST_WIDE, cut
+from autopipe.passes.placement.tepdist.segments import MOST_WIDE, EqualSegments, cut, fill_cones, is_root, ranks
 from autopipe.passes.sharding.node_costs import StageOptions
 from autopipe.passes.sharding.tables import make_tables
 from autopipe.passes.solvers.min_sum import Edge, MinSum, solve

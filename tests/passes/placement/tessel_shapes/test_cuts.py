@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.passes.placement.tessel_shapes.cuts import best_stops
-from autopipe.passes.placement.tessel_shapes.devices import shared_out
+from autopipe.passes.placement.tessel_shapes.strategy import shared_out
 
 SECONDS = st.lists(st.integers(0, 9), min_size=1, max_size=8)
 

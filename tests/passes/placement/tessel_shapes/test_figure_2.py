@@ -15,11 +15,15 @@ from autopipe.passes.analysis.chain import make_chain
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.frontend import read_model
-from autopipe.passes.placement.tessel_shapes.cuts import line_of
-from autopipe.passes.placement.tessel_shapes.model import costed_model
-from autopipe.passes.placement.tessel_shapes.parts import line_of_parts
-from autopipe.passes.placement.tessel_shapes.stages import stage_of, stage_of_several
-from autopipe.passes.placement.tessel_shapes.tables import large_tables, wide_nodes
+from autopipe.passes.placement.tessel_shapes.cuts import (
+    costed_model,
+    large_tables,
+    line_of,
+    line_of_parts,
+    stage_of,
+    stage_of_several,
+    wide_nodes,
+)
 
 
 def device_seconds(folder: Path, layers: int) -> list[float]:

@@ -13,7 +13,7 @@ from autopipe.ir.plan_file import read_plan, write_plan
 from autopipe.ir.problem import Mode
 from autopipe.ir.schedule import Phase
 from autopipe.passes.pipeline import make_plan
-from autopipe.passes.placement.pipedream.strategy import PipeDream
+from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.request import Request
 from autopipe.passes.schedule.limits import lower_bound
 from autopipe.passes.schedule.published.base import GPipe

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.passes.placement.pase.paper.configurations import configurations, contiguous
+from autopipe.passes.placement.pase.paper_costs import configurations, contiguous
 
 EXTENTS = st.lists(st.sampled_from([1, 2, 3, 4, 6, 7, 8, 12, 64, 255]), max_size=4)
 

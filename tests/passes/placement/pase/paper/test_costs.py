@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.passes.placement.pase.paper.configurations import Degrees
-from autopipe.passes.placement.pase.paper.costs import (
+from autopipe.passes.placement.pase.paper_costs import (
     Cost,
     CrossEntropy,
+    Degrees,
     Elementwise,
     Movement,
     Norm,
@@ -22,8 +22,8 @@ from autopipe.passes.placement.pase.paper.costs import (
     Recurrent,
     Reduction,
     Softmax,
+    transfer,
 )
-from autopipe.passes.placement.pase.paper.edges import transfer
 
 R = 5000.0
 

@@ -14,12 +14,16 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.lower.lower import lower
 from autopipe.passes.placement.data_parallel import DataParallel
-from autopipe.passes.placement.pase.paper.layers import LayerGraph
-from autopipe.passes.placement.pase.paper.placing import placement_of
-from autopipe.passes.placement.pase.paper.samples import data_parallel
-from autopipe.passes.placement.pase.paper.search import data_parallel_cost, search
-from autopipe.passes.placement.pase.paper.strategy import PaperStrategy, cost_of
-from autopipe.passes.placement.pase.paper.view import layer_graph
+from autopipe.passes.placement.pase.paper_costs import LayerGraph
+from autopipe.passes.placement.pase.paper_rules import layer_graph
+from autopipe.passes.placement.pase.paper_search import (
+    PaperStrategy,
+    cost_of,
+    data_parallel,
+    data_parallel_cost,
+    placement_of,
+    search,
+)
 from autopipe.passes.schedule.published.base import GPipe
 from tests.passes.placement.pase.paper.models import PAPER, model_graph, paper_graph, problem_of
 

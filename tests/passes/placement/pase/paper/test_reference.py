@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from autopipe.passes.placement.pase.paper.layers import LayerGraph
-from autopipe.passes.placement.pase.paper.strategy import PaperStrategy, cost_of, find_strategy
-from autopipe.passes.placement.pase.paper.tables import PaperTables, build_tables
-from autopipe.passes.placement.pase.paper.view import layer_graph
+from autopipe.passes.placement.pase.paper_costs import LayerGraph, PaperTables, build_tables
+from autopipe.passes.placement.pase.paper_rules import layer_graph
+from autopipe.passes.placement.pase.paper_search import PaperStrategy, cost_of, find_strategy
 from autopipe.passes.solvers.min_sum import eliminate
 from tests.passes.placement.pase.paper.models import PAPER, paper_graph
 

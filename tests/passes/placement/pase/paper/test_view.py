@@ -9,12 +9,17 @@ import pytest
 
 from autopipe.configs.zoo import MODELS
 from autopipe.ir.graph import Graph, Value
-from autopipe.passes.placement.pase.paper.costs import Movement, Product, Recurrent
-from autopipe.passes.placement.pase.paper.drafting import regrouped
-from autopipe.passes.placement.pase.paper.layers import LayerGraph, PlacedLayer
-from autopipe.passes.placement.pase.paper.strategy import cost_of, find_strategy
-from autopipe.passes.placement.pase.paper.tables import build_tables
-from autopipe.passes.placement.pase.paper.view import layer_graph
+from autopipe.passes.placement.pase.paper_costs import (
+    LayerGraph,
+    Movement,
+    PlacedLayer,
+    Product,
+    Recurrent,
+    build_tables,
+    regrouped,
+)
+from autopipe.passes.placement.pase.paper_rules import layer_graph
+from autopipe.passes.placement.pase.paper_search import cost_of, find_strategy
 from tests.passes.cost.graphs import F32, Builder
 from tests.passes.placement.pase.paper.models import model_graph, paper_graph
 

@@ -1,0 +1,248 @@
+"""Convolutions by samples, the fully connected layers behind them by outputs (Krizhevsky, 2014).
+
+Strategies of experts, by hand: one rule a kind of network.
+
+Layers of a recurrent network in a pipeline, each on several devices that share samples.
+
+Heads, feed-forward columns and rows, and the vocabulary within groups of devices; samples among the groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.graph import Graph
+from autopipe.ir.ops import operator_of
+from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.operators import SampleAxes, sample_axes
+from autopipe.passes.batching import Division
+from autopipe.passes.cost.memory_check import check_one_kind, check_operators, check_state, fitted
+from autopipe.passes.sharding.regions import (
+    Network,
+    NodeSplits,
+    check_samples,
+    check_wishes,
+    grow,
+    replicated_network,
+    seed_axis,
+    whole_group_splits,
+    with_samples_split,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OneWeirdTrick:
+    """Shares the samples of convolutions among all devices, and the outputs of the fully connected layers after them.
+
+    Krizhevsky, "One weird trick for parallelizing convolutional neural networks" (2014), section 4. Where the devices
+    cannot share a layer's outputs equally, as many as can do, and the others share its samples.
+    """
+
+    name: ClassVar[str] = "one_weird_trick"
+
+    def division(self, graph: Graph) -> Division:
+        """It makes one stage."""
+        return Division.FEW
+
+    def requires(self, problem: Problem) -> None:
+        """Raise InfeasibleError for a model without convolutions, or where devices cannot share samples equally."""
+        if not has_convolutions(problem.graph):
+            raise InfeasibleError(
+                "one_weird_trick is made for convolutions with fully connected layers behind them, and the model has "
+                "no convolution",
+                hint="strategy expert knows transformers and recurrent networks too",
+            )
+        check_one_kind(problem, self.name)
+        check_samples(problem, problem.cluster.size, self.name)
+
+    def run(self, problem: Problem) -> Placement:
+        """One stage. Raises ConfigurationError for a constraint it does not fulfil, InfeasibleError for memory."""
+        placement = by_one_weird_trick(problem)
+        check_wishes(problem, placement, self.name)
+        return fitted(problem, placement)
+
+
+def has_convolutions(graph: Graph) -> bool:
+    """True if some node is a convolution."""
+    return any(use.row.kind == "convolution" for use in sample_axes(graph).uses)
+
+
+def by_one_weird_trick(problem: Problem) -> Placement:
+    """One stage on all devices. Raises InfeasibleError where samples cannot be shared equally."""
+    nodes = tuple(range(len(problem.graph.nodes)))
+    devices = tuple(range(problem.cluster.size))
+    recompute = problem.train and problem.recompute == "full"
+    splits = _splits(problem.graph, len(devices))
+    return Placement((Stage(nodes, devices, problem.micro_batch_size, splits, recompute),))
+
+
+def _splits(graph: Graph, devices: int) -> NodeSplits:
+    samples = sample_axes(graph)
+    networks = [
+        (degree, replicated_network(graph, devices // degree, samples))
+        for degree in range(devices, 1, -1)
+        if devices % degree == 0
+    ]
+    nodes = range(len(graph.nodes))
+    products = {node for node in nodes if samples.uses[node].row.kind == "matmul"}
+    found: dict[int, tuple[Split, ...]] = {}
+    for node in _fully_connected(networks[0][1] if networks else replicated_network(graph, 1, samples), products):
+        for degree, network in networks:
+            axis = seed_axis(network, node, degree, frozenset())
+            if axis is None:
+                continue
+            members = frozenset(nodes) - products | {node}
+            region = grow(network, node, axis, degree, members, {})
+            cut = {node: axis} if region.open else region.axes
+            found |= {each: network.splits(each, name, degree) for each, name in cut.items() if each not in found}
+            break
+    return with_samples_split(samples, nodes, devices, found)
+
+
+def _fully_connected(network: Network, products: set[int]) -> Iterator[int]:
+    """Products with weights from which no convolution follows, in order."""
+    graph = network.graph
+    before: set[str] = set()
+    for node in range(len(graph.nodes) - 1, -1, -1):
+        each = graph.nodes[node]
+        if network.uses[node].row.kind == "convolution" or not before.isdisjoint(each.outputs):
+            before.update(name for name in each.inputs if name)
+    for node in sorted(products):
+        if before.isdisjoint(graph.nodes[node].outputs) and network.parameters_of(node):
+            yield node
+
+
+def data_and_pipeline(problem: Problem) -> Placement:
+    """A stage for each recurrent layer, or for as many in turn as let stages share the devices equally.
+
+    Wu et al., "Google's Neural Machine Translation System" (2016), section 3.1, as PaSE (IPDPS 2021, section IV)
+    compares with it. What comes before the first layer joins it, what follows a layer joins that layer. Raises
+    InfeasibleError where a stage's devices cannot share the samples.
+    """
+    graph, devices = problem.graph, problem.cluster.size
+    samples = sample_axes(graph)
+    layer_of = _layers(graph, samples)
+    layers = 1 + max(layer_of)
+    count = max(each for each in range(1, min(layers, devices) + 1) if devices % each == 0)
+    size = devices // count
+    check_samples(problem, size, "expert")
+    stages = []
+    for stage in range(count):
+        nodes = tuple(node for node, layer in enumerate(layer_of) if layer * count // layers == stage)
+        group = tuple(range(stage * size, (stage + 1) * size))
+        splits = with_samples_split(samples, nodes, size, {})
+        recompute = problem.train and problem.recompute == "full"
+        stages.append(Stage(nodes, group, problem.micro_batch_size, splits, recompute))
+    return Placement(tuple(stages))
+
+
+def _layers(graph: Graph, samples: SampleAxes) -> list[int]:
+    """For each node the recurrent layer it belongs to: the last that it depends on, else the first that reads it."""
+    found: list[int] = []
+    for node, use in zip(graph.nodes, samples.uses, strict=True):
+        producers = (graph.producer(name) for name in node.inputs if name)
+        before = max((found[each] for each in producers if each is not None), default=0)
+        found.append(before + (use.row.kind == "recurrent"))
+    readers = graph.consumers()
+    for index in range(len(found) - 1, -1, -1):
+        after = (found[each] for name in graph.nodes[index].outputs for each in readers.get(name, ()))
+        found[index] = found[index] or min(after, default=1)
+    return [layer - 1 for layer in found]
+
+
+def tensor_parallel(problem: Problem, degree: int) -> Placement:
+    """One stage on all devices, in groups of `degree` neighbours that share layers; 0 takes the largest that does.
+
+    Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019),
+    section 3. The largest degree is that of a whole node, or less where more nodes of the graph can be shared so.
+    Raises InfeasibleError where `degree` does not divide the devices, or groups cannot share the samples.
+    """
+    graph, devices = problem.graph, problem.cluster.size
+    samples = sample_axes(graph)
+    if degree == 0:
+        degree, found = _largest(problem)
+    elif devices % degree:
+        raise InfeasibleError(f"{devices} devices cannot be parted into groups of {degree}", where="strategy.tensor")
+    else:
+        found = whole_group_splits(graph, devices // degree, degree)
+    check_samples(problem, devices // degree, "expert")
+    nodes = tuple(range(len(graph.nodes)))
+    splits = with_samples_split(samples, nodes, devices // degree, found)
+    recompute = problem.train and problem.recompute == "full"
+    return Placement((Stage(nodes, tuple(range(devices)), problem.micro_batch_size, splits, recompute),))
+
+
+def _largest(problem: Problem) -> tuple[int, dict[int, tuple[Split, ...]]]:
+    """The degree within a node that shares most nodes of the graph, the largest of equals, with their splits."""
+    devices = problem.cluster.size
+    within = [each for each in range(1, problem.cluster.devices_per_node + 1) if devices % each == 0]
+    degrees = [each for each in within if problem.micro_batch_size % (devices // each) == 0]
+    if not degrees:
+        check_samples(problem, devices // within[-1], "expert")
+    found = {degree: whole_group_splits(problem.graph, devices // degree, degree) for degree in degrees}
+    best = max(degrees, key=lambda degree: (len(found[degree]), degree))
+    return best, found[best]
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """Splits a model as experts do by hand: by the kind of network it is.
+
+    A network with recurrent layers becomes a pipeline of them, each layer's devices sharing samples (Wu et al., GNMT,
+    2016); one that mostly convolves is split by one_weird_trick (Krizhevsky, 2014). In any other, groups of devices
+    share attention heads, columns and rows of feed-forward layers and the vocabulary, and the groups share samples
+    (Shoeybi et al., Megatron-LM, 2019; Shazeer et al., Mesh-TensorFlow, 2018).
+    """
+
+    tensor: int = 0
+    """How many devices share a layer's heads, columns and vocabulary; 0 takes as many of a node as can share most of
+    them. Recurrent and convolutional networks have no such groups."""
+
+    name: ClassVar[str] = "expert"
+
+    def division(self, graph: Graph) -> Division:
+        """Recurrent layers become stages."""
+        return Division.MANY if "recurrent" in _kinds(graph) else Division.FEW
+
+    def requires(self, problem: Problem) -> None:
+        """Raise ConfigurationError for a negative degree, InfeasibleError for an empty model or devices that differ.
+
+        Also where groups that share layers cannot hold all of them.
+        """
+        if self.tensor < 0:
+            raise ConfigurationError(f"tensor is {self.tensor}", hint="it must be 0 or more", where="strategy")
+        check_operators(problem)
+        check_one_kind(problem, self.name)
+        if not _kinds(problem.graph) & {"recurrent", "convolution"}:
+            check_state(problem, problem.cluster.size, self.tensor or problem.cluster.devices_per_node)
+
+    def run(self, problem: Problem) -> Placement:
+        """The placement.
+
+        Raises ConfigurationError for a constraint it does not fulfil, and InfeasibleError where devices cannot share
+        the samples, `tensor` does not divide them, or memory does not hold the placement.
+        """
+        placement = self._placed(problem)
+        check_wishes(problem, placement, self.name)
+        return fitted(problem, placement)
+
+    def _placed(self, problem: Problem) -> Placement:
+        work: Counter[str] = Counter()
+        for each in problem.work:
+            work[each.kind] += int(each.forward_flops)
+        if work["recurrent"]:
+            return data_and_pipeline(problem)
+        if work["convolution"] > work["matmul"]:
+            check_samples(problem, problem.cluster.size, self.name)
+            return by_one_weird_trick(problem)
+        return tensor_parallel(problem, self.tensor)
+
+
+def _kinds(graph: Graph) -> set[str]:
+    """The classes of the model's operators."""
+    return {row.kind for node in graph.nodes if (row := operator_of(node)) is not None}

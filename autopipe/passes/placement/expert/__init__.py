@@ -1,1 +1,0 @@
-"""Strategies that experts designed by hand, each for one kind of network."""

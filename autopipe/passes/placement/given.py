@@ -1,0 +1,508 @@
+"""The placement that is written down, stage by stage.
+
+Stages as they are written down: what a person reads and edits of a placement.
+
+Nodes of a graph by what a person calls them: indices, names, globs and ranges.
+
+A placement written down, so that a person can read and edit it.
+
+Few and readable entries for many nodes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+import re
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import ClassVar
+
+from autopipe.ir.batch import rebatched
+from autopipe.ir.errors import AutopipeError, ConfigurationError
+from autopipe.ir.graph import Graph
+from autopipe.ir.placement import Placement, Split, Stage, crossing_values, node_ranges
+from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.constraints import checked_splits
+from autopipe.passes.analysis.operators import SampleAxes, sample_axes
+from autopipe.passes.batching import Division
+
+NodeName = int | str
+"""A node's index in the graph, its name, or a glob over names."""
+
+NodeEntry = NodeName | tuple[NodeName, NodeName]
+"""A name, or the first and the last of nodes that follow one another in the graph."""
+
+_LAST = chr(0x10FFFF)
+_SPECIAL = re.compile(r"[*?[]")
+
+
+class NodeNames:
+    """The names of a graph's nodes, of which some may be alike, empty, or look like globs."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.names = tuple(node.name for node in graph.nodes)
+        self._positions: dict[str, list[int]] = {}
+        for index, name in enumerate(self.names):
+            self._positions.setdefault(name, []).append(index)
+        spelled = [(name, index) for index, name in enumerate(self.names)]
+        # Exporters put a slash first, which a glob may leave out.
+        spelled += [(name[1:], index) for name, index in spelled if name.startswith("/")]
+        self._sorted = sorted(spelled)
+        self._globs: dict[str, tuple[int, ...]] = {}
+
+    def meant(self, entry: NodeEntry) -> tuple[int, ...]:
+        """The nodes that an entry means, ascending, at least one; a name that a node has is no glob.
+
+        Raises ConfigurationError for an index or a name that there is not, with the nearest name, and for a range
+        whose ends are several nodes each or the wrong way round.
+        """
+        if isinstance(entry, tuple):
+            first, last = (self._one(end) for end in entry)
+            if first > last:
+                raise ConfigurationError(f"the range from {entry[0]!r} to {entry[1]!r} ends before it begins")
+            return tuple(range(first, last + 1))
+        if isinstance(entry, int):
+            if not 0 <= entry < len(self.names):
+                raise ConfigurationError(f"there is no node {entry}", f"nodes are 0 to {len(self.names) - 1}")
+            return (entry,)
+        if entry in self._positions:
+            return tuple(self._positions[entry])
+        matched = self.matched(entry)
+        if not matched:
+            near = difflib.get_close_matches(entry, self._positions, n=1, cutoff=0.0)
+            raise ConfigurationError(
+                f"no node's name matches {entry!r}", f"the nearest name is {near[0]!r}" if near else ""
+            )
+        return matched
+
+    def matched(self, glob: str) -> tuple[int, ...]:
+        """The nodes whose names match a glob, ascending."""
+        if glob not in self._globs:
+            prefix = _SPECIAL.split(glob, maxsplit=1)[0]
+            low, high = bisect_left(self._sorted, (prefix,)), bisect_right(self._sorted, (prefix + _LAST,))
+            matches = re.compile(fnmatch.translate(glob)).fullmatch
+            found = {index for name, index in self._sorted[low:high] if matches(name)}
+            self._globs[glob] = tuple(sorted(found))
+        return self._globs[glob]
+
+    def called(self, node: int) -> NodeName:
+        """The node's name where no other node has it, else its index."""
+        name = self.names[node]
+        return name if len(self._positions[name]) == 1 else node
+
+    def has(self, name: str) -> bool:
+        """True if a node has this name."""
+        return name in self._positions
+
+    def _one(self, end: NodeName) -> int:
+        found = self.meant(end)
+        if len(found) > 1:
+            numbers = ", ".join(map(str, found[:4])) + (", ..." if len(found) > 4 else "")
+            raise ConfigurationError(
+                f"{end!r} is {len(found)} nodes, and a range ends at one", f"write its number: {numbers}"
+            )
+        return found[0]
+
+
+_MOST_GLOBS = 256
+"""Globs that are tried for nodes beyond one a layer: names that nobody's layers explain are many."""
+
+
+def entries_of(
+    names: NodeNames, nodes: Collection[int], among: Sequence[int], allowed: Collection[int], globs: Iterable[str]
+) -> tuple[NodeEntry, ...]:
+    """Entries that, of the nodes of `among` (ascending), mean `nodes` and none that is not `allowed`.
+
+    In the order of the graph. Each of `globs` is taken where that holds of it; what is left is told by ranges.
+    """
+    found: list[tuple[int, NodeEntry]] = []
+    left, inside = set(nodes), set(among)
+    for glob in globs:
+        if not left:
+            break
+        matched = inside.intersection(() if names.has(glob) else names.matched(glob))
+        if not left.isdisjoint(matched) and all(node in allowed for node in matched):
+            found.append((min(matched), glob))
+            left -= matched
+    place = {node: index for index, node in enumerate(among)}
+    for start, stop in node_ranges(sorted(place[node] for node in left)):
+        first, last = names.called(among[start]), names.called(among[stop - 1])
+        found.append((among[start], first if start + 1 == stop else (first, last)))
+    return tuple(entry for _, entry in sorted(found, key=lambda each: each[0]))
+
+
+def layer_globs(names: NodeNames, nodes: Iterable[int]) -> Iterator[str]:
+    """A glob for each layer: what names of its nodes begin with, up to the first folder with a number."""
+    layers = dict.fromkeys(layer for node in nodes if (layer := _layer(names.names[node])))
+    return (f"{_literal(layer)}*" for layer in layers)
+
+
+def role_globs(names: NodeNames, nodes: Iterable[int]) -> Iterator[str]:
+    """Globs for what nodes do in whichever layer: their names, with any number in place of those of folders."""
+    folders_and_own = (names.names[node].rpartition("/") for node in nodes)
+    roles = (
+        re.sub(r"\d+", "*", _literal(folders)) + slash + _literal(own)
+        for folders, slash, own in folders_and_own
+        if re.search(r"\d", folders)
+    )
+    return islice(dict.fromkeys(roles), _MOST_GLOBS)
+
+
+def _layer(name: str) -> str:
+    """The name up to its first folder with a number; nothing where there is none."""
+    folders = name.split("/")[:-1]
+    count = next((index for index, folder in enumerate(folders, 1) if any(map(str.isdigit, folder))), 0)
+    return "".join(f"{folder}/" for folder in folders[:count])
+
+
+def _literal(text: str) -> str:
+    """A glob that matches `text` alone."""
+    return re.sub(r"[*?[]", r"[\g<0>]", text)
+
+
+SAMPLES = "samples"
+"""In a split: the axis that counts samples, whatever it is called in a node's iteration space."""
+
+_RUN = re.compile(r"(\d{1,9})-(\d{1,9})")
+_LEAST_RUN = 3
+"""Devices that are written as a run; fewer are written one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenSplits:
+    """Nodes of a stage that are split alike."""
+
+    split: tuple[tuple[str, int], ...]
+    """Degrees by axis of the iteration space, outer to inner over the stage's devices; `samples` is the axis that
+    counts samples, whatever an operator calls it. A node is split along those that it has; `{}` splits nothing."""
+
+    nodes: tuple[NodeEntry, ...]
+    """The nodes, written as those of a stage. Of several entries that mean a node the last one counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenStage:
+    """One stage."""
+
+    devices: tuple[int | str, ...]
+    """Its devices in order; `0-3` is four of them."""
+
+    nodes: tuple[NodeEntry, ...]
+    """Its nodes: names, globs over names, indices into the graph's nodes (for nodes whose names are alike or empty), or
+    `[first, last]` for a range in the order of the graph."""
+
+    micro_batch_size: int | None = None
+    """Samples of one of its micro-batches; those of the step's where it is not given."""
+
+    recompute: bool = False
+    """Run its forward again for its backward."""
+
+    pipeline: int = 0
+    """Which of several pipelines it belongs to; each holds all nodes."""
+
+    splits: tuple[GivenSplits, ...] = ()
+    """How its nodes are split over its devices; every device computes the others whole."""
+
+
+def devices_of(written: Sequence[int | str]) -> tuple[int, ...]:
+    """The devices that are written down as numbers and runs. Raises ConfigurationError for what is neither."""
+    return tuple(device for entry in written for device in _devices(entry))
+
+
+def written_devices(devices: Sequence[int]) -> tuple[int | str, ...]:
+    """Devices in the form that `devices_of` reads, in this order."""
+    return tuple(entry for run in _runs(devices) for entry in _written(run))
+
+
+def _devices(entry: int | str) -> range:
+    if isinstance(entry, int):
+        first = last = entry
+    else:
+        match = _RUN.fullmatch(entry)
+        if match is None:
+            raise ConfigurationError(f"{entry!r} is no device", "write numbers, or 0-3 for four of them")
+        first, last = int(match[1]), int(match[2])
+    if not 0 <= first <= last < 2**20:
+        raise ConfigurationError(f"{entry!r} is no device", "write numbers, or 0-3 for four of them")
+    return range(first, last + 1)
+
+
+def _runs(devices: Sequence[int]) -> Iterator[list[int]]:
+    run: list[int] = []
+    for device in devices:
+        if run and device != run[-1] + 1:
+            yield run
+            run = []
+        run.append(device)
+    yield run
+
+
+def _written(run: list[int]) -> tuple[int | str, ...]:
+    return (f"{run[0]}-{run[-1]}",) if len(run) >= _LEAST_RUN else tuple(run)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Takes a placement as it is written, if it can be run: nothing is searched, and constraints are not asked.
+
+    `placement.yaml` in the folder of every plan is its placement in this form. Edited, `autopipe plan --from DIR`
+    takes it.
+    """
+
+    name: ClassVar[str] = "given"
+
+    placement: tuple[GivenStage, ...] = ()
+    """The stages in order: each may read from earlier ones only."""
+
+    @property
+    def devices(self) -> int:
+        """One more than the largest device of its stages. Raises ConfigurationError for what is no device."""
+        return 1 + max(
+            (device for index in range(len(self.placement)) for device in self.devices_at(index)), default=-1
+        )
+
+    def devices_at(self, index: int) -> tuple[int, ...]:
+        """The devices of a stage. Raises ConfigurationError, naming the stage, for what is no device."""
+        try:
+            return devices_of(self.placement[index].devices)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"stage {index}: {error.message}", error.hint) from error
+
+    def division(self, graph: Graph) -> Division:
+        """It may have several stages."""
+        return Division.MANY
+
+    def requires(self, problem: Problem) -> None:
+        """Raise ConfigurationError where no stage is given."""
+        if not self.placement:
+            raise ConfigurationError(
+                "strategy given takes stages as they are written, and none are",
+                hint="autopipe plan --from DIR takes those of DIR/placement.yaml",
+            )
+
+    def run(self, problem: Problem) -> Placement:
+        """The placement.
+
+        Raises ConfigurationError, naming the stage and the node, where stages leave out nodes or share them, read from
+        later ones, name devices that there are not, or split what cannot be split so.
+        """
+        names, samples = NodeNames(problem.graph), _Samples(problem)
+        stages = tuple(
+            _stage(problem, names, samples, index, given, self.devices_at(index))
+            for index, given in enumerate(self.placement)
+        )
+        placement = Placement(stages)
+        for pipeline in range(placement.pipelines):
+            _check_partition(problem.graph, placement, pipeline)
+        _check_order(problem.graph, placement)
+        return placement
+
+
+class _Samples:
+    """The sample axes of a problem's graph on micro-batches of any size, each worked out once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._found: dict[int, SampleAxes] = {}
+
+    def on(self, size: int) -> SampleAxes:
+        """The sample axes on micro-batches of `size` samples."""
+        if size not in self._found:
+            graph = self._problem.graph
+            self._found[size] = sample_axes(graph if size == self._problem.micro_batch_size else rebatched(graph, size))
+        return self._found[size]
+
+
+def _stage(
+    problem: Problem, names: NodeNames, samples: _Samples, index: int, given: GivenStage, devices: tuple[int, ...]
+) -> Stage:
+    whole = problem.micro_batch_size
+    size = whole if given.micro_batch_size is None else given.micro_batch_size
+    if size < 1 or whole % size:
+        raise ConfigurationError(
+            f"stage {index} has micro-batches of {size} samples, which do not divide the step's of {whole}"
+        )
+    if given.pipeline < 0:
+        raise ConfigurationError(f"stage {index} is in pipeline {given.pipeline}", hint="number pipelines from 0")
+    _check_devices(index, devices, problem.cluster.size)
+    nodes = {node for entry in given.nodes for node in _meant(names, index, entry)}
+    if not nodes:
+        raise ConfigurationError(f"stage {index} has no nodes", hint="give it some, or remove it")
+    splits = _splits(names, samples.on(size), index, given, nodes)
+    for node, own in splits:
+        parts = math.prod(split.degree for split in own)
+        if len(devices) % parts:
+            raise ConfigurationError(
+                f"stage {index} splits it into {parts} parts ({', '.join(map(str, own))}) on {len(devices)} devices",
+                hint="the product of the degrees must divide the number of devices",
+                where=f"node {node}, {names.names[node]!r}",
+            )
+    return Stage(tuple(sorted(nodes)), devices, size, splits, given.recompute, given.pipeline)
+
+
+def _check_devices(index: int, devices: tuple[int, ...], count: int) -> None:
+    if not devices:
+        raise ConfigurationError(f"stage {index} has no devices", hint="name at least one")
+    missing = next((device for device in devices if device >= count), None)
+    if missing is not None:
+        raise ConfigurationError(
+            f"stage {index} names device {missing}, but there are {count}", hint=f"devices are 0 to {count - 1}"
+        )
+    twice = next((device for device in devices if devices.count(device) > 1), None)
+    if twice is not None:
+        raise ConfigurationError(f"stage {index} names device {twice} twice", hint="name each device once")
+
+
+def _meant(names: NodeNames, index: int, entry: NodeEntry) -> tuple[int, ...]:
+    try:
+        return names.meant(entry)
+    except AutopipeError as error:
+        raise ConfigurationError(f"stage {index}: {error.message}", error.hint) from error
+
+
+def _splits(
+    names: NodeNames, samples: SampleAxes, index: int, given: GivenStage, nodes: set[int]
+) -> tuple[tuple[int, tuple[Split, ...]], ...]:
+    """The splits of a stage's nodes, ascending; nodes that are not split are left out."""
+    asked: dict[int, tuple[tuple[str, int], ...]] = {}
+    for each in given.splits:
+        for node in _same_splits(names, samples, index, each, nodes):
+            asked[node] = split_of(samples, node, each.split)
+    checked = ((node, checked_splits(f"stage {index}", samples, node, asked[node])) for node in sorted(asked))
+    return tuple((node, own) for node, own in checked if own)
+
+
+def _same_splits(names: NodeNames, samples: SampleAxes, index: int, given: GivenSplits, nodes: set[int]) -> set[int]:
+    """The nodes that are split alike."""
+    found: set[int] = set()
+    for entry in given.nodes:
+        inside = nodes.intersection(_meant(names, index, entry))
+        if not inside:
+            raise ConfigurationError(
+                f"stage {index} splits {_spelled(entry)}, which it does not have",
+                hint="splits stand with the stage of their nodes: move them there, or remove them",
+            )
+        found |= inside
+    for axis, _ in given.split:
+        if found and not any(_own_axis(samples, node, axis) for node in found):
+            first = min(found)
+            axes = ", ".join(each.name for each in samples.uses[first].space.axes)
+            raise ConfigurationError(
+                f"stage {index} splits axis {axis!r}, which none of the nodes it names has",
+                hint=f"{names.names[first]!r} has {axes or 'none'}",
+            )
+    return found
+
+
+def split_of(samples: SampleAxes, node: int, split: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    """Of degrees by axis those along axes that the node has, under the node's own names."""
+    return tuple((own, degree) for axis, degree in split if (own := _own_axis(samples, node, axis)) is not None)
+
+
+def _own_axis(samples: SampleAxes, node: int, axis: str) -> str | None:
+    own = samples.axes[node] if axis == SAMPLES else axis
+    return own if any(each.name == own for each in samples.uses[node].space.axes) else None
+
+
+def _spelled(entry: NodeEntry) -> str:
+    return f"the range from {entry[0]!r} to {entry[1]!r}" if isinstance(entry, tuple) else repr(entry)
+
+
+def _check_partition(graph: Graph, placement: Placement, pipeline: int) -> None:
+    """Raise ConfigurationError unless each node is in one stage of the pipeline."""
+    owner: dict[int, int] = {}
+    for index, stage in enumerate(placement.stages):
+        for node in stage.nodes if stage.pipeline == pipeline else ():
+            if node in owner:
+                raise ConfigurationError(
+                    f"this node is in stages {owner[node]} and {index}",
+                    hint="leave it to one of them",
+                    where=f"node {node}, {graph.nodes[node].name!r}",
+                )
+            owner[node] = index
+    missing = [node for node in range(len(graph.nodes)) if node not in owner]
+    if missing:
+        where = f" of pipeline {pipeline}" if placement.pipelines > 1 else ""
+        others = f", and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise ConfigurationError(
+            f"this node is in no stage{where}{others}",
+            hint="give it to one",
+            where=f"node {missing[0]}, {graph.nodes[missing[0]].name!r}",
+        )
+
+
+def _check_order(graph: Graph, placement: Placement) -> None:
+    """Raise ConfigurationError where a stage needs what a later one computes."""
+    for value, source, target in crossing_values(graph, placement):
+        if source > target:
+            reader = next(node for node in placement.stages[target].nodes if value in graph.nodes[node].inputs)
+            producer = graph.producer(value)
+            assert producer is not None
+            raise ConfigurationError(
+                f"this node is in stage {target}, but it reads from {graph.nodes[producer].name!r} in stage {source}",
+                hint="a stage may read from earlier stages only",
+                where=f"node {reader}, {graph.nodes[reader].name!r}",
+            )
+
+
+_Degrees = tuple[tuple[str, int], ...]
+
+
+def written(graph: Graph, placement: Placement) -> Given:
+    """The strategy that gives exactly this placement of `graph`, in as few words as that takes."""
+    names, samples = NodeNames(graph), sample_axes(graph)
+    return Given(tuple(_written_stage(names, samples, stage) for stage in placement.stages))
+
+
+def _written_stage(names: NodeNames, samples: SampleAxes, stage: Stage) -> GivenStage:
+    everywhere = range(len(names.names))
+    return GivenStage(
+        devices=written_devices(stage.devices),
+        nodes=entries_of(names, stage.nodes, everywhere, set(stage.nodes), layer_globs(names, stage.nodes)),
+        micro_batch_size=stage.micro_batch_size,
+        recompute=stage.recompute,
+        pipeline=stage.pipeline,
+        splits=_written_splits(names, samples, stage),
+    )
+
+
+def _written_splits(names: NodeNames, samples: SampleAxes, stage: Stage) -> tuple[GivenSplits, ...]:
+    """Splits as entries: first the most frequent one, for all nodes; then the others, equal ones together."""
+    wanted = {node: degrees_of(samples, node, stage.splits_of(node)) for node in stage.nodes}
+    counted = Counter(degrees for degrees in wanted.values() if degrees)
+    if not counted:
+        return ()
+    usual, count = counted.most_common(1)[0]
+    found = []
+    if 2 * count > counted.total() and not names.has("*"):
+        found.append(GivenSplits(usual, ("*",)))
+        served = _served(samples, stage, usual)
+        left = [node for node in stage.nodes if node not in served]
+    else:
+        left = [node for node in stage.nodes if wanted[node]]
+    for degrees in dict.fromkeys(wanted[node] for node in left):
+        alike = [node for node in left if wanted[node] == degrees]
+        allowed = _served(samples, stage, degrees)
+        entries = entries_of(names, alike, stage.nodes, allowed, role_globs(names, alike))
+        found.append(GivenSplits(degrees, entries))
+    return tuple(found)
+
+
+def degrees_of(samples: SampleAxes, node: int, splits: tuple[Split, ...]) -> _Degrees:
+    """A node's splits as degrees by axis, its sample axis called `samples`."""
+    own = samples.axes[node]
+    return tuple((SAMPLES if split.axis == own else split.axis, split.degree) for split in splits)
+
+
+def _served(samples: SampleAxes, stage: Stage, degrees: _Degrees) -> frozenset[int]:
+    """The nodes of a stage that `degrees` split as they are to be split."""
+    return frozenset(
+        node
+        for node in stage.nodes
+        if tuple(Split(*each) for each in split_of(samples, node, degrees)) == stage.splits_of(node)
+    )

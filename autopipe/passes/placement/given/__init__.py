@@ -1,1 +1,0 @@
-"""A placement that is taken as it is written."""

@@ -1,1 +1,0 @@
-"""Pipeline, data and tensor parallelism multiplied, as large models are run by hand."""

@@ -1,0 +1,306 @@
+"""A min-sum model as one integer linear program: a binary a configuration, and one a pair of them on an edge.
+
+One configuration a variable; the pairs of an edge add up, along either side, to what its ends choose. Pairs need not be
+declared whole: they are, where their ends' are. Forbidden ones are left out.
+
+Configurations that no best choice has are dropped where an integer program would be too large to be written.
+
+The dual of the program's relaxation (`solvers/min_sum/dual`) says of each configuration what a choice with it costs at
+least; those above a choice that is known are dropped, as solvers of integer programs do by reduced costs. Where that is
+not enough, only the most promising are kept, and what was left out bounds what is proven.
+
+One integer program over a whole min-sum model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.passes.solvers import milp
+from autopipe.passes.solvers.min_sum import Assignment, MinSum
+from autopipe.passes.solvers.min_sum.branch_and_bound import Subproblem
+from autopipe.passes.solvers.min_sum.model import Array, chosen, conditioned, everything, priced, restricted
+
+CLOSE = 1e-4
+"""Gap that is none, within a memory limit."""
+NODES = 50
+"""Of the search within a memory limit, whose relaxation says little: programs are done or stuck by then."""
+PATIENCE_S = 15.0
+"""For one program within a memory limit."""
+SAME = 1e-9
+"""Gap that is rounding."""
+ROUNDING = 1e-6
+"""Share of a memory limit by which a solver may miss it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """How integer programs are solved."""
+
+    solver: milp.SolverName = "auto"
+    seconds: float = 60.0
+    """For each; the best that is found by then is the answer."""
+
+    def least(self, model: MinSum, known: Sequence[int] = (), limit: float | None = None) -> Assignment:
+        """The best choice of a merged model, within `limit` bytes where that is given; `known` is one that fits.
+
+        Within a limit the search ends at a gap of `CLOSE`, or at a limit of nodes. Raises InfeasibleError where there
+        is none, or none was found in time and none is known.
+        """
+        answer = self._solved(model, known, limit)
+        if limit is not None and answer.memory > limit:
+            # The solver took the limit for kept, which it missed by its rounding.
+            stricter = self._solved(model, known, limit * (1 - ROUNDING))
+            answer = replace(stricter, bound=min(answer.bound, stricter.bound), proven=False)
+        return answer
+
+    def _solved(self, model: MinSum, known: Sequence[int], limit: float | None) -> Assignment:
+        program = _Program.of(model, limit)
+        start = program.values(known) if known else None
+        gap, nodes = (0.0, None) if limit is None else (CLOSE, NODES)
+        seconds = self.seconds if limit is None else min(self.seconds, PATIENCE_S)
+        found = milp.solve(program.integer, seconds, gap, start, self.solver, nodes)
+        if not found.found:
+            raise InfeasibleError(f"integer program of splits: {found.status.value}")
+        choice = program.choice(found.values)
+        cost = model.cost_of(choice)
+        proven = found.proven and (limit is None or found.gap <= SAME)
+        bound = cost if proven else min(float(cost), found.bound)
+        memory = model.memory_of(choice)
+        return Assignment(choice, cost, bound, proven, memory, limit is None or memory <= limit)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Program:
+    """An integer program, and where in it a model's choices are."""
+
+    model: MinSum
+    """With no edges at variables of one configuration."""
+    integer: milp.Model
+    places: tuple[Array, ...]
+    """Of every variable: its binaries."""
+    pairs: tuple[Array, ...]
+    """Of every edge: its binaries, -1 where a pair is forbidden."""
+
+    @classmethod
+    def of(cls, model: MinSum, limit: float | None) -> _Program:
+        """The program of a merged model. Raises InfeasibleError where all of a variable or an edge is forbidden."""
+        model = conditioned(model)
+        builder = milp.Builder()
+        constant = 0.0
+        places, pairs, bytes_ = [], [], []
+        memory = model.memory or (None,) * len(model.costs)
+        for costs, needs in zip(model.costs, memory, strict=True):
+            least, own = _above_least(costs)
+            constant += least
+            columns = builder.add_variables(len(own), cost=own, upper=np.isfinite(costs))
+            builder.add_rows(np.zeros_like(columns), columns, lower=1, upper=1)
+            places.append(columns)
+            bytes_.append((columns, needs))
+        for edge in model.edges:
+            least, own = _above_least(edge.costs)
+            constant += least
+            allowed = np.isfinite(edge.costs)
+            columns = np.full(own.shape, -1)
+            columns[allowed] = builder.add_variables(int(allowed.sum()), cost=own[allowed], integral=False)
+            for end, axis in ((edge.source, 0), (edge.target, 1)):
+                row = np.nonzero(allowed)[axis]
+                sides = np.arange(len(places[end]))
+                builder.add_rows(
+                    np.concatenate((row, sides)),
+                    np.concatenate((columns[allowed], places[end])),
+                    np.concatenate((np.ones(len(row)), -np.ones(len(sides)))),
+                    lower=0,
+                    upper=0,
+                )
+            pairs.append(columns)
+            bytes_.append((columns[allowed], None if edge.memory is None else edge.memory[allowed]))
+        if limit is not None:
+            _limit(builder, bytes_, limit)
+        # Gaps are shares of all that is paid.
+        builder.add_variables(1, cost=constant, lower=1.0)
+        return cls(model, builder.model(), tuple(places), tuple(pairs))
+
+    def values(self, choice: Sequence[int]) -> Array:
+        """The program's variables at a choice."""
+        found = self.integer.lower.copy()
+        for columns, number in zip(self.places, choice, strict=True):
+            found[columns[number]] = 1.0
+        for edge, columns in zip(self.model.edges, self.pairs, strict=True):
+            found[columns[choice[edge.source], choice[edge.target]]] = 1.0
+        return found
+
+    def choice(self, values: Array) -> tuple[int, ...]:
+        """The choice at the program's variables."""
+        return tuple(int(values[columns].argmax()) for columns in self.places)
+
+
+def _above_least(costs: Array) -> tuple[float, Array]:
+    """The least of some costs, and what each is above it; 0 for forbidden ones."""
+    least = float(costs.min())
+    if math.isinf(least):
+        raise InfeasibleError("every choice of configurations has a forbidden one, or a forbidden pair")
+    return least, np.where(np.isfinite(costs), costs - least, 0.0)
+
+
+def _limit(builder: milp.Builder, parts: Sequence[tuple[Array, Array | None]], limit: float) -> None:
+    """One row: the bytes of all that is chosen, in shares of the limit."""
+    known = [(columns, needs) for columns, needs in parts if needs is not None and needs.any()]
+    columns = np.concatenate([np.zeros(0, np.int64), *(each for each, _ in known)])
+    needs = np.concatenate([np.zeros(0), *(each.ravel() for _, each in known)])
+    builder.add_rows(np.zeros_like(columns), columns, needs / max(limit, 1.0), upper=limit / max(limit, 1.0), count=1)
+
+
+ROUNDS = 60
+"""Sweeps forth and back at most."""
+PROGRESS = 0.02
+"""They go on while one of each closes this share of the gap."""
+SLACK = 1e-9
+"""Of a cost: what rounding may do to a sum of many."""
+SHARES = (0.3, 0.1, 0.03, 0.01, 0.0)
+"""Of the gap: thresholds that are tried where too much is left."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReducedModel:
+    """A model with fewer configurations."""
+
+    kept: tuple[Array, ...]
+    """Of every variable, ascending."""
+    reach: tuple[Array, ...]
+    """Of each of these: no choice with it costs less."""
+    choice: tuple[int, ...]
+    """The best that was met, or known before; among what is kept, unless it costs more than the cutoff."""
+    cost: float
+    """Of that choice."""
+    bound: float
+    """No choice costs less."""
+    left_out: float = np.inf
+    """No choice costs less that has another configuration, but for those that cost more than `choice`."""
+
+    @property
+    def is_met(self) -> bool:
+        """True if no choice costs less than the one that was met."""
+        return self.cost - self.bound <= SLACK * abs(self.cost)
+
+    def answer(self, model: MinSum) -> Assignment:
+        """The choice that was met, where none costs less."""
+        return Assignment(self.choice, self.cost, self.cost, True, model.memory_of(self.choice))
+
+
+def fix_by_reduced_cost(
+    model: MinSum, most: float = 0, known: Sequence[int] = (), cutoff: float | None = None
+) -> ReducedModel:
+    """Reduce a merged model until it has at most `most` pairs of configurations, or bounds get no better.
+
+    A configuration stays if it may be in a choice that costs no more than `cutoff`; or, where none is given, than the
+    best choice that is met or `known`. Raises InfeasibleError where every choice is forbidden, as far as pairs show it.
+    """
+    part = Subproblem(model, everything(model))
+    choice, cost = tuple(known), float(model.cost_of(known)) if known else np.inf
+    top = _at_most(cost if cutoff is None else cutoff)
+    before = -np.inf
+    for _ in range(ROUNDS):
+        if choice and part.dual.cells([len(keep) for keep in part.kept]) <= most:
+            break
+        for forward in (True, False):
+            met = part.sweep(forward)
+            if (cost_met := float(model.cost_of(met))) < cost or not choice:
+                choice, cost = met, cost_met
+        top = _at_most(cost) if cutoff is None else top
+        part.narrow(top)
+        bound = part.bound
+        if cost - bound <= SLACK * abs(cost) or bound - before < PROGRESS * (cost - before):
+            break
+        before = bound
+    positions = part.within(top)
+    reach = tuple(each[places] - part.dual.rounding for each, places in zip(part.dual.reach, positions, strict=True))
+    return ReducedModel(tuple(part.at(positions)), reach, choice, cost, min(part.bound, cost))
+
+
+def promising(model: MinSum, found: ReducedModel, most: float) -> ReducedModel:
+    """The same with at most `most` pairs of configurations, or with no more than promise the least, and its choice."""
+    top = max(float(reach.max()) for reach in found.reach)
+    for share in SHARES:
+        if _pairs(model, found.kept) <= most:
+            break
+        threshold = found.bound + share * max(0.0, top - found.bound)
+        keep = [
+            (reach <= threshold) | (kept == number)
+            for kept, reach, number in zip(found.kept, found.reach, found.choice, strict=True)
+        ]
+        kept, reach = (
+            tuple(each[which] for each, which in zip(every, keep, strict=True)) for every in (found.kept, found.reach)
+        )
+        found = replace(found, kept=kept, reach=reach, left_out=threshold)
+    return found
+
+
+def _pairs(model: MinSum, kept: Sequence[Array]) -> int:
+    """Pairs of configurations on edges whose ends have a choice."""
+    sizes = [len(keep) for keep in kept]
+    ends = ((sizes[edge.source], sizes[edge.target]) for edge in model.edges)
+    return sum(one * other for one, other in ends if min(one, other) > 1)
+
+
+def _at_most(cost: float) -> float:
+    return cost + SLACK * abs(cost)
+
+
+MOST_PAIRS = 50_000
+"""Of configurations on edges: what an integer program may have."""
+
+MOST_PAIRS_WITHIN = 10_000
+"""The same within a memory limit, where programs take longest."""
+
+
+def least_by_program(model: MinSum, programs: Programs, most: float = MOST_PAIRS) -> Assignment:
+    """The best choice of a merged model, by a program of about `most` pairs of configurations at most.
+
+    There is none where the dual of the relaxation meets a choice. Raises InfeasibleError where every choice is
+    forbidden.
+    """
+    left = fix_by_reduced_cost(model)
+    if left.is_met:
+        return left.answer(model)
+    left = promising(model, left, most)
+    known = _places(left, left.choice)
+    found = programs.least(restricted(model, left.kept), known or ())
+    bound = max(left.bound, min(float(found.bound), left.left_out))
+    proven = found.proven and found.cost <= left.left_out
+    return replace(found, choice=chosen(left.kept, found.choice), bound=bound, proven=proven)
+
+
+def least_within(
+    model: MinSum, limit: float, rate: float, cutoff: float, known: Sequence[int], programs: Programs
+) -> Assignment:
+    """The best choice of a merged model that needs at most `limit` bytes and costs at most `cutoff`.
+
+    What the program may leave out shows at the price `rate` for a byte; it begins with `known` if that fits.
+    Raises InfeasibleError where there is no such choice, or none was found in time.
+    """
+    at_price = priced(model, rate)
+    left = fix_by_reduced_cost(at_price, 0, known, cutoff + rate * limit)
+    left = promising(at_price, left, MOST_PAIRS_WITHIN)
+    start = _places(left, known) if model.memory_of(known) <= limit else None
+    found = programs.least(restricted(model, left.kept), start or (), limit)
+    left_out = left.left_out - rate * limit
+    proven = found.proven and found.cost <= left_out
+    return replace(
+        found, choice=chosen(left.kept, found.choice), bound=min(float(found.bound), left_out), proven=proven
+    )
+
+
+def _places(left: ReducedModel, choice: Sequence[int]) -> list[int] | None:
+    """Where a choice is among what is left; None where a part of it is not."""
+    places = [int(keep.searchsorted(number)) for keep, number in zip(left.kept, choice, strict=True)]
+    there = all(
+        place < len(keep) and keep[place] == number
+        for keep, place, number in zip(left.kept, places, choice, strict=True)
+    )
+    return places if there else None

@@ -1,0 +1,248 @@
+"""The splits inside all stages of a placement, equal stages searched once.
+
+Which stages are equal: layers that repeat are searched once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.placement import Placement, SplitProof, Stage
+from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.gradients import differentiable_values
+from autopipe.passes.analysis.operators import SampleAxes, element_bytes, sample_axes
+from autopipe.passes.cost.memory_check import device_memory, out_of_memory
+from autopipe.passes.cost.stage_work import reach
+from autopipe.passes.cost.stages import StageCost, stage_costs, step_seconds
+from autopipe.passes.placement.tepdist.levels import Level
+from autopipe.passes.schedule.limits import step_s
+from autopipe.passes.sharding.configurations import Splits
+from autopipe.passes.sharding.node_costs import StageOptions
+from autopipe.passes.sharding.search import SplitProblem, split_problem
+from autopipe.passes.sharding.tables import make_tables
+
+
+@dataclass(frozen=True, slots=True)
+class NodeContents:
+    """Signatures of the nodes of a problem, beside their names."""
+
+    problem: Problem
+    samples: SampleAxes
+    gradient: frozenset[str]
+    widths: dict[str, int]
+
+    @staticmethod
+    def of(problem: Problem) -> NodeContents:
+        """The contents of a problem's graph."""
+        samples = sample_axes(problem.graph)
+        gradient = differentiable_values(problem.graph) if problem.train else frozenset()
+        return NodeContents(problem, samples, gradient, element_bytes(problem.graph, samples.uses, problem.precision))
+
+    def key(self, nodes: Sequence[int], devices: Sequence[int], terms: StageOptions) -> Hashable:
+        """Equal for stages whose searches are equal, node by node in order; micro-batches in flight do not count."""
+        known: dict[str, int] = {}
+        parts: list[Hashable] = [reach(self.problem.cluster, devices), terms.recompute]
+        for node in nodes:
+            each = self.problem.graph.nodes[node]
+            read = tuple(self._read(name, known, terms) if name else None for name in each.inputs)
+            written = tuple(self._value(name, known, name in terms.given) if name else None for name in each.outputs)
+            parts.append(
+                (each.op, each.domain, each.attributes, self.samples.axes[node], terms.allowed.get(node), read, written)
+            )
+        return tuple(parts)
+
+    def _read(self, name: str, known: dict[str, int], terms: StageOptions) -> Hashable:
+        """A value by its number where it is known; what else it is where it is new."""
+        if name in known:
+            return known[name]
+        graph = self.problem.graph
+        parameter, constant = graph.parameter(name), graph.constant(name)
+        if constant is not None:
+            return (self._value(name, known), constant.array.tobytes())
+        if parameter is not None:
+            return (self._value(name, known), parameter.trainable, name in terms.whole)
+        return self._value(name, known)
+
+    def _value(self, name: str, known: dict[str, int], given: bool = False) -> Hashable:
+        known[name] = len(known)
+        value = self.problem.graph.type_of(name)
+        return value.dtype, value.shape, self.widths.get(name), name in self.gradient, given
+
+
+_ROUNDS = 2
+"""How often stages that are equal are fitted into memory again, because others have changed beside them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostedPlacement:
+    """A placement, what its stages cost, and by how much the fullest device of each is over its limit."""
+
+    placement: Placement
+    costs: tuple[StageCost, ...]
+    excess: tuple[tuple[int, int], ...]
+    """For each stage bytes (below zero where there is room) and the device."""
+
+    @property
+    def fits(self) -> bool:
+        """True if memory holds it under 1F1B."""
+        return all(excess <= 0 for excess, _ in self.excess)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IntraStageSearch:
+    """The search inside stages of one problem, which remembers what it found for stages that come again."""
+
+    problem: Problem
+    solver: Level
+    contents: NodeContents
+    samples: SampleAxes
+    _found: dict[Hashable, tuple[tuple[Splits, ...], SplitProof]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(problem: Problem, solver: Level) -> IntraStageSearch:
+        """The search on micro-batches of the problem's size."""
+        return IntraStageSearch(problem, solver, NodeContents.of(problem), sample_axes(problem.graph))
+
+    def placements(self, skeleton: Placement, wished: Mapping[int, Splits], limit_s: float) -> list[CostedPlacement]:
+        """Placements with the stages of `skeleton` that memory holds under 1F1B, `wished` nodes split as asked.
+
+        Every stage is split as the solver finds it best, or by its samples, or the faster of both. Where memory is
+        short for the first, stages recompute if they may, and splits are searched within memory, unless a step of it as
+        it is would take `limit_s` already. Raises InfeasibleError where there is none, with the least excess.
+        """
+        plain = self._unlimited(skeleton, wished)
+        fitting = [each for each in plain if each.fits]
+        if plain[0].fits or step_s(self.problem, plain[0].placement, plain[0].costs) >= limit_s:
+            return fitting
+        # A single stage fits in smaller micro-batches, too: a plan that recomputes would end the search before these.
+        if self.problem.train and self.problem.recompute == "auto" and len(skeleton.stages) > 1:
+            fitting += self._recomputing(plain[0], wished)
+        try:
+            fitting.append(self._within(plain[0], wished, limit_s))
+        except InfeasibleError:
+            if not fitting:
+                raise
+        return fitting
+
+    def proof(self, placement: Placement, wished: Mapping[int, Splits]) -> SplitProof:
+        """Proof of the splits of a single stage, from the solver's bound where memory is no limit."""
+        inside = split_problem(self.problem, placement, wished)
+        _, proof = self._searched(inside, placement, 0)
+        (cost,) = stage_costs(self.problem, placement)
+        seconds = max(step_seconds(cost, self.problem.micro_batches), proof.lower_bound)
+        return SplitProof(seconds, proof.lower_bound, seconds <= proof.lower_bound * (1 + 1e-9))
+
+    def _unlimited(self, skeleton: Placement, wished: Mapping[int, Splits]) -> list[CostedPlacement]:
+        """Placements without regard to memory, as the solver finds it best first."""
+        inside = split_problem(self.problem, skeleton, wished)
+        numbers = range(len(skeleton.stages))
+        searched = self._weighed(_with_stages(skeleton, [self._searched(inside, skeleton, i)[0] for i in numbers]))
+        by_samples = [self._by_samples(stage, wished) for stage in skeleton.stages]
+        others = [other or own for other, own in zip(by_samples, searched.placement.stages, strict=True)]
+        if others == list(searched.placement.stages):
+            return [searched]
+        sampled = self._weighed(_with_stages(skeleton, others))
+        faster = [min(enumerate((searched, sampled)), key=lambda each: self._seconds(each, i))[0] for i in numbers]
+        if len(set(faster)) == 1:
+            return [searched, sampled]
+        stages = [(searched, sampled)[which].placement.stages[i] for i, which in enumerate(faster)]
+        return [searched, sampled, self._weighed(_with_stages(skeleton, stages))]
+
+    def _seconds(self, candidate: tuple[int, CostedPlacement], stage: int) -> tuple[bool, float, int]:
+        """By what the ways of a stage are compared."""
+        number, weighed = candidate
+        seconds = step_seconds(weighed.costs[stage], self.problem.micro_batches)
+        return weighed.excess[stage][0] > 0, seconds, number
+
+    def _searched(self, inside: SplitProblem, placement: Placement, index: int) -> tuple[Stage, SplitProof]:
+        """A stage as the solver finds it best without regard to memory."""
+        stage, terms = placement.stages[index], inside.terms[index]
+        nodes = [node for node, _ in inside.plans[index].nodes]
+        key = self.contents.key(nodes, stage.devices, terms)
+        if key not in self._found:
+            tables = make_tables(self.problem, nodes, stage.devices, terms)
+            answer = self.solver(tables, None)
+            chosen = dict(tables.splits(answer.choice))
+            proof = SplitProof(float(answer.cost), float(answer.bound), answer.proven)
+            self._found[key] = tuple(chosen.get(node, ()) for node in nodes), proof
+        splits, proof = self._found[key]
+        return replace(stage, splits=_of_nodes(nodes, splits)), proof
+
+    def _by_samples(self, stage: Stage, wished: Mapping[int, Splits]) -> Stage | None:
+        """The stage with nothing but its samples shared; None where they cannot be, or something else is asked for."""
+        width = len(stage.devices)
+        if any(node in wished or not self.samples.divides(node, width) for node in stage.nodes):
+            return None
+        return replace(stage, splits=self.samples.splits(stage.nodes, width))
+
+    def _recomputing(self, plain: CostedPlacement, wished: Mapping[int, Splits]) -> list[CostedPlacement]:
+        """The same with recomputation in the stages that memory does not hold, in all where that is not enough."""
+        stages = plain.placement.stages
+        full = [replace(stage, recompute=excess > 0) for stage, (excess, _) in zip(stages, plain.excess, strict=True)]
+        for some in (full, [replace(stage, recompute=True) for stage in stages]):
+            bare = [replace(stage, splits=()) for stage in some]
+            fitting = [each for each in self._unlimited(_with_stages(plain.placement, bare), wished) if each.fits]
+            if fitting:
+                return fitting
+        return []
+
+    def _within(self, plain: CostedPlacement, wished: Mapping[int, Splits], limit_s: float) -> CostedPlacement:
+        """The placement with other splits in the stages that memory does not hold: in equal ones those of the fullest.
+
+        Splits under which a stage alone takes `limit_s` a step are as good as any others that do.
+        Raises InfeasibleError, with the least excess, where nothing fits.
+        """
+        inside = split_problem(self.problem, plain.placement, wished)
+        keys = [
+            self.contents.key([node for node, _ in plan.nodes], stage.devices, terms)
+            for plan, stage, terms in zip(inside.plans, plain.placement.stages, inside.terms, strict=True)
+        ]
+        rounds: Counter[Hashable] = Counter()
+        while not plain.fits:
+            worst = max(range(len(keys)), key=lambda stage: plain.excess[stage][0])
+            rounds[keys[worst]] += 1
+            if rounds[keys[worst]] > _ROUNDS:
+                device = plain.excess[worst][1]
+                need = self.problem.memory_of(device) + plain.excess[worst][0]
+                raise out_of_memory(self.problem, [worst], len(keys), device, need, least=True)
+            self._check_least(inside, plain, worst)
+            fitted = inside.split(plain.placement, worst, self.solver.below(limit_s), own=self.problem).placement
+            nodes = [[node for node, _ in plan.nodes] for plan in inside.plans]
+            splits = [fitted.stages[worst].splits_of(node) for node in nodes[worst]]
+            same = [stage for stage, key in enumerate(keys) if key == keys[worst] and plain.excess[stage][0] > 0]
+            stages = list(plain.placement.stages)
+            for stage in same:
+                stages[stage] = replace(stages[stage], splits=_of_nodes(nodes[stage], splits))
+            plain = self._weighed(_with_stages(plain.placement, stages))
+        return plain
+
+    def _check_least(self, inside: SplitProblem, plain: CostedPlacement, index: int) -> None:
+        """Raise InfeasibleError where a stage needs more than there is however each node is split by itself."""
+        nodes = [node for node, _ in inside.plans[index].nodes]
+        tables = make_tables(self.problem, nodes, plain.placement.stages[index].devices, inside.terms[index])
+        stays = sum(int(each.min()) for each in tables.model.memory or ())
+        least = stays + max(int(each.min()) for each in tables.passing)
+        device = plain.excess[index][1]
+        if least > self.problem.memory_of(device):
+            raise out_of_memory(self.problem, [index], len(inside.plans), device, least, least=True)
+
+    def _weighed(self, placement: Placement) -> CostedPlacement:
+        costs = stage_costs(self.problem, placement)
+        used = device_memory(self.problem, placement, costs)
+        excess = tuple(
+            max((used[device] - self.problem.memory_of(device), device) for device in stage.devices)
+            for stage in placement.stages
+        )
+        return CostedPlacement(placement, costs, excess)
+
+
+def _with_stages(placement: Placement, stages: Sequence[Stage]) -> Placement:
+    return replace(placement, stages=tuple(stages), proof=None)
+
+
+def _of_nodes(nodes: Sequence[int], splits: Sequence[Splits]) -> tuple[tuple[int, Splits], ...]:
+    """As `Stage.splits` has them."""
+    return tuple((node, own) for node, own in zip(nodes, splits, strict=True) if own)
