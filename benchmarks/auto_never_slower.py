@@ -36,13 +36,11 @@ from command_line import parse_arguments
 from autopipe.configs import zoo
 from autopipe.configs.cluster import build_cluster, cluster_names, cluster_preset
 from autopipe.ir.errors import AutopipeError, InfeasibleError
-from autopipe.passes.auto.candidate import Candidate
+from autopipe.passes.auto.candidates import Candidate
 from autopipe.passes.auto.choose import chosen, weigh
 from autopipe.passes.auto.search import PlanSearch
-from autopipe.passes.base import Strategy
-from autopipe.passes.pipeline import Placed, make_plan, place, schedule
-from autopipe.passes.registry import scheduler_class, scheduler_names, strategy_class, strategy_names
-from autopipe.passes.request import Request
+from autopipe.passes.pipeline import Placed, Request, make_plan, place, schedule
+from autopipe.passes.registry import Strategy, scheduler_class, scheduler_names, strategy_class, strategy_names
 from autopipe.passes.runner import NullObserver, Runner
 from autopipe.passes.schedule.breakdown import breakdown
 from autopipe.passes.schedule.limits import lower_bound

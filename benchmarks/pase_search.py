@@ -22,8 +22,8 @@ from command_line import parse_arguments
 from autopipe.configs import zoo
 from autopipe.configs.load import load_configuration, resolve_cluster
 from autopipe.ir.placement import Placement
+from autopipe.passes.pipeline import Request, first_problem
 from autopipe.passes.placement.pase.strategy import Pase
-from autopipe.passes.request import Request, first_problem
 from autopipe.passes.runner import NullObserver, Runner
 
 _PAPER = {"alexnet": 128, "rnnlm": 64, "inceptionv3": 128, "transformer": 64}

@@ -18,13 +18,12 @@ from command_line import parse_arguments
 from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.configs.zoo import MODELS, build, configure
 from autopipe.ir.errors import AutopipeError
-from autopipe.passes.base import Strategy
-from autopipe.passes.pipeline import make_plan
+from autopipe.passes.pipeline import Request, make_plan
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.placement.tepdist.strategy import TePDist
-from autopipe.passes.request import Request
+from autopipe.passes.registry import Strategy
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
 
 RIVALS: tuple[Strategy, ...] = (DataParallel(), Pase(), PipeDream(), PipeDream(sweep=True))

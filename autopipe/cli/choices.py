@@ -10,9 +10,8 @@ from typing import Any, cast
 from autopipe.configs.configuration import Choice, Configuration, build
 from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir.errors import ConfigurationError
-from autopipe.passes.base import Scheduler, Strategy
 from autopipe.passes.placement.given import Given
-from autopipe.passes.registry import scheduler_class, strategy_class, strategy_names
+from autopipe.passes.registry import Scheduler, Strategy, scheduler_class, strategy_class, strategy_names
 
 AUTO = "auto"
 """Name that leaves the strategy, or the schedule, to the search over all of them."""

@@ -17,8 +17,8 @@ from autopipe.ir.placement import Placement, Split
 from autopipe.ir.plan import Plan
 from autopipe.ir.plan_file import plan_digest
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
+from autopipe.passes.pipeline import read_for
 from autopipe.passes.placement.given import NodeEntry, NodeNames, degrees_of, entries_of, layer_globs, role_globs
-from autopipe.passes.request import read_for
 
 _MOST_LINES = 6
 """Lines for each kind of decision; what concerns most nodes comes first."""

@@ -11,8 +11,8 @@ from autopipe.configs.load import load_configuration
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.plan import Plan
 from autopipe.ir.plan_file import read_plan
+from autopipe.passes.pipeline import Request
 from autopipe.passes.placement.given import Given
-from autopipe.passes.request import Request
 
 _DECIDED = {
     "recompute": "placement.yaml says of each stage whether it recomputes",

@@ -66,7 +66,7 @@ def plan(
     from autopipe.cli.progress import Watcher, names_of
     from autopipe.cli.request import request_of
     from autopipe.passes.auto.choose import choose
-    from autopipe.passes.auto.store import answers
+    from autopipe.passes.auto.plan_cache import answers
     from autopipe.passes.pipeline import make_plan
 
     held = None if former is None else BasePlan.read(former)

@@ -15,8 +15,7 @@ from autopipe.cli.figures import bytes_text, counted_text, devices_text, kinds_t
 from autopipe.cli.roles import trained_lines
 from autopipe.ir.placement import SplitProof
 from autopipe.ir.plan import CostCoverage, Plan, Summary
-from autopipe.passes.pipeline import PlanResult
-from autopipe.passes.request import Request
+from autopipe.passes.pipeline import PlanResult, Request
 
 _MOST_ROWS = 16
 """Stages shown; of more, the first and the last ones."""

@@ -9,8 +9,7 @@ from autopipe.cli.figures import seconds_text
 from autopipe.cli.output import Bar, Output
 from autopipe.ir.errors import ConfigurationError, InternalError
 from autopipe.passes.auto.choose import weighed_names
-from autopipe.passes.pipeline import pass_names
-from autopipe.passes.request import Request
+from autopipe.passes.pipeline import Request, pass_names
 
 
 def names_of(request: Request) -> tuple[str, ...]:

@@ -15,8 +15,7 @@ from autopipe.ir.measured_costs import Costs
 from autopipe.ir.problem import Mode
 from autopipe.passes.cost.measured import measured_cluster
 from autopipe.passes.frontend import CrossEntropy
-from autopipe.passes.pipeline import PlanResult
-from autopipe.passes.request import Request
+from autopipe.passes.pipeline import PlanResult, Request
 
 
 def request_of(configuration: Configuration, model: Path) -> Request:

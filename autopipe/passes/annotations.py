@@ -28,6 +28,7 @@ from autopipe.ir.problem import Constraint
 from autopipe.ir.space import Dimension, Space
 from autopipe.passes.analysis.constraints import BATCH_AXIS
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes, uses_of
+from autopipe.passes.atomic_file import replacing
 from autopipe.passes.frontend.device_annotations import (
     Annotation,
     Configuration,
@@ -52,7 +53,6 @@ from autopipe.passes.frontend.protobuf_scan import (
     header,
     varint,
 )
-from autopipe.passes.replacing import replacing
 
 
 @dataclass(frozen=True, slots=True)

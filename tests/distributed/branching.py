@@ -12,8 +12,8 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.schedule import StageGraph
-from autopipe.passes.base import Scheduler
 from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.registry import Scheduler
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards, OneForwardOneBackward
 from autopipe.passes.schedule.tessel.scheduler import Tessel
 from tests.distributed.pool import Pools

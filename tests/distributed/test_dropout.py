@@ -17,7 +17,6 @@ from autopipe.backends.torch.verification import read_losses
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.schedule import Schedule
-from autopipe.passes.base import Strategy
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.expert import Expert
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
@@ -27,6 +26,7 @@ from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.placement.piper.strategy import Piper
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
+from autopipe.passes.registry import Strategy
 from tests.distributed.dropping import graph_with_dropout
 from tests.distributed.halves import halved
 from tests.distributed.pool import Pools

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from autopipe.ir.cluster import Cluster
-from autopipe.passes.base import Strategy
 from autopipe.passes.cost.memory_check import check_kinds
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
 from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.placement.tepdist.strategy import TePDist
+from autopipe.passes.registry import Strategy
 from tests.distributed.branching import BATCH, check_step, training
 from tests.distributed.pool import Pools
 from tests.distributed.zoo import SmallModels

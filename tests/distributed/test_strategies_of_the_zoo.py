@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from autopipe.ir.placement import Placement
-from autopipe.passes.base import Strategy
 from autopipe.passes.placement.expert import Expert
 from autopipe.passes.placement.grid import Grid
 from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.placement.tepdist.strategy import TePDist
+from autopipe.passes.registry import Strategy
 from tests.distributed.pool import Pools
 from tests.distributed.trained import Trained, check, problem_of
 from tests.distributed.zoo import SAMPLES, SIZES, SmallModels

@@ -21,8 +21,7 @@ from autopipe.ir.schedule import Phase, StageGraph
 from autopipe.passes.batching import Division
 from autopipe.passes.lower.deadlock_check import prove
 from autopipe.passes.lower.lower import lower
-from autopipe.passes.pipeline import make_plan, reopen
-from autopipe.passes.request import Request
+from autopipe.passes.pipeline import Request, make_plan, reopen
 from autopipe.passes.schedule.published.base import GPipe
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards, OneForwardOneBackward
 from autopipe.passes.schedule.tessel.model import SearchOptions

@@ -13,10 +13,9 @@ from autopipe.configs.load import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import ConfigurationError, InfeasibleError, ModelError
 from autopipe.ir.problem import Mode
-from autopipe.passes.pipeline import make_plan, pass_names, reopen
+from autopipe.passes.pipeline import Request, make_plan, pass_names, reopen
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pipedream import PipeDream
-from autopipe.passes.request import Request
 from autopipe.passes.schedule.published.base import GPipe
 from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 

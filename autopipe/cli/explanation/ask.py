@@ -14,12 +14,19 @@ from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_plan
 from autopipe.cli.request import request_of
 from autopipe.configs.load import load_configuration
 from autopipe.ir.errors import AutopipeError, ConfigurationError
-from autopipe.passes.explain.device import device_report
-from autopipe.passes.explain.helps import WhatIf, WhatIfResult, granted, is_quick, wishes
-from autopipe.passes.explain.node import node_report
-from autopipe.passes.explain.node_changes import move_changes, split_changes
-from autopipe.passes.explain.prices import cheapest
-from autopipe.passes.explain.stage_changes import stage_changes
+from autopipe.passes.explain import (
+    WhatIf,
+    WhatIfResult,
+    cheapest,
+    device_report,
+    granted,
+    is_quick,
+    move_changes,
+    node_report,
+    split_changes,
+    stage_changes,
+    wishes,
+)
 from autopipe.passes.pipeline import PlanResult
 from autopipe.passes.placement.given import Given, NodeNames
 from autopipe.passes.schedule.breakdown import stage_parts

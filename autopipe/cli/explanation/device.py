@@ -10,7 +10,7 @@ from rich.table import Table
 
 from autopipe.cli.figures import bytes_text, seconds_text
 from autopipe.ir.plan import Plan
-from autopipe.passes.explain.device import DeviceReport
+from autopipe.passes.explain import DeviceReport
 
 _MOST_WAITS = 8
 _LEAST_S = 1e-12

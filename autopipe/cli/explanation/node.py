@@ -13,8 +13,7 @@ from autopipe.cli.explanation.prices import price_forms, price_table
 from autopipe.cli.figures import bytes_text, group_text, seconds_text
 from autopipe.cli.output import printable
 from autopipe.ir.plan import Plan
-from autopipe.passes.explain.node import Edge, NodeReport
-from autopipe.passes.explain.prices import EditPrice
+from autopipe.passes.explain import Edge, EditPrice, NodeReport
 
 _MOST_EDGES = 12
 

@@ -16,7 +16,7 @@ from autopipe.cli.figures import seconds_text
 from autopipe.cli.plan_screen import prediction_line, schedule_line
 from autopipe.ir.plan import Alternative
 from autopipe.ir.plan_file import alternatives_form, summary_form
-from autopipe.passes.explain.helps import WhatIfResult
+from autopipe.passes.explain import WhatIfResult
 from autopipe.passes.pipeline import PlanResult
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from autopipe.cli.explanation.weighed import over_text
 from autopipe.cli.figures import bytes_text, seconds_text
-from autopipe.passes.explain.prices import EditPrice
+from autopipe.passes.explain import EditPrice
 
 
 def price_table(prices: Sequence[EditPrice], chosen_s: float) -> Table:

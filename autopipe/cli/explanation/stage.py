@@ -9,7 +9,7 @@ from rich.console import RenderableType
 
 from autopipe.cli.explanation.prices import price_forms, price_table
 from autopipe.cli.figures import bytes_text, group_text, seconds_text
-from autopipe.passes.explain.prices import EditPrice
+from autopipe.passes.explain import EditPrice
 from autopipe.passes.pipeline import PlanResult
 from autopipe.passes.schedule.breakdown import StageParts
 

@@ -10,7 +10,7 @@ from autopipe.ir.measured_costs import Operation, Sample
 from autopipe.passes.cost.measured import Operations
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import Model
-from autopipe.passes.request import Request, read_for
+from autopipe.passes.pipeline import Request, read_for
 
 _LAP = 400
 """Places of a lap: a few layers show what many take."""

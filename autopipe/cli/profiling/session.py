@@ -27,7 +27,7 @@ from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.measured_costs import DeviceCosts, ExchangeCost, OperationCost, TaskCosts
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import Model
-from autopipe.passes.request import Request
+from autopipe.passes.pipeline import Request
 
 _WHOLE = 0.15
 _TASKS = 0.1

@@ -1,12 +1,78 @@
-"""Which ways to a placement are tried: every strategy, the cheap ones first, in the forms that schedules ask for."""
+"""Which ways to a placement are tried: every strategy, the cheap ones first, in the forms that schedules ask for.
+
+Limits of a search by the size of the problem alone: searches that take too long for their promise are left out.
+
+One way to a placement: a strategy with its options, and what of the request it settles.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from autopipe.passes.auto.candidate import Candidate
-from autopipe.passes.registry import STRATEGIES, strategy_class, strategy_names
-from autopipe.passes.request import Request
+from autopipe.ir.errors import AutopipeError
+from autopipe.ir.placement import Placement
+from autopipe.ir.plan import Choice
+from autopipe.ir.problem import Problem
+from autopipe.passes.pipeline import Request
+from autopipe.passes.placement.grid import Grid
+from autopipe.passes.registry import STRATEGIES, Scheduler, Strategy, strategy_class, strategy_names
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A request in which the schedule alone is open, told by what it settles."""
+
+    strategy: Strategy
+    micro_batches: int | None = None
+    """None where the request says how many, or the strategy does."""
+    recompute: str = "none"
+    shard: bool = False
+    """True if the optimizer's state is shared out among replicas."""
+
+    def settled(self, request: Request) -> Request:
+        """The request with what this candidate settles of it."""
+        return dataclasses.replace(
+            request,
+            strategy=self.strategy,
+            micro_batches=self._count(request),
+            recompute=request.recompute or self.recompute,
+            optimizer=dataclasses.replace(request.optimizer, shard=self._shards(request)),
+        )
+
+    def choice(self, request: Request, schedule: str | None = None) -> Choice:
+        """Command-line choice that reproduces this candidate."""
+        return Choice(
+            strategy=self.strategy.name,
+            options=_options(self.strategy),
+            schedule=schedule,
+            micro_batches=self._count(request),
+            recompute=request.recompute or self.recompute,
+            shard=self._shards(request),
+        )
+
+    def _count(self, request: Request) -> int | None:
+        """The micro-batches that the request or this settles; None where the strategy is to choose."""
+        if request.micro_batch_size is not None and request.batch_size is not None:
+            return request.batch_size // request.micro_batch_size
+        return request.micro_batches if self.micro_batches is None else self.micro_batches
+
+    def _shards(self, request: Request) -> bool:
+        return request.optimizer.shard or self.shard
+
+
+def _options(strategy: Strategy) -> tuple[tuple[str, str], ...]:
+    """The options of a strategy that are not its defaults; each has one. JSON's spelling is YAML's, too."""
+    assert dataclasses.is_dataclass(strategy)
+    given = ((field.name, getattr(strategy, field.name), field.default) for field in dataclasses.fields(strategy))
+    return tuple(
+        (name, value if isinstance(value, str) else json.dumps(value))
+        for name, value, default in given
+        if value != default
+    )
+
 
 _Form = tuple[str, tuple[tuple[str, object], ...]]
 """A strategy and its options."""
@@ -71,3 +137,96 @@ def _forms(request: Request) -> Iterator[_Form]:
     for form in (*forms, *others):
         if form[0] not in _FOLLOWERS or (form[0] == "manual" and request.constraints):
             yield form
+
+
+_MOST_SIZE = {
+    "breadth_first": 2**14,
+    "mcmc": 2**14,
+    "graphpipe": 2**16,
+    "grid with chunks": 2**16,
+    "pase": 2**16,
+    "pipedream": 2**16,
+    "piper": 2**16,
+    "tepdist": 2**16,
+    "tessel_shapes": 2**16,
+}
+"""By what is searched the most operators times devices; others take about as long for any number of devices.
+
+32 devices with a thousand operators each are below all but the least: those are baselines of pase's.
+"""
+
+_QUICK = ("data_parallel", "expert", "manual", "one_weird_trick")
+"""Strategies that search nothing."""
+
+_LONG = ("tepdist", "piper")
+"""Strategies whose search takes longest."""
+
+_MUCH_IN_COMMON = ("graphpipe", "grid", "tessel_shapes")
+"""Strategies whose forms read the same from a model on micro-batches of one size."""
+
+_MOST_TASKS = 2**14
+"""The most stages times micro-batches for which every schedule is simulated, whatever bounds say."""
+
+_MOST_SEARCHED = 2**11
+"""The most of them for which a schedule is searched."""
+
+
+class LeftOutError(AutopipeError):
+    """A choice that the search for the best plan does not look into."""
+
+
+def left_out(strategy: Strategy, operators: int, devices: int) -> LeftOutError | None:
+    """Reason to leave out a strategy that would search too long for `operators` on `devices`."""
+    most = _MOST_SIZE.get(_form(strategy))
+    if most is None or operators * devices <= most:
+        return None
+    return LeftOutError(
+        f"left out: {_form(strategy)} would search long for {operators} operators on {devices} devices; "
+        "name it to have it searched"
+    )
+
+
+def _form(strategy: Strategy) -> str:
+    """Kind of search: the step of stages that a line passes again and again needs a list of all tasks."""
+    is_open = isinstance(strategy, Grid) and strategy.chunks > 1 and strategy.pipeline is None
+    return "grid with chunks" if is_open else strategy.name
+
+
+def is_quick(strategy: Strategy) -> bool:
+    """True if a strategy answers so soon that no other process needs to be asked."""
+    return strategy.name in _QUICK
+
+
+def takes_long(strategy: Strategy) -> bool:
+    """True if a search should be begun early, so that it is not what the others are waited for in the end."""
+    return strategy.name in _LONG
+
+
+def in_common(candidate: Candidate) -> object:
+    """Equal for candidates that have most of their work in common, which a process does once."""
+    if candidate.strategy.name in _MUCH_IN_COMMON:
+        return candidate.strategy.name, candidate.micro_batches, candidate.recompute, candidate.shard
+    return candidate
+
+
+def is_searched(scheduler: Scheduler) -> bool:
+    """True if an order of tasks is searched, which takes longer than all named schedules together."""
+    return scheduler.name == "tessel"
+
+
+def check_scheduler(scheduler: Scheduler, problem: Problem, placement: Placement) -> None:
+    """Raise LeftOutError for a search of the order of too many tasks."""
+    if is_searched(scheduler) and _size(problem, placement) > _MOST_SEARCHED:
+        raise LeftOutError(
+            f"left out: {scheduler.name} would search long for {len(placement.stages)} stages and "
+            f"{problem.micro_batches} micro-batches; name it to have it searched"
+        )
+
+
+def is_large(problem: Problem, placement: Placement) -> bool:
+    """True if a step has enough tasks that it is simulated only where it could be the shortest."""
+    return _size(problem, placement) > _MOST_TASKS
+
+
+def _size(problem: Problem, placement: Placement) -> int:
+    return len(placement.stages) * problem.micro_batches

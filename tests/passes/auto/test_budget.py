@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from autopipe.passes.auto.budget import LeftOutError, left_out
-from autopipe.passes.auto.candidate import Candidate
-from autopipe.passes.auto.narrowed import refine
-from autopipe.passes.auto.tried import CandidateTrial
+from autopipe.passes.auto.candidates import Candidate, LeftOutError, left_out
+from autopipe.passes.auto.choose import refine
+from autopipe.passes.auto.search import CandidateTrial
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.grid import Grid
 from autopipe.passes.placement.pase.strategy import Mcmc

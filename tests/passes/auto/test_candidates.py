@@ -6,11 +6,10 @@ import dataclasses
 from pathlib import Path
 
 from autopipe.ir.problem import Constraint, Optimizer
-from autopipe.passes.auto.candidate import Candidate
-from autopipe.passes.auto.candidates import candidates, strategies_of
+from autopipe.passes.auto.candidates import Candidate, candidates, strategies_of
+from autopipe.passes.pipeline import Request
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
 from autopipe.passes.registry import strategy_names
-from autopipe.passes.request import Request
 from tests.passes.auto.models import cluster
 
 REQUEST = Request(Path("model.onnx"), cluster(2), None, None)

@@ -12,13 +12,11 @@ import pytest
 from autopipe.ir.codec import JsonRecord
 from autopipe.ir.errors import InternalError
 from autopipe.ir.plan_file import plan_digest
-from autopipe.passes.auto import budget
+from autopipe.passes.auto import candidates as budget
 from autopipe.passes.auto.choose import choose, weigh
-from autopipe.passes.auto.decided import refused_form, refused_of
-from autopipe.passes.auto.keys import answer_key
-from autopipe.passes.auto.store import Store
+from autopipe.passes.auto.plan_cache import Store, answer_key, refused_form, refused_of
+from autopipe.passes.pipeline import Request, first_model
 from autopipe.passes.placement.piper.strategy import Piper
-from autopipe.passes.request import Request, first_model
 from autopipe.passes.runner import NullObserver, Runner
 from autopipe.passes.schedule.published.base import GPipe
 from tests.passes.auto.models import cluster, layers

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from autopipe.ir.problem import Optimizer
-from autopipe.passes.auto.candidate import Candidate
-from autopipe.passes.auto.first import first_candidate
+from autopipe.passes.auto.candidates import Candidate
+from autopipe.passes.auto.choose import first_candidate
+from autopipe.passes.pipeline import Request
 from autopipe.passes.placement.grid import Grid
-from autopipe.passes.request import Request
 from tests.passes.auto.models import cluster
 
 

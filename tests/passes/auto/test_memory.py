@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from autopipe.passes.auto.memory import may_be_short
-from autopipe.passes.request import Request, open_problem
+from autopipe.passes.auto.choose import may_be_short
+from autopipe.passes.pipeline import Request, open_problem
 from autopipe.passes.runner import NullObserver, Runner
 from tests.passes.auto.models import cluster, layers
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from autopipe.passes.auto.store import Store, cache_folder
+from autopipe.passes.auto.plan_cache import Store, cache_folder
 
 FORM = "autopipe.test/1"
 

@@ -11,11 +11,11 @@ import pytest
 
 from autopipe.ir.errors import InfeasibleError, OutOfMemoryError
 from autopipe.ir.problem import Optimizer
-from autopipe.passes.auto import variations as varied
-from autopipe.passes.auto.candidate import Candidate
-from autopipe.passes.auto.tried import CandidateTrial, ScheduleOutcome
+from autopipe.passes.auto import choose as varied
+from autopipe.passes.auto.candidates import Candidate
+from autopipe.passes.auto.search import CandidateTrial, ScheduleOutcome
 from autopipe.passes.batching import Division
-from autopipe.passes.request import Request
+from autopipe.passes.pipeline import Request
 from tests.passes.auto.models import cluster
 
 BATCH = 64

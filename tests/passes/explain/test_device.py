@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.explain.device import device_report
+from autopipe.passes.explain import device_report
 from autopipe.passes.registry import scheduler_class
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate

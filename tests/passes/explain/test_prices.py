@@ -9,15 +9,19 @@ import pytest
 
 from autopipe.configs.load import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
-from autopipe.passes.explain.helps import granted, wishes
-from autopipe.passes.explain.node import node_report
-from autopipe.passes.explain.node_changes import move_changes, split_changes
-from autopipe.passes.explain.prices import EditPrice, cheapest
-from autopipe.passes.explain.stage_changes import stage_changes
-from autopipe.passes.pipeline import PlanResult, make_plan
+from autopipe.passes.explain import (
+    EditPrice,
+    cheapest,
+    granted,
+    move_changes,
+    node_report,
+    split_changes,
+    stage_changes,
+    wishes,
+)
+from autopipe.passes.pipeline import PlanResult, Request, make_plan
 from autopipe.passes.placement.given import written
 from autopipe.passes.registry import scheduler_class, strategy_class
-from autopipe.passes.request import Request
 
 GPT = {"layers": "2", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
 PLANS = {

@@ -14,8 +14,8 @@ import pytest
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import Box
+from autopipe.passes import export as pieces
 from autopipe.passes.export import Numbers, write_trained
-from autopipe.passes.export import numbers as pieces
 from autopipe.passes.frontend import read_model
 from tests.passes.frontend.building import INT64, floats, integers, model, node, saved
 from tests.passes.frontend.reference import run

@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 from autopipe.ir.graph import Graph
-from autopipe.passes.export.write import write_trained
+from autopipe.passes.export import write_trained
 from autopipe.passes.frontend import read_model
 from autopipe.passes.frontend.merged_parameters import CALL, FOLDED, SIGNATURE
 from tests.passes.export.test_write import trained as numbers

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 
-from autopipe.passes.export.write import write_trained
+from autopipe.passes.export import write_trained
 from autopipe.passes.frontend import Model, read_model
 from tests.passes.export.test_write import trained as numbers
 from tests.passes.frontend.building import INT64, floats, node, saved

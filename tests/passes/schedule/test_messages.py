@@ -13,9 +13,8 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.lower.lower import lower
-from autopipe.passes.pipeline import make_plan
+from autopipe.passes.pipeline import Request, make_plan
 from autopipe.passes.placement.pipedream import PipeDream
-from autopipe.passes.request import Request
 from autopipe.passes.schedule.predict import predict, stage_messages
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards, OneForwardOneBackward
 from autopipe.passes.schedule.simulate import simulate

@@ -14,8 +14,7 @@ from autopipe.configs import zoo
 from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.ir.problem import Mode
 from autopipe.passes.auto.choose import choose
-from autopipe.passes.pipeline import PlanResult
-from autopipe.passes.request import Request
+from autopipe.passes.pipeline import PlanResult, Request
 
 
 @dataclass(frozen=True, slots=True)

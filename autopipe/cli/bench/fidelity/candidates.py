@@ -13,11 +13,10 @@ from autopipe.ir.program import Program
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.analysis.operators import element_bytes, uses_of
 from autopipe.passes.auto.choose import weigh
-from autopipe.passes.auto.tried import CandidateTrial, ScheduleOutcome
+from autopipe.passes.auto.search import CandidateTrial, ScheduleOutcome
 from autopipe.passes.lower.lower import lower
 from autopipe.passes.lower.traffic import communication_bytes
-from autopipe.passes.pipeline import Placed
-from autopipe.passes.request import Request
+from autopipe.passes.pipeline import Placed, Request
 from autopipe.passes.runner import NullObserver, Runner
 
 

@@ -15,7 +15,7 @@ from autopipe.configs import zoo
 from autopipe.configs.load import load_configuration
 from autopipe.ir.cost_file import costs_text
 from autopipe.ir.measured_costs import Costs, DeviceCosts, merged
-from autopipe.passes.request import Request
+from autopipe.passes.pipeline import Request
 
 SUBJECTS: Final[dict[str, dict[str, int]]] = {
     "gpt": {"layers": 2, "hidden": 128},

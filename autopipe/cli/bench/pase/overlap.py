@@ -10,10 +10,10 @@ from autopipe.cli.bench.pase.published import MODELS, SPEEDUP_AT_32
 from autopipe.cli.bench.row import Case, Row
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Problem
-from autopipe.passes.base import Strategy
 from autopipe.passes.cost.stages import stage_costs, step_seconds
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pase.strategy import Pase
+from autopipe.passes.registry import Strategy
 
 _DEVICES = 32
 

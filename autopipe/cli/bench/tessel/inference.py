@@ -11,9 +11,9 @@ from autopipe.cli.bench.tessel.step import step_seconds
 from autopipe.cli.bench.tessel.v100 import problem_on_v100
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.passes.base import Scheduler
 from autopipe.passes.placement.tessel_shapes.cuts import costed_model, stage_of_several
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
+from autopipe.passes.registry import Scheduler
 from autopipe.passes.schedule.published.base import GPipe
 from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.tessel.scheduler import Tessel

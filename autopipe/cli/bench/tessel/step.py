@@ -8,7 +8,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph
-from autopipe.passes.base import Scheduler
+from autopipe.passes.registry import Scheduler
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.schedule.tessel.scheduler import Tessel

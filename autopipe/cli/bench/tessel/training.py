@@ -16,8 +16,8 @@ from autopipe.configs.zoo.settings import Setting
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.passes.base import Scheduler
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
+from autopipe.passes.registry import Scheduler
 from autopipe.passes.schedule.published.bidirectional import Chimera
 from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward, OneForwardOneBackwardPlus
 from autopipe.passes.schedule.tessel.scheduler import Tessel

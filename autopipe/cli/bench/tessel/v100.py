@@ -10,8 +10,8 @@ from autopipe.configs import zoo
 from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.configs.zoo.settings import Setting
 from autopipe.ir.problem import Problem
+from autopipe.passes.pipeline import Request, first_problem
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
-from autopipe.passes.request import Request, first_problem
 from autopipe.passes.runner import NullObserver, Runner
 
 _CLUSTER = "v100-32gb"

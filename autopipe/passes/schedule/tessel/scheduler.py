@@ -13,7 +13,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Proof, Schedule, StageGraph
 from autopipe.ir.timeline import Prediction
-from autopipe.passes.base import Scheduler
+from autopipe.passes.registry import Scheduler
 from autopipe.passes.schedule.block_shapes import require_room
 from autopipe.passes.schedule.limits import SAME, least_end, lower_bound
 from autopipe.passes.schedule.predict import predict

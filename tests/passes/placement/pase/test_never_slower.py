@@ -10,12 +10,12 @@ from autopipe.configs.zoo import MODELS
 from autopipe.ir.cluster import Cluster, Level, Link
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Mode, Problem
-from autopipe.passes.base import Strategy
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.expert import Expert, OneWeirdTrick
 from autopipe.passes.placement.pase.strategy import Mcmc, Pase
+from autopipe.passes.registry import Strategy
 from tests.passes.cost.graphs import cluster
 from tests.passes.placement.pase.paper.models import model_graph
 

@@ -12,9 +12,8 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.plan_file import read_plan, write_plan
 from autopipe.ir.problem import Mode
 from autopipe.ir.schedule import Phase
-from autopipe.passes.pipeline import make_plan
+from autopipe.passes.pipeline import Request, make_plan
 from autopipe.passes.placement.pipedream import PipeDream
-from autopipe.passes.request import Request
 from autopipe.passes.schedule.limits import lower_bound
 from autopipe.passes.schedule.published.base import GPipe
 from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward

@@ -1,0 +1,422 @@
+"""A copy of an ONNX file with trained numbers, streamed: no tensor is ever whole in memory.
+
+A model and its tensors as bytes, one piece after the other.
+
+A message's fields may stand in any order (https://protobuf.dev/programming-guides/encoding): a tensor's numbers come
+last in it, the tensors last in the graph, and the graph last in the model, so that all lengths are known beforehand.
+
+The numbers of a tensor, read a block at a time from wherever they are.
+
+Which tensors of the file hold a model's parameters.
+
+Reading a model gives most parameters the name of a tensor in the file. Three kinds do not stand there as they are: what
+an exporter folded operators into is computed from a parameter again, copies of a parameter follow it, and a constant in
+the middle of the graph is a node's result.
+
+Tensors of a file that were not trained, and whose numbers do not stand in its small part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from autopipe.ir.errors import ConfigurationError, ModelError
+from autopipe.ir.graph import DType, FileSlice, Value
+from autopipe.ir.layout import Box
+from autopipe.passes.atomic_file import replacing
+from autopipe.passes.frontend.elements import NUMBERS, dtype_of, external_slice, stored_numbers
+from autopipe.passes.frontend.folding import Folded
+from autopipe.passes.frontend.load import Source, load, located, opened
+from autopipe.passes.frontend.merged_parameters import NAMESAKE, take_apart
+from autopipe.passes.frontend.parameters import Chosen, roles_of
+from autopipe.passes.frontend.protobuf_scan import (
+    ATTRIBUTE_TENSOR,
+    GRAPH_INITIALIZER,
+    GRAPH_NODE,
+    MODEL_GRAPH,
+    NODE_ATTRIBUTE,
+    TENSOR_RAW,
+    framed,
+    header,
+    strip_weights,
+)
+from autopipe.passes.frontend.weights import Weights
+
+if TYPE_CHECKING:
+    import onnx
+
+
+PIECE: Final = 1 << 24
+"""Bytes held at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A tensor by name, element type and shape, and how to read a block of it.
+
+    `read` gives little-endian elements in the block's shape; of bfloat16, the bits.
+    """
+
+    value: Value
+    read: Callable[[Box], npt.NDArray[np.generic]]
+
+    def pieces(self) -> Iterator[bytes]:
+        """All of the tensor's bytes, row by row, no more than about PIECE at a time."""
+        for box in _boxes(self.value.shape, PIECE // self.value.dtype.itemsize):
+            yield self.read(box).tobytes()
+
+    def renamed(self, name: str) -> Numbers:
+        """The same numbers under another name."""
+        return Numbers(dataclasses.replace(self.value, name=name), self.read)
+
+    def computed(self, value: Value, folded: Folded) -> Numbers:
+        """What an exporter had folded operators into, from the numbers of the parameter; what is only moved is read
+        a block at a time, all else at once."""
+        steps = folded.steps
+        if not steps:
+            return self.renamed(value.name)
+        if len(steps) == 1 and steps[0].operator == "Transpose":
+            order = steps[0].numbers
+            return Numbers(value, lambda box: self.read(_back(box, order)).transpose(order))
+
+        @functools.cache
+        def whole() -> npt.NDArray[np.generic]:
+            stored = self.read(Box((0,) * len(self.value.shape), self.value.shape))
+            if not any(step.operator == "Exp" for step in steps):
+                return folded.apply(stored)
+            if value.dtype is not DType.BFLOAT16:
+                return folded.apply(stored).astype(stored.dtype)
+            bits = folded.apply((stored.astype(np.uint32) << 16).view(np.float32)).astype(np.float32).view(np.uint32)
+            # Rounded to the nearest, ties to even.
+            return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(stored.dtype)
+
+        return Numbers(value, lambda box: whole()[tuple(map(slice, box.starts, box.stops))].reshape(box.shape))
+
+
+def _back(box: Box, order: tuple[int, ...]) -> Box:
+    """The block of a tensor that is this block of it transposed."""
+    starts, stops = [0] * len(order), [0] * len(order)
+    for place, axis in enumerate(order):
+        starts[axis], stops[axis] = box.starts[place], box.stops[place]
+    return Box(tuple(starts), tuple(stops))
+
+
+def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
+    """Blocks of at most `limit` elements which, one after the other, are the tensor row by row."""
+    if math.prod(shape) == 0:
+        return
+    axis = next((axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= limit), None)
+    if axis is None:  # A scalar.
+        yield Box((), ())
+        return
+    rows = max(1, limit // math.prod(shape[axis + 1 :]))
+    rest = shape[axis + 1 :]
+    for outer in itertools.product(*map(range, shape[:axis])):
+        for start in range(0, shape[axis], rows):
+            stop = min(start + rows, shape[axis])
+            yield Box((*outer, start, *(0 for _ in rest)), (*(at + 1 for at in outer), stop, *rest))
+
+
+def kept_tensors(
+    graph: onnx.GraphProto, source: Source, trained: Collection[str]
+) -> tuple[list[Numbers], list[Numbers]]:
+    """Initializers and constants of `graph` without numbers there, but for those that are `trained`.
+
+    First those whose numbers lie in the file itself, then those in files beside it.
+
+    `graph` is that of the file of `source` without the numbers of its large tensors.
+    """
+    inside: list[Numbers] = []
+    beside: list[Numbers] = []
+    for name, tensor in _tensors(graph):
+        if name in trained or tensor.raw_data or tensor.float_data or tensor.double_data:
+            continue
+        if tensor.data_location == tensor.EXTERNAL:
+            place = external_slice(tensor, source.path.parent)
+        else:
+            place = source.slices.get(name)
+        if place is not None:
+            value = Value(name, dtype_of(tensor.data_type, name), tuple(tensor.dims))
+            (beside if place.file else inside).append(_stored(value, place, source.path))
+    return inside, beside
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:
+    for tensor in graph.initializer:
+        yield tensor.name, tensor
+    for node in graph.node:
+        if node.op_type == "Constant":
+            for attribute in node.attribute:
+                if attribute.name == "value":
+                    yield node.output[0], attribute.t
+
+
+def _stored(value: Value, place: FileSlice, model: Path) -> Numbers:
+    path = model.parent / place.file if place.file else model
+    dtype = np.dtype("<u2" if value.dtype is DType.BFLOAT16 else value.dtype.value).newbyteorder("<")
+
+    def read(box: Box) -> npt.NDArray[np.generic]:
+        stored = np.memmap(path, dtype, mode="r", offset=place.offset, shape=value.shape or (1,))
+        return stored[tuple(map(slice, box.starts, box.stops))].reshape(box.shape)
+
+    return Numbers(value, read)
+
+
+Progress = Callable[[int], None]
+
+ALIGNMENT: Final = 4096
+"""Offset of each tensor in a data file, so that it can be mapped into memory."""
+
+
+def write_beside(file: IO[bytes], tensors: Sequence[Numbers], progress: Progress) -> dict[str, int]:
+    """Write the numbers of tensors into a data file; their offsets in it, by name."""
+    places: dict[str, int] = {}
+    for each in tensors:
+        file.write(bytes(-file.tell() % ALIGNMENT))
+        places[each.value.name] = file.tell()
+        _write(file, each, progress)
+    return places
+
+
+def write_model(
+    file: IO[bytes],
+    model: onnx.ModelProto,
+    tensors: Sequence[Numbers],
+    constants: Mapping[str, onnx.NodeProto],
+    data: str,
+    places: Mapping[str, int],
+    progress: Progress,
+) -> None:
+    """Write the model with these tensors besides its own; those that have `places` lie there in the file `data`.
+
+    A tensor is the value of the node that `constants` has for it, else an initializer. `model` loses its graph.
+    """
+    graph = model.graph.SerializeToString()
+    model.ClearField("graph")
+    nodes = [(_node_head(constants[each.value.name], each), each) for each in tensors if each.value.name in constants]
+    initializers = [
+        (_initializer_head(each, data, places.get(each.value.name)), each)
+        for each in tensors
+        if each.value.name not in constants
+    ]
+    streamed = sum(each.value.bytes for each in tensors if each.value.name not in places)
+    size = len(graph) + sum(len(head) for head, _ in (*nodes, *initializers)) + streamed
+    file.write(model.SerializeToString() + header(MODEL_GRAPH, size))
+    for head, each in nodes:  # Before all others: these read nothing.
+        file.write(head)
+        _write(file, each, progress)
+    file.write(graph)
+    for head, each in initializers:
+        file.write(head)
+        if each.value.name not in places:
+            _write(file, each, progress)
+
+
+def _initializer_head(numbers: Numbers, data: str, place: int | None) -> bytes:
+    """An initializer up to its numbers, or all of it where they lie in the file `data`."""
+    import onnx
+
+    value = numbers.value
+    if place is None:
+        head = _tensor_head(value)
+        return header(GRAPH_INITIALIZER, len(head) + value.bytes) + head
+    tensor = onnx.TensorProto(name=value.name, data_type=NUMBERS[value.dtype], dims=value.shape)
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    for key, entry in (("location", data), ("offset", place), ("length", value.bytes)):
+        tensor.external_data.add(key=key, value=str(entry))
+    return framed(GRAPH_INITIALIZER, tensor.SerializeToString())
+
+
+def _node_head(node: onnx.NodeProto, numbers: Numbers) -> bytes:
+    """A Constant node up to its numbers."""
+    import onnx
+
+    size = numbers.value.bytes
+    tensor = _tensor_head(numbers.value)
+    attribute = onnx.AttributeProto(name="value", type=onnx.AttributeProto.TENSOR).SerializeToString()
+    attribute += header(ATTRIBUTE_TENSOR, len(tensor) + size) + tensor
+    bare = onnx.NodeProto()
+    bare.CopyFrom(node)
+    del bare.attribute[:]
+    head: bytes = bare.SerializeToString()
+    head += header(NODE_ATTRIBUTE, len(attribute) + size) + attribute
+    return header(GRAPH_NODE, len(head) + size) + head
+
+
+def _tensor_head(value: Value) -> bytes:
+    import onnx
+
+    head: bytes = onnx.TensorProto(
+        name=value.name, data_type=NUMBERS[value.dtype], dims=value.shape
+    ).SerializeToString()
+    return head + header(TENSOR_RAW, value.bytes)
+
+
+def _write(file: IO[bytes], numbers: Numbers, progress: Progress) -> None:
+    for piece in numbers.pieces():
+        file.write(piece)
+        progress(len(piece))
+
+
+FIXED: Final = frozenset({"Constant", "ConstantOfShape"})
+"""Operators whose results can be parameters."""
+
+
+def file_tensors(
+    source: Source, graph: onnx.GraphProto, trained: Mapping[str, Numbers]
+) -> tuple[tuple[Numbers, ...], frozenset[str]]:
+    """New values of the tensors of file `graph` from the parameters `trained`, and the names of those it lacks.
+
+    A tensor it lacks is a name that nothing writes. `source` is the same file, its functions inlined. Raises
+    ModelError, naming the parameter, for one that no tensor of the file is, or one of another type or shape.
+    """
+    held = Weights.of(source, roles_of(source), Chosen()).initializers()
+    folded = {name: each for name, each in held.items() if isinstance(each, Folded)}
+    bases = {each.source.value.name: each.source for each in folded.values() if not isinstance(each.source, str)}
+    results = {name: node.op_type for node in graph.node for name in node.output if name}
+    given = {info.name for info in graph.input}
+    read = {name for node in graph.node for name in node.input}
+    found: dict[str, Numbers] = {}
+    lacking: set[str] = set()
+    for name, numbers in trained.items():
+        if name in bases:
+            _require_same_type(bases[name].value, numbers.value)
+        elif name in held:
+            _require_same_type(held[name].value, numbers.value)
+            found[name] = numbers
+        elif results.get(name) in FIXED:
+            found[name] = numbers
+        elif name in read and name not in results and name not in given:
+            found[name] = numbers
+            lacking.add(name)
+        else:
+            raise ModelError(
+                "no tensor of the file holds this parameter: it was made while the model was read",
+                where=f"parameter {name!r}",
+            )
+    for name, each in folded.items():  # What is computed from another tensor stands behind it.
+        base = found.get(each.source) if isinstance(each.source, str) else trained.get(each.source.value.name)
+        if base is not None:
+            found[name] = base.computed(each.value, each)
+    return tuple(found.values()), frozenset(lacking)
+
+
+def _require_same_type(stored: Value, trained: Value) -> None:
+    if (stored.dtype, stored.shape) != (trained.dtype, trained.shape):
+        raise ModelError(
+            f"it was trained as {trained.dtype.value}{list(trained.shape)}, the file has"
+            f" {stored.dtype.value}{list(stored.shape)}",
+            where=f"parameter {trained.name!r}",
+        )
+
+
+INLINE_LIMIT: Final = 3 << 29
+"""Bytes of tensors (1.5 GiB) up to which they stand in the file itself; protobuf cannot hold 2 GiB."""
+SMALL: Final = 1024
+"""Bytes below which a tensor stands in the file however large the others are."""
+FREE_INITIALIZERS: Final = 4
+"""IR version from which initializers need not be inputs of the graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFiles:
+    """Files that were written."""
+
+    files: tuple[Path, ...]
+    replaced: int
+    """Tensors of the file with new numbers."""
+    added: int
+    """Tensors that the file lacked."""
+    bytes: int
+    """Of all tensors written."""
+
+
+def write_trained(
+    model: Path,
+    target: Path,
+    trained: Mapping[str, Numbers],
+    progress: Progress = lambda _: None,
+    inline_limit: int = INLINE_LIMIT,
+) -> WrittenFiles:
+    """Write the file `model` with the numbers of the parameters `trained`, by name, to `target`.
+
+    Its nodes stay as they are, but for a ConstantOfShape that was trained: it becomes an initializer, as what the
+    exporter had merged become several. Where tensors
+    have more than `inline_limit` bytes in all, trained initializers lie in `target`.data; what else stands in the file
+    stays there: only so are masks known for what they are. Files appear whole or not at all, `target` last. `progress`
+    is told the bytes of every piece. Raises ModelError for a parameter that no tensor of the file is,
+    ConfigurationError where a file cannot be written or would take the place of the model's own.
+    """
+    import onnx
+
+    source = load(model)
+    stripped = strip_weights(opened(model))
+    proto = onnx.ModelProto.FromString(stripped.model)
+    take_apart(proto, source.metadata, lambda tensor: stored_numbers(tensor.name, tensor, stripped.slices, model))
+    try:
+        numbers, lacking = file_tensors(source, proto.graph, trained)
+    except ModelError as error:
+        raise located(error, model) from error
+    names = {each.value.name for each in numbers}
+    inside, outside = kept_tensors(proto.graph, source, names)
+    tensors = (*numbers, *outside, *inside)
+    constants = _take_out(proto, {each.value.name for each in tensors})
+    if lacking:
+        proto.ir_version = max(proto.ir_version, FREE_INITIALIZERS)
+    size = sum(each.value.bytes for each in tensors)
+    movable = (each for each in (*numbers, *outside) if each.value.name not in constants)
+    beside = [each for each in movable if size > inline_limit and each.value.bytes >= SMALL]
+    data = target.with_name(target.name + ".data")
+    files = (target, data) if beside else (target,)
+    _check_places(source, files)
+    try:
+        with ExitStack() as stack:
+            opened_files = {path: stack.enter_context(replacing(path)) for path in files}
+            places = write_beside(opened_files[data], beside, progress) if beside else {}
+            write_model(opened_files[target], proto, tensors, constants, data.name, places, progress)
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {target}: {error.strerror}", hint="choose another place") from error
+    return WrittenFiles(files, len(numbers) - len(lacking), len(lacking), size)
+
+
+def _take_out(proto: onnx.ModelProto, names: set[str]) -> dict[str, onnx.NodeProto]:
+    """Remove what says these tensors in the file: initializers, types, and nodes. Those of constants are returned."""
+    graph = proto.graph
+    # What an exporter says of a tensor besides its type stays true.
+    infos = [each for each in graph.value_info if each.name not in names or each.metadata_props]
+    others = [each for each in graph.initializer if each.name not in names]
+    del graph.value_info[:], graph.initializer[:]
+    graph.value_info.extend(infos)
+    graph.initializer.extend(others)
+    kept: list[onnx.NodeProto] = []
+    taken: list[onnx.NodeProto] = []
+    for node in graph.node:
+        namesake = node.op_type == "Identity" and node.output[0].endswith(NAMESAKE)
+        (taken if namesake or (node.op_type in FIXED and node.output[0] in names) else kept).append(node)
+    constants = {node.output[0]: node for node in taken if node.op_type == "Constant"}
+    if len(constants) < len(taken):
+        proto.ir_version = max(proto.ir_version, FREE_INITIALIZERS)
+    del graph.node[:]
+    graph.node.extend(kept)
+    return constants
+
+
+def _check_places(source: Source, files: tuple[Path, ...]) -> None:
+    """The files to write are none of the model's."""
+    folder = source.path.parent
+    entries = (entry for tensor in source.graph.initializer for entry in tensor.external_data)
+    own = [source.path, *(folder / entry.value for entry in entries if entry.key == "location")]
+    for path in files:
+        if path.exists() and any(each.exists() and path.samefile(each) for each in dict.fromkeys(own)):
+            raise ConfigurationError(f"{path} belongs to the model itself", hint="name another file")
