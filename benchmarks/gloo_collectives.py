@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from command_line import parse_arguments
 
-from autopipe.backends.torch.runtime.allocator import keep_freed_memory
-from autopipe.backends.torch.runtime.at_once import everyones, start_sum, start_sum_of_rows
+from autopipe.backends.torch.runtime.host import keep_freed_memory
+from autopipe.backends.torch.runtime.transport import everyones, start_sum, start_sum_of_rows
 
 _TIMES, _WARM_UP = 16, 3
 

@@ -13,8 +13,8 @@ import time
 
 from command_line import parse_arguments
 
-from autopipe.backends.torch.runtime.drawing import init_shard
 from autopipe.backends.torch.runtime.manifest import ParameterEntry, ShardEntry, Storage
+from autopipe.backends.torch.runtime.parameters import init_shard
 
 
 def main() -> None:

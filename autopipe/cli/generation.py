@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autopipe import __version__
-from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
-from autopipe.backends.torch.emission.manifest import Provenance
+from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, write_program
 from autopipe.cli.verification import FORWARD, REFERENCE
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.program import Program, RankCode, StageCode

@@ -86,8 +86,8 @@ def launch(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     from autopipe.backends.torch.launcher import LaunchConfig
+    from autopipe.backends.torch.runtime.heartbeat import Timeouts
     from autopipe.backends.torch.runtime.manifest import read_manifest
-    from autopipe.backends.torch.runtime.pulse import Timeouts
     from autopipe.cli.launching import Launch, rehearsal_table
 
     manifest = read_manifest(program.absolute())

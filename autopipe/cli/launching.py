@@ -12,13 +12,19 @@ from typing import Any
 
 from rich.table import Table
 
-from autopipe.backends.torch.checkpoint.folder import check_unused
+from autopipe.backends.torch.checkpoint.format import check_unused
 from autopipe.backends.torch.emission.rank import rank_module
-from autopipe.backends.torch.launcher import LaunchConfig, launch_program, local_ranks, read_reports, run_alone
+from autopipe.backends.torch.launcher import (
+    LaunchConfig,
+    chrome_trace,
+    launch_program,
+    local_ranks,
+    read_reports,
+    run_alone,
+)
 from autopipe.backends.torch.runtime.data import check_data
+from autopipe.backends.torch.runtime.heartbeat import Timeouts
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.backends.torch.runtime.pulse import Timeouts
-from autopipe.backends.torch.trace import chrome_trace
 from autopipe.ir.errors import ConfigurationError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from autopipe.backends.onnxruntime.reference import ReferenceModel, precision_of
+from autopipe.backends.onnxruntime import ReferenceModel, precision_of
 from autopipe.backends.torch.launcher import LaunchConfig, launch_program, run_alone
 from autopipe.backends.torch.runtime.data import open_source
 from autopipe.backends.torch.runtime.manifest import Manifest, ShardEntry, read_manifest
@@ -235,7 +235,7 @@ def _averaged(outputs: dict[str, np.ndarray], manifest: Manifest) -> dict[str, n
 
 def _drawn_weights(manifest: Manifest, seed: int) -> dict[str, np.ndarray]:
     """Numbers for the parameters that the model file does not store."""
-    from autopipe.backends.torch.runtime.drawing import init_shard  # Loads torch, which a check of data need not.
+    from autopipe.backends.torch.runtime.parameters import init_shard  # Loads torch, which a check of data need not.
 
     found = {}
     for index, entry in enumerate(manifest.parameters):

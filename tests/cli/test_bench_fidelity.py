@@ -12,7 +12,7 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.crew.crew import ProgramRun
+from autopipe.backends.torch.worker_pool import ProgramRun
 from autopipe.cli.bench.fidelity import measuring, subjects
 from autopipe.cli.bench.fidelity.candidates import candidates_of
 from autopipe.cli.bench.fidelity.correlation import spearman

@@ -12,10 +12,18 @@ import onnx
 import onnx.numpy_helper as onh
 import pytest
 
-from autopipe.backends.torch.checkpoint.document import document_of, read_checkpoint, text_of
-from autopipe.backends.torch.checkpoint.folder import checkpoint_path
-from autopipe.backends.torch.checkpoint.form import Block, Checkpoint, StoredParameter, StoredTensor
-from autopipe.backends.torch.checkpoint.shard_file import Content, write_shard
+from autopipe.backends.torch.checkpoint.format import (
+    Block,
+    Checkpoint,
+    Content,
+    StoredParameter,
+    StoredTensor,
+    checkpoint_path,
+    document_of,
+    read_checkpoint,
+    text_of,
+    write_shard,
+)
 from autopipe.cli.main import main
 from autopipe.ir.layout import Box
 from autopipe.passes.frontend.load import load

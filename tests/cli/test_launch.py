@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopipe.backends.torch.interfaces import Endpoint, endpoint_of
 from autopipe.backends.torch.launcher import LaunchConfig, local_ranks, read_reports
+from autopipe.backends.torch.rendezvous import Endpoint, endpoint_of
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.main import main
 from autopipe.ir.errors import ConfigurationError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.backends.torch.profiler.posts import PostOverhead, measure_period
+from autopipe.backends.torch.profiler.communication import PostOverhead, measure_period
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.profiling import exchanges, pipeline, timed
 from autopipe.cli.profiling.exchanges import exchanges_of, in_pipeline

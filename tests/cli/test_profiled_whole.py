@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.backends.torch.profiler.tasks import TaskStartOverhead
+from autopipe.backends.torch.profiler.operators import TaskStartOverhead
 from autopipe.cli.profiling import timed, whole
 from autopipe.cli.profiling.samples import samples_of
 from autopipe.cli.profiling.whole import ModelCorrection, measure_whole

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from autopipe.backends.torch.runtime.buckets import buckets_of_rank
+from autopipe.backends.torch.runtime.gradients import buckets_of_rank
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from tests.distributed.alone import dry_run
 

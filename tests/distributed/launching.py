@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
-from autopipe.backends.torch.emission.manifest import Provenance
+from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, write_program
 from autopipe.ir.batch import batch_axes_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Optimizer

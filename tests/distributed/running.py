@@ -12,10 +12,9 @@ from typing import cast
 import numpy as np
 import torch
 
-from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
-from autopipe.backends.torch.emission.manifest import Provenance
-from autopipe.backends.torch.runtime.drawing import init_shard
+from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, write_program
 from autopipe.backends.torch.runtime.manifest import ShardEntry, read_manifest
+from autopipe.backends.torch.runtime.parameters import init_shard
 from autopipe.backends.torch.verification import Difference, difference, read_losses, read_outputs
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage, stage_edges

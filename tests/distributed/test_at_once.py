@@ -15,7 +15,7 @@ RANK = """
 import json
 import torch
 import torch.distributed as dist
-from autopipe.backends.torch.runtime.at_once import everyones, goes_at_once, start_sum, start_sum_of_rows
+from autopipe.backends.torch.runtime.transport import everyones, goes_at_once, start_sum, start_sum_of_rows
 from autopipe.backends.torch.runtime.transport import Transport
 
 transport = Transport("cpu")

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
-from autopipe.backends.onnxruntime.reference import ReferenceModel
+from autopipe.backends.onnxruntime import ReferenceModel
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.verification import read_losses
 from autopipe.cli.main import main

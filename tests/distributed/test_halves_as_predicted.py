@@ -9,9 +9,8 @@ from types import ModuleType
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopipe.backends.torch.runtime.later import Waiting, WeightGradQueue, compute_all
 from autopipe.backends.torch.runtime.parameters import Arguments
-from autopipe.backends.torch.runtime.weight_formulas import FormulaGradient
+from autopipe.backends.torch.runtime.weight_gradients import FormulaGradient, Waiting, WeightGradQueue, compute_all
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.schedule import Schedule, Task

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.backends.torch.checkpoint.document import read_checkpoint
-from autopipe.backends.torch.checkpoint.folder import checkpoint_path, committed_steps
-from autopipe.backends.torch.checkpoint.reading import verify_file
+from autopipe.backends.torch.checkpoint.format import checkpoint_path, committed_steps, read_checkpoint
+from autopipe.backends.torch.checkpoint.read import verify_file
 from autopipe.ir.problem import Optimizer
 from tests.distributed.launching import Ended, finish, start, write_chain
 from tests.distributed.pool import Pools

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from autopipe.backends.torch.child import python_command
-from autopipe.backends.torch.crew.crew import WorkerPool
 from autopipe.backends.torch.launcher import rank_environment
+from autopipe.backends.torch.worker_pool import WorkerPool
 from tests.distributed.attacking import attack, attack_store, doors
 from tests.distributed.launching import (
     PATIENCE_S,

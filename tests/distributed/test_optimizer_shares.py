@@ -8,10 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopipe.backends.torch.checkpoint.check import check_checkpoint
-from autopipe.backends.torch.checkpoint.document import read_checkpoint
-from autopipe.backends.torch.checkpoint.folder import checkpoint_path
-from autopipe.backends.torch.checkpoint.reading import Reader
+from autopipe.backends.torch.checkpoint.format import checkpoint_path, read_checkpoint
+from autopipe.backends.torch.checkpoint.read import Reader, check_checkpoint
 from autopipe.ir.batch import batch_axes_of
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Split, Stage

@@ -14,7 +14,7 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from autopipe.backends.onnxruntime.reference import ReferenceModel
+from autopipe.backends.onnxruntime import ReferenceModel
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.cli.main import main
 from tests.distributed.pool import Pools

@@ -1,4 +1,7 @@
-"""Starting the ranks of a program through torch elastic."""
+"""Starting the ranks of a program through torch elastic.
+
+Measured spans of all ranks as one Chrome trace, which Perfetto and chrome://tracing open.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from autopipe.backends.torch.child import PARENT, environment, python_command
 from autopipe.backends.torch.runtime.failures import ERROR_FILE, Failure, read_failure
+from autopipe.backends.torch.runtime.heartbeat import DEFAULTS, Timeouts
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.backends.torch.runtime.pulse import DEFAULTS, Timeouts
 from autopipe.ir.errors import ConfigurationError, LaunchError
 
 _TAKEN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -79,7 +83,7 @@ def launch_program(
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from autopipe.backends.torch.agent import run_agent
+    from autopipe.backends.torch.elastic_agent import run_agent
     from autopipe.backends.torch.rendezvous import Place
 
     nodes, ranks = local_ranks(manifest, gang)
@@ -182,3 +186,33 @@ def read_reports(path: Path) -> list[dict[str, object]]:
         return []
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
     return [report for _, report in sorted({int(line["step"]): line for line in lines}.items())]
+
+
+def chrome_trace(folder: Path) -> dict[str, Any]:
+    """The trace of the span files that ranks wrote into `folder`: one row a rank, times in microseconds."""
+    ranks = {int(path.stem.removeprefix("rank_")): _steps(path) for path in sorted(folder.glob("rank_*.jsonl"))}
+    origin = min((step["began"] for steps in ranks.values() for step in steps), default=0.0)
+    events: list[dict[str, Any]] = []
+    for rank, steps in ranks.items():
+        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
+        for step in steps:
+            for span in step["spans"]:
+                events.append(
+                    {
+                        "name": span["task"],
+                        "cat": "measured",
+                        "ph": "X",
+                        "pid": 0,
+                        "tid": rank,
+                        "ts": (step["began"] - origin + span["start"]) * 1e6,
+                        "dur": (span["end"] - span["start"]) * 1e6,
+                        "args": {"step": step["step"]},
+                    }
+                )
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _steps(path: Path) -> list[dict[str, Any]]:
+    """A rank's steps; of a step done again after a restart, the last."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return [step for _, step in sorted({int(line["step"]): line for line in lines}.items())]

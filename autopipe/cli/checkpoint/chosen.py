@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopipe.backends.torch.checkpoint.document import read_checkpoint
-from autopipe.backends.torch.checkpoint.folder import MANIFEST, checkpoint_path, committed_steps
-from autopipe.backends.torch.checkpoint.form import Checkpoint
+from autopipe.backends.torch.checkpoint.format import (
+    MANIFEST,
+    Checkpoint,
+    checkpoint_path,
+    committed_steps,
+    read_checkpoint,
+)
 from autopipe.ir.errors import ConfigurationError
 
 

@@ -36,7 +36,7 @@ def inspect(output: Output, folder: Path, step: int | None) -> None:
     Example:
       autopipe checkpoint inspect ckpt --step 20
     """
-    from autopipe.backends.torch.checkpoint.document import read_checkpoint
+    from autopipe.backends.torch.checkpoint.format import read_checkpoint
     from autopipe.cli.checkpoint.chosen import FoundCheckpoint, found_paths
     from autopipe.cli.checkpoint.inspection import as_json, screen
 
@@ -60,8 +60,8 @@ def verify(output: Output, folder: Path, step: int | None) -> None:
     Example:
       autopipe checkpoint verify ckpt
     """
-    from autopipe.backends.torch.checkpoint.check import check_checkpoint
-    from autopipe.backends.torch.checkpoint.document import read_checkpoint
+    from autopipe.backends.torch.checkpoint.format import read_checkpoint
+    from autopipe.backends.torch.checkpoint.read import check_checkpoint
     from autopipe.cli.checkpoint.chosen import FoundCheckpoint, found_paths
     from autopipe.cli.checkpoint.inspection import step_json, step_line
     from autopipe.ir.errors import LaunchError
@@ -100,7 +100,7 @@ def export(output: Output, folder: Path, target: Path, step: int | None, model: 
     Example:
       autopipe checkpoint export ckpt -o trained.onnx
     """
-    from autopipe.backends.torch.checkpoint.check import check_checkpoint
+    from autopipe.backends.torch.checkpoint.read import check_checkpoint
     from autopipe.cli.checkpoint.chosen import newest
     from autopipe.cli.checkpoint.exporting import model_of, numbers_of
     from autopipe.cli.figures import bytes_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from autopipe.backends.torch.checkpoint.reading import Reader
+from autopipe.backends.torch.checkpoint.read import Reader
 from autopipe.cli.checkpoint.chosen import FoundCheckpoint
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType, Value

@@ -9,8 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopipe.backends.torch.checkpoint.element_types import numpy_type
-from autopipe.backends.torch.checkpoint.form import Checkpoint, StoredParameter, StoredTensor
+from autopipe.backends.torch.checkpoint.format import Checkpoint, StoredParameter, StoredTensor, numpy_type
 from autopipe.cli.checkpoint.chosen import FoundCheckpoint
 from autopipe.cli.figures import bytes_text
 from autopipe.ir.layout import whole

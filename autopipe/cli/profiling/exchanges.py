@@ -7,8 +7,13 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from autopipe.backends.torch.profiler.exchanges import measure_exchanges
-from autopipe.backends.torch.profiler.posts import PostOverhead, StagePairs, measure_period, measure_post_overhead
+from autopipe.backends.torch.profiler.communication import (
+    PostOverhead,
+    StagePairs,
+    measure_exchanges,
+    measure_period,
+    measure_post_overhead,
+)
 from autopipe.cli.profiling.medley import MESSAGE_BYTES, write_pair
 from autopipe.cli.profiling.pipeline import Pipeline
 from autopipe.ir.measured_costs import Affine, ExchangeCost

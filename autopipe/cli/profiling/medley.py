@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
-from autopipe.backends.torch.emission.manifest import Provenance
+from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, write_program
 from autopipe.ir.graph import DType, Graph, Initializer, Node, Parameter, Value
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Optimizer

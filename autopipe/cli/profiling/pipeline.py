@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopipe.backends.torch.profiler.posts import period_of
+from autopipe.backends.torch.profiler.communication import period_of
 from autopipe.cli.profiling.timed import is_small, write_timed
 from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.ir.errors import AutopipeError

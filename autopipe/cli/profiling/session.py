@@ -12,11 +12,15 @@ from pathlib import Path
 
 import torch
 
-from autopipe.backends.onnxruntime import profiler as onnxruntime_profiler
-from autopipe.backends.torch.profiler.operators import measure_operations
-from autopipe.backends.torch.profiler.tasks import TaskStartOverhead, measure_starts, measure_tasks
-from autopipe.backends.torch.profiler.watch import Stopwatch
-from autopipe.backends.torch.runtime.processors import processor_count
+from autopipe.backends import onnxruntime as onnxruntime_profiler
+from autopipe.backends.torch.profiler.operators import (
+    TaskStartOverhead,
+    measure_operations,
+    measure_starts,
+    measure_tasks,
+)
+from autopipe.backends.torch.profiler.timed_program import Stopwatch
+from autopipe.backends.torch.runtime.host import processor_count
 from autopipe.cli.output import Bar
 from autopipe.cli.profiling.exchanges import exchanges_of, in_pipeline
 from autopipe.cli.profiling.medley import LONGER, write_overhead_stage, write_rows

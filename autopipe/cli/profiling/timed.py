@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
-from autopipe.backends.torch.emission.manifest import Provenance
+from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, write_program
 from autopipe.cli.profiling.samples import bytes_of, samples_of
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import Program

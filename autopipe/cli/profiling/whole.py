@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopipe.backends.torch.profiler.tasks import TaskStartOverhead
-from autopipe.backends.torch.profiler.worker import numbers_of
+from autopipe.backends.torch.profiler.operators import TaskStartOverhead
+from autopipe.backends.torch.profiler.timed_program import numbers_of
 from autopipe.cli.profiling.samples import samples_of
 from autopipe.cli.profiling.timed import is_small, write_timed
 from autopipe.ir.errors import AutopipeError

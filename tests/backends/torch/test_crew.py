@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.backends.torch.crew.crew import WorkerPool
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
+from autopipe.backends.torch.worker_pool import WorkerPool
 from autopipe.cli.profiling.medley import write_pair
 
 

@@ -15,8 +15,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _NodeDesc,
 )
 
-from autopipe.backends.torch.interfaces import LOOPBACK
-from autopipe.backends.torch.rendezvous import Handler, Place, StateHolder
+from autopipe.backends.torch.rendezvous import LOOPBACK, Handler, Place, StateHolder
 from autopipe.backends.torch.runtime.signed_store import SignedStore, Signer
 from autopipe.ir.errors import LaunchError
 

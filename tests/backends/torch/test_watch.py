@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 import pytest
 
-from autopipe.backends.torch.agent import run_agent
+from autopipe.backends.torch.elastic_agent import HungRank, Watchdog, find_hung_rank, run_agent
 from autopipe.backends.torch.rendezvous import Place
-from autopipe.backends.torch.runtime.pulse import (
+from autopipe.backends.torch.runtime.heartbeat import (
     DEFAULTS,
     ENDED,
     Heartbeat,
@@ -20,7 +20,6 @@ from autopipe.backends.torch.runtime.pulse import (
     heartbeat_file,
     read_heartbeat,
 )
-from autopipe.backends.torch.watch import HungRank, Watchdog, find_hung_rank
 from autopipe.cli.launch import launch
 
 SHORT = Timeouts(start_s=20.0, step_s=10.0, checkpoint_s=50.0)

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from autopipe.backends.onnxruntime.reference import ReferenceModel
+from autopipe.backends.onnxruntime import ReferenceModel
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import read_model
 

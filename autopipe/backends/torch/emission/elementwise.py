@@ -1,4 +1,19 @@
-"""Emission of operators that combine operands element by element."""
+"""Emission of operators that combine operands element by element.
+
+Emission of operators that make tensors out of settings.
+
+Emission of functions of one number.
+
+Emission of operators that draw numbers.
+
+Emission of quantisation.
+
+Emission of Fourier transforms and determinants.
+
+Emission of operators that sample images at the points of a grid.
+
+Emission of pooled regions.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +22,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autopipe.backends.torch.emission.call import Call, Emitter, torch_dtype
+from autopipe.backends.torch.emission.call import Call, Emitter, literal, number, torch_dtype
 from autopipe.ir.graph import DType
+from autopipe.ir.ops.elementwise import is_active, transformed_axis
 
 
 def element(call: Call, index: int) -> str:
@@ -189,4 +205,313 @@ ELEMENTWISE: dict[str, Emitter] = {
     "Cast": _convert,
     "CastLike": _convert,
     "BitCast": lambda call: f"{call.arg(0)}.view({torch_dtype(call.result().dtype)})",
+}
+
+
+def _gelu(call: Call) -> str:
+    approximate = call.choice("approximate", "none", ("none", "tanh"))
+    return f'F.gelu({call.arg(0)}, approximate="tanh")' if approximate == "tanh" else f"F.gelu({call.arg(0)})"
+
+
+def _hard_sigmoid(call: Call) -> str:
+    if (call.stated("alpha", 0.2), call.stated("beta", 0.5)) == (number(1 / 6), "0.5"):
+        return f"F.hardsigmoid({call.arg(0)})"
+    return f"torch.clamp({call.stated('alpha', 0.2)} * {call.arg(0)} + {call.stated('beta', 0.5)}, 0.0, 1.0)"
+
+
+def _prelu(call: Call) -> str:
+    data, slope = call.arg(0), call.operand(1)
+    channels = call.operand(0).shape[1:2]
+    spread = channels + (1,) * (len(call.operand(0).shape) - 2)
+    if call.opset < 7 or (channels and (slope.elements == 1 or slope.shape == spread)):
+        return f"F.prelu({data}, {call.arg(1)}.reshape(-1))"
+    return f"torch.where({data} < 0, {data} * {call.arg(1)}, {data})"
+
+
+def _elu(function: str, default: float) -> Emitter:
+    return lambda call: f"{function}({call.arg(0)}, {call.stated('alpha', default)})"
+
+
+def _selu(call: Call) -> str:
+    if call.node.has("alpha") or call.node.has("gamma"):
+        alpha, gamma = call.stated("alpha", 1.6732632), call.stated("gamma", 1.050701)
+        return f"{gamma} * F.elu({call.arg(0)}, {alpha})"
+    return f"F.selu({call.arg(0)})"
+
+
+def _thresholded_relu(call: Call) -> str:
+    return f"F.threshold({call.arg(0)}, {call.stated('alpha', 1.0)}, 0.0)"
+
+
+def _shrink(call: Call) -> str:
+    return f"operators.shrink({call.arg(0)}, {call.stated('lambd', 0.5)}, {call.stated('bias', 0.0)})"
+
+
+def _swish(call: Call) -> str:
+    alpha, data = call.stated("alpha", 1.0), call.arg(0)
+    return f"F.silu({data})" if alpha == "1.0" else f"{data} * torch.sigmoid({alpha} * {data})"
+
+
+def _swiglu(call: Call) -> str:
+    return f"{_swish(call)} * {call.arg(1)}"
+
+
+_TORCH = {
+    "Abs": "abs", "Reciprocal": "reciprocal", "Sqrt": "sqrt", "Exp": "exp", "Log": "log",
+    "Sin": "sin", "Cos": "cos", "Tan": "tan", "Asin": "asin", "Acos": "acos", "Atan": "atan",
+    "Sinh": "sinh", "Cosh": "cosh", "Asinh": "asinh", "Acosh": "acosh", "Atanh": "atanh", "Erf": "erf",
+    "Ceil": "ceil", "Floor": "floor", "Round": "round", "Sign": "sign",
+    "Relu": "relu", "Sigmoid": "sigmoid", "Tanh": "tanh",
+}  # fmt: skip
+
+ACTIVATION: dict[str, Emitter] = {
+    **{name: unary(f"torch.{function}") for name, function in _TORCH.items()},
+    "Neg": lambda call: f"-{call.arg(0)}",
+    "Gelu": _gelu,
+    "HardSigmoid": _hard_sigmoid,
+    "HardSwish": unary("F.hardswish"),
+    "LeakyRelu": lambda call: f"F.leaky_relu({call.arg(0)}, {call.stated('alpha', 0.01)})",
+    "PRelu": _prelu,
+    "Elu": _elu("F.elu", 1.0),
+    "Celu": _elu("F.celu", 1.0),
+    "Selu": _selu,
+    "ThresholdedRelu": _thresholded_relu,
+    "Shrink": _shrink,
+    "Softplus": unary("F.softplus"),
+    "Softsign": unary("F.softsign"),
+    "Mish": unary("F.mish"),
+    "Swish": _swish,
+    "SwiGLU": _swiglu,
+}
+
+
+def _made(call: Call) -> str:
+    """`dtype=torch.float32, device=p.device`."""
+    return f"dtype={torch_dtype(call.result().dtype)}, device=p.device"
+
+
+def _number(call: Call, value: float) -> str:
+    dtype = call.result().dtype
+    if dtype is DType.BOOL:
+        return repr(bool(value))
+    if dtype.is_integer:
+        return repr(int(value))
+    return number(value) if dtype is DType.FLOAT32 else literal(value)
+
+
+def _filled(call: Call) -> str:
+    """The frontend keeps the one element of the tensor attribute `value` as a number."""
+    value = call.node.number("value")
+    shape = call.result().shape
+    if value in (0.0, 1.0):
+        return f"torch.{'ones' if value else 'zeros'}({shape}, {_made(call)})"
+    return f"torch.full({shape}, {_number(call, value)}, {_made(call)})"
+
+
+def _constant(call: Call) -> str:
+    """A Constant node that was not folded: a scalar or a list in its attributes."""
+    for name in ("value_float", "value_int"):
+        if call.node.has(name):
+            return f"torch.tensor({_number(call, call.node.number(name))}, {_made(call)})"
+    values = call.node.numbers("value_floats") or call.node.numbers("value_ints")
+    return f"torch.tensor([{', '.join(_number(call, value) for value in values)}], {_made(call)})"
+
+
+def _range(call: Call) -> str:
+    start, limit, step = (call.scalar(index) for index in range(3))
+    if call.result().dtype.is_integer:
+        ends = limit if (start, step) == ("0", "1") else f"{start}, {limit}, {step}"
+        return f"torch.arange({ends}, {_made(call)})"
+    # ONNX fixes the number of elements beforehand and rounds each product, torch may count one more or less.
+    return f"{start} + torch.arange({call.result().elements}, {_made(call)}) * {step}"
+
+
+def _eye_like(call: Call) -> str:
+    rows, columns = call.result().shape
+    offset = call.node.integer("k")
+    if not offset:
+        return f"torch.eye({rows}, {columns}, {_made(call)})"
+    return f"torch.ones({rows}, {columns}, {_made(call)}).triu({offset}).tril({offset})"
+
+
+def _shape(call: Call) -> str:
+    shape = call.operand(0).shape
+    start, end = call.node.integer("start"), call.node.integer("end", len(shape))
+    return f"torch.tensor({list(shape[start:end])}, {_made(call)})"
+
+
+def _window(function: str) -> Emitter:
+    def emit(call: Call) -> str:
+        periodic = bool(call.node.integer("periodic", 1))
+        return f"{function}({call.scalar(0)}, periodic={periodic}, {_made(call)})"
+
+    return emit
+
+
+def _mel_weights(call: Call) -> str:
+    settings = ", ".join(str(call.scalar(index)) for index in range(5))
+    return f"operators.mel_weights({settings}, {_made(call)})"
+
+
+GENERATION: dict[str, Emitter] = {
+    "ConstantOfShape": _filled,
+    "Constant": _constant,
+    "Range": _range,
+    "EyeLike": _eye_like,
+    "Shape": _shape,
+    "Size": lambda call: f"torch.tensor({call.operand(0).elements}, {_made(call)})",
+    "HannWindow": _window("torch.hann_window"),
+    "HammingWindow": _window("operators.hamming_window"),
+    "BlackmanWindow": _window("torch.blackman_window"),
+    "MelWeightMatrix": _mel_weights,
+}
+
+
+_MODES = {"linear": "bilinear", "bilinear": "bilinear", "nearest": "nearest", "cubic": "bicubic", "bicubic": "bicubic"}
+"""ONNX's words, of both spellings it has had, and torch's."""
+
+
+def _grid_sample(call: Call) -> str:
+    mode = _MODES[call.choice("mode", "linear", _MODES)]
+    padding = call.choice("padding_mode", "zeros", ("zeros", "border", "reflection"))
+    corners = bool(call.node.integer("align_corners"))
+    settings = f"mode={mode!r}, padding_mode={padding!r}, align_corners={corners}"
+    return f"F.grid_sample({call.arg(0)}, {call.arg(1)}, {settings})"
+
+
+def _affine_grid(call: Call) -> str:
+    size = call.constant(1)
+    assert size is not None, "AffineGrid needs a known size"
+    local = (call.operand(0).shape[0], *(int(extent) for extent in size[1:]))
+    return f"F.affine_grid({call.arg(0)}, {local}, align_corners={bool(call.node.integer('align_corners'))})"
+
+
+SAMPLING: dict[str, Emitter] = {"GridSample": _grid_sample, "AffineGrid": _affine_grid}
+
+
+_PRECISION = {1: "torch.float32", 10: "torch.float16", 16: "torch.bfloat16", 11: "torch.float64"}
+"""torch's types by ONNX's TensorProto.DataType."""
+
+
+def _linear(function: str) -> Emitter:
+    def emit(call: Call) -> str:
+        operands = f"{call.arg(0)}, {call.arg(1)}, {call.optional(2)}"
+        words = [operands, torch_dtype(call.result().dtype)]
+        if call.operand(1).elements > 1:
+            words.append(f"axis={call.node.integer('axis', 1)}")
+        if call.node.integer("block_size"):
+            words.append(f"block_size={call.node.integer('block_size')}")
+        if call.node.integer("precision"):
+            words.append(f"precision={_PRECISION[call.node.integer('precision')]}")
+        return f"operators.{function}({', '.join(words)})"
+
+    return emit
+
+
+QUANTIZATION: dict[str, Emitter] = {
+    "QuantizeLinear": _linear("quantize_linear"),
+    "DequantizeLinear": _linear("dequantize_linear"),
+    "DynamicQuantizeLinear": lambda call: f"operators.dynamic_quantize_linear({call.arg(0)})",
+}
+
+
+def _dft(call: Call) -> str:
+    axis = transformed_axis(call.signature)
+    settings = [call.arg(0), str(axis)]
+    if call.present(1):
+        settings.append(f"length={call.scalar(1)}")
+    settings += [f"{name}=True" for name in ("inverse", "onesided") if call.node.integer(name)]
+    return f"operators.dft({', '.join(settings)})"
+
+
+def _stft(call: Call) -> str:
+    window = call.optional(2)
+    length = call.scalar(3) if call.present(3) else str(call.operand(2).shape[0])
+    onesided = bool(call.node.integer("onesided", 1))
+    return f"operators.stft({call.arg(0)}, {call.scalar(1)}, {window}, {length}, onesided={onesided})"
+
+
+SPECTRAL: dict[str, Emitter] = {
+    "DFT": _dft,
+    "STFT": _stft,
+    "Det": lambda call: f"torch.linalg.det({call.arg(0)})",
+}
+
+
+def _roi_align(call: Call) -> str:
+    node = call.node
+    half_pixel = node.text("coordinate_transformation_mode", "half_pixel" if call.opset >= 16 else "output_half_pixel")
+    words = [
+        *(call.arg(index) for index in range(3)),
+        f"size={call.result().shape[2:]}",
+        f"samples={node.integer('sampling_ratio')}",
+        f"scale={call.stated('spatial_scale', 1.0)}",
+        f"half_pixel={half_pixel == 'half_pixel'}",
+        f"largest={node.text('mode', 'avg') == 'max'}",
+    ]
+    return f"operators.roi_align({', '.join(words)})"
+
+
+REGIONS: dict[str, Emitter] = {"RoiAlign": _roi_align}
+
+
+def _dropout(call: Call) -> str:
+    data = call.arg(0)
+    both = len(call.signature.results) > 1
+    mask = call.signature.results[1] if both else None
+    ratio = _ratio(call)
+    if not is_active(call.signature) or ratio == "0.0":
+        return f"({data}, torch.ones_like({data}, dtype={_mask_type(call)}))" if both else data
+    words = [data, ratio, call.stream()]
+    if call.present(2) and call.constant(2) is None:
+        words.append(f"training={call.arg(2)}")
+    if not both:
+        return f"operators.dropout({', '.join(words)})"
+    if mask is not None and mask.dtype is not DType.BOOL:
+        words.append(f"mask={torch_dtype(mask.dtype)}")
+    return f"operators.dropout_and_mask({', '.join(words)})"
+
+
+def _mask_type(call: Call) -> str:
+    mask = call.signature.results[1]
+    return torch_dtype(DType.BOOL if mask is None else mask.dtype)
+
+
+def _ratio(call: Call) -> str:
+    """A number where it is known: an attribute before opset 12, then an operand."""
+    if call.opset < 12 or not call.present(1):
+        return call.stated("ratio", 0.5)
+    return call.scalar(1) or call.arg(1)
+
+
+def _bernoulli(call: Call) -> str:
+    return f"operators.bernoulli({call.arg(0)}, {call.stream()}, {torch_dtype(call.result().dtype)})"
+
+
+def _uniform(call: Call) -> str:
+    return _randomness_made(call, "uniform", call.stated("low", 0.0), call.stated("high", 1.0))
+
+
+def _normal(call: Call) -> str:
+    return _randomness_made(call, "normal", call.stated("mean", 0.0), call.stated("scale", 1.0))
+
+
+def _randomness_made(call: Call, function: str, *settings: str) -> str:
+    result = call.result()
+    return f"operators.{function}({result.shape}, {', '.join(settings)}, {call.stream()}, {torch_dtype(result.dtype)})"
+
+
+def _multinomial(call: Call) -> str:
+    count, dtype = call.result().shape[1], torch_dtype(call.result().dtype)
+    return f"operators.multinomial({call.arg(0)}, {count}, {call.stream()}, {dtype})"
+
+
+RANDOM: dict[str, Emitter] = {
+    "Dropout": _dropout,
+    "Bernoulli": _bernoulli,
+    "RandomUniform": _uniform,
+    "RandomUniformLike": _uniform,
+    "RandomNormal": _normal,
+    "RandomNormalLike": _normal,
+    "Multinomial": _multinomial,
 }

@@ -1,10 +1,52 @@
-"""Emission of operators that put elements elsewhere."""
+"""Emission of operators that put elements elsewhere.
+
+Emission of operators that read or write at places given by another tensor.
+
+Emission of Resize and Upsample: `F.interpolate` where it computes the same, else the runtime's own.
+
+Emission of Reshape and its like, always from the local shape of the result.
+"""
 
 from __future__ import annotations
 
-from autopipe.backends.torch.emission.call import Call, Emitter
-from autopipe.backends.torch.emission.regroup import reshaped, shape_arguments
-from autopipe.ir.ops.movement import joined_axis, padding, permutation, slices
+from dataclasses import dataclass
+
+from autopipe.backends.torch.emission.call import Call, Emitter, literal, number
+from autopipe.ir.graph import DType
+from autopipe.ir.ops.movement import ResizedAxis, indexed_axis, joined_axis, padding, permutation, resized_axes, slices
+from autopipe.ir.ops.operator import axes_of, positive
+
+
+def shape_arguments(shape: tuple[int, ...]) -> str:
+    """`8, 128, 768` for a method that takes extents one by one; `()` for a scalar."""
+    return ", ".join(map(str, shape)) or "()"
+
+
+def reshaped(code: str, shape: tuple[int, ...]) -> str:
+    """`x.reshape(8, 128, 768)`."""
+    return f"{code}.reshape({shape_arguments(shape)})"
+
+
+def _reshape(call: Call) -> str:
+    return reshaped(call.arg(0), call.result().shape)
+
+
+def _unsqueeze(call: Call) -> str:
+    axes = axes_of(call.signature, 1) or ()
+    return f"{call.arg(0)}.unsqueeze({axes[0]})" if len(axes) == 1 else _reshape(call)
+
+
+def _squeeze(call: Call) -> str:
+    axes = axes_of(call.signature, 1) or ()
+    return f"{call.arg(0)}.squeeze({axes[0]})" if len(axes) == 1 else _reshape(call)
+
+
+REGROUP: dict[str, Emitter] = {
+    "Reshape": _reshape,
+    "Flatten": _reshape,
+    "Squeeze": _squeeze,
+    "Unsqueeze": _unsqueeze,
+}
 
 
 def _transpose(call: Call) -> str:
@@ -182,3 +224,179 @@ MOVEMENT: dict[str, Emitter] = {
     "Compress": _compress,
     "Col2Im": _col2im,
 }
+
+
+def _gather(call: Call) -> str:
+    axis = indexed_axis(call.signature)
+    data = call.operand(0)
+    before = [":"] * axis
+    if call.is_split(f"d{axis}"):
+        return f"operators.gather_part({call.arg(0)}, {axis}, {call.arg(1)}, {call.group(f'd{axis}')})"
+    fixed = _indexing_range(call, axis)
+    if fixed:
+        return f"{call.arg(0)}[{', '.join([*before, fixed])}]"
+    if axis == 0 and len(data.shape) == 2 and data.dtype.is_floating and _may_count_from_front(call):
+        return f"F.embedding({call.arg(1)}, {call.arg(0)})"
+    return f"{call.arg(0)}[{', '.join([*before, call.arg(1)])}]"
+
+
+def _indexing_range(call: Call, axis: int) -> str:
+    """Known indices as Python writes them, one place or a range of neighbours; "" where they are neither."""
+    indices = call.constant(1)
+    if indices is None or indices.ndim > 1 or not indices.size:
+        return ""
+    extent = call.operand(0).shape[axis]
+    places = [positive(int(index), extent) for index in indices.reshape(-1)]
+    if indices.ndim == 0:
+        return str(places[0])
+    neighbours = places == list(range(places[0], places[0] + len(places)))
+    return f"{places[0]}:{places[-1] + 1}" if neighbours else ""
+
+
+def _may_count_from_front(call: Call) -> bool:
+    """Indices that are not known are taken to be those of an embedding, which are not negative (torch checks)."""
+    return call.constant(1) is None or _counted_from_front(call)
+
+
+def _counted_from_front(call: Call) -> bool:
+    indices = call.constant(1)
+    return indices is not None and bool((indices >= 0).all())
+
+
+def _gather_elements(call: Call) -> str:
+    if call.is_split("v"):
+        axis = indexed_axis(call.signature)
+        return f"operators.gather_elements_part({call.arg(0)}, {axis}, {call.arg(1)}, {call.group('v')})"
+    function = "torch.gather" if _counted_from_front(call) else "operators.gather_elements"
+    return f"{function}({call.arg(0)}, {indexed_axis(call.signature)}, {call.arg(1)})"
+
+
+def _gather_nd(call: Call) -> str:
+    batch = call.node.integer("batch_dims")
+    if batch:
+        return f"operators.gather_nd({call.arg(0)}, {call.arg(1)}, {batch})"
+    return f"{call.arg(0)}[{call.arg(1)}.unbind(-1)]"
+
+
+def _scatter_elements(call: Call) -> str:
+    axis = indexed_axis(call.signature)
+    reduction = call.choice("reduction", "none", ("none", *_REDUCTIONS))
+    ending = f', "{_REDUCTIONS[reduction]}"' if reduction != "none" else ""
+    return f"operators.scatter_elements({call.arg(0)}, {axis}, {call.arg(1)}, {call.arg(2)}{ending})"
+
+
+def _scatter_nd(call: Call) -> str:
+    reduction = call.choice("reduction", "none", ("none", *_REDUCTIONS))
+    ending = f', "{_REDUCTIONS[reduction]}"' if reduction != "none" else ""
+    return f"operators.scatter_nd({call.arg(0)}, {call.arg(1)}, {call.arg(2)}{ending})"
+
+
+_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
+"""ONNX's words for what happens to elements written several times, and torch's."""
+
+
+def _tensor_scatter(call: Call) -> str:
+    axis = positive(call.node.integer("axis", -2), len(call.operand(0).shape))
+    circular = call.choice("mode", "linear", ("linear", "circular")) == "circular"
+    start = call.optional(2)
+    return f"operators.tensor_scatter({call.arg(0)}, {call.arg(1)}, {start}, {axis}, circular={circular})"
+
+
+def _one_hot(call: Call) -> str:
+    axis = positive(call.node.integer("axis", -1), len(call.result().shape))
+    depth = call.result().shape[axis]
+    group = f", {call.group('v')}" if call.is_split("v") else ""
+    return f"operators.one_hot({call.arg(0)}, {depth}, {call.arg(2)}, {axis}{group})"
+
+
+INDEXING: dict[str, Emitter] = {
+    "Gather": _gather,
+    "GatherElements": _gather_elements,
+    "GatherND": _gather_nd,
+    "Scatter": _scatter_elements,
+    "ScatterElements": _scatter_elements,
+    "ScatterND": _scatter_nd,
+    "TensorScatter": _tensor_scatter,
+    "OneHot": _one_hot,
+    "NonZero": lambda call: f"torch.nonzero({call.arg(0)}).T",
+}
+
+
+_LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """Attributes with the defaults of their opset; before opset 11 there was one rule for places."""
+
+    mode: str
+    places: str
+    rounding: str
+    is_plain: bool
+    """No attribute asks for what `F.interpolate` lacks."""
+
+
+def _settings(call: Call) -> _Settings:
+    node = call.node
+    early = node.op == "Upsample" or call.opset < 11
+    places = node.text("coordinate_transformation_mode", "asymmetric" if early else "half_pixel")
+    rounding = node.text("nearest_mode", "floor" if early else "round_prefer_floor")
+    plain = not node.integer("antialias") and not node.integer("exclude_outside")
+    plain = plain and node.number("cubic_coeff_a", -0.75) == -0.75
+    return _Settings(node.text("mode", "nearest"), places, rounding, plain)
+
+
+def _emit(call: Call) -> str:
+    axes, settings = resized_axes(call.signature), _settings(call)
+    if not axes:
+        return call.arg(0)
+    fused = _interpolate(call, axes, settings)
+    return fused if fused is not None else _general(call, axes, settings)
+
+
+def _interpolate(call: Call, axes: tuple[ResizedAxis, ...], settings: _Settings) -> str | None:
+    """A call of `F.interpolate`, or None where it computes something else."""
+    shape = call.operand(0).shape
+    exact = all(each.axis > 1 and each.scale == each.result / each.source for each in axes)
+    floating = call.operand(0).dtype in (DType.FLOAT32, DType.FLOAT64)
+    if not (exact and floating and settings.is_plain and len(shape) in _LINEAR):
+        return None
+    size = call.result().shape[2:]
+    if settings.mode == "nearest":
+        whole = all(each.scale == int(each.scale) for each in axes)
+        rounds = settings.places == "half_pixel" and settings.rounding.startswith("round")
+        floors = settings.places == "asymmetric" and settings.rounding == "floor"
+        return f"F.interpolate({call.arg(0)}, {size})" if whole and (rounds or floors) else None
+    if settings.mode == "cubic" and len(shape) != 4:
+        return None
+    mode = "bicubic" if settings.mode == "cubic" else _LINEAR[len(shape)]
+    centred = settings.places == "half_pixel" or (settings.places == "pytorch_half_pixel" and min(size) > 1)
+    if centred:
+        return f"F.interpolate({call.arg(0)}, {size}, mode={mode!r})"
+    if settings.places == "align_corners":
+        return f"F.interpolate({call.arg(0)}, {size}, mode={mode!r}, align_corners=True)"
+    return None
+
+
+def _general(call: Call, axes: tuple[ResizedAxis, ...], settings: _Settings) -> str:
+    node = call.node
+    words = [call.arg(0), _axes_code(axes), repr(settings.mode), repr(settings.places)]
+    if settings.mode == "nearest":
+        words.append(f"rounding={settings.rounding!r}")
+    if settings.mode == "cubic":
+        words.append(f"coefficient={call.stated('cubic_coeff_a', -0.75)}")
+    words += [f"{name}=True" for name in ("antialias", "exclude_outside") if node.integer(name)]
+    if settings.places == "tf_crop_and_resize":
+        words.append(f"outside={number(node.number('extrapolation_value'))}")
+    return f"operators.resize({', '.join(words)})"
+
+
+def _axes_code(axes: tuple[ResizedAxis, ...]) -> str:
+    entries = [
+        f"({each.axis}, {each.result}, {literal(each.scale)}, {literal(each.region[0])}, {literal(each.region[1])})"
+        for each in axes
+    ]
+    return f"[{', '.join(entries)}]"
+
+
+RESIZE: dict[str, Emitter] = {"Resize": _emit, "Upsample": _emit}

@@ -1,24 +1,168 @@
-"""The *what* of a stage as text: its forward on local shards, one operator a line."""
+"""The *what* of a stage as text: its forward on local shards, one operator a line.
+
+Neighbouring operators that torch computes in one: found on the operations of a stage, just before they are printed.
+
+The graph keeps them apart, because apart they can be split: a bias added to partial sums would count several times.
+
+All emitters, assembled from the families.
+
+The operations of a stage that recomputes, by segment: what each of them reads of others, and gives to others.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autopipe.backends.torch.emission.call import Call, literal
-from autopipe.backends.torch.emission.groups import group_code
-from autopipe.backends.torch.emission.later import deferred
-from autopipe.backends.torch.emission.peephole import merge_neighbours
-from autopipe.backends.torch.emission.segments import Part, parts_of
-from autopipe.backends.torch.emission.table import EMITTERS
+from autopipe.backends.torch.emission.attention import ATTENTION, CONTRIB
+from autopipe.backends.torch.emission.call import Call, Emitter, group_code, literal
+from autopipe.backends.torch.emission.elementwise import (
+    ACTIVATION,
+    ELEMENTWISE,
+    GENERATION,
+    QUANTIZATION,
+    RANDOM,
+    REGIONS,
+    SAMPLING,
+    SPECTRAL,
+)
+from autopipe.backends.torch.emission.movement import INDEXING, MOVEMENT, REGROUP, RESIZE
+from autopipe.backends.torch.emission.normalization import LOSSES, NORMALIZATION, REDUCTION
+from autopipe.backends.torch.emission.products import CONVOLUTION, POOLING, PRODUCTS, RECURRENT
+from autopipe.backends.torch.emission.rank import deferred
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import Layout, degree_of
 from autopipe.ir.ops import qualified_name
+from autopipe.ir.ops.products import is_matrix_product, takes_bias
 from autopipe.ir.program import Collective, Compute, Operation, StageCode
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A segment's operations; names of values in the order of their first use."""
+
+    operations: tuple[Operation, ...]
+    arguments: tuple[str, ...]
+    flowing: tuple[str, ...]
+    """Of what it gives, what gradients flow through."""
+    others: tuple[str, ...]
+    """Results through which no gradient flows."""
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Names of all the segment's results."""
+        return self.flowing + self.others
+
+
+def parts_of(stage: StageCode) -> tuple[Part, ...]:
+    """The segments that give something."""
+    held = {value.name for _, value in stage.parameters} | {each.value.name for _, each in stage.constants}
+    wanted = {value.name for value in stage.outputs}
+    flowing = frozenset(name for segment in stage.segments for name in segment.flowing)
+    found: list[Part] = []
+    for operations in reversed(stage.by_segment()):
+        written = dict.fromkeys(name for each in operations for name in each.writes)
+        read = dict.fromkeys(name for each in operations for name in each.reads)
+        results = [name for name in written if name in wanted]
+        if results:
+            arguments = tuple(name for name in read if name not in written and name not in held)
+            found.append(Part(operations, arguments, *_divided(results, flowing)))
+            wanted |= set(arguments)
+    return tuple(reversed(found))
+
+
+def _divided(names: Iterable[str], chosen: frozenset[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Split `names` into the chosen ones and the others."""
+    found = tuple(names)
+    return tuple(name for name in found if name in chosen), tuple(name for name in found if name not in chosen)
+
+
+LINEAR = "Linear"
+"""Operator type of a product and the bias added to it; operands x, weight [in, out], bias [out]."""
+
+
+def merge_neighbours(stage: StageCode) -> StageCode:
+    """The same stage with products and their biases as one operation, where nothing else reads the product."""
+    reads = Counter(name for operation in stage.operations for name in operation.reads)
+    reads.update(value.name for value in stage.outputs)
+    products = {
+        operation.signature.result().name: operation
+        for operation in stage.operations
+        if isinstance(operation, Compute) and is_matrix_product(operation.signature)
+    }
+    merged: set[str] = set()
+    operations: list[Operation] = []
+    for operation in stage.operations:
+        product = _product_under(operation, products, reads)
+        if product is not None and isinstance(operation, Compute):
+            operations.append(_linear(product, operation))
+            merged.add(product.signature.result().name)
+        else:
+            operations.append(operation)
+    kept = (each for each in operations if isinstance(each, Collective) or _first_result(each) not in merged)
+    return replace(stage, operations=tuple(kept))
+
+
+def _first_result(operation: Compute) -> str | None:
+    result = operation.signature.results[0]
+    return None if result is None else result.name
+
+
+def _product_under(operation: Operation, products: dict[str, Compute], reads: Counter[str]) -> Compute | None:
+    """The product to which `operation` adds a bias, if that is all it does and nothing else reads the product."""
+    if not isinstance(operation, Compute) or operation.signature.node.op != "Add" or operation.signature.node.domain:
+        return None
+    first, second = operation.signature.operand(0), operation.signature.operand(1)
+    for product, bias in ((first, second), (second, first)):
+        found = products.get(product.name)
+        if found is not None and reads[product.name] == 1 and takes_bias(product, bias):
+            return found
+    return None
+
+
+def _linear(product: Compute, addition: Compute) -> Compute:
+    """Both as one, the product's node: named after the addition, whose result it gives."""
+    result = product.signature.result().name
+    bias = next(value for value in addition.signature.operands if value is not None and value.name != result)
+    signature = replace(
+        addition.signature,
+        node=replace(addition.signature.node, op=LINEAR, domain="autopipe"),
+        operands=(*product.signature.operands, bias),
+        constants=(None, None, None),
+    )
+    return replace(addition, node=product.node, signature=signature)
+
+
+EMITTERS: dict[str, Emitter] = {
+    **ACTIVATION,
+    **ELEMENTWISE,
+    **GENERATION,
+    **INDEXING,
+    **MOVEMENT,
+    **CONVOLUTION,
+    **POOLING,
+    **QUANTIZATION,
+    **NORMALIZATION,
+    **LOSSES,
+    **ATTENTION,
+    **RECURRENT,
+    **RESIZE,
+    **CONTRIB,
+    **REGIONS,
+    **PRODUCTS,
+    **REDUCTION,
+    **REGROUP,
+    **SAMPLING,
+    **SPECTRAL,
+    **RANDOM,
+}
+
 
 _LINE = 120
 _PARAMETER = re.compile(r"\bp\.(w\d+)\b")
@@ -258,7 +402,7 @@ def _imports(text: str) -> str:
     if re.search(r"\boperators\.", text):
         own.append("from autopipe.backends.torch.runtime import operators\n")
     if text.startswith("@recompute"):
-        own.append("from autopipe.backends.torch.runtime.recomputation import recompute\n")
+        own.append("from autopipe.backends.torch.runtime.recompute import recompute\n")
     if own:
         lines += ["\n", *own]
     return "".join(lines)

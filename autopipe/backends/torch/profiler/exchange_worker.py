@@ -17,11 +17,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from autopipe.backends.torch.profiler.watch import timing_of
+from autopipe.backends.torch.profiler.timed_program import timing_of
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
-from autopipe.backends.torch.runtime.pending import PendingRecv
-from autopipe.backends.torch.runtime.transport import Transport
+from autopipe.backends.torch.runtime.transport import PendingRecv, Transport
 from autopipe.ir.measured_costs import COLLECTIVES, Timing
 
 SIZES = tuple(2**power for power in (12, 15, 18, 20, 22, 24))

@@ -3,22 +3,162 @@
 They run one after the other as often and in the order in which the model has them, all forwards and then all backwards:
 run again and again by itself, an operator finds its code and its operands in the caches, and a small one takes half of
 its time in a model; run once among all the others, it takes twice.
+
+One operation ready to run: a generated stage of one node, and numbers for its operands.
+
+Time of a rank's step besides its operators: starting tasks, adding up gradients, copying them to buckets, updating
+parameters.
+
+CPU time of a rank's gradient buckets, besides the exchange itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.util
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from autopipe.backends.torch.profiler.runnable import Pool, Runnable, Tensors
-from autopipe.backends.torch.profiler.watch import Mark, Stopwatch, averaged, repeated
-from autopipe.backends.torch.runtime.allocator import keep_freed_memory
+from autopipe.backends.torch.emission.stage import emit_stage
+from autopipe.backends.torch.profiler.timed_program import Mark, Stopwatch, averaged, numbers_of, repeated
+from autopipe.backends.torch.runtime.gradients import GradientReduction
+from autopipe.backends.torch.runtime.host import keep_freed_memory
+from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
+from autopipe.backends.torch.runtime.random_streams import Random
+from autopipe.backends.torch.runtime.transport import PendingRecv, Transport
+from autopipe.backends.torch.runtime.weight_gradients import WeightGradQueue
 from autopipe.ir.errors import CodegenError
-from autopipe.ir.measured_costs import Operation, OperationCost, Sample
+from autopipe.ir.graph import Constant, DType, Value
+from autopipe.ir.layout import mesh_of
+from autopipe.ir.measured_costs import Operation, OperationCost, Sample, TaskCosts, TensorCosts
+from autopipe.ir.program import Block, Bucket, Compute, StageCode
+
+_LARGE_BYTES = 2**16
+"""Gradients of activations from this size on are freed at once, as in a model, where the next operator's take their
+memory."""
+
+Tensors = tuple[torch.Tensor, ...]
+Pool = dict[tuple[DType, tuple[int, ...], int | None], torch.Tensor]
+"""Numbers by type, shape and limit: operators that follow one another share them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """The numbers of an operand, and whether a gradient is asked for."""
+
+    numbers: torch.Tensor
+    wanted: bool
+    parameter: bool
+    """True if each layer has numbers of its own; the others find theirs in the caches, as in a model, where the
+    operator before has just written them.
+    """
+
+    def leaf(self) -> torch.Tensor:
+        """The numbers as a tensor of its own."""
+        tensor = (self.numbers.clone() if self.parameter else self.numbers.detach()).requires_grad_(self.wanted)
+        if self.wanted and not self.parameter and tensor.nbytes >= _LARGE_BYTES:
+            filler = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand_as(tensor)
+            tensor.register_hook(lambda _: filler)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Runnable:
+    """The generated forward of one operation, what it reaches as `p`, and its operands."""
+
+    forward: Callable[..., Tensors]
+    place: Arguments
+    operands: tuple[Operand, ...]
+
+    @staticmethod
+    def of(sample: Sample, device: torch.device, folder: Path, train: bool, pool: Pool) -> Runnable:
+        """The sample on a device; the generated file goes to `folder`. Raises CodegenError where it needs a group."""
+        stage = _stage_of(sample)
+        forward = _generated(emit_stage(stage, "One operator."), folder)
+        place = Arguments(device=device, group=None, weight_grads=WeightGradQueue(()), random=Random(device))
+        for index, constant in stage.constants:
+            setattr(place, f"c{index}", torch.from_numpy(constant.array.copy()).to(device))
+        return Runnable(forward, place, _operands(sample, stage, device, train, pool))
+
+    @property
+    def trains(self) -> bool:
+        """True if there is a backward."""
+        return any(each.wanted for each in self.operands)
+
+    def leaves(self) -> Tensors:
+        """Operands of its own, as every layer of a model has them."""
+        return tuple(each.leaf() for each in self.operands)
+
+
+def _stage_of(sample: Sample) -> StageCode:
+    """The operation as a stage, all of whose operands but known numbers are arguments."""
+    operands = [
+        (value, array)
+        for signature in sample.signatures
+        for value, array in zip(signature.operands, signature.constants, strict=True)
+        if value is not None
+    ]
+    written = {value.name for signature in sample.signatures for value in signature.results if value is not None}
+    known = {value.name: Constant(value, array) for value, array in operands if array is not None}
+    inputs = {value.name: value for value, _ in operands if value.name not in known and value.name not in written}
+    devices = math.prod(split.degree for split in sample.splits)
+    mesh = mesh_of(sample.splits, devices)
+    first, *rest = sample.signatures
+    return StageCode(
+        stage=0,
+        devices=tuple(range(devices)),
+        inputs=tuple(inputs.values()),
+        outputs=tuple(value for value in sample.signatures[-1].results if value is not None),
+        parameters=(),
+        constants=tuple(enumerate(known.values())),
+        operations=(Compute(0, first, sample.splits, mesh), *(Compute(1, each) for each in rest)),
+    )
+
+
+def _generated(text: str, folder: Path) -> Callable[..., Tensors]:
+    """The forward of a generated file."""
+    if "p.group" in text:
+        raise CodegenError("a share of this operator needs the other shares")
+    name = f"operator_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    path = folder / f"{name}.py"
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    forward: Callable[..., Tensors] = module.forward
+    return forward
+
+
+def _operands(sample: Sample, stage: StageCode, device: torch.device, train: bool, pool: Pool) -> tuple[Operand, ...]:
+    """Numbers for the stage's inputs."""
+    below = dict(sample.below)
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for value in stage.inputs:
+        key = value.dtype, value.shape, below.get(value.name)
+        if key not in pool:
+            pool[key] = _numbers(value, below.get(value.name), generator).to(device)
+        wanted = train and bool(sample.operation.gradients) and value.name in sample.wanted
+        found.append(Operand(pool[key], wanted, value.name in sample.parameters))
+    return tuple(found)
+
+
+def _numbers(value: Value, below: int | None, generator: torch.Generator) -> torch.Tensor:
+    """Indices below their limit; of all else, numbers for which every operator is defined."""
+    dtype = torch_dtype(value.dtype.value)
+    if below is not None:
+        return torch.randint(below, value.shape, generator=generator).to(dtype)
+    if value.dtype.is_floating:
+        return (torch.rand(value.shape, generator=generator) + 0.5).to(dtype)
+    return torch.ones(value.shape, dtype=dtype)
+
 
 _CHAIN, _CHAIN_S = 64, 0.05
 """Nodes of a backward by which it is measured what noting them takes, and how long for."""
@@ -169,3 +309,143 @@ def _as_run(precision: str, device: torch.device) -> Iterator[None]:
     dtype = _AUTOCAST.get(precision)
     with contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype):
         yield
+
+
+class _Alone(Transport):
+    """A rank whose gradients are the sums already."""
+
+    def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv:
+        return PendingRecv(None, tensor, tensor.device)
+
+
+def bucketing_seconds(watch: Stopwatch, seconds: float, tensors: int, elements: int) -> float:
+    """Extra seconds of a backward that copies the gradients of `tensors` parameters with `elements` each into a bucket
+    as they come, and copies the sums back.
+    """
+    own = [torch.ones(elements, device=watch.device, requires_grad=True) for _ in range(tensors)]
+    shared = [torch.ones_like(each, requires_grad=True) for each in own]
+    gradients = [torch.full((elements,), 1e-6, device=watch.device) for _ in range(tensors)]
+    blocks = tuple(Block(index, elements, "fp32", 4, (0, 1), 0) for index in range(tensors))
+    reduction = GradientReduction(_Alone(watch.device.type), dict(enumerate(shared)), [Bucket(blocks)], shared=False)
+
+    def run() -> list[float]:
+        marks = [watch.mark()]
+        _backward(own, gradients)
+        marks.append(watch.mark())
+        reduction.arm(0, {})
+        _backward(shared, gradients)
+        reduction.finish()
+        marks.append(watch.mark())
+        for parameter in (*own, *shared):
+            parameter.grad = None
+        alone, together = watch.spans(marks)
+        return [max(0.0, together - alone)]
+
+    return repeated(run, seconds)[0].seconds
+
+
+def _backward(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    torch.autograd.backward([each.neg() for each in parameters], gradients)
+
+
+_TENSORS = 16
+_ELEMENTS = (2**8, 2**18)
+"""Of each of the tensors: few, so that what a tensor takes shows, and many, so that a byte's share does."""
+_OPTIMIZERS: Sequence[Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = (
+    lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    torch.optim.AdamW,
+)
+"""By the number of states."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskStartOverhead:
+    """How much longer a task's first operators take, in seconds: they find neither their code nor their data in the
+    caches after those of another task."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+    def added_to(self, tasks: TaskCosts) -> TaskCosts:
+        """Task costs with this overhead added."""
+        forward, backward = tasks.forward_s + self.forward_s, tasks.backward_s + self.backward_s
+        return replace(tasks, forward_s=forward, backward_s=backward)
+
+
+def measure_starts(watch: Stopwatch, short: Path, long: Path, longer: int, seconds: float) -> TaskStartOverhead:
+    """Measure the constant part of a task's operator time.
+
+    The programs have one stage each on one device; `long` has `longer` times the operators of `short`. Raises
+    LaunchError where one does not run.
+    """
+    few, many = (numbers_of("whole_worker", each, watch.device.type, seconds / 2)[:2] for each in (short, long))
+    return TaskStartOverhead(
+        *(max(0.0, (longer * one - all_) / (longer - 1)) for one, all_ in zip(few, many, strict=True))
+    )
+
+
+def measure_tasks(watch: Stopwatch, program: Path, waiting: int, seconds: float) -> TaskCosts:
+    """Measure tasks without their start overhead, updates, and adding up gradients.
+
+    `program` is a one-device program of two equal stages of a few small operators; the backward of the second is split,
+    and `waiting` of its operators defer their weight gradients. Raises LaunchError where it does not run.
+    """
+    forward, backward, split, update = numbers_of("task_worker", program, watch.device.type, seconds / 2)
+    sums, buckets = _accumulations(watch, seconds / 8), _bucketing(watch, seconds / 8)
+    updates = _updates(watch, seconds / 4)
+    return TaskCosts(forward, backward, split / waiting, update, sums, buckets, updates)
+
+
+def _updates(watch: Stopwatch, seconds: float) -> tuple[TensorCosts, ...]:
+    """Updates of optimizers without states, with one and with two, as a rank makes them, with what it does to the
+    gradients."""
+    return tuple(_by_tensor(partial(_update, watch, make, seconds / 6)) for make in _OPTIMIZERS)
+
+
+def _accumulations(watch: Stopwatch, seconds: float) -> TensorCosts:
+    """Adding a micro-batch's gradients to those before."""
+    return _by_tensor(partial(_accumulation, watch, seconds / 2))
+
+
+def _bucketing(watch: Stopwatch, seconds: float) -> TensorCosts:
+    """Putting gradients into a bucket and having them back."""
+    return _by_tensor(partial(bucketing_seconds, watch, seconds / 2, _TENSORS))
+
+
+def _by_tensor(measure: Callable[[int], float]) -> TensorCosts:
+    """From tensors of few and of many elements."""
+    few, many = (measure(count) / _TENSORS for count in _ELEMENTS)
+    per_byte = max(0.0, (many - few) / (4 * (_ELEMENTS[1] - _ELEMENTS[0])))
+    return TensorCosts(max(0.0, few - 4 * _ELEMENTS[0] * per_byte), per_byte)
+
+
+def _update(
+    watch: Stopwatch, make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], seconds: float, count: int
+) -> float:
+    parameters = [torch.ones(count, device=watch.device, requires_grad=True) for _ in range(_TENSORS)]
+    gradients = [torch.full((count,), 1e-6, device=watch.device) for _ in range(_TENSORS)]
+    optimizer = make(parameters)
+
+    def run() -> list[float]:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        marks = [watch.mark()]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return watch.spans([*marks, watch.mark()])
+
+    return repeated(run, seconds)[0].seconds
+
+
+def _accumulation(watch: Stopwatch, seconds: float, count: int) -> float:
+    sums = [torch.zeros(count, device=watch.device) for _ in range(_TENSORS)]
+    gradients = [torch.full((count,), 1e-6, device=watch.device) for _ in range(_TENSORS)]
+
+    def run() -> list[float]:
+        start = watch.mark()
+        for total, gradient in zip(sums, gradients, strict=True):
+            total.add_(gradient)
+        return watch.spans([start, watch.mark()])
+
+    return repeated(run, seconds)[0].seconds

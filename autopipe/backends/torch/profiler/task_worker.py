@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from autopipe.backends.torch.profiler.timed_program import CallTimestamps, TimedProgram
-from autopipe.backends.torch.profiler.watch import repeated
+from autopipe.backends.torch.profiler.timed_program import CallTimestamps, TimedProgram, repeated
 
 
 def main(target: Path, program: Path, device: str, seconds: float) -> None:

@@ -1,11 +1,23 @@
-"""A one-device program in this process, and marks around what it calls."""
+"""A one-device program in this process, and marks around what it calls.
+
+Marks in time on the device that is measured, and medians of what lies between them.
+
+Measurements that run in a process of their own.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 import runpy
+import statistics
+import subprocess
 import sys
+import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +25,101 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopipe.backends.torch.profiler.watch import Mark, Stopwatch
+from autopipe.backends.torch.child import python_command
+from autopipe.backends.torch.launcher import rank_environment
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.rank import Rank
+from autopipe.ir.errors import LaunchError
+from autopipe.ir.measured_costs import Timing
+
+LEAST = 5
+"""Repetitions of even the slowest work."""
+MOST = 200
+
+Mark = float | torch.cuda.Event
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """Times work on one device: on a CPU by the processor time of a thread that works alone, which other processes on
+    the machine do not add to, and by the clock where there are several; by events on a CUDA stream."""
+
+    device: torch.device
+
+    def mark(self) -> Mark:
+        """Now."""
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+    def spans(self, marks: Sequence[Mark]) -> list[float]:
+        """Seconds from each mark to the next, without what looking at the clock takes."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        own = self._looking()
+        return [max(0.0, _between(first, second) - own) for first, second in itertools.pairwise(marks)]
+
+    def _looking(self) -> float:
+        if self.device.type == "cuda":
+            return 0.0
+        marks = [self.mark() for _ in range(9)]
+        return statistics.median(_between(first, second) for first, second in itertools.pairwise(marks))
+
+
+def _between(first: Mark, second: Mark) -> float:
+    if isinstance(first, float):
+        assert isinstance(second, float)
+        return second - first
+    assert not isinstance(second, float)
+    return float(first.elapsed_time(second)) / 1000.0
+
+
+def repeated(run: Callable[[], Sequence[float]], seconds: float) -> list[Timing]:
+    """`run` gives what each of several parts took; the median of each, after a warm-up, of as many runs as `seconds` of
+    the clock allow."""
+    run()
+    started = time.perf_counter()
+    found: list[Sequence[float]] = []
+    while len(found) < LEAST or (len(found) < MOST and time.perf_counter() - started < seconds):
+        found.append(run())
+    return [timing_of(each) for each in zip(*found, strict=True)]
+
+
+def timing_of(seconds: Sequence[float]) -> Timing:
+    """The median of several runs, and how far they lie apart."""
+    median = statistics.median(seconds)
+    low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (median,) * 3
+    return Timing(median, (high - low) / median if median else 0.0, len(seconds))
+
+
+def averaged(timings: Sequence[Timing]) -> Timing:
+    """Average of the timings."""
+    return Timing(
+        statistics.fmean(each.seconds for each in timings),
+        statistics.fmean(each.spread for each in timings),
+        timings[0].repetitions,
+    )
+
+
+def numbers_of(worker: str, program: Path, setting: str, seconds: float) -> list[float]:
+    """Run the module `worker` of this package on a program for about `seconds` and return its numbers; `setting` names
+    the case. Raises LaunchError with the last line that it wrote where it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch, rank_environment():
+        found = Path(scratch) / "numbers.json"
+        module = f"autopipe.backends.torch.profiler.{worker}"
+        done = subprocess.run(
+            python_command(module, str(found), str(program), setting, str(seconds)),
+            env=dict(os.environ) | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ["failed without a word"]
+            raise LaunchError(f"a program cannot be measured: {lines[-1]}")
+        numbers: list[float] = json.loads(found.read_text(encoding="utf-8"))
+    return numbers
 
 
 class CallTimestamps:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autopipe.backends.torch.runtime.wiring import Data, Loss, Receive, Send
+from autopipe.backends.torch.runtime.stage_io import Data, Loss, Receive, Send
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank

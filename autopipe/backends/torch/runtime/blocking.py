@@ -2,23 +2,143 @@
 
 A generated step sends and posts receives where that overlaps best; waiting at those places would deadlock. So these
 stages take no notice of them, and exchange messages between tasks as the one order of all ranks has it (`turns`).
+
+One order of all tasks and messages of a step, the same for all ranks.
+
+Messages that both ends wait for right where they come to them deadlock, unless all ranks come to them in one order: a
+topological order of tasks in which a message, one item for both ends, stands right behind the task whose result it is
+(Lin et al., "Tessel" (HPCA 2024), section V).
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autopipe.backends.torch.runtime.stage import Stage
-from autopipe.backends.torch.runtime.turns import ChannelEnd, Event, Message, global_event_order
-from autopipe.backends.torch.runtime.wiring import Receive, Send
-from autopipe.ir.schedule import MicroBatchSlice, Phase, Task
+from autopipe.backends.torch.runtime.stage_io import Receive, Send
+from autopipe.ir.schedule import EVERY, MicroBatchSlice, Phase, Task
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank
+
+
+_UNITS = {Phase.FORWARD: 1, Phase.BACKWARD: 2, Phase.INPUT_GRADIENT: 1, Phase.WEIGHT_GRADIENT: 1}
+"""Rough lengths: they choose among orders, all of which are correct."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelEnd:
+    """A channel, from a stage on one rank to a stage on another, or on the same."""
+
+    channel: int
+    source_stage: int
+    source_rank: int
+    target_stage: int
+    target_rank: int
+    gradient: bool
+    """True if gradients come back."""
+    source_turn: MicroBatchSlice = EVERY
+    target_turn: MicroBatchSlice = EVERY
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message on a channel, forwards or, as gradient, back; `number` counts those of its direction in a step."""
+
+    end: ChannelEnd
+    gradient: bool
+    number: int
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Who sends and who receives."""
+        ends = self.end.source_rank, self.end.target_rank
+        return (ends[1], ends[0]) if self.gradient else ends
+
+
+Event = Task | Message
+
+
+def global_event_order(lists: Sequence[Sequence[Task]], ends: Sequence[ChannelEnd]) -> list[list[Event]]:
+    """For each rank its tasks and messages in the one order. `lists` are the ranks' tasks; a group's run together.
+
+    What can start first comes first, so that the order is near to that in which things happen.
+    """
+    merge = _EventMerge(lists, ends)
+    while (task := merge.next_task()) is not None:
+        merge.run(task)
+    return merge.turns
+
+
+class _EventMerge:
+    """How far every rank has come in the order."""
+
+    def __init__(self, lists: Sequence[Sequence[Task]], ends: Sequence[ChannelEnd]) -> None:
+        self.turns: list[list[Event]] = [[] for _ in lists]
+        self._rest = [deque(tasks) for tasks in lists]
+        self._clocks = [0] * len(lists)
+        self._done: set[Task] = set()
+        self._ends = ends
+        self._ranks: dict[int, list[int]] = {}
+        for rank, tasks in enumerate(lists):
+            for stage in {task.stage for task in tasks}:
+                self._ranks.setdefault(stage, []).append(rank)
+        self._sources: dict[tuple[int, bool], set[tuple[MicroBatchSlice, int, MicroBatchSlice]]] = {}
+        """By stage, and whether of gradients, the stages whose messages its tasks need: its turn, stage, their turn."""
+        for end in ends:
+            forward = end.target_turn, end.source_stage, end.source_turn
+            self._sources.setdefault((end.target_stage, False), set()).add(forward)
+            if end.gradient:
+                backward = end.source_turn, end.target_stage, end.target_turn
+                self._sources.setdefault((end.source_stage, True), set()).add(backward)
+
+    def next_task(self) -> Task | None:
+        """The task that can start first; None at the end."""
+        heads = {rest[0] for rest in self._rest if rest}
+        ready = [task for task in heads if self._can_run(task)]
+        return min(ready, key=lambda task: (self._start(task), task.stage, task.micro_batch), default=None)
+
+    def _can_run(self, task: Task) -> bool:
+        if any(not self._rest[rank] or self._rest[rank][0] != task for rank in self._ranks[task.stage]):
+            return False
+        if task.phase is Phase.WEIGHT_GRADIENT:
+            return True
+        backward = task.phase is not Phase.FORWARD
+        phases = (Phase.BACKWARD, Phase.INPUT_GRADIENT) if backward else (Phase.FORWARD,)
+        return all(
+            any(Task(stage, phase, other.micro_batch(own.message(task.micro_batch))) in self._done for phase in phases)
+            for own, stage, other in self._sources.get((task.stage, backward), ())
+            if own.has(task.micro_batch)
+        )
+
+    def _start(self, task: Task) -> int:
+        return max(self._clocks[rank] for rank in self._ranks[task.stage])
+
+    def run(self, task: Task) -> None:
+        """Put the task, and behind it the messages that carry its results, in the order."""
+        end = self._start(task) + _UNITS[task.phase]
+        for rank in self._ranks[task.stage]:
+            self._rest[rank].popleft()
+            self._clocks[rank] = end
+            self.turns[rank].append(task)
+        self._done.add(task)
+        for message in self._messages(task):
+            for rank in message.ranks:
+                self.turns[rank].append(message)
+
+    def _messages(self, task: Task) -> Iterator[Message]:
+        if task.phase is Phase.WEIGHT_GRADIENT:
+            return
+        backward = task.phase is not Phase.FORWARD
+        for end in self._ends:
+            leaves = end.gradient and end.target_stage == task.stage if backward else end.source_stage == task.stage
+            turn = end.target_turn if backward else end.source_turn
+            if leaves and turn.has(task.micro_batch) and end.source_rank != end.target_rank:
+                yield Message(end, backward, turn.message(task.micro_batch))
 
 
 class BlockingStage(Stage):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from autopipe.backends.torch.runtime.at_once import (
+from autopipe.backends.torch.runtime.transport import (
     everyones,
     goes_at_once,
     is_summed_at_once,

@@ -1,16 +1,94 @@
-"""Adding up gradients over the ranks that hold the same block of a parameter: in buckets, overlapped with backward."""
+"""Adding up gradients over the ranks that hold the same block of a parameter: in buckets, overlapped with backward.
+
+Updating parameters in shares (ZeRO-1): each of the ranks that hold them keeps the optimizer's state of one share.
+
+Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory optimizations toward training trillion parameter models" (SC 2020),
+section 5.1. Updates are element by element, so a share is any part of a bucket's row: see `autopipe.ir.program`.
+
+Optimizers by name, torch's own.
+
+What verification compares: each rank's gradients after they are added up, and how much a rounding changes them.
+
+The buckets in which a rank's gradients are added up over ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from autopipe.backends.torch.runtime.pending import PendingRecv, PendingReduce
-from autopipe.backends.torch.runtime.shares import OptimizerShard, ShardedBucket
-from autopipe.backends.torch.runtime.transport import Transport
-from autopipe.ir.program import Bucket
+from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.runtime.transport import PendingRecv, PendingReduce, Transport
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.graph import DType
+from autopipe.ir.program import Block, Bucket, ElementRange, buckets_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptimizerShard:
+    """A tensor that the optimizer updates in place of parameters, and which elements of them it is."""
+
+    tensor: torch.Tensor
+    runs: tuple[ElementRange, ...]
+
+
+class ShardedBucket:
+    """A bucket of which each rank gets a share of the sums, and updates that.
+
+    Its parameters lie in one row, and the share is a part of it: what is gathered after an update is in place.
+    """
+
+    def __init__(self, transport: Transport, bucket: Bucket, parameters: list[torch.Tensor]) -> None:
+        self.bucket = bucket
+        self.parameters = parameters
+        self.runs = tuple(bucket.runs(transport.rank))
+        self._transport = transport
+        self._row = parameters[0].detach().new_zeros(bucket.elements)
+        for parameter, place in zip(parameters, self._places(self._row), strict=True):
+            parameter.data = place.copy_(parameter.detach())
+        self.share = self._row.chunk(len(bucket.ranks))[bucket.ranks.index(transport.rank)]
+        self._coming: PendingRecv | PendingReduce | None = None
+
+    def _places(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' parts of a row."""
+        return [
+            row[start : start + parameter.numel()].view_as(parameter)
+            for start, parameter in zip(self.bucket.starts, self.parameters, strict=True)
+        ]
+
+    def start(self) -> None:
+        """Take the parameters' gradients and send them off."""
+        gradients = torch.zeros_like(self._row)
+        for parameter, place in zip(self.parameters, self._places(gradients), strict=True):
+            if parameter.grad is not None:
+                place.copy_(parameter.grad)
+                parameter.grad = None  # It is in the message now.
+        self._coming = self._transport.start_reduce_scatter(gradients, self.bucket.ranks)
+
+    def finish(self) -> None:
+        """Wait for the sums, and make them the share's gradient."""
+        assert self._coming is not None
+        self.share.grad = self._coming.wait()
+        self._coming = None
+
+    def gather(self) -> None:
+        """Get the other ranks' shares of the parameters."""
+        self._transport.traffic["parameter"] += self._row.nbytes
+        self._transport.gather(self._row, self.bucket.ranks)
+
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """The gradients by parameter, whole. All of the bucket's ranks together; not counted as a step's."""
+        assert self.share.grad is not None
+        row = torch.zeros_like(self._row)
+        row.chunk(len(self.bucket.ranks))[self.bucket.ranks.index(self._transport.rank)].copy_(self.share.grad)
+        self._transport.gather(row, self.bucket.ranks)
+        places = zip(self.bucket.blocks, self._places(row), strict=True)
+        return {block.parameter: place for block, place in places}
 
 
 class ReducedBucket(Protocol):
@@ -147,3 +225,61 @@ class GradientReduction:
         for each in self.shared:
             found |= each.gradients()
         return found
+
+
+def buckets_of_rank(manifest: Manifest, rank: int) -> tuple[Bucket, ...]:
+    """Buckets of the trained blocks that the rank holds together with others, in the order of their exchanges."""
+    found = []
+    for shard in manifest.shards[rank]:
+        entry = manifest.parameters[shard.parameter]
+        dtype = DType(entry.dtype)
+        if len(shard.ranks) > 1 and entry.trainable and dtype.is_floating:
+            found.append(Block(shard.parameter, shard.elements, entry.dtype, dtype.itemsize, shard.ranks, shard.home))
+    return buckets_of(found)
+
+
+def make_optimizer(settings: dict[str, Any], parameters: list[torch.Tensor]) -> torch.optim.Optimizer | None:
+    """The optimizer of a manifest over the rank's trainable blocks; None where the rank has none."""
+    if not parameters:
+        return None
+    if settings["name"] == "sgd":
+        return torch.optim.SGD(
+            parameters, lr=settings["lr"], momentum=settings["momentum"], weight_decay=settings["weight_decay"]
+        )
+    if settings["name"] == "adamw":
+        return torch.optim.AdamW(
+            parameters,
+            lr=settings["lr"],
+            betas=tuple(settings["betas"]),
+            eps=settings["eps"],
+            weight_decay=settings["weight_decay"],
+        )
+    raise ConfigurationError(f"there is no optimizer {settings['name']!r}", hint="sgd or adamw")
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer make what it keeps, as its first step would: by a step of gradients that are zero."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def dump_gradients(folder: Path, rank: int, gradients: dict[int, torch.Tensor]) -> None:
+    """Write the gradients of the rank's blocks to `gradients_<rank>.npz` by parameter index, as float32 or float64."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for index, gradient in gradients.items():
+        wide = gradient if gradient.dtype is torch.float64 else gradient.float()
+        found[str(index)] = wide.cpu().numpy()
+    np.savez(folder / f"gradients_{rank:03d}.npz", **found)  # type: ignore[arg-type]
+
+
+def moved(tensor: torch.Tensor, step: float, key: int) -> torch.Tensor:
+    """The tensor with each number a relative `step` larger or smaller, as `key` decides; whole numbers stay."""
+    if not tensor.is_floating_point():
+        return tensor
+    signs = np.random.default_rng(key).integers(0, 2, tensor.shape, np.int8)
+    factors = 1 + (torch.from_numpy(2 * signs - 1) * step).to(torch.float64)
+    return (tensor.double() * factors.to(tensor.device)).to(tensor.dtype)

@@ -13,36 +13,36 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autopipe.backends.torch.checkpoint.folder import check_unused
+from autopipe.backends.torch.checkpoint.format import check_unused
 from autopipe.backends.torch.runtime.blocking import BlockingStage, GlobalOrder
-from autopipe.backends.torch.runtime.buckets import buckets_of_rank
-from autopipe.backends.torch.runtime.checkpointing.checkpointer import Checkpointer
-from autopipe.backends.torch.runtime.checkpointing.host_copies import HostCopies
-from autopipe.backends.torch.runtime.checkpointing.optimizer_state import OptimizerState
-from autopipe.backends.torch.runtime.checkpointing.training_state import TrainingState
-from autopipe.backends.torch.runtime.clock import Clock
+from autopipe.backends.torch.runtime.checkpoint import Checkpointer, HostCopies
+from autopipe.backends.torch.runtime.checkpoint_state import OptimizerState, TrainingState
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.data import Position, open_source, read_block
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport
-from autopipe.backends.torch.runtime.failures import end_on_error, live_with_launcher
-from autopipe.backends.torch.runtime.gradients import GradientReduction
-from autopipe.backends.torch.runtime.later import WeightGradQueue
+from autopipe.backends.torch.runtime.failures import end_on_error, live_with_launcher, parse_options
+from autopipe.backends.torch.runtime.gradients import (
+    GradientReduction,
+    buckets_of_rank,
+    dump_gradients,
+    make_optimizer,
+    make_state,
+    moved,
+)
+from autopipe.backends.torch.runtime.heartbeat import ENDED, Heartbeat
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.backends.torch.runtime.optimizers import make_optimizer, make_state
-from autopipe.backends.torch.runtime.options import parse_options
 from autopipe.backends.torch.runtime.outputs import OutputCollector
 from autopipe.backends.torch.runtime.parameters import Arguments, load_constants, load_parameters, torch_dtype
-from autopipe.backends.torch.runtime.pulse import ENDED, Heartbeat
 from autopipe.backends.torch.runtime.random_streams import Random
-from autopipe.backends.torch.runtime.recording import dump_gradients, moved
-from autopipe.backends.torch.runtime.report import Reporter
+from autopipe.backends.torch.runtime.report import Clock, Reporter
 from autopipe.backends.torch.runtime.stage import Stage
+from autopipe.backends.torch.runtime.stage_io import Data, Wire
 from autopipe.backends.torch.runtime.transport import Transport
-from autopipe.backends.torch.runtime.wiring import Data, Wire
+from autopipe.backends.torch.runtime.weight_gradients import WeightGradQueue
 from autopipe.ir.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from autopipe.backends.torch.runtime.valueless import MemoryTracker
+    from autopipe.backends.torch.runtime.dry_run import MemoryTracker
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -112,7 +112,7 @@ class Rank:
         if self.options.device != "meta":
             self._run_all(step)
             return
-        from autopipe.backends.torch.runtime.valueless import use_fake_tensors
+        from autopipe.backends.torch.runtime.dry_run import use_fake_tensors
 
         with use_fake_tensors() as self.valueless:
             self._run_all(step)

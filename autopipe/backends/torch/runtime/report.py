@@ -1,4 +1,7 @@
-"""One line a step: loss, time, samples a second, bubble measured and predicted, peak memory."""
+"""One line a step: loss, time, samples a second, bubble measured and predicted, peak memory.
+
+How long tasks take, on the device that computes them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import json
 import math
 import resource
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -217,3 +221,57 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return _resident_peak() - _INTERPRETER
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSpan:
+    """A task's compute time, in seconds from the start of the step."""
+
+    task: str
+    start: float
+    end: float
+
+
+Mark = float | torch.cuda.Event
+
+
+class Clock:
+    """Marks in time: the host's clock on the CPU, events on a CUDA stream, which cost the stream nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._begin: Mark = 0.0
+        self.began = 0.0
+        """When the step began, in seconds since 1970: what puts the steps of several ranks on one axis."""
+        self._spans: list[tuple[str, Mark, Mark]] = []
+
+    def mark(self) -> Mark:
+        """Now."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def begin_step(self) -> None:
+        """Start a step's measurements anew."""
+        self._spans = []
+        self.began = time.time()
+        self._begin = self.mark()
+
+    def add(self, task: str, start: Mark) -> None:
+        """A task that started at `start` and ends now."""
+        self._spans.append((task, start, self.mark()))
+
+    def spans(self) -> list[MeasuredSpan]:
+        """The step's tasks; waits for the device to have done them."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        return [MeasuredSpan(task, self._since(start), self._since(end)) for task, start, end in self._spans]
+
+    def _since(self, mark: Mark) -> float:
+        if isinstance(mark, float):
+            assert isinstance(self._begin, float)
+            return mark - self._begin
+        assert not isinstance(self._begin, float)
+        return float(self._begin.elapsed_time(mark)) / 1000.0

@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.autograd.graph import GradientEdge
 
-from autopipe.backends.torch.runtime.blocks import Block, Form, added, extents, joined, part
-from autopipe.backends.torch.runtime.later import Waiting, compute_all
 from autopipe.backends.torch.runtime.parameters import Arguments
-from autopipe.backends.torch.runtime.pending import PendingRecv, PendingSend
-from autopipe.backends.torch.runtime.roots import OutputEdge, output_edge
-from autopipe.backends.torch.runtime.wiring import (
-    Data,
-    Loss,
-    Receive,
-    Send,
-    Wire,
+from autopipe.backends.torch.runtime.stage_io import Data, Loss, Receive, Send, Wire
+from autopipe.backends.torch.runtime.transport import (
+    Block,
+    Form,
+    OutputEdge,
+    PendingRecv,
+    PendingSend,
+    added,
+    extents,
+    joined,
+    output_edge,
+    part,
 )
+from autopipe.backends.torch.runtime.weight_gradients import Waiting, compute_all
 from autopipe.ir.schedule import MicroBatchSlice
 
 if TYPE_CHECKING:

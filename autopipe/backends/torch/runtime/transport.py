@@ -1,36 +1,322 @@
-"""Process groups and messages: NCCL where each rank has a GPU of its own, gloo elsewhere."""
+"""Process groups and messages: NCCL where each rank has a GPU of its own, gloo elsewhere.
+
+Messages that are being sent, each held until it is gone and no longer.
+
+Messages under way.
+
+Collectives of tensors in host memory over gloo, in one step: every rank sends to all others at once.
+
+Gloo's own go round a ring, and its reduce-scatter sets one up each time. Where ranks share processors, each step of a
+ring waits until the next rank has one. `benchmarks/gloo_collectives.py` holds both ways against each other.
+
+Tensors that travel in blocks.
+
+Receive buffers that are used again and again.
+
+Where a backward starts: results without their numbers, which autograd keeps itself where it needs them.
+"""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
+import threading
+from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autopipe.backends.torch.runtime.allocator import keep_freed_memory
-from autopipe.backends.torch.runtime.at_once import (
-    everyones,
-    goes_at_once,
-    is_summed_at_once,
-    start_sum,
-    start_sum_of_rows,
+from autopipe.backends.torch.runtime.control_group import ControlGroup
+from autopipe.backends.torch.runtime.heartbeat import DEFAULTS, Heartbeat, Timeouts
+from autopipe.backends.torch.runtime.host import (
+    give_way,
+    has_more_ranks_than_cores,
+    keep_freed_memory,
+    patient_threads,
+    pin_to_cores,
 )
-from autopipe.backends.torch.runtime.blocks import Form
-from autopipe.backends.torch.runtime.departures import SendQueue
-from autopipe.backends.torch.runtime.gloo_threads import give_way, patient_threads
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
-from autopipe.backends.torch.runtime.meeting import ControlGroup
-from autopipe.backends.torch.runtime.pending import PendingRecv, PendingReduce, PendingSend
-from autopipe.backends.torch.runtime.processors import has_more_ranks_than_cores, pin_to_cores
-from autopipe.backends.torch.runtime.pulse import DEFAULTS, Heartbeat, Timeouts
-from autopipe.backends.torch.runtime.rings import RecvBufferPool
 from autopipe.backends.torch.runtime.signed_store import KEY, SignedStore, Signer
+from autopipe.backends.torch.runtime.stage_io import Slices
 from autopipe.ir.errors import LaunchError
+
+
+@dataclass(frozen=True, slots=True)
+class OutputEdge:
+    """A result's place in autograd's graph, and its shape."""
+
+    edge: GradientEdge | None
+    """None where no gradient flows through it."""
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def output_edge(result: torch.Tensor) -> OutputEdge:
+    """The root that a result is."""
+    edge = get_gradient_edge(result) if result.requires_grad else None
+    return OutputEdge(edge, result.shape, result.dtype, result.device)
+
+
+Block = tuple[torch.Tensor, Slices | None]
+"""A block of a tensor, and where in it; None for all of it."""
+
+Form = tuple[torch.dtype, tuple[int, ...]]
+"""A tensor's type and shape."""
+
+
+def extents(box: Slices) -> tuple[int, ...]:
+    """The shape of a block."""
+    return tuple(stop - start for start, stop in box)
+
+
+def part(tensor: torch.Tensor, box: Slices | None) -> torch.Tensor:
+    """The block of a tensor, as a view."""
+    return tensor if box is None else tensor[tuple(slice(*each) for each in box)]
+
+
+def joined(pieces: list[Block], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor that pieces make up."""
+    if len(pieces) == 1 and pieces[0][1] is None:
+        return pieces[0][0]
+    whole = torch.empty(shape, dtype=dtype, device=pieces[0][0].device)
+    for tensor, box in pieces:
+        part(whole, box).copy_(tensor)
+    return whole
+
+
+def added(pieces: list[Block], root: OutputEdge) -> torch.Tensor:
+    """The sum of a result's gradients, each of a block; blocks that no one uses have gradient zero."""
+    if len(pieces) == 1 and pieces[0][1] is None:
+        return pieces[0][0]
+    total = torch.zeros(root.shape, dtype=root.dtype, device=root.device)
+    for tensor, box in pieces:
+        part(total, box).add_(tensor)
+    return total
+
+
+@dataclass(slots=True)
+class PendingRecv:
+    """A tensor that is being received."""
+
+    work: dist.Work | None
+    buffer: torch.Tensor
+    device: torch.device
+    sent: torch.Tensor | None = None
+    """Tensor sent by the same exchange, which must stay alive until it is done."""
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, once it is there. Over NCCL it is the device's current stream that waits."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = self.sent = None  # Gloo would wait a second time for ever.
+        return self.buffer if self.buffer.device == self.device else self.buffer.to(self.device, non_blocking=True)
+
+
+@dataclass(slots=True)
+class PendingReduce:
+    """Tensors of all ranks, [ranks, ...], to be added up, or reduced by maximum, once they are there."""
+
+    rows: PendingRecv
+    how: dist.ReduceOp.RedOpType
+
+    def wait(self) -> torch.Tensor:
+        """The sum; added up in the order of ranks, so that all have the same."""
+        rows = self.rows.wait()
+        if self.how == dist.ReduceOp.MAX:
+            return rows.amax(0)
+        return rows.sum(0, dtype=rows.dtype)
+
+
+@dataclass(slots=True)
+class PendingSend:
+    """A tensor that is being sent; it must not change or go away before it is gone."""
+
+    work: dist.Work | None
+    tensor: torch.Tensor | None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bytes = 0 if self.tensor is None else self.tensor.nbytes
+
+    def is_gone(self) -> bool:
+        """True if it has been sent."""
+        return self.work is None or self.work.is_completed()
+
+    def wait(self) -> None:
+        """Wait until it has been sent, and let it go; several threads may."""
+        with self._lock:
+            if self.work is not None:
+                self.work.wait()
+                self.work = None  # Gloo would wait a second time for ever.
+            self.tensor = None
+
+
+_HELD_BYTES = 4 * 2**20
+"""A rank may hold so much of messages that are gone. To have a thread wait for a message takes up to 0.1 ms of the
+rank's own time, which is more than small ones take themselves."""
+
+
+class SendQueue:
+    """All messages of a rank that are under way."""
+
+    def __init__(self, watched: bool, most_bytes: int = _HELD_BYTES) -> None:
+        """`watched`: only whoever waits for a message learns that it has been sent, as with gloo.
+
+        All are then held until the step's end, up to `most_bytes`; beyond that a thread waits for the earliest.
+        """
+        self._watched = watched
+        self._most_bytes = most_bytes
+        self._under_way: deque[PendingSend] = deque()
+        self._held_bytes = 0
+        self._given: SimpleQueue[PendingSend | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._waiting = 0
+        self._error: RuntimeError | None = None
+
+    def add(self, departure: PendingSend) -> None:
+        """Hold a message until it is gone. Raises what an earlier one ended with."""
+        self._check()
+        self._under_way.append(departure)
+        self._held_bytes += departure.bytes
+        if not self._watched:
+            while self._under_way and self._under_way[0].is_gone():
+                self._earliest()
+            return
+        while self._held_bytes > self._most_bytes:
+            self._watch(self._earliest())
+
+    def _earliest(self) -> PendingSend:
+        earliest = self._under_way.popleft()
+        self._held_bytes -= earliest.bytes
+        return earliest
+
+    def _watch(self, departure: PendingSend) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait_for_each, name="departures", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._waiting += 1
+        self._given.put(departure)
+
+    def finish(self) -> None:
+        """Wait until all are gone. Raises what one ended with."""
+        while self._under_way:
+            self._earliest().wait()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting or self._error is not None)
+        self._check()
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        if self._thread is not None:
+            self._given.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _wait_for_each(self) -> None:
+        while True:
+            departure = self._given.get()
+            if departure is None:
+                return
+            try:
+                departure.wait()
+            except RuntimeError as error:  # The rank's own thread shall end with it.
+                self._error = error
+            del departure
+            with self._changed:
+                self._waiting -= 1
+                self._changed.notify()
+
+
+class RecvBufferPool:
+    """The buffers of one channel in one direction, all of one shape; made when first needed.
+
+    A buffer is free when nothing but the ring holds its memory: no view of it, no operator that keeps it for backward,
+    no message that forwards it. `size` is how many a step holds at once; where a view lives longer, what comes
+    meanwhile has memory of its own. On a GPU the stream that writes a message first waits for all that was launched
+    before its receive was posted, so for the last reader too.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._buffers: list[torch.Tensor] = []
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A free buffer, as a tensor of its own without history."""
+        for place, buffer in enumerate(self._buffers):
+            if _holders(buffer) == 1:
+                self._buffers.append(self._buffers.pop(place))
+                return buffer.detach()
+        found = torch.empty(shape, dtype=dtype, device=device)
+        if len(self._buffers) < self._size:
+            self._buffers.append(found)
+            return found.detach()
+        return found
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """How many tensors share the memory of one."""
+    storage = tensor.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count - 1  # The storage's own object is one more.
+
+
+_SMALL_BYTES = 1 << 17
+"""Tensors up to here are summed by sending each rank's to all: larger ones would be sent too often."""
+
+
+def goes_at_once(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
+    """True if a collective of the tensor is small enough for a direct exchange."""
+    return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
+
+
+def is_summed_at_once(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
+    """True if `start_sum` is the way to add the tensor up."""
+    return tensor.nbytes <= _SMALL_BYTES and goes_at_once(tensor, group)
+
+
+def everyones(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The tensors of all ranks of the group, by rank; [ranks, ...]."""
+    return _swap(_for_each(tensor, group), group).wait()
+
+
+def start_sum(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> PendingReduce:
+    """Start adding up all ranks' tensors, or take what else `how` says of them."""
+    return PendingReduce(_swap(_for_each(tensor, group), group), how)
+
+
+def start_sum_of_rows(rows: torch.Tensor, group: dist.ProcessGroup | None) -> PendingReduce:
+    """Start adding up, of all ranks' [ranks, ...], the rows that are this rank's."""
+    return PendingReduce(_swap(rows, group), dist.ReduceOp.SUM)
+
+
+def _for_each(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    return tensor.detach().expand(dist.get_world_size(group), *tensor.shape)
+
+
+def _swap(rows: torch.Tensor, group: dist.ProcessGroup | None) -> PendingRecv:
+    """Start sending row i to rank i; what arrives is row i from rank i."""
+    rows = rows.contiguous()
+    received = torch.empty_like(rows)
+    work = dist.all_to_all_single(received, rows, group=group, async_op=True)
+    if work is None:
+        raise LaunchError("this rank is not in the group that exchanges")
+    return PendingRecv(work, received, received.device, rows)
+
 
 ATTEMPT = "AUTOPIPE_ATTEMPT"
 """Environment variable that tells apart the attempts of one launch, where the launcher keeps the store."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopipe.backends.torch.emission.folder import ProgramFiles, write_program
-from autopipe.backends.torch.emission.manifest import Provenance
+from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, write_program
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.plan import Choice
 from autopipe.ir.program import Program

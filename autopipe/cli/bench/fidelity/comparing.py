@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from autopipe.backends.torch.crew.crew import WorkerPool
+from autopipe.backends.torch.worker_pool import WorkerPool
 from autopipe.cli.bench.fidelity.candidates import candidates_of
 from autopipe.cli.bench.fidelity.measuring import measured
 from autopipe.cli.bench.fidelity.outcome import Comparison

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from autopipe.backends.torch.crew.crew import WorkerPool
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
+from autopipe.backends.torch.worker_pool import WorkerPool
 from autopipe.cli.bench.fidelity.candidates import Candidate
 from autopipe.cli.bench.fidelity.outcome import Outcome
 from autopipe.ir.errors import AutopipeError

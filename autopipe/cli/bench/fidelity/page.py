@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from autopipe.backends.torch.runtime.processors import processor_count
+from autopipe.backends.torch.runtime.host import processor_count
 from autopipe.cli.bench.fidelity.outcome import Comparison
 from autopipe.cli.bench.fidelity.rows import HEADINGS, cells, ordered
 from autopipe.cli.bench.fidelity.subjects import BATCH

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from autopipe.backends.torch.checkpoint.form import (
+from autopipe.backends.torch.checkpoint.format import (
     Block,
     Checkpoint,
     StoredFile,
     StoredGenerator,
     StoredParameter,
     StoredTensor,
+    merged,
 )
-from autopipe.backends.torch.checkpoint.merge import merged
 from autopipe.ir.layout import Box
 
 

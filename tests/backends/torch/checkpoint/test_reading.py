@@ -10,19 +10,21 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from autopipe.backends.torch.checkpoint import document
-from autopipe.backends.torch.checkpoint.document import read_checkpoint, text_of
-from autopipe.backends.torch.checkpoint.element_types import numpy_type
-from autopipe.backends.torch.checkpoint.form import (
+from autopipe.backends.torch.checkpoint import format as document
+from autopipe.backends.torch.checkpoint.format import (
     Block,
     Checkpoint,
+    Content,
     StoredFile,
     StoredGenerator,
     StoredParameter,
     StoredTensor,
+    numpy_type,
+    read_checkpoint,
+    text_of,
+    write_shard,
 )
-from autopipe.backends.torch.checkpoint.reading import Reader, verify_file
-from autopipe.backends.torch.checkpoint.shard_file import Content, write_shard
+from autopipe.backends.torch.checkpoint.read import Reader, verify_file
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.layout import Box
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopipe.backends.torch.emission import folder as folder_module
-from autopipe.backends.torch.emission.folder import ProgramFiles, replace_folder, write_program
-from autopipe.backends.torch.emission.manifest import Provenance
+from autopipe.backends.torch.emission import program as folder_module
+from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, replace_folder, write_program
 from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.problem import Optimizer
 from autopipe.passes.lower.lower import lower

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autopipe.backends.torch.emission.call import Call, number
-from autopipe.backends.torch.emission.table import EMITTERS
+from autopipe.backends.torch.emission.stage import EMITTERS
 from autopipe.ir.errors import ModelError
 from autopipe.ir.ops import OPERATORS, signature_of
 from tests.ir.ops.uses import use_of

@@ -9,13 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from autopipe.backends.onnxruntime import profiler as onnxruntime_profiler
-from autopipe.backends.torch.profiler.exchanges import fit_line, measure_exchanges
-from autopipe.backends.torch.profiler.operators import measure_operations
-from autopipe.backends.torch.profiler.posts import StagePairs, measure_post_overhead
-from autopipe.backends.torch.profiler.tasks import TaskStartOverhead, measure_starts, measure_tasks
-from autopipe.backends.torch.profiler.watch import Stopwatch, averaged, repeated, timing_of
-from autopipe.backends.torch.profiler.worker import numbers_of
+from autopipe.backends import onnxruntime as onnxruntime_profiler
+from autopipe.backends.torch.profiler.communication import (
+    StagePairs,
+    fit_line,
+    measure_exchanges,
+    measure_post_overhead,
+)
+from autopipe.backends.torch.profiler.operators import (
+    TaskStartOverhead,
+    measure_operations,
+    measure_starts,
+    measure_tasks,
+)
+from autopipe.backends.torch.profiler.timed_program import Stopwatch, averaged, numbers_of, repeated, timing_of
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.profiling.medley import LONGER, write_overhead_stage, write_pair, write_rows
 from autopipe.ir.errors import LaunchError

@@ -12,7 +12,7 @@ import pytest
 _SCRIPT = """
 import resource
 import torch
-from autopipe.backends.torch.runtime.allocator import keep_freed_memory
+from autopipe.backends.torch.runtime.host import keep_freed_memory
 
 keep_freed_memory()
 for step in range(5):

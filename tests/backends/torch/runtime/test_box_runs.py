@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime.box_runs import contiguous_ranges
+from autopipe.backends.torch.runtime.parameters import contiguous_ranges
 
 
 @given(st.data())

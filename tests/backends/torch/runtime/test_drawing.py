@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime import drawing, philox
-from autopipe.backends.torch.runtime.drawing import init_shard
+from autopipe.backends.torch.runtime import parameters as drawing
+from autopipe.backends.torch.runtime import philox
 from autopipe.backends.torch.runtime.manifest import ParameterEntry, ShardEntry, Storage
+from autopipe.backends.torch.runtime.parameters import init_shard
 
 NORMAL = Storage("draw", scheme="normal", scale=0.5)
 Block = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from autopipe.backends.torch.agent import first_failure
+from autopipe.backends.torch.elastic_agent import first_failure
 from autopipe.backends.torch.runtime.failures import Failure, failure_of, read_failure
 from autopipe.ir.errors import ConfigurationError, LaunchError
 

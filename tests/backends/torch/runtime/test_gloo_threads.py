@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 import torch.distributed as dist
-from autopipe.backends.torch.runtime.gloo_threads import patient_threads
+from autopipe.backends.torch.runtime.host import patient_threads
 
 before = set(os.listdir("/proc/self/task"))
 with patient_threads():

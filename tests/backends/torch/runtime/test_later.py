@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopipe.backends.torch.runtime.later import WeightGradQueue, compute_all
-from autopipe.backends.torch.runtime.weight_formulas import FormulaGradient
+from autopipe.backends.torch.runtime.weight_gradients import FormulaGradient, WeightGradQueue, compute_all
 
 Forward = Callable[[WeightGradQueue, torch.Tensor, list[torch.Tensor]], torch.Tensor]
 

@@ -11,8 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from autopipe.backends.torch.runtime.departures import SendQueue
-from autopipe.backends.torch.runtime.pending import PendingRecv, PendingSend
+from autopipe.backends.torch.runtime.transport import PendingRecv, PendingSend, SendQueue
 
 
 @dataclass

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime.processors import has_more_ranks_than_cores, pin_to_cores, processors_of
+from autopipe.backends.torch.runtime.host import has_more_ranks_than_cores, pin_to_cores, processors_of
 
 BOUND = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone binds threads")
 _RANK = """
@@ -23,7 +23,7 @@ import os
 import sys
 import torch.distributed as dist
 from autopipe.backends.torch.runtime import transport as module
-from autopipe.backends.torch.runtime.processors import processors_of_this_rank
+from autopipe.backends.torch.runtime.host import processors_of_this_rank
 
 module._attempt_store = lambda patience: dist.FileStore(sys.argv[1], int(os.environ["WORLD_SIZE"]))
 transport = module.Transport("cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopipe.backends.torch.runtime.rings import RecvBufferPool
+from autopipe.backends.torch.runtime.transport import RecvBufferPool
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from collections import deque
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime.turns import ChannelEnd, Event, Message, global_event_order
+from autopipe.backends.torch.runtime.blocking import ChannelEnd, Event, Message, global_event_order
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import Phase, Task
 from autopipe.passes.lower.lower import lower

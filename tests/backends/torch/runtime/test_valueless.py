@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopipe.backends.torch.runtime.valueless import use_fake_tensors
+from autopipe.backends.torch.runtime.dry_run import use_fake_tensors
 from autopipe.ir.errors import LaunchError
 
 

@@ -3,82 +3,86 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.runtime.operators.attention import attention, rotary_embedding
-from autopipe.backends.torch.runtime.operators.convolution import (
+from autopipe.backends.torch.runtime.operators.images import (
+    average_pool,
     conv_integer,
     conv_quantized,
     conv_transpose,
     deform_conv,
+    dft,
+    hamming_window,
+    lp_pool,
+    max_pool_with_indices,
+    max_unpool,
+    mel_weights,
+    resize,
+    roi_align,
+    stft,
 )
-from autopipe.backends.torch.runtime.operators.elementwise import shrink
-from autopipe.backends.torch.runtime.operators.indexing import (
+from autopipe.backends.torch.runtime.operators.misc import (
+    batch_norm,
+    bernoulli,
+    col2im,
+    compress,
+    cross_entropy,
+    cumprod,
+    cumsum,
+    dequantize_linear,
+    dropout,
+    dropout_and_mask,
+    dynamic_quantize_linear,
     gather_elements,
     gather_nd,
+    hardmax,
+    layer_norm,
+    local_response_norm,
+    matmul_integer,
+    matmul_quantized,
+    matmul_whole,
+    mean_variance_norm,
+    multinomial,
+    normal,
     one_hot,
+    pad,
+    quantize_linear,
+    reverse_sequence,
     scatter_elements,
     scatter_nd,
+    shrink,
+    skip_layer_norm,
+    skip_rms_norm,
     tensor_scatter,
+    top_k,
+    uniform,
 )
-from autopipe.backends.torch.runtime.operators.joint import once
-from autopipe.backends.torch.runtime.operators.joint_indexing import gather_elements_part, gather_part
-from autopipe.backends.torch.runtime.operators.joint_losses import (
+from autopipe.backends.torch.runtime.operators.recurrent import gru, lstm, rnn
+from autopipe.backends.torch.runtime.operators.sharded import (
+    batch_norm_part,
     cross_entropy_and_logarithms_part,
     cross_entropy_and_logarithms_share,
     cross_entropy_part,
     cross_entropy_share,
-    nll_part,
-    nll_share,
-)
-from autopipe.backends.torch.runtime.operators.joint_normalization import (
-    batch_norm_part,
+    extreme_part,
+    gather_elements_part,
+    gather_part,
     group_norm_part,
+    index_of_extreme_part,
     instance_norm_part,
     layer_norm_part,
+    log_softmax_part,
+    log_sum_exp_part,
+    log_sum_part,
     mean_variance_norm_part,
+    nll_part,
+    nll_share,
+    norm_part,
     normalize_part,
+    once,
     rms_norm_part,
     skip_layer_norm_part,
     skip_rms_norm_part,
+    softmax_part,
 )
-from autopipe.backends.torch.runtime.operators.joint_reduction import (
-    extreme_part,
-    index_of_extreme_part,
-    log_sum_exp_part,
-    log_sum_part,
-    norm_part,
-)
-from autopipe.backends.torch.runtime.operators.joint_softmax import log_softmax_part, softmax_part
-from autopipe.backends.torch.runtime.operators.losses import cross_entropy
-from autopipe.backends.torch.runtime.operators.movement import col2im, compress, pad, reverse_sequence
-from autopipe.backends.torch.runtime.operators.normalization import (
-    batch_norm,
-    layer_norm,
-    local_response_norm,
-    mean_variance_norm,
-    skip_layer_norm,
-    skip_rms_norm,
-)
-from autopipe.backends.torch.runtime.operators.pooling import average_pool, lp_pool, max_pool_with_indices, max_unpool
-from autopipe.backends.torch.runtime.operators.quantization import (
-    dequantize_linear,
-    dynamic_quantize_linear,
-    matmul_integer,
-    matmul_quantized,
-    matmul_whole,
-    quantize_linear,
-)
-from autopipe.backends.torch.runtime.operators.random import (
-    bernoulli,
-    dropout,
-    dropout_and_mask,
-    multinomial,
-    normal,
-    uniform,
-)
-from autopipe.backends.torch.runtime.operators.recurrent import gru, lstm, rnn
-from autopipe.backends.torch.runtime.operators.reduction import cumprod, cumsum, hardmax, top_k
-from autopipe.backends.torch.runtime.operators.regions import roi_align
-from autopipe.backends.torch.runtime.operators.resize import resize
-from autopipe.backends.torch.runtime.operators.spectral import dft, hamming_window, mel_weights, stft
 
 __all__ = [
     "attention",

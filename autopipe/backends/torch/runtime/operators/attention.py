@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.operators.joint import ShardedAxis
+from autopipe.backends.torch.runtime.operators.sharded import ShardedAxis
 
 
 def attention(

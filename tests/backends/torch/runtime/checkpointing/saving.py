@@ -14,15 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopipe.backends.torch.runtime.checkpointing.checkpointer import Checkpointer
-from autopipe.backends.torch.runtime.checkpointing.host_copies import HostCopies
-from autopipe.backends.torch.runtime.checkpointing.optimizer_state import OptimizerState
-from autopipe.backends.torch.runtime.checkpointing.training_state import TrainingState
+from autopipe.backends.torch.runtime.checkpoint import Checkpointer, HostCopies
+from autopipe.backends.torch.runtime.checkpoint_state import OptimizerState, TrainingState
+from autopipe.backends.torch.runtime.control_group import ControlGroup
 from autopipe.backends.torch.runtime.data import Position
+from autopipe.backends.torch.runtime.gradients import make_optimizer
+from autopipe.backends.torch.runtime.heartbeat import Heartbeat
 from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry, Storage
-from autopipe.backends.torch.runtime.meeting import ControlGroup
-from autopipe.backends.torch.runtime.optimizers import make_optimizer
-from autopipe.backends.torch.runtime.pulse import Heartbeat
 
 ADAMW = {
     "name": "adamw",

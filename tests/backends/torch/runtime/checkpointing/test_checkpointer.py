@@ -16,18 +16,15 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from autopipe.backends.torch.checkpoint import shard_file
-from autopipe.backends.torch.checkpoint.document import read_checkpoint, text_of
-from autopipe.backends.torch.checkpoint.folder import MANIFEST, committed_steps, rank_file
-from autopipe.backends.torch.runtime.checkpointing.checkpointer import Checkpointer
-from autopipe.backends.torch.runtime.checkpointing.host_copies import HostCopies
-from autopipe.backends.torch.runtime.checkpointing.optimizer_state import OptimizerState
-from autopipe.backends.torch.runtime.checkpointing.training_state import TrainingState
+from autopipe.backends.torch.checkpoint import format as shard_file
+from autopipe.backends.torch.checkpoint.format import MANIFEST, committed_steps, rank_file, read_checkpoint, text_of
+from autopipe.backends.torch.runtime.checkpoint import Checkpointer, HostCopies
+from autopipe.backends.torch.runtime.checkpoint_state import OptimizerState, TrainingState
+from autopipe.backends.torch.runtime.control_group import ControlGroup
 from autopipe.backends.torch.runtime.data import Position
+from autopipe.backends.torch.runtime.gradients import make_optimizer
+from autopipe.backends.torch.runtime.heartbeat import Heartbeat
 from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry, Storage
-from autopipe.backends.torch.runtime.meeting import ControlGroup
-from autopipe.backends.torch.runtime.optimizers import make_optimizer
-from autopipe.backends.torch.runtime.pulse import Heartbeat
 from autopipe.ir.errors import ConfigurationError, LaunchError
 
 ADAMW = {
@@ -183,7 +180,7 @@ def test_the_two_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_two_runs_do_not_save_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopipe.backends.torch.checkpoint.lock._PATIENCE_S", 0.2)
+    monkeypatch.setattr("autopipe.backends.torch.checkpoint.read._PATIENCE_S", 0.2)
     training = Training(tmp_path)
     with pytest.raises(ConfigurationError, match="another run saves its checkpoints here"):
         Training(tmp_path)

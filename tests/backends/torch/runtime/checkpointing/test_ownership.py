@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from autopipe.backends.torch.runtime.checkpointing.ownership import write_blocks
+from autopipe.backends.torch.runtime.checkpoint_state import write_blocks
 from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry, Storage
 from autopipe.ir.layout import Box
 from tests.backends.torch.checkpoint.test_reading import boxes_of

@@ -1,0 +1,346 @@
+"""Reference execution: the model as ONNX Runtime runs it on the CPU.
+
+Operator costs measured by ONNX Runtime's own profiler: a second source of measured costs, for inference.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import Attribute, DType, Value
+from autopipe.ir.measured_costs import OperationCost, Sample, Timing
+from autopipe.ir.ops import OPERATORS
+from autopipe.ir.ops.operator import Signature
+
+if TYPE_CHECKING:
+    import onnx
+
+
+_LEAST, _MOST = 5, 200
+_WARM_UP = 2
+_ONNX_NAMES = {DType.FLOAT32: "FLOAT", DType.FLOAT64: "DOUBLE"}
+
+
+def measure_operations(
+    lap: Sequence[Sample], folder: Path, threads: int, seconds: float
+) -> tuple[tuple[OperationCost, ...], tuple[str, ...]]:
+    """Measure the forward of each distinct sample of `lap` for at most about `seconds`, and say why some could not run.
+
+    Each is a model of one node; the figure is the median of its kernel's times. Files go to `folder`.
+    """
+    samples = {sample.operation: sample for sample in lap}.values()
+    found: list[OperationCost] = []
+    refused: list[str] = []
+    for number, sample in enumerate(samples):
+        try:
+            timing = _measured(sample, folder / f"operator_{number}", threads, seconds / len(samples))
+        except Exception as error:  # noqa: BLE001 - ONNX Runtime raises whatever it likes for what it cannot run
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            refused.append(f"{sample.operation.operator} does not run under ONNX Runtime: {reason}")
+        else:
+            found.append(sample.cost(timing, None))
+    return tuple(found), tuple(refused)
+
+
+def version() -> str:
+    """Of ONNX Runtime."""
+    import onnxruntime
+
+    return str(onnxruntime.__version__)
+
+
+def _measured(sample: Sample, prefix: Path, threads: int, seconds: float) -> Timing:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = threads
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.enable_profiling = True
+    options.profile_file_prefix = str(prefix)
+    session = onnxruntime.InferenceSession(_model(sample), options, providers=["CPUExecutionProvider"])
+    feeds = _feeds(sample)
+    started, runs = time.perf_counter(), 0
+    while runs < _LEAST + _WARM_UP or (runs < _MOST and time.perf_counter() - started < seconds):
+        session.run(None, feeds)
+        runs += 1
+    return _kernel_times(Path(session.end_profiling()), runs)
+
+
+def _kernel_times(path: Path, runs: int) -> Timing:
+    """The median of the runs, but for the first ones; an operator may be several kernels."""
+    events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    path.unlink()
+    kernels = [event["dur"] * 1e-6 for event in events if str(event.get("name")).endswith("_kernel_time")]
+    if not kernels or len(kernels) % runs:
+        raise ValueError("its profiler tells of no kernel")
+    times = np.array(kernels).reshape(runs, -1).sum(axis=1)[_WARM_UP:]
+    low, median, high = (float(each) for each in np.percentile(times, (25, 50, 75)))
+    return Timing(median, (high - low) / median if median else 0.0, len(times))
+
+
+def _model(sample: Sample) -> bytes:
+    """The operation as an ONNX model, its known numbers stored in it."""
+    from onnx import helper, numpy_helper
+
+    known, inputs = _operands(sample)
+    outputs = [value for value in sample.signatures[-1].results if value is not None]
+    protos = []
+    for place, each in enumerate(sample.signatures):
+        node = each.node
+        proto = helper.make_node(node.op, node.inputs, node.outputs, name=f"node_{place}", domain=node.domain)
+        proto.attribute.extend(helper.make_attribute(name, _plain(value)) for name, value in node.attributes)
+        protos.append(proto)
+    graph = helper.make_graph(protos, "operator", list(map(_info, inputs.values())), list(map(_info, outputs)))
+    graph.initializer.extend(
+        numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in known.items()
+    )
+    opsets = {"": max(map(_opset, sample.signatures))} | {
+        each.node.domain: 1 for each in sample.signatures if each.node.domain not in ("", "ai.onnx")
+    }
+    model: bytes = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid(*each) for each in opsets.items()], ir_version=10
+    ).SerializeToString()
+    return model
+
+
+def _operands(sample: Sample) -> tuple[dict[str, np.ndarray], dict[str, Value]]:
+    """Operands whose numbers are known, and those that are fed."""
+    known: dict[str, np.ndarray] = {}
+    fed: dict[str, Value] = {}
+    written = {value.name for each in sample.signatures for value in each.results if value is not None}
+    for signature in sample.signatures:
+        for value, array in zip(signature.operands, signature.constants, strict=True):
+            if value is not None and array is not None:
+                known[value.name] = array
+            elif value is not None and value.name not in written:
+                fed[value.name] = value
+    return known, fed
+
+
+def _opset(signature: Signature) -> int:
+    """The model's version of ONNX; for an operator that came later, the one that it came with."""
+    from onnx import defs
+
+    node, opset = signature.node, signature.opset
+    if node.domain not in ("", "ai.onnx") or not defs.has(node.op):
+        return opset
+    versions = [each.since_version for each in defs.get_all_schemas_with_history() if _is_of(each, node.op)]
+    return max(opset, min(versions))
+
+
+def _is_of(schema: Any, op: str) -> bool:
+    return bool(schema.name == op and schema.domain == "")
+
+
+def _plain(value: Attribute) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _info(value: Value) -> Any:
+    from onnx import TensorProto, helper
+
+    name = _ONNX_NAMES.get(value.dtype, value.dtype.name)
+    return helper.make_tensor_value_info(value.name, TensorProto.DataType.Value(name), value.shape)
+
+
+def _feeds(sample: Sample) -> dict[str, np.ndarray]:
+    """Numbers for the operands that the model does not hold: indices below their limit, else ones for whole numbers."""
+    generator = np.random.default_rng(0)
+    below = dict(sample.below)
+    found = {}
+    for name, value in _operands(sample)[1].items():
+        dtype = np.dtype(value.dtype.value)
+        if name in below:
+            found[name] = generator.integers(below[name], size=value.shape).astype(dtype)
+        elif value.dtype.is_floating:
+            found[name] = (generator.random(value.shape) + 0.5).astype(dtype)
+        else:
+            found[name] = np.ones(value.shape, dtype)
+    return found
+
+
+_RANDOM = {name for name, row in OPERATORS.items() if row.random} - {"Dropout"}
+_INLINE_LIMIT = 2**30
+"""Bytes of weights above which they go to a file beside the model: protobuf ends at 2 GiB."""
+
+
+class ReferenceModel:
+    """An ONNX file opened for execution, with numbers for the weights it lacks, and without Dropout."""
+
+    def __init__(self, model: Path, weights: Mapping[str, np.ndarray], train: bool = True) -> None:
+        """`weights` are parameters that the file names without storing. Unless `train`, batches are normalised by
+        running statistics. Raises ModelError where it cannot be opened."""
+        import onnx
+
+        self._scratch = tempfile.TemporaryDirectory()
+        try:
+            proto = onnx.load(str(model), load_external_data=False)
+        except Exception as error:
+            raise _unreadable(model, error) from error
+        self.random = tuple(sorted({node.op_type for node in _nodes(proto)} & _RANDOM))
+        """Operators of it that draw numbers, which are none of ours."""
+        self.dropouts = sum(map(_switch_off_dropout, _nodes(proto)))
+        """Of its Dropouts those that were switched off."""
+        used = {each.name for each in proto.graph.output}.union(*(node.input for node in _nodes(proto)))
+        batches = 0 if train else sum(_switch_to_running_statistics(node, used) for node in _nodes(proto))
+        self.dtype, self.depth = _coarsest_type(proto), _depth(proto)
+        """Its coarsest floating type, and how many of its nodes follow one another."""
+        changed = bool(weights) or self.dropouts + batches > 0 or self.dtype == "bfloat16"
+        self._path = _completed(model, proto, weights, Path(self._scratch.name)) if changed else model
+        self._session = _open(self._path)
+        self.inputs: dict[str, list[Any]] = {each.name: each.shape for each in self._session.get_inputs()}
+        self.outputs: list[str] = [each.name for each in self._session.get_outputs()]
+
+    def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """All outputs by name for one evaluation."""
+        known = {name: array for name, array in feeds.items() if name in self.inputs}
+        return dict(zip(self.outputs, self._session.run(None, known), strict=True))
+
+    def optimize(self) -> None:
+        """From now on, run as ONNX Runtime does by itself, with its fusions."""
+        self._session = _open(self._path, optimized=True)
+
+
+def precision_of(model: Path) -> tuple[str, int]:
+    """A file's coarsest floating type, and how many of its nodes follow one another."""
+    import onnx
+
+    try:
+        proto = onnx.load(str(model), load_external_data=False)
+    except Exception as error:
+        raise _unreadable(model, error) from error
+    return _coarsest_type(proto), _depth(proto)
+
+
+_FLOATS = {11: "float64", 1: "float32", 10: "float16", 16: "bfloat16"}
+"""By TensorProto's numbers, coarsest last."""
+_TYPES = ("to", "dtype", "output_dtype")
+"""Attributes that are the type of a result."""
+
+
+def _coarsest_type(proto: onnx.ModelProto) -> str:
+    values = (*proto.graph.input, *proto.graph.output, *proto.graph.value_info)
+    used = {tensor.data_type for tensor in proto.graph.initializer}
+    used |= {value.type.tensor_type.elem_type for value in values}
+    for node in _nodes(proto):
+        used |= {each.i for each in node.attribute if each.name in _TYPES}
+        used |= {each.t.data_type for each in node.attribute if each.HasField("t")}
+    return next((name for number, name in reversed(_FLOATS.items()) if number in used), "float32")
+
+
+def _depth(proto: onnx.ModelProto) -> int:
+    """Nodes on the longest way through the graph; one that calls a function counts as all of the function's."""
+    sizes = {(function.domain, function.name): len(function.node) for function in proto.functions}
+    depths: dict[str, int] = {}
+    for node in proto.graph.node:
+        before = max((depths.get(name, 0) for name in node.input), default=0)
+        depths |= dict.fromkeys(node.output, before + sizes.get((node.domain, node.op_type), 1))
+    return max(depths.values(), default=1)
+
+
+def _widen(proto: onnx.ModelProto) -> None:
+    """Have bfloat16 be float32, since ONNX Runtime has hardly an operator for the former on CPUs. Numbers stay."""
+    import onnx
+    from onnx import numpy_helper
+
+    def widened(tensor: onnx.TensorProto) -> onnx.TensorProto:
+        return numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name)
+
+    narrow, wide = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
+    for tensor in proto.graph.initializer:
+        if tensor.data_type == narrow:
+            tensor.CopyFrom(widened(tensor))
+    for value in (*proto.graph.input, *proto.graph.output):
+        if value.type.tensor_type.elem_type == narrow:
+            value.type.tensor_type.elem_type = wide
+    del proto.graph.value_info[:]
+    for function in proto.functions:
+        del function.value_info[:]
+    for node in _nodes(proto):
+        for attribute in node.attribute:
+            if attribute.name in _TYPES and attribute.i == narrow:
+                attribute.i = wide
+            if attribute.HasField("t") and attribute.t.data_type == narrow:
+                attribute.t.CopyFrom(widened(attribute.t))
+
+
+def _open(path: Path, optimized: bool = False) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if not optimized:
+        # The reference is the model as written: no fusion that reorders arithmetic.
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ModelError:
+    reason = str(error).splitlines()[0]
+    return ModelError(f"ONNX Runtime cannot open the model: {reason}", where=str(path))
+
+
+def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """All nodes, those of functions and branches too."""
+    waiting = [*proto.graph.node, *(node for function in proto.functions for node in function.node)]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for attribute in node.attribute:
+            graphs = (attribute.g, *attribute.graphs) if attribute.HasField("g") else tuple(attribute.graphs)
+            waiting.extend(inner for graph in graphs for inner in graph.node)
+
+
+def _switch_off_dropout(node: onnx.NodeProto) -> bool:
+    """Have a Dropout drop nothing; whether that was to be said."""
+    if node.op_type != "Dropout" or node.domain not in ("", "ai.onnx") or len(node.input) < 3:
+        return False
+    del node.input[2:]
+    return True
+
+
+def _switch_to_running_statistics(node: onnx.NodeProto, used: set[str]) -> bool:
+    """Have a BatchNormalization do as at inference; whether that was to be said."""
+    if node.op_type != "BatchNormalization" or not used.isdisjoint(node.output[1:]):
+        return False
+    if len(node.output) == 1 and not any(each.name == "training_mode" and each.i for each in node.attribute):
+        return False
+    del node.output[1:]
+    kept = [each for each in node.attribute if each.name != "training_mode"]
+    del node.attribute[:]
+    node.attribute.extend(kept)
+    return True
+
+
+def _completed(model: Path, proto: onnx.ModelProto, weights: Mapping[str, np.ndarray], scratch: Path) -> Path:
+    """A file of `proto`, read from `model`, in which the missing weights are initializers."""
+    import onnx
+    from onnx import external_data_helper, numpy_helper
+
+    external_data_helper.load_external_data_for_model(proto, str(model.parent))
+    _widen(proto)
+    have = {each.name for each in proto.graph.initializer}
+    proto.graph.initializer.extend(
+        numpy_helper.from_array(np.ascontiguousarray(array), name)
+        for name, array in weights.items()
+        if name not in have
+    )
+    inputs = [each for each in proto.graph.input if each.name not in weights]
+    del proto.graph.input[:]
+    proto.graph.input.extend(inputs)
+    path = scratch / "model.onnx"
+    large = sum(len(tensor.raw_data) for tensor in proto.graph.initializer) > _INLINE_LIMIT
+    onnx.save(proto, str(path), save_as_external_data=large)
+    return path

@@ -1,0 +1,306 @@
+"""Torch elastic's agent, told which failures are worth another try, and what to say of them.
+
+`torch.distributed.launcher.api.elastic_launch` starts ranks again whatever they ended with. A loss that is no number or
+a data file that is missing would only fail again, so this agent stops at those.
+
+Which of a node's ranks hangs: told from their pulses, by no more than looking at them.
+
+A rank that waits for others is not to blame, however long it waits. One is that does not get on with something of its
+own (an endless loop, a call that never returns), or gives no sign of life at all (stopped, or stuck while it holds
+Python's lock), or never began. Where all wait for one another, the one that has waited longest is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from autopipe.backends.torch.child import PARENT, environment, python_command
+from autopipe.backends.torch.rendezvous import Handler, Place, interface_of
+from autopipe.backends.torch.runtime.failures import STACKS, Failure, read_failure
+from autopipe.backends.torch.runtime.heartbeat import (
+    ENDED,
+    PULSES,
+    HeartbeatRecord,
+    Timeouts,
+    heartbeat_file,
+    phase_of,
+    read_heartbeat,
+)
+from autopipe.backends.torch.runtime.signed_store import KEY
+from autopipe.backends.torch.runtime.transport import ATTEMPT
+from autopipe.ir.errors import LaunchError
+
+_LOOKS_S = 0.25
+_ABSENCE_S = 5.0
+"""A watcher that has not looked for so long was stopped itself, and the ranks perhaps with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HungRank:
+    """A rank that has hung in a task for `seconds`."""
+
+    rank: int
+    task: str
+    """Empty where the rank has not even begun."""
+    seconds: float
+    waits: bool = False
+    """For others, as they all do."""
+
+    def message(self) -> str:
+        """In one line."""
+        where = f"task {self.task}" if self.task[:1].isdigit() else f"its {self.task or 'start'}"
+        if self.waits:
+            return f"rank {self.rank} waits in {where} for {self.seconds:.0f} s, and so do all others"
+        return f"rank {self.rank} hangs in {where} for {self.seconds:.0f} s"
+
+
+def find_hung_rank(
+    beats: Mapping[int, HeartbeatRecord | None], began: float, now: float, timeouts: Timeouts, nodes: int
+) -> HungRank | None:
+    """The rank that hangs, of those that began at `began`, by rank; of several the one that has done so longest.
+
+    Where other nodes have ranks too, all of this one's may wait twice as long, for theirs to be found there.
+    """
+    running = {rank: beat for rank, beat in beats.items() if beat is None or beat.task != ENDED}
+    found = []
+    for rank, beat in running.items():
+        if beat is None:
+            hang, limit = HungRank(rank, "", now - began), timeouts.start_s
+        else:
+            last = beat.at if beat.waits else min(beat.at, beat.since)
+            hang, limit = HungRank(rank, beat.task, now - last), timeouts.of(beat.task)
+        if hang.seconds > limit:
+            found.append(hang)
+    if not found:
+        found = _all_waiting(running, now, timeouts, nodes)
+    return max(found, key=lambda hang: hang.seconds, default=None)
+
+
+def _all_waiting(
+    running: Mapping[int, HeartbeatRecord | None], now: float, timeouts: Timeouts, nodes: int
+) -> list[HungRank]:
+    """All ranks, where each of them waits and has done so for too long."""
+    patience = 1 if nodes == 1 else 2
+    found = []
+    for rank, beat in running.items():
+        if beat is None or not beat.waits or now - beat.since <= patience * timeouts.of(beat.task):
+            return []
+        found.append(HungRank(rank, beat.task, now - beat.since, waits=True))
+    return found
+
+
+@dataclass(slots=True)
+class Watchdog:
+    """Looks at the pulses of ranks, from when they were started."""
+
+    folder: Path
+    ranks: tuple[int, ...]
+    timeouts: Timeouts
+    nodes: int
+    _began: float = field(default_factory=time.monotonic)
+    _looked: float = field(default_factory=time.monotonic)
+
+    def look(self) -> HungRank | None:
+        """The rank that hangs, if one does."""
+        now = time.monotonic()
+        if now - self._looked < _LOOKS_S:
+            return None
+        if now - self._looked > _ABSENCE_S:
+            self._began = now
+        self._looked = now
+        beats = {rank: self._beat(rank) for rank in self.ranks}
+        return find_hung_rank(beats, self._began, now, self.timeouts, self.nodes)
+
+    def _beat(self, rank: int) -> HeartbeatRecord | None:
+        """Latest record of a rank; nothing in it counts as older than the time since watching began."""
+        beat = read_heartbeat(heartbeat_file(self.folder, rank))
+        if beat is None:
+            return None
+        return HeartbeatRecord(max(beat.at, self._began), max(beat.since, self._began), beat.waits, beat.task)
+
+
+_POLL_S = 0.1
+_LAST_WORDS_S = 0.5
+"""For a rank that hangs to write what its threads are doing."""
+
+
+class Agent(LocalElasticAgent):
+    """Runs this node's ranks, again after a failure that may not come back."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs: Path,
+        redirects: dict[int, Std],
+        timeouts: Timeouts | None,
+        note: Callable[[str], None],
+    ) -> None:
+        super().__init__(spec, DefaultLogsSpecs(log_dir=str(logs), redirects=redirects))
+        self._logs = logs
+        self._timeouts = timeouts
+        self._note = note
+        self._watch: Watchdog | None = None
+        self._hang: HungRank | None = None
+        self.failure: Failure | None = None
+        """The one that ended the latest attempt."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        # Torch 2.13 keeps one store for all attempts, and gloo would find in it where the ranks of the last one
+        # listened. Nodes may differ in how often they have restarted, so a token tells attempts apart.
+        store: Any = worker_group.store
+        if worker_group.group_rank == 0:
+            store.set(ATTEMPT, uuid.uuid4().hex)
+        os.environ[ATTEMPT] = store.get(ATTEMPT).decode()
+        self._hang = None
+        if self._timeouts is None:
+            return self._started(worker_group)
+        pulses = Path(tempfile.mkdtemp(prefix="pulses_", dir=self._logs))
+        os.environ[PULSES] = str(pulses)
+        try:
+            started = self._started(worker_group)
+        finally:
+            del os.environ[PULSES]
+        ranks = tuple(worker.global_rank for worker in worker_group.workers)
+        self._watch = Watchdog(pulses, ranks, self._timeouts, worker_group.group_world_size or 1)
+        return started
+
+    def _started(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.HEALTHY and self._hang is None and self._watch is not None:
+            self._hang = self._watch.look()
+            if self._hang is not None:
+                self._end(worker_group, self._hang.rank)
+        if result.state is WorkerState.FAILED:
+            hang = self._hang
+            self.failure = _failed(hang, self._logs) if hang else first_failure(result.failures, self._logs)
+            if self.failure.final:
+                self._remaining_restarts = 0
+            elif self._remaining_restarts:
+                left = self._remaining_restarts - 1
+                self._note(f"{self.failure.error()}; starting all ranks again, {left} restarts left after this")
+        return result
+
+    def _end(self, worker_group: WorkerGroup, rank: int) -> None:
+        """End a rank that hangs; elastic then ends the others. It may be deaf to all but SIGKILL."""
+        pid = next(worker.id for worker in worker_group.workers if worker.global_rank == rank)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, STACKS)
+            time.sleep(_LAST_WORDS_S)
+            os.killpg(pid, signal.SIGKILL)
+
+
+def run_agent(
+    command: tuple[str, ...],
+    ranks: int,
+    place: Place,
+    max_restarts: int,
+    timeouts: Timeouts | None,
+    logs: Path,
+    live: bool,
+    note: Callable[[str], None],
+) -> Failure | None:
+    """Meet the other nodes, run `ranks` processes of `command`, as `python_command` takes it, to their end.
+
+    Returns the failure that ended them, None where all went well. With `timeouts` a rank that hangs has failed, too.
+    What they write goes to files in `logs`, but for rank 0's stdout with `live`. Raises torch's SignalException and
+    RendezvousError.
+    """
+    handler = Handler(place)
+    entry, *words = python_command(*command)
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=ranks,
+        entrypoint=entry,
+        args=tuple(words),
+        rdzv_handler=handler,
+        max_restarts=max_restarts,
+        monitor_interval=_POLL_S,
+    )
+    redirects = dict.fromkeys(range(ranks), Std.ALL)
+    if live:
+        redirects[0] = Std.ERR
+    agent = Agent(spec, logs, redirects, timeouts, note)
+    try:
+        with environment(_ranks_environment(handler, place)):
+            result = agent.run()
+    except SignalException:
+        raise  # Without closing the rendezvous: other nodes may go on with one that takes this one's place.
+    except BaseException:
+        handler.shutdown()
+        raise
+    handler.shutdown()
+    if result is None:
+        raise LaunchError("another node ended the run")
+    return agent.failure if result.is_failed() else None
+
+
+def _ranks_environment(handler: Handler, place: Place) -> dict[str, str]:
+    """What ranks are told of the launch. They listen on the interface of this node's address, or, where there are
+    several nodes, on those that a user names."""
+    found = {
+        PARENT: str(os.getpid()),
+        KEY: handler.signer.key.hex(),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
+    }
+    names = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
+    asked = {} if place.nodes == 1 else {name: os.environ[name] for name in names if os.environ.get(name)}
+    if len(asked) < len(names):
+        interface = interface_of(handler.address)
+        found |= {name: form.format(interface) for name, form in names.items()}
+    return found | asked
+
+
+def first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> Failure:
+    """The failure, among those by rank, that came first and not because of another one."""
+    found = [_failure(rank, failure, logs) for rank, failure in failures.items()]
+    return min(found, key=lambda failure: (failure.consequence, failure.time))
+
+
+def _failed(hang: HungRank, logs: Path) -> Failure:
+    hint = f"--{phase_of(hang.task)}-timeout allows more time; what each rank wrote, and was doing, is in {logs}"
+    code = LaunchError.exit_code
+    return Failure(hang.rank, hang.task, hang.message(), hint, "", time.time(), code, final=False, consequence=False)
+
+
+def _failure(rank: int, failure: ProcessFailure, logs: Path) -> Failure:
+    written = read_failure(failure.error_file_data)
+    if written is not None:
+        return written
+    name = failure.signal_name() if failure.exitcode < 0 else ""
+    return Failure(
+        rank=rank,
+        task="",
+        message=f"killed by {name}" if name else _last_words(failure, logs),
+        hint="the machine may be out of memory" if name == "SIGKILL" else "",
+        where="",
+        time=failure.timestamp,
+        exit_code=LaunchError.exit_code,
+        final=False,
+        # Elastic stops the ranks that are left with SIGTERM.
+        consequence=name == "SIGTERM",
+    )
+
+
+def _last_words(failure: ProcessFailure, logs: Path) -> str:
+    """The last line that a rank wrote, where it failed before it could say more."""
+    files = sorted(logs.glob(f"*/attempt_*/{failure.local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime)
+    lines = files[-1].read_text(encoding="utf-8", errors="replace").split("\n") if files else []
+    return next((line for line in reversed(lines) if line.strip()), f"ended with exit code {failure.exitcode}")

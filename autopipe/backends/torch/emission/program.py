@@ -1,0 +1,330 @@
+"""Writing a program folder: all files or none.
+
+The side file of a program: what is data rather than code, names from the model above all.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autopipe.backends.torch.emission.call import meshes_of
+from autopipe.backends.torch.emission.rank import emit_rank, rank_module, stage_module
+from autopipe.backends.torch.emission.stage import emit_stage
+from autopipe.ir.errors import CodegenError, ConfigurationError
+from autopipe.ir.graph import Constant, DType, FileSlice, Fill, FoldedSlice, Parameter, Storage
+from autopipe.ir.problem import Optimizer
+from autopipe.ir.program import InputRange, Output, OutputPlace, Program, RankCode, StageCode
+
+FORMAT = "autopipe.program/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Origin of a program and the settings its steps run with."""
+
+    model: str
+    """Absolute path of the ONNX file whose weights the ranks read."""
+    model_digest: str
+    """SHA-256 of the ONNX file."""
+    plan_digest: str
+    optimizer: Optimizer
+    precision: str
+    seed: int
+    predicted_step_s: float
+    predicted_bubble: float
+
+
+def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
+    """The manifest as a JSON object; `autopipe.backends.torch.runtime.manifest` reads it."""
+    optimizer = provenance.optimizer
+    return {
+        "format": FORMAT,
+        "model": {"path": provenance.model, "sha256": provenance.model_digest},
+        "plan": provenance.plan_digest,
+        "world_size": program.world_size,
+        "mode": "train" if program.train else "infer",
+        "micro_batches": program.micro_batches,
+        "micro_batch_size": program.micro_batch_size,
+        "loss": program.loss,
+        "precision": provenance.precision,
+        "seed": provenance.seed,
+        "optimizer": {
+            "name": optimizer.name,
+            "lr": optimizer.lr,
+            "momentum": optimizer.momentum,
+            "weight_decay": optimizer.weight_decay,
+            "betas": list(optimizer.betas),
+            "eps": optimizer.eps,
+            "shard": program.shard,
+        },
+        "predicted": {"step_s": provenance.predicted_step_s, "bubble": provenance.predicted_bubble},
+        "inputs": [_input(each) for each in program.inputs],
+        "outputs": [_output(each, program) for each in program.outputs],
+        "parameters": [_parameter(each) for each in program.parameters],
+        "stages": [_stage(each) for each in program.stages],
+        "channels": [
+            {
+                "number": each.number,
+                "source": each.source_rank,
+                "target": each.target_rank,
+                "buffers": each.buffers,
+                "gradient_buffers": each.gradient_buffers,
+            }
+            for each in program.channels
+        ],
+        "ranks": [_rank(each) for each in program.ranks],
+    }
+
+
+def _stage(stage: StageCode) -> dict[str, Any]:
+    """With the sub-meshes of its group along which its ranks exchange anything."""
+    found: dict[str, Any] = {
+        "ranks": list(stage.devices),
+        "pipeline": stage.pipeline,
+        "meshes": [[[axis.degree, axis.stride] for axis in axes] for axes in meshes_of(stage)],
+    }
+    return found if stage.turns == 1 else found | {"turns": stage.turns}
+
+
+def _input(entry: InputRange) -> dict[str, Any]:
+    """With what its numbers must keep to, where they must."""
+    found: dict[str, Any] = {
+        "name": entry.value.name,
+        "dtype": entry.value.dtype.value,
+        "shape": list(entry.value.shape),
+        "batch_axis": entry.batch_axis,
+        "below": entry.below,
+    }
+    for key, bounds in (("drawn", entry.drawn), ("allowed", entry.allowed)):
+        if bounds:
+            found[key] = [
+                {"least": each.least, "below": each.below, "starts": list(each.starts), "stops": list(each.stops)}
+                for each in bounds
+            ]
+    return found if entry.ignored is None else found | {"ignored": entry.ignored}
+
+
+def _output(output: Output, program: Program) -> dict[str, Any]:
+    return {
+        "name": output.value.name,
+        "dtype": output.value.dtype.value,
+        "shape": list(output.value.shape),
+        "batch_axis": output.batch_axis,
+        "places": [_place(output, place, program) for place in output.places],
+    }
+
+
+def _place(output: Output, place: OutputPlace, program: Program) -> dict[str, Any]:
+    return {
+        "stage": place.stage,
+        "position": [value.name for value in program.stages[place.stage].outputs].index(output.value.name),
+        "combine": place.combine,
+        "copies": place.copies,
+        "shards": [
+            {"rank": shard.rank, "starts": list(shard.box.starts), "stops": list(shard.box.stops)}
+            for shard in place.shards
+        ],
+    }
+
+
+def _parameter(parameter: Parameter) -> dict[str, Any]:
+    return {
+        "name": parameter.value.name,
+        "dtype": parameter.value.dtype.value,
+        "shape": list(parameter.value.shape),
+        "trainable": parameter.trainable,
+        "storage": _storage(parameter.storage),
+    }
+
+
+def _storage(storage: Storage) -> dict[str, Any]:
+    if isinstance(storage, FileSlice):
+        found: dict[str, Any] = {
+            "kind": "file",
+            "file": storage.file,
+            "offset": storage.offset,
+            "length": storage.length,
+        }
+        if isinstance(storage, FoldedSlice):
+            found |= {"rows": list(storage.rows), "step": storage.step, "form": storage.form}
+        return found
+    if isinstance(storage, Fill):
+        return {"kind": "fill", "value": storage.value}
+    return {"kind": "draw", "scheme": storage.scheme, "scale": storage.scale}
+
+
+def _rank(rank: RankCode) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "stages": [stage.stage for stage in rank.stages],
+        "shards": [
+            {
+                "parameter": shard.parameter,
+                "starts": list(shard.box.starts),
+                "stops": list(shard.box.stops),
+                "ranks": list(shard.gradient_ranks),
+                "home": shard.home,
+            }
+            for shard in rank.shards
+        ],
+    }
+
+
+_ENTRY = '''"""Runs the rank that the environment names; torch elastic, torchrun or SLURM start it on every process."""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+folder = Path(__file__).resolve().parent
+sys.path.insert(0, str(folder))
+rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+runpy.run_path(str(folder / f"rank_{rank:03d}.py"), run_name="__main__")
+
+# Done: the process ends here. Torch's threads may still ask for the interpreter while it is being taken down, and
+# then the whole process aborts.
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramFiles:
+    """A program, the folder inside the written one where it goes, and the docstrings of its stages and ranks.
+
+    A rank whose docstring is None is not written.
+    """
+
+    name: str
+    program: Program
+    stage_titles: tuple[str, ...]
+    rank_titles: tuple[str | None, ...]
+
+
+def write_program(programs: Sequence[ProgramFiles], provenance: Provenance, folder: Path) -> None:
+    """Write the files of `programs` into `folder`, replacing an earlier program there, or leave everything as it was.
+
+    Raises CodegenError where the text would not be valid Python, ConfigurationError where the folder cannot be written.
+    """
+    rendered = [(each, _files(each, provenance)) for each in programs]
+
+    def write(target: Path) -> None:
+        for each, files in rendered:
+            _write(target / each.name, files, each.program)
+
+    replace_folder(folder, write)
+
+
+def _files(files: ProgramFiles, provenance: Provenance) -> dict[str, str]:
+    """Text by file name; every Python file is checked to parse."""
+    program = files.program
+    found = {
+        f"{stage_module(stage.stage)}.py": emit_stage(stage, title)
+        for stage, title in zip(program.stages, files.stage_titles, strict=True)
+    }
+    for rank, rank_title in zip(program.ranks, files.rank_titles, strict=True):
+        if rank_title is not None:
+            found[f"{rank_module(rank.rank)}.py"] = emit_rank(program, rank, rank_title)
+    found["run.py"] = _ENTRY
+    for name, text in found.items():
+        _check(name, text)
+    found["manifest.json"] = json.dumps(manifest_of(program, provenance), indent=1) + "\n"
+    return found
+
+
+def _check(name: str, text: str) -> None:
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise CodegenError(f"generated code is not valid Python: {error}", where=name) from error
+
+
+def _write(folder: Path, files: dict[str, str], program: Program) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    constants = {f"c{index}": _stored(constant) for stage in program.stages for index, constant in stage.constants}
+    np.savez(folder / "constants.npz", **constants)  # type: ignore[arg-type]
+
+
+def _stored(constant: Constant) -> np.ndarray:
+    """The numbers as numpy stores them: of bfloat16, which it does not know, the two bytes."""
+    return constant.array.view("V2") if constant.value.dtype is DType.BFLOAT16 else constant.array
+
+
+def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Fill a new folder beside `folder` with `write`, then put it in its place by renaming.
+
+    Raises ConfigurationError where that cannot be done, or where `folder` holds something that is not a program; what
+    was there is then still there.
+    """
+    folder = folder.absolute()
+    if folder.exists() and not _is_replaceable(folder):
+        raise ConfigurationError(
+            f"{folder} holds something that is not part of a program", hint="choose another with -o"
+        )
+    absent = [parent for parent in folder.parents if not parent.exists()]
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
+        ) as scratch:
+            made = Path(scratch, "made")
+            made.mkdir()
+            write(made)
+            _put(made, folder, Path(scratch, "former"))
+    except OSError as error:
+        raise ConfigurationError(
+            f"{folder} cannot be written: {error.strerror}", hint="choose another with -o"
+        ) from error
+    finally:
+        if not folder.exists():
+            for parent in absent:
+                with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
+                    parent.rmdir()
+
+
+def _put(made: Path, folder: Path, former: Path) -> None:
+    """Rename `made` to `folder`; what stood there becomes `former`, or stays where the renaming fails."""
+    if not folder.exists():
+        made.rename(folder)
+        return
+    folder.rename(former)
+    try:
+        made.rename(folder)
+    except OSError:
+        former.rename(folder)
+        raise
+
+
+_OURS = re.compile(r"rank_\d+\.py|stage_\d+\.py|run\.py|manifest\.json|constants\.npz|__pycache__")
+
+
+def _is_replaceable(folder: Path) -> bool:
+    """True if a folder is empty or holds a program and nothing else: a user's own files are never removed."""
+    if not folder.is_dir():
+        return False
+    entries = list(folder.iterdir())
+    return not entries or (
+        _has_manifest(folder)
+        and all(_OURS.fullmatch(entry.name) or (entry.is_dir() and _is_replaceable(entry)) for entry in entries)
+    )
+
+
+def _has_manifest(folder: Path) -> bool:
+    try:
+        return bool(json.loads((folder / "manifest.json").read_text(encoding="utf-8")).get("format") == FORMAT)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False

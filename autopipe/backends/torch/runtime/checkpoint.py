@@ -1,0 +1,388 @@
+"""Saves all ranks' states as one checkpoint while the steps go on, and restores the newest that was committed.
+
+A rank's part of a checkpoint as it is taken: copies on the host, and the manifest of what they are.
+
+Copies of tensors in the host's memory, so that a step may change the tensors while the copies are written.
+
+Check that a program can resume from a checkpoint: same model and kind of optimizer, whatever the plans are.
+
+One job at a time beside the steps, on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+
+from autopipe.backends.torch.checkpoint import format as folders
+from autopipe.backends.torch.checkpoint.format import (
+    Block,
+    Checkpoint,
+    Content,
+    StoredFile,
+    StoredGenerator,
+    StoredParameter,
+    StoredTensor,
+    document_of,
+    merged,
+    parsed,
+    read_checkpoint,
+    text_of,
+    write_shard,
+)
+from autopipe.backends.torch.checkpoint.read import FolderLock, Reader, verify_file
+from autopipe.backends.torch.runtime.checkpoint_state import (
+    SavedBlock,
+    TrainingState,
+    WriteBlock,
+    tensor_of,
+    write_blocks,
+)
+from autopipe.backends.torch.runtime.control_group import ControlGroup
+from autopipe.backends.torch.runtime.data import Position
+from autopipe.backends.torch.runtime.heartbeat import Heartbeat
+from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
+from autopipe.ir.layout import Box
+
+
+class Background:
+    """Runs jobs one after the other. What a job raises comes out of `end`."""
+
+    def __init__(self) -> None:
+        self._job: Future[None] | None = None
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Start a job; the one before must have been ended."""
+        assert self._job is None
+        self._job = future = Future[None]()
+
+        def run() -> None:
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        # Never waited for by the interpreter: a rank that fails must not hang on a job whose peers are gone.
+        Thread(target=run, name="checkpoint", daemon=True).start()
+
+    def end(self, timeout_s: float | None = None) -> bool:
+        """Wait for the job, if there is one; whether it has ended. Raises what the job raised."""
+        if self._job is None:
+            return True
+        if not wait([self._job], timeout_s).done:
+            return False
+        job, self._job = self._job, None
+        job.result()
+        return True
+
+
+class HostCopies:
+    """Copies by key, in buffers that the next ones overwrite; page-locked where the tensors are on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._copied: torch.cuda.Event | None = None
+
+    def take(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Start to copy; what a GPU does after this call leaves the copies as they are."""
+        for key in self._buffers.keys() - tensors.keys():
+            del self._buffers[key]
+        for key, tensor in tensors.items():
+            self._buffer(key, tensor).copy_(tensor.detach(), non_blocking=True)
+        if self._cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def _buffer(self, key: str, like: torch.Tensor) -> torch.Tensor:
+        known = self._buffers.get(key)
+        if known is None or known.shape != like.shape or known.dtype is not like.dtype:
+            # Pinned pages where a copy runs beside the GPU's work; a generator's state is on the host already.
+            known = torch.empty(like.shape, dtype=like.dtype, pin_memory=self._cuda)
+            self._buffers[key] = known
+        return known
+
+    def contents(self) -> list[Content]:
+        """Wait for the copies, and give them as what a file holds."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [
+            Content(key, dtype_name(buffer), tuple(buffer.shape), bytes_of(buffer))
+            for key, buffer in self._buffers.items()
+        ]
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """ONNX's name of a tensor's element type, which is torch's."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor on the host that lies in one piece."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+_DIGITS = 12
+"""Of a digest, enough to tell two apart."""
+
+
+def check_identity(checkpoint: Checkpoint, manifest: Manifest, path: Path) -> None:
+    """Raise ConfigurationError, with the first difference, unless the checkpoint is of the program's model."""
+    difference = next(_differences(checkpoint, manifest), None)
+    if difference is not None:
+        hint = "choose another --checkpoint folder"
+        raise ConfigurationError(f"the checkpoint is of another {difference}", hint=hint, where=str(path))
+
+
+def _differences(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
+    saved = {each.name: each.value for each in checkpoint.parameters}
+    for index in sorted({shard.parameter for shards in manifest.shards for shard in shards}):
+        entry = manifest.parameters[index]
+        found = saved.get(entry.name)
+        if found is None:
+            yield f"model: it has no parameter {entry.name!r}"
+        elif (found.dtype, found.shape) != (entry.dtype, entry.shape):
+            there, here = (f"{each.dtype} {list(each.shape)}" for each in (found, entry))
+            yield f"model: its parameter {entry.name!r} is {there}, the program's is {here}"
+    for name in sorted(saved.keys() - {entry.name for entry in manifest.parameters}):
+        yield f"model: it has a parameter {name!r}, the program has none"
+    if checkpoint.model_digest != manifest.model_digest:
+        there, here = (digest[:_DIGITS] or "none" for digest in (checkpoint.model_digest, manifest.model_digest))
+        yield f"model: {checkpoint.model} had digest {there}, the program's {manifest.model} has {here}"
+    there, here = _kind(checkpoint.optimizer), _kind(manifest.optimizer)
+    if there != here:
+        yield f"optimizer: {there}, the program's is {here}"
+
+
+def _kind(optimizer: dict[str, Any]) -> str:
+    """Settings of the optimizer that decide which state it keeps; learning rates and the like may change."""
+    name = str(optimizer["name"])
+    return f"{name} with momentum" if name == "sgd" and optimizer["momentum"] else name
+
+
+def take_snapshot(
+    manifest: Manifest,
+    rank: int,
+    state: TrainingState,
+    pieces: Sequence[WriteBlock],
+    position: Position,
+    seed: int,
+    copies: HostCopies,
+) -> Checkpoint:
+    """Start to copy what the rank writes into `copies`. Returns its manifest, which lacks file and offsets."""
+    blocks = list(state.blocks(pieces))
+    generators = {f"random.{device}": (device, tensor) for device, tensor in state.generators().items()}
+    copies.take(
+        {block.key: block.tensor for block in blocks} | {key: tensor for key, (_, tensor) in generators.items()}
+    )
+    return Checkpoint(
+        model=str(manifest.model),
+        model_digest=manifest.model_digest,
+        plan=manifest.plan,
+        world_size=manifest.world_size,
+        step=position.steps,
+        samples=position.samples,
+        seed=seed,
+        optimizer=manifest.optimizer,
+        files=(),
+        parameters=tuple(_parameters(manifest, state, blocks)),
+        random=tuple(
+            StoredGenerator(rank, device, _stored(key, tensor, tuple(tensor.shape), Box((0,), tuple(tensor.shape))))
+            for key, (device, tensor) in generators.items()
+        ),
+    )
+
+
+def _parameters(manifest: Manifest, state: TrainingState, blocks: Sequence[SavedBlock]) -> Iterable[StoredParameter]:
+    """The parameters of which there are blocks."""
+    by_parameter: dict[int, dict[str, list[SavedBlock]]] = {}
+    for block in blocks:
+        by_parameter.setdefault(block.piece.parameter, {}).setdefault(block.state, []).append(block)
+    for index, found in by_parameter.items():
+        entry = manifest.parameters[index]
+        tensors = {name: _joined(own, entry.shape) for name, own in found.items()}
+        value = tensors.pop("")
+        yield StoredParameter(entry.name, entry.trainable, value, tuple(tensors.items()), state.counters(index))
+
+
+def _joined(blocks: Sequence[SavedBlock], shape: tuple[int, ...]) -> StoredTensor:
+    parts = [_stored(block.key, block.tensor, shape, block.piece.box) for block in blocks]
+    return replace(parts[0], blocks=tuple(block for part in parts for block in part.blocks))
+
+
+def _stored(key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: Box) -> StoredTensor:
+    return StoredTensor(dtype_name(tensor), shape, (Block(box, 0, 0, key),))
+
+
+def located(part: Checkpoint, file: StoredFile, offsets: Mapping[str, int]) -> Checkpoint:
+    """The manifest, now that the file is written."""
+
+    def found(tensor: StoredTensor) -> StoredTensor:
+        return replace(tensor, blocks=tuple(replace(block, offset=offsets[block.key]) for block in tensor.blocks))
+
+    return replace(
+        part,
+        files=(file,),
+        parameters=tuple(
+            replace(each, value=found(each.value), state=tuple((name, found(own)) for name, own in each.state))
+            for each in part.parameters
+        ),
+        random=tuple(replace(each, state=found(each.state)) for each in part.random),
+    )
+
+
+_LOOK_S = 0.1
+
+
+class Checkpointer:
+    """One rank's part in the checkpoints of a run; all ranks do the same, together."""
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        state: TrainingState,
+        meeting: ControlGroup,
+        copies: HostCopies,
+        pulse: Heartbeat,
+    ) -> None:
+        """`meeting` must serve nothing else: a save uses it while the steps go on.
+
+        Raises ConfigurationError where another run saves in the folder, LaunchError where it cannot be written.
+        """
+        self._folder = folder
+        self._manifest = manifest
+        self._state = state
+        self._meeting = meeting
+        self._copies = copies
+        self._pulse = pulse
+        self._pieces = write_blocks(manifest)[meeting.rank]
+        self._background = Background()
+        self._lock: FolderLock | None = None
+        meeting.together("checkpoint", self._take_folder)
+
+    def _take_folder(self) -> None:
+        if self._meeting.rank == 0:
+            self._lock = FolderLock(self._folder)
+
+    def save(self, position: Position, seed: int) -> None:
+        """Commit the state at this position, while the next steps run. Waits for the save before to end.
+
+        Raises what ended that one.
+        """
+        self.wait()
+        meeting, manifest = self._meeting, self._manifest
+        part = take_snapshot(manifest, meeting.rank, self._state, self._pieces, position, seed, self._copies)
+        self._background.start(partial(self._write, part))
+
+    def wait(self) -> None:
+        """Wait until what is being saved is committed. Raises LaunchError where it could not be."""
+        while not self._background.end(_LOOK_S):
+            if self._meeting.waits:
+                with self._pulse.waiting():
+                    while self._meeting.waits and not self._background.end(_LOOK_S):
+                        pass
+
+    def look(self) -> None:
+        """Raise what has ended the save that runs, if something has."""
+        self._background.end(0.0)
+
+    def close(self) -> None:
+        """Wait for the last save, and leave the folder to others."""
+        self.wait()
+        if self._lock is not None:
+            self._lock.release()
+
+    def _write(self, part: Checkpoint) -> None:
+        """On a thread of its own: files of all ranks, then the commit."""
+        together, rank = partial(self._meeting.together, "checkpoint"), self._meeting.rank
+        temporary = self._folder / together(partial(self._begin, part.step))[0]
+        try:
+            parts = together(partial(self._write_part, part, temporary))
+            together(partial(self._commit, temporary, parts))
+        except AutopipeError:
+            if rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def _begin(self, step: int) -> str:
+        """Rank 0 makes the folder, whose name all take."""
+        if self._lock is None:
+            return ""
+        if self._lock.held:
+            folders.remove_leftovers(self._folder)
+        temporary = folders.temporary_path(self._folder, step, f"{os.getpid()}-{secrets.token_hex(4)}")
+        with folders.writing(temporary):
+            temporary.mkdir()
+        return temporary.name
+
+    def _write_part(self, part: Checkpoint, temporary: Path) -> dict[str, Any]:
+        if not temporary.is_dir():
+            hint = "all nodes must share it"
+            raise LaunchError("rank 0's checkpoint folder is not here", hint=hint, where=str(temporary))
+        path = temporary / folders.rank_file(self._meeting.rank)
+        return document_of(located(part, *write_shard(path, self._copies.contents())))
+
+    def _commit(self, temporary: Path, parts: list[dict[str, Any]]) -> None:
+        if self._meeting.rank == 0:
+            folders.commit(temporary, text_of(merged([parsed(each) for each in parts])))
+            folders.prune(self._folder)
+
+    def restore(self) -> Checkpoint | None:
+        """Put the newest committed state in place. Returns its manifest, None where there is none.
+
+        Raises ConfigurationError for a checkpoint of another model, LaunchError for a damaged one.
+        """
+        together, rank, size = partial(self._meeting.together, "restore"), self._meeting.rank, self._meeting.world_size
+        newest = together(self._newest)
+        if any(each != newest[0] for each in newest):
+            steps = ", ".join(sorted({str(step) for step, _ in newest}))
+            reason = f"ranks see different newest checkpoints: steps {steps}"
+            raise LaunchError(reason, hint="all nodes must share the folder", where=str(self._folder))
+        step, _ = newest[0]
+        if not step:
+            return None
+        path = folders.checkpoint_path(self._folder, step)
+        checkpoint = read_checkpoint(path)
+        check_identity(checkpoint, self._manifest, path)
+
+        def verify() -> None:
+            for file in checkpoint.files[rank::size]:
+                verify_file(path, file)
+
+        together(verify)
+        self._put_in_place(Reader(path, checkpoint), checkpoint)
+        return checkpoint
+
+    def _newest(self) -> tuple[int, str]:
+        """The newest checkpoint's step, 0 where there is none, and the digest of its manifest."""
+        step = max(folders.committed_steps(self._folder), default=0)
+        try:
+            manifest = (folders.checkpoint_path(self._folder, step) / folders.MANIFEST).read_bytes()
+        except OSError:
+            manifest = b""  # To read it will say what is wrong.
+        return step, hashlib.sha256(manifest).hexdigest()
+
+    def _put_in_place(self, reader: Reader, checkpoint: Checkpoint) -> None:
+        """This rank's blocks, and where its random numbers go on: as they would have under the same plan."""
+        self._state.restore(reader, {each.name: each for each in checkpoint.parameters})
+        manifest, rank = self._manifest, self._meeting.rank
+        if (checkpoint.plan, checkpoint.world_size) == (manifest.plan, manifest.world_size):
+            own = (each for each in checkpoint.random if each.rank == rank)
+            self._state.restore_generators({each.device: tensor_of(reader.read(each.state), "uint8") for each in own})
+        else:
+            self._state.seed_generators(checkpoint.seed, checkpoint.step, rank)

@@ -1,0 +1,113 @@
+"""Which of a machine's processors run a rank's threads.
+
+Left to itself the system wakes a thread of gloo's that has a message for one rank on the processor of the rank that
+sent it, behind what that one computes, even where the receiver's processor idles: messages then take a tick of the
+system's, up to four milliseconds. So each rank keeps to processors of its own, its threads of gloo's with it.
+
+How a rank's thread and those in which gloo moves messages share processors.
+
+A thread of gloo's that has something to do for a connection tries its lock, and where another thread holds it asks the
+system for the same event again, at once: it spins. Messages between processes of one machine wake it on the processor
+of the rank's thread, which it preempts, mostly while that one holds the lock. Both then wait for the system's next
+tick, some milliseconds. So gloo's threads shall preempt none, and a rank's thread gives way where it has started an
+exchange. Not where ranks take a processor in turn: there another rank would compute for a turn of the system's.
+
+Memory that stays with the process from step to step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+
+@contextmanager
+def patient_threads() -> Iterator[None]:
+    """Threads that are started in the block preempt no others (Linux alone has that): they take over how this one is
+    scheduled meanwhile."""
+    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        yield
+        return
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def give_way() -> None:
+    """Let another thread that waits for this one's processor have it."""
+    if hasattr(os, "sched_yield"):
+        os.sched_yield()
+
+
+def processors_of(rank: int, ranks: int, processors: Sequence[int]) -> frozenset[int]:
+    """Cores of one of a machine's ranks: neighbours, in shares as equal as can be."""
+    count = len(processors)
+    if count < ranks:
+        return frozenset((processors[rank % count],))
+    return frozenset(processors[rank * count // ranks : (rank + 1) * count // ranks])
+
+
+def pin_to_cores(rank: int, ranks: int) -> None:
+    """Keep this thread, and those that it starts from now on, to the processors of one of a machine's ranks. Linux
+    alone has that.
+
+    Nothing changes for a rank alone, nor where who started it has given it processors of its own.
+    """
+    if ranks > 1 and hasattr(os, "sched_setaffinity") and not _has_own():
+        os.sched_setaffinity(0, processors_of(rank, ranks, sorted(os.sched_getaffinity(0))))
+
+
+def has_more_ranks_than_cores(ranks: int) -> bool:
+    """Whether so many ranks of this machine take processors in turn: those of the process that started them."""
+    inherited = _of_parent()
+    return bool(inherited) and ranks > len(inherited)
+
+
+def processors_of_this_rank() -> int:
+    """How many processors the rank's threads can be sure of."""
+    if _has_own():
+        return processor_count()
+    return max(1, processor_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def processor_count() -> int:
+    """How many processors this thread may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _has_own() -> bool:
+    """True if this thread may not run on all processors that its parent process may use: job managers bind what they
+    start. Also where the system does not tell of a parent.
+    """
+    return hasattr(os, "sched_getaffinity") and os.sched_getaffinity(0) != _of_parent()
+
+
+def _of_parent() -> set[int]:
+    """Where the process that started this one may run; empty where the system does not tell."""
+    if not hasattr(os, "sched_getaffinity"):
+        return set()
+    try:
+        return os.sched_getaffinity(os.getppid())
+    except OSError:
+        return set()
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_KEPT_BYTES = 1 << 30
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what tensors on the CPU free, up to a GiB at the heap's end.
+
+    Else it gives large blocks back to the system at every step, and gets them anew, cleared: a stage of convolutions
+    took 1.8 times as long forward. Blocks of all sizes come from the heap, since others go back as soon as they are
+    freed. Other libraries' allocators are left as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)

@@ -1,0 +1,400 @@
+"""Convolutions that torch lacks: of integers, with uneven crops, with learned offsets.
+
+Resizing by any of ONNX's rules for places, weights and edges, one axis after the other.
+
+Pooling with uneven pads, holes, powers, or indices. Pads are in the order of `F.pad`.
+
+Regions of images, pooled.
+
+Fourier transforms, windows and mel filters. Complex numbers are pairs in a last dimension of two, as in ONNX.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopipe.backends.torch.runtime.operators.misc import centre, requantize
+
+Extents = tuple[int, ...]
+_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def conv_transpose(
+    x: Tensor, weight: Tensor, bias: Tensor | None, strides: Extents, dilations: Extents, groups: int, crop: Extents
+) -> Tensor:
+    """Transposed convolution whose whole result is cropped (negative) or filled up (positive), as `F.pad` counts."""
+    full = _CONV_TRANSPOSE[x.dim() - 2](x, weight, None, strides, 0, 0, groups, dilations)
+    cropped = F.pad(full, crop)
+    return cropped if bias is None else cropped + bias.reshape(-1, *(1 for _ in strides))
+
+
+def conv_integer(
+    x: Tensor,
+    weight: Tensor,
+    x_zero_point: Tensor | None,
+    weight_zero_point: Tensor | None,
+    strides: Extents,
+    pads: Extents,
+    dilations: Extents,
+    groups: int,
+) -> Tensor:
+    """Convolution of integers less their zero points, as int32. Pads hold the zero point, hence 0."""
+    exact = F.pad(centre(x, x_zero_point), pads)
+    return _CONV[x.dim() - 2](exact, centre(weight, weight_zero_point), None, strides, 0, dilations, groups).to(
+        torch.int32
+    )
+
+
+def conv_quantized(
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero_point: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_zero_point: Tensor | None,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    strides: Extents,
+    pads: Extents,
+    dilations: Extents,
+    groups: int,
+) -> Tensor:
+    """Convolution of quantised numbers, quantised; the bias counts in units of `x_scale * weight_scale`."""
+    exact = F.pad(centre(x, x_zero_point), pads)
+    exact_bias = None if bias is None else bias.double()
+    product = _CONV[x.dim() - 2](exact, centre(weight, weight_zero_point), exact_bias, strides, 0, dilations, groups)
+    return requantize(product, x_scale.double() * weight_scale.double() / scale.double(), zero_point, dtype)
+
+
+def deform_conv(
+    x: Tensor,
+    weight: Tensor,
+    offset: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    strides: Extents,
+    begin: Extents,
+    dilations: Extents,
+    groups: int,
+    offset_groups: int,
+) -> Tensor:
+    """Deformable convolution of images: each tap of each window reads at its own offset, bilinearly.
+
+    x is [n, c, h, w], offset [n, offset_groups * kh * kw * 2, oh, ow], mask [n, offset_groups * kh * kw, oh, ow].
+    Dai et al., "Deformable Convolutional Networks", 2017; with a mask, Zhu et al., 2019.
+    """
+    batch, channels, height, width = x.shape
+    kh, kw = weight.shape[2:]
+    oh, ow = offset.shape[2:]
+    taps = kh * kw
+    shifts = offset.reshape(batch, offset_groups, taps, 2, oh, ow)
+    rows = shifts[:, :, :, 0] + _base(oh, strides[0], begin[0], kh, dilations[0], x)[:, None, :, None].expand(
+        kh, kw, oh, ow
+    ).reshape(taps, oh, ow)
+    columns = shifts[:, :, :, 1] + _base(ow, strides[1], begin[1], kw, dilations[1], x)[None, :, None, :].expand(
+        kh, kw, oh, ow
+    ).reshape(taps, oh, ow)
+    images = x.reshape(batch * offset_groups, channels // offset_groups, height, width)
+    grid = torch.stack((2 * columns / max(width - 1, 1) - 1, 2 * rows / max(height - 1, 1) - 1), dim=-1).reshape(
+        batch * offset_groups, taps, oh * ow, 2
+    )
+    read = F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=True)
+    read = read.reshape(batch, offset_groups, channels // offset_groups, taps, oh, ow)
+    if mask is not None:
+        read = read * mask.reshape(batch, offset_groups, 1, taps, oh, ow)
+    columns_by_group = read.reshape(batch, groups, channels // groups * taps, oh * ow)
+    kernels = weight.reshape(groups, weight.shape[0] // groups, -1)
+    result = torch.matmul(kernels, columns_by_group).reshape(batch, weight.shape[0], oh, ow)
+    return result if bias is None else result + bias.reshape(-1, 1, 1)
+
+
+def _base(count: int, stride: int, begin: int, kernel: int, dilation: int, like: Tensor) -> Tensor:
+    """[kernel, count]: where each tap of each window reads before its offset."""
+    starts = torch.arange(count, device=like.device, dtype=like.dtype) * stride - begin
+    taps = torch.arange(kernel, device=like.device, dtype=like.dtype) * dilation
+    return taps[:, None] + starts
+
+
+_AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+def _windows(padded: Tensor, kernel: Extents, strides: Extents, dilations: Extents) -> Tensor:
+    """[n, c, *o, *k]: a view of every window's elements."""
+    for axis, (size, stride, dilation) in enumerate(zip(kernel, strides, dilations, strict=True), 2):
+        padded = padded.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
+    return padded
+
+
+def _last(count: int) -> Extents:
+    return tuple(range(-count, 0))
+
+
+def average_pool(
+    x: Tensor, kernel: Extents, strides: Extents, dilations: Extents, pads: Extents, counted: Extents
+) -> Tensor:
+    """Mean of each window of x padded by `pads`; of those pads only what lies within `counted` is counted."""
+    ones = F.pad(torch.ones((1, 1, *x.shape[2:]), dtype=x.dtype, device=x.device), counted, value=1.0)
+    rest = tuple(pad - known for pad, known in zip(pads, counted, strict=True))
+    settings = (kernel, strides, dilations)
+    return _window_means(F.pad(x, pads), *settings) / _window_means(F.pad(ones, rest), *settings)
+
+
+def _window_means(padded: Tensor, kernel: Extents, strides: Extents, dilations: Extents) -> Tensor:
+    if set(dilations) == {1}:
+        return _AVERAGE[len(kernel)](padded, kernel, strides)
+    return _windows(padded, kernel, strides, dilations).mean(_last(len(kernel)))
+
+
+def lp_pool(x: Tensor, kernel: Extents, strides: Extents, dilations: Extents, pads: Extents, power: int) -> Tensor:
+    """p-norm of each window of x padded by `pads`."""
+    windows = _windows(F.pad(x, pads), kernel, strides, dilations)
+    norms: Tensor = torch.linalg.vector_norm(windows, power, _last(len(kernel)))
+    return norms
+
+
+def max_pool_with_indices(
+    x: Tensor, kernel: Extents, strides: Extents, dilations: Extents, pads: Extents, order: int
+) -> tuple[Tensor, Tensor]:
+    """Largest of each window and its index in the whole of x, laid out by rows (`order` 0) or columns (1)."""
+    values = x if x.is_floating_point() else x.float()
+    rank = len(kernel)
+    windows = _windows(F.pad(values, pads, value=-math.inf), kernel, strides, dilations).flatten(-rank)
+    largest, places = windows.max(-1)
+    strides_of_x = _strides(x.shape, order)
+    index = torch.zeros(x.shape, dtype=torch.int64, device=x.device)
+    for axis, stride in enumerate(strides_of_x):
+        count = torch.arange(x.shape[axis], device=x.device) * stride
+        index += count.reshape([-1 if place == axis else 1 for place in range(x.dim())])
+    indices = _windows(F.pad(index, pads), kernel, strides, dilations).flatten(-rank)
+    found = torch.gather(indices, -1, places.unsqueeze(-1)).squeeze(-1)
+    return largest.to(x.dtype), found
+
+
+def _strides(shape: torch.Size, order: int) -> list[int]:
+    """Distance between neighbours along each axis; `order` 1 has the first spatial axis innermost."""
+    spatial = range(2, len(shape))
+    strides = [0] * len(shape)
+    distance = 1
+    for axis in (*(spatial if order else reversed(spatial)), 1, 0):
+        strides[axis] = distance
+        distance *= shape[axis]
+    return strides
+
+
+def max_unpool(x: Tensor, indices: Tensor, inferred: Extents, shape: Extents) -> Tensor:
+    """Zeros of `inferred` with x at `indices` into it, then padded at the end to `shape`."""
+    flat = torch.zeros(math.prod(inferred), dtype=x.dtype, device=x.device)
+    filled = flat.scatter(0, indices.reshape(-1), x.reshape(-1)).reshape(inferred)
+    return F.pad(filled, [pad for axis in reversed(range(len(shape))) for pad in (0, shape[axis] - inferred[axis])])
+
+
+ResizedAxis = tuple[int, int, float, float, float]
+"""Axis, extent after, scale, and where the part that is read starts and ends (0 to 1)."""
+
+
+def resize(
+    x: Tensor,
+    axes: Sequence[ResizedAxis],
+    mode: str,
+    places: str,
+    *,
+    rounding: str = "round_prefer_floor",
+    coefficient: float = -0.75,
+    antialias: bool = False,
+    exclude_outside: bool = False,
+    outside: float = 0.0,
+) -> Tensor:
+    """x resized along `axes`. `places` names the rule from places of the result to places of x, `rounding` that of
+    nearest neighbours, `coefficient` the cubic kernel's (Keys, 1981); `outside` is what lies beyond the part read.
+    """
+    for resized in axes:
+        axis, extent = resized[0], x.shape[resized[0]]
+        source = _places(resized, extent, places)
+        beyond = (source < 0) | (source > extent - 1)
+        if mode == "nearest":
+            index = _round(source, rounding).long().clamp(0, extent - 1)
+            x = x.index_select(axis, index.to(x.device))
+        else:
+            support = 1 if mode == "linear" else 2
+            taps, weights = _taps(source, support, coefficient, min(resized[2], 1.0) if antialias else 1.0)
+            if exclude_outside:
+                weights = weights * ((taps >= 0) & (taps < extent))
+                weights = weights / weights.sum(1, keepdim=True)
+            x = _weighted(x, axis, taps.clamp(0, extent - 1), weights)
+        if places == "tf_crop_and_resize" and bool(beyond.any()):
+            x = x.masked_fill(_along(beyond.to(x.device), axis, x.dim()), outside)
+    return x
+
+
+def _places(resized: ResizedAxis, extent: int, rule: str) -> Tensor:
+    """Where each element of the result lies in x, as float64."""
+    _, count, scale, start, stop = resized
+    spots = torch.arange(count, dtype=torch.float64)
+    width = scale * extent
+    if rule == "align_corners":
+        return torch.zeros_like(spots) if width == 1 else spots * (extent - 1) / (width - 1)
+    if rule == "asymmetric":
+        return spots / scale
+    if rule == "tf_half_pixel_for_nn":
+        return (spots + 0.5) / scale
+    if rule == "tf_crop_and_resize":
+        span = (stop - start) * (extent - 1)
+        return start * (extent - 1) + (spots * 0 + span / 2 if width == 1 else spots * span / (width - 1))
+    if rule == "pytorch_half_pixel" and width == 1:
+        return torch.full_like(spots, -0.5)
+    shift = extent / 2 * (1 - count / width) if rule == "half_pixel_symmetric" else 0.0
+    return shift + (spots + 0.5) / scale - 0.5
+
+
+def _round(places: Tensor, rounding: str) -> Tensor:
+    if rounding == "round_prefer_floor":
+        return torch.ceil(places - 0.5)
+    if rounding == "round_prefer_ceil":
+        return torch.floor(places + 0.5)
+    return torch.floor(places) if rounding == "floor" else torch.ceil(places)
+
+
+def _taps(places: Tensor, support: int, coefficient: float, stretch: float) -> tuple[Tensor, Tensor]:
+    """Elements of x that each element of the result reads, and their weights: two tensors [result, taps]."""
+    first = int(torch.floor(torch.tensor(-support / stretch, dtype=torch.float64))) + 1
+    offsets = torch.arange(first, 2 - first)
+    base = torch.ceil(places) - 1
+    distance = ((offsets - (places - base)[:, None]) * stretch).abs()
+    if support == 1:
+        weights = (1 - distance).clamp(min=0)
+    else:
+        near = ((coefficient + 2) * distance - (coefficient + 3)) * distance**2 + 1
+        far = ((coefficient * distance - 5 * coefficient) * distance + 8 * coefficient) * distance - 4 * coefficient
+        weights = torch.where(distance <= 1, near, torch.where(distance < 2, far, torch.zeros_like(far)))
+    return base.long()[:, None] + offsets, weights / weights.sum(1, keepdim=True)
+
+
+def _weighted(x: Tensor, axis: int, taps: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums of elements of x, which is floating, along an axis."""
+    read: Tensor = x.index_select(axis, taps.reshape(-1).to(x.device)).unflatten(axis, taps.shape)
+    shape = [1] * axis + list(weights.shape) + [1] * (x.dim() - axis - 1)
+    factors = weights.to(x.device, x.dtype).reshape(shape)
+    return (read * factors).sum(axis + 1)
+
+
+def _along(values: Tensor, axis: int, rank: int) -> Tensor:
+    return values.reshape([-1 if place == axis else 1 for place in range(rank)])
+
+
+def roi_align(
+    images: Tensor,
+    regions: Tensor,
+    owners: Tensor,
+    *,
+    size: tuple[int, int],
+    samples: int,
+    scale: float,
+    half_pixel: bool,
+    largest: bool,
+) -> Tensor:
+    """Each region [x1, y1, x2, y2] of `images[owner]` as `size` bins of bilinear samples, averaged or the largest.
+
+    `samples` a bin and axis, or as many as the bin has pixels where 0. He et al., "Mask R-CNN", 2017; the largest is
+    taken over the four weighted neighbours of every sample, as ONNX defines.
+    """
+    found = [
+        _region(images[int(owner)], region, size, samples, half_pixel, largest)
+        for region, owner in zip(regions * scale - (0.5 if half_pixel else 0.0), owners, strict=True)
+    ]
+    return torch.stack(found) if found else images.new_zeros((0, images.shape[1], *size))
+
+
+def _region(
+    image: Tensor, region: Tensor, size: tuple[int, int], samples: int, half_pixel: bool, largest: bool
+) -> Tensor:
+    """[c, *size] of one region of one image [c, h, w]."""
+    left, top, right, bottom = region.tolist()
+    smallest = -math.inf if half_pixel else 1.0
+    height, width = max(bottom - top, smallest), max(right - left, smallest)
+    rows, row_counts = _samples(top, height, size[0], samples, image)
+    columns, column_counts = _samples(left, width, size[1], samples, image)
+    low_y, high_y, weight_y, inside_y = _neighbours(rows, image.shape[1])
+    low_x, high_x, weight_x, inside_x = _neighbours(columns, image.shape[2])
+    inside = (inside_y[:, None] & inside_x).to(image.dtype)
+    parts = [
+        image[:, y[:, None], x] * (wy[:, None] * wx * inside)
+        for y, wy in ((low_y, 1 - weight_y), (high_y, weight_y))
+        for x, wx in ((low_x, 1 - weight_x), (high_x, weight_x))
+    ]
+    bins = (size[0], row_counts, size[1], column_counts)
+    merged: Tensor = torch.stack(parts).amax(0) if largest else torch.stack(parts).sum(0)
+    binned = merged.reshape(-1, *bins)
+    return binned.amax((2, 4)) if largest else binned.mean((2, 4))
+
+
+def _samples(start: float, extent: float, bins: int, samples: int, like: Tensor) -> tuple[Tensor, int]:
+    """Where the samples of all bins lie along one axis, and how many a bin has."""
+    count = samples or max(math.ceil(extent / bins), 1)
+    places = torch.arange(bins * count, device=like.device, dtype=like.dtype)
+    return start + (places + 0.5) * (extent / bins / count), count
+
+
+def _neighbours(places: Tensor, extent: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The pixels before and behind each place, the weight of the one behind, and whether the place is in the image."""
+    inside = (places >= -1.0) & (places <= extent)
+    clamped = places.clamp(0, extent - 1)
+    low = clamped.floor().long()
+    return low, (low + 1).clamp(max=extent - 1), clamped - low, inside
+
+
+def dft(data: Tensor, dim: int, *, length: int | None = None, inverse: bool = False, onesided: bool = False) -> Tensor:
+    """Discrete Fourier transform along `dim` of real (last extent 1) or complex (2) numbers, cut or zero-padded.
+
+    One-sided and inverse together take one half of a spectrum back to real numbers.
+    """
+    signal = torch.view_as_complex(data.contiguous()) if data.shape[-1] == 2 else data.squeeze(-1)
+    if inverse and onesided:
+        real: Tensor = torch.fft.irfft(signal, n=length, dim=dim)
+        return real.unsqueeze(-1)
+    if inverse:
+        return torch.view_as_real(torch.fft.ifft(signal, n=length, dim=dim))
+    if onesided:
+        return torch.view_as_real(torch.fft.rfft(signal, n=length, dim=dim))
+    return torch.view_as_real(torch.fft.fft(signal, n=length, dim=dim))
+
+
+def stft(signal: Tensor, step: int, window: Tensor | None, length: int, *, onesided: bool) -> Tensor:
+    """Transforms of windows of `length` samples taken every `step`: `[batch, frames, bins, 2]`."""
+    samples = torch.view_as_complex(signal.contiguous()) if signal.shape[-1] == 2 else signal.squeeze(-1)
+    frames = samples.unfold(1, length, step)
+    if window is not None:
+        frames = frames * window
+    return torch.view_as_real(torch.fft.rfft(frames) if onesided else torch.fft.fft(frames))
+
+
+def hamming_window(length: int, *, periodic: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Hamming's window with the exact coefficients 25/46 and 21/46 that ONNX takes."""
+    return torch.hamming_window(length, periodic, alpha=25 / 46, beta=21 / 46, dtype=dtype, device=device)
+
+
+def mel_weights(
+    bins: int, length: int, rate: int, low: float, high: float, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Triangular filters `[length // 2 + 1, bins]` on the mel scale, 2595 log10(1 + f / 700)."""
+    ends = [2595 * math.log10(1 + frequency / 700) for frequency in (low, high)]
+    mels = torch.arange(bins + 2, dtype=torch.float64) * (ends[1] - ends[0]) / (bins + 2) + ends[0]
+    places = ((length + 1) * 700 * (10 ** (mels / 2595) - 1) / rate).floor().to(torch.int64).tolist()
+    weights = torch.zeros(length // 2 + 1, bins, dtype=torch.float64)
+    for column in range(bins):
+        lower, center, upper = places[column : column + 3]
+        if center == lower:
+            weights[center, column] = 1
+        for row in range(lower, center + 1):
+            if center != lower:
+                weights[row, column] = (row - lower) / (center - lower)
+        for row in range(center, upper):
+            weights[row, column] = (upper - row) / (upper - center)
+    return weights.to(dtype).to(device)

@@ -1,0 +1,453 @@
+"""Quantised numbers: between floats and integers, and products of integers (exact, computed in float64).
+
+Operators that draw numbers.
+
+Reading and writing at places that may count from the end, as ONNX allows and torch does not.
+
+What is written takes the type of what it is written into: under autocast the two may differ, which torch refuses.
+
+Paddings, reversals and selections.
+
+Normalisations with results or shapes that torch's own lack.
+
+Running sums, orderings and one-hot maxima.
+
+Losses with more results than torch's own.
+
+Shrinkage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopipe.backends.torch.runtime.operators.sharded import ShardedAxis
+from autopipe.backends.torch.runtime.random_streams import Stream, Words
+
+
+def shrink(data: Tensor, threshold: float, bias: float) -> Tensor:
+    """Numbers moved towards zero by `bias`, those within `threshold` to zero."""
+    below, above = data < -threshold, data > threshold
+    return torch.where(below, data + bias, torch.where(above, data - bias, torch.zeros_like(data)))
+
+
+def gather_elements(data: Tensor, dim: int, indices: Tensor) -> Tensor:
+    """`torch.gather` with indices that may be negative."""
+    return torch.gather(data, dim, _from_front(indices, data.shape[dim]))
+
+
+def _from_front(indices: Tensor, extent: int) -> Tensor:
+    indices = indices.to(torch.int64)
+    return torch.where(indices < 0, indices + extent, indices)
+
+
+def gather_nd(data: Tensor, indices: Tensor, batch: int) -> Tensor:
+    """Slices of `data` at the tuples in the last dimension of `indices`; the first `batch` dimensions are shared."""
+    shared = data.shape[:batch]
+    source = data.reshape(-1, *data.shape[batch:])
+    places = indices.reshape(source.shape[0], -1, indices.shape[-1])
+    sample = torch.arange(source.shape[0], device=data.device).unsqueeze(1)
+    result = source[(sample, *places.unbind(-1))]
+    return result.reshape(*shared, *indices.shape[batch:-1], *result.shape[2:])
+
+
+def scatter_elements(data: Tensor, dim: int, indices: Tensor, updates: Tensor, reduction: str | None = None) -> Tensor:
+    """`data` with `updates` written, or combined by `sum`, `prod`, `amax` or `amin`, at `indices` along `dim`."""
+    places, updates = _from_front(indices, data.shape[dim]), updates.to(data.dtype)
+    if reduction is None:
+        return data.scatter(dim, places, updates)
+    return data.scatter_reduce(dim, places, updates, reduction)
+
+
+def scatter_nd(data: Tensor, indices: Tensor, updates: Tensor, reduction: str | None = None) -> Tensor:
+    """`data` with slices `updates` written, or combined, at the tuples in the last dimension of `indices`."""
+    places, updates = indices.unbind(-1), updates.to(data.dtype)
+    if reduction in (None, "sum"):
+        return data.index_put(places, updates, accumulate=reduction == "sum")
+    depth = indices.shape[-1]
+    flat = torch.zeros(indices.shape[:-1], dtype=torch.int64, device=data.device)
+    for extent, place in zip(data.shape[:depth], places, strict=True):
+        flat = flat * extent + _from_front(place, extent)
+    rest = int(data[(0,) * depth].numel())
+    rows = flat.reshape(-1, 1).expand(-1, rest)
+    result = data.reshape(-1, rest).scatter_reduce(0, rows, updates.reshape(-1, rest), reduction)
+    return result.reshape(data.shape)
+
+
+def tensor_scatter(past: Tensor, update: Tensor, start: Tensor | None, dim: int, *, circular: bool) -> Tensor:
+    """A cache with `update` written along `dim`, for each sample (dimension 0) from its own `start` on."""
+    places = torch.arange(update.shape[dim], device=past.device).expand(past.shape[0], -1)
+    if start is not None:
+        places = places + start.unsqueeze(1)
+    if circular:
+        places = places.remainder(past.shape[dim])
+    shape = [1] * past.dim()
+    shape[0], shape[dim] = places.shape
+    return past.scatter(dim, places.reshape(shape).expand(update.shape), update.to(past.dtype))
+
+
+def one_hot(indices: Tensor, depth: int, values: Tensor, dim: int, group: ShardedAxis | None = None) -> Tensor:
+    """`values[1]` at each index along a new dimension `dim`, `values[0]` elsewhere and for indices out of range.
+
+    With `group` this rank's `depth` places of that dimension.
+    """
+    first, whole = (0, depth) if group is None else (group.position * depth, group.size * depth)
+    places = indices.to(torch.int64).unsqueeze(dim)
+    classes = torch.arange(depth, device=indices.device).reshape([-1] + [1] * (indices.dim() - dim))
+    hit = (torch.where(places < 0, places + whole, places)) == classes + first
+    return torch.where(hit, values[1], values[0])
+
+
+def cross_entropy(
+    scores: Tensor, labels: Tensor, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean"
+) -> tuple[Tensor, Tensor]:
+    """Softmax cross-entropy over axis 1, and the logarithms of the probabilities."""
+    log_probabilities = F.log_softmax(scores, 1)
+    loss = F.nll_loss(log_probabilities, labels, weight, ignore_index=ignore_index, reduction=reduction)
+    return loss, log_probabilities
+
+
+def pad(data: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
+    """Elements added before and after each dimension (negative counts: taken away) by `reflect`, `edge` or `wrap`."""
+    for dim, (before, after) in enumerate(pads):
+        if (before, after) != (0, 0):
+            places = _places(data.shape[dim], before, after, mode, data.device)
+            data = data.index_select(dim, places)
+    return data
+
+
+def _places(extent: int, before: int, after: int, mode: str, device: torch.device) -> Tensor:
+    places = torch.arange(-before, extent + after, device=device)
+    if mode == "edge":
+        return places.clamp(0, extent - 1)
+    if mode == "wrap":
+        return places.remainder(extent)
+    period = max(2 * (extent - 1), 1)
+    places = places.remainder(period)
+    return torch.where(places < extent, places, period - places)
+
+
+def reverse_sequence(data: Tensor, lengths: Tensor, time: int, batch: int) -> Tensor:
+    """The first `lengths[i]` steps of sample i turned round, the rest as they are."""
+    steps = torch.arange(data.shape[time], device=data.device)
+    count = lengths.to(torch.int64).unsqueeze(1)
+    places = torch.where(steps < count, count - 1 - steps, steps)
+    if batch > time:
+        places = places.T
+    shape = [1] * data.dim()
+    shape[time], shape[batch] = data.shape[time], data.shape[batch]
+    return data.gather(time, places.reshape(shape).expand(data.shape))
+
+
+def compress(data: Tensor, condition: Tensor, dim: int | None) -> Tensor:
+    """Slices along `dim` (elements, where it is None) for which the condition holds; a short one is false behind."""
+    source, dim = (data.flatten(), 0) if dim is None else (data, dim)
+    return source.index_select(dim, condition.nonzero().squeeze(1))
+
+
+def col2im(
+    data: Tensor,
+    image: tuple[int, ...],
+    block: tuple[int, ...],
+    *,
+    dilations: tuple[int, ...],
+    strides: tuple[int, ...],
+    pads: tuple[int, ...],
+) -> Tensor:
+    """Patches of shape `block`, `[batch, channels · points, positions]`, added up into images of shape `image`."""
+    rank = len(block)
+    padded = [image[i] + pads[i] + pads[i + rank] for i in range(rank)]
+    counts = [(padded[i] - dilations[i] * (block[i] - 1) - 1) // strides[i] + 1 for i in range(rank)]
+    flat = torch.zeros((), dtype=torch.int64, device=data.device)
+    for i in range(rank):
+        inside = torch.arange(block[i], device=data.device) * dilations[i]
+        places = torch.arange(counts[i], device=data.device) * strides[i]
+        shape = [1] * (2 * rank)
+        shape[i], shape[rank + i] = block[i], counts[i]
+        flat = flat * padded[i] + (inside.unsqueeze(1) + places).reshape(shape)
+    total, channels = math.prod(padded), data.shape[1] // math.prod(block)
+    source = data.reshape(data.shape[0], channels, -1)
+    result = data.new_zeros(data.shape[0], channels, total).index_add(2, flat.flatten(), source)
+    result = result.reshape(data.shape[0], channels, *padded)
+    for i in range(rank):
+        result = result.narrow(2 + i, pads[i], image[i])
+    return result
+
+
+def batch_norm(
+    x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, momentum: float, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x normalised by its own statistics, the running mean and variance moved towards them, and these statistics.
+
+    Unlike torch, ONNX moves towards the population's variance, and `momentum` is what is left of the old.
+    """
+    y = F.batch_norm(x, None, None, scale, bias, training=True, eps=epsilon)
+    axes = [axis for axis in range(x.dim()) if axis != 1]
+    own_variance, own_mean = torch.var_mean(x.detach().to(mean.dtype), axes, correction=0)
+    moved_mean = mean * momentum + own_mean * (1 - momentum)
+    moved_variance = variance * momentum + own_variance * (1 - momentum)
+    return y, moved_mean, moved_variance, own_mean, own_variance
+
+
+def layer_norm(
+    x: Tensor, shape: tuple[int, ...], scale: Tensor, bias: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Layer normalisation whose scale and bias only broadcast to the normalised shape; also mean and 1 / deviation."""
+    y, mean, inverse = torch.native_layer_norm(x, shape, None, None, epsilon)
+    y = y * scale
+    return y if bias is None else y + bias, mean, inverse
+
+
+def mean_variance_norm(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """x less its mean over its standard deviation (plus 1e-9, as ONNX defines), over `axes`."""
+    variance, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
+    return (x - mean) / (torch.sqrt(variance) + 1e-9)
+
+
+def local_response_norm(x: Tensor, size: int, alpha: float, beta: float, bias: float) -> Tensor:
+    """Over windows of an even number of channels, which reach one channel further behind than before."""
+    before, behind = (size - 1) // 2, size // 2
+    squares = (x * x).movedim(1, -1)
+    windows = F.pad(squares, (before, behind)).unfold(-1, size, 1).sum(-1).movedim(-1, 1)
+    return x / (bias + alpha / size * windows) ** beta
+
+
+def skip_layer_norm(
+    x: Tensor, skip: Tensor, scale: Tensor, shift: Tensor | None, bias: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Layer normalisation of `x + skip + bias`, its mean and 1 / deviation, and the sum."""
+    total = x + skip if bias is None else x + skip + bias
+    y, mean, inverse = torch.native_layer_norm(total, scale.shape, scale, shift, epsilon)
+    return y, mean, inverse, total
+
+
+def skip_rms_norm(
+    x: Tensor, skip: Tensor, scale: Tensor, bias: Tensor | None, epsilon: float
+) -> tuple[Tensor, None, None, Tensor]:
+    """Root-mean-square normalisation of `x + skip + bias`, and the sum; statistics are not given."""
+    total = x + skip if bias is None else x + skip + bias
+    return F.rms_norm(total, scale.shape, scale, epsilon), None, None, total
+
+
+def quantize_linear(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    dtype: torch.dtype,
+    axis: int = 1,
+    block_size: int = 0,
+    precision: torch.dtype | None = None,
+) -> Tensor:
+    """`saturate(round(x / scale) + zero_point)`, halves to even; one scale a tensor, a slice of `axis`, or a block."""
+    spread = _spread(scale, x, axis, block_size)
+    ratio = x / spread if precision is None else x.to(precision) / spread.to(precision)
+    rounded = torch.round(ratio.float())
+    if zero_point is not None:
+        rounded = rounded + _spread(zero_point, x, axis, block_size).float()
+    return _saturate(rounded, dtype)
+
+
+def dequantize_linear(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype, axis: int = 1, block_size: int = 0
+) -> Tensor:
+    """`(x - zero_point) * scale`, with scale and zero point as in `quantize_linear`."""
+    difference = x.float()
+    if zero_point is not None:
+        difference = difference - _spread(zero_point, x, axis, block_size).float()
+    return (difference * _spread(scale, x, axis, block_size)).to(dtype)
+
+
+def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x as uint8, its scale, and its zero point, from the range of x widened to hold 0."""
+    low, high = torch.clamp(torch.amin(x), max=0), torch.clamp(torch.amax(x), min=0)
+    span = high - low
+    scale = torch.where(span == 0, torch.ones_like(span), span) / 255
+    zero_point = torch.round(torch.clamp(-low / scale, 0, 255))
+    return _saturate(torch.round(x / scale) + zero_point, torch.uint8), scale, zero_point.to(torch.uint8)
+
+
+def matmul_whole(a: Tensor, b: Tensor) -> Tensor:
+    """The product of stacks of integer matrices, in their own type; CUDA has none, so there the CPU computes it."""
+    return torch.matmul(a.cpu(), b.cpu()).to(a.device) if a.is_cuda else torch.matmul(a, b)
+
+
+def matmul_integer(a: Tensor, b: Tensor, a_zero_point: Tensor | None, b_zero_point: Tensor | None) -> Tensor:
+    """`(a - a_zero_point) @ (b - b_zero_point)` as int32; zero points by row of a and by column of b."""
+    return torch.matmul(_centred(a, a_zero_point, -1), _centred(b, b_zero_point, -2)).to(torch.int32)
+
+
+def matmul_quantized(
+    a: Tensor,
+    a_scale: Tensor,
+    a_zero_point: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_zero_point: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The product of two quantised matrices, quantised."""
+    product = torch.matmul(_centred(a, a_zero_point, -1), _centred(b, b_zero_point, -2))
+    ratio = a_scale.double() * b_scale.double() / scale.double()
+    return _saturate(torch.round(product * ratio) + zero_point, dtype)
+
+
+def centre(x: Tensor, zero_point: Tensor | None) -> Tensor:
+    """`x - zero_point` in float64, where it is exact; a vector of zero points goes along axis 0."""
+    exact = x.double()
+    if zero_point is None:
+        return exact
+    shape = (-1, *(1 for _ in range(x.dim() - 1))) if zero_point.numel() > 1 else ()
+    return exact - zero_point.double().reshape(shape)
+
+
+def requantize(exact: Tensor, ratio: Tensor, zero_point: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A sum of products [n, c, ...] times `ratio` (one number or one a channel), quantised."""
+    shape = (-1, *(1 for _ in range(exact.dim() - 2))) if ratio.numel() > 1 else ()
+    rounded = torch.round(exact * ratio.double().reshape(shape))
+    return _saturate(rounded if zero_point is None else rounded + zero_point, dtype)
+
+
+def _centred(x: Tensor, zero_point: Tensor | None, along: int) -> Tensor:
+    """`x - zero_point`, a vector of zero points holding one for each slice across `along`."""
+    exact = x.double()
+    if zero_point is None:
+        return exact
+    point = zero_point.double()
+    return exact - (point.unsqueeze(along) if point.dim() == 1 and point.numel() > 1 else point)
+
+
+def _spread(values: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
+    """Scales or zero points in a shape that broadcasts with x."""
+    if values.numel() == 1:
+        return values.reshape(())
+    if block_size:
+        extent = x.shape[axis]
+        return values.repeat_interleave(block_size, axis).narrow(axis, 0, extent)
+    if values.dim() == 1:
+        return values.reshape([-1 if place == axis % x.dim() else 1 for place in range(x.dim())])
+    return values
+
+
+def _saturate(rounded: Tensor, dtype: torch.dtype) -> Tensor:
+    limits = torch.iinfo(dtype)
+    return torch.clamp(rounded, limits.min, limits.max).to(torch.int32).to(dtype)
+
+
+def cumsum(data: Tensor, dim: int, *, exclusive: bool, reverse: bool) -> Tensor:
+    """Running sums along `dim`; `exclusive` leaves out the element itself, `reverse` runs from the end."""
+    return _running(torch.cumsum, 0, data, dim, exclusive=exclusive, reverse=reverse)
+
+
+def cumprod(data: Tensor, dim: int, *, exclusive: bool, reverse: bool) -> Tensor:
+    """Running products along `dim`."""
+    return _running(torch.cumprod, 1, data, dim, exclusive=exclusive, reverse=reverse)
+
+
+def _running(
+    run: Callable[..., Tensor], neutral: int, data: Tensor, dim: int, *, exclusive: bool, reverse: bool
+) -> Tensor:
+    source = data.flip(dim) if reverse else data
+    if exclusive:
+        first = torch.full_like(source.narrow(dim, 0, 1), neutral)
+        source = torch.cat([first, source.narrow(dim, 0, source.shape[dim] - 1)], dim=dim)
+    result = run(source, dim=dim, dtype=data.dtype)
+    return result.flip(dim) if reverse else result
+
+
+def top_k(data: Tensor, count: int, dim: int, *, largest: bool) -> tuple[Tensor, Tensor]:
+    """The `count` largest or smallest along `dim`, in order, and where they lie.
+
+    Among equals the one with the lower index comes first, which `torch.topk` does not promise.
+    """
+    source = data.to(torch.int64) if data.dtype in (torch.uint16, torch.uint32, torch.uint64) else data
+    values, places = torch.sort(source, dim=dim, descending=largest, stable=True)
+    return values.narrow(dim, 0, count).to(data.dtype), places.narrow(dim, 0, count)
+
+
+def hardmax(data: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """One at the first largest element over `dims` (one axis, or all from one on), zero elsewhere."""
+    flat = data if len(dims) == 1 else data.flatten(dims[0])
+    place = flat.argmax(dim=dims[0], keepdim=True)
+    return torch.zeros_like(flat).scatter(dims[0], place, 1).reshape(data.shape)
+
+
+_WORDS = 1 << 32
+
+
+def dropout(data: Tensor, ratio: float | Tensor, stream: Stream, training: Tensor | None = None) -> Tensor:
+    """Elements dropped with probability `ratio`, the others scaled up; none where `training` is there and false."""
+    return dropout_and_mask(data, ratio, stream, training)[0]
+
+
+def dropout_and_mask(
+    data: Tensor,
+    ratio: float | Tensor,
+    stream: Stream,
+    training: Tensor | None = None,
+    mask: torch.dtype = torch.bool,
+) -> tuple[Tensor, Tensor]:
+    """The same, and the mask of those that stay."""
+    if training is not None:
+        ratio = training.reshape(()) * ratio
+    threshold: int | Tensor
+    scale: float | Tensor
+    if isinstance(ratio, Tensor):
+        ratio = ratio.reshape(())
+        threshold = (ratio.double() * _WORDS).round().long()
+        scale = torch.where(ratio < 1, 1 / (1 - ratio), 0).to(data.dtype)
+    else:
+        threshold = round(ratio * _WORDS)
+        scale = 1 / (1 - ratio) if ratio < 1 else 0.0
+    kept = stream.draw(data.shape, lambda words: _at_least(words, threshold), torch.bool)
+    return torch.where(kept, data * scale, 0.0), kept.to(mask)
+
+
+def bernoulli(probability: Tensor, stream: Stream, dtype: torch.dtype) -> Tensor:
+    """One with the probability that stands at an element's place, else zero."""
+    return (_words(stream, probability.shape) < probability.double() * _WORDS).to(dtype)
+
+
+def uniform(shape: tuple[int, ...], low: float, high: float, stream: Stream, dtype: torch.dtype) -> Tensor:
+    """Numbers between `low` and `high`."""
+    return (_uniform(stream, shape) * (high - low) + low).to(dtype)
+
+
+def normal(shape: tuple[int, ...], mean: float, scale: float, stream: Stream, dtype: torch.dtype) -> Tensor:
+    """Normal numbers, made of two words each two (Box and Muller, 1958)."""
+
+    def pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        radius = ((first + 1).double() / _WORDS).log().mul(-2).sqrt() * scale
+        angle = second.double() * (2 * math.pi / _WORDS)
+        return radius * angle.cos() + mean, radius * angle.sin() + mean
+
+    def made(words: Words) -> Words:
+        return (*pair(words[0], words[1]), *pair(words[2], words[3]))
+
+    return stream.draw(shape, made, dtype)
+
+
+def multinomial(logarithms: Tensor, count: int, stream: Stream, dtype: torch.dtype) -> Tensor:
+    """Of each row `count` classes, drawn with probabilities of which it has the logarithms, up to a constant."""
+    below = logarithms.double().softmax(1).cumsum(1)
+    drawn = _uniform(stream, (len(logarithms), count)) * below[:, -1:]
+    return torch.searchsorted(below, drawn, right=True).clamp_(max=logarithms.shape[1] - 1).to(dtype)
+
+
+def _words(stream: Stream, shape: tuple[int, ...]) -> Tensor:
+    return stream.draw(shape, lambda words: words, torch.int64)
+
+
+def _uniform(stream: Stream, shape: tuple[int, ...]) -> Tensor:
+    return _words(stream, shape).double() / _WORDS
+
+
+def _at_least(words: Words, threshold: int | Tensor) -> Words:
+    first, second, third, fourth = words
+    return first >= threshold, second >= threshold, third >= threshold, fourth >= threshold

@@ -1,0 +1,497 @@
+"""Normalisations over axes of which each rank has a part.
+
+Forward exchanges the moments of the parts, backward two sums a row, both at once. Variances of parts are taken about
+their own means and joined in double precision (Chan, Golub and LeVeque, "Algorithms for computing the sample variance",
+The American Statistician 37(3), 1983), so that a mean far from zero costs no digits.
+
+Losses over classes or labels of which each rank has a part; a rank's result is its share of the sum over all ranks.
+
+Of the classes, a rank's share is the loss of the labels among its own (Shoeybi et al., "Megatron-LM: training
+multi-billion parameter language models using model parallelism", 2019, section 3).
+
+Reductions over axes of which each rank has a part, that no sum or mean of the ranks' results would give.
+
+Every rank has the result, and the gradients of all copies count.
+
+Operators that several ranks compute together, each with its part of one axis or of several.
+
+Parts are equal and lie in the order of the ranks; they are never gathered. What the ranks tell one another is a number
+or two for each row: see `autopipe.ir.ops.operator`. The module holds what all of them share.
+
+Softmaxes over an axis of which each rank has a part.
+
+Lookups in a table of which each rank has some rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class ShardedAxis(Protocol):
+    """A group as these operators see it."""
+
+    size: int
+    position: int
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over the group, without a gradient."""
+        ...
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The largest over the group, without a gradient."""
+        ...
+
+    def all_gather(self, tensor: Tensor, dimension: int) -> Tensor:
+        """The ranks' parts joined along a dimension; backward adds up the gradients of all ranks' copies."""
+        ...
+
+
+def summed(tensor: Tensor, group: ShardedAxis) -> Tensor:
+    """The sum over the group, which every rank goes on with: what comes back to all of them is added up as well."""
+    total: Tensor = _Sum.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+def once(tensor: Tensor, group: ShardedAxis) -> Tensor:
+    """`tensor` on the first rank of the group and zeros on the others: what is added once to shares of a sum."""
+    everywhere = torch.ones((), dtype=torch.bool, device=tensor.device)
+    return tensor if group.position == 0 else tensor.masked_fill(everywhere, 0)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, group: ShardedAxis) -> Tensor:
+        context.group = group
+        return group.total(tensor)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return context.group.total(gradients[0]), None
+
+
+def own_places(places: Tensor, extent: int, group: ShardedAxis) -> tuple[Tensor, Tensor]:
+    """Places counted from the start of this rank's part, 0 where they are in another, and whether they are in it."""
+    local = places - group.position * extent
+    mine = (local >= 0) & (local < extent)
+    return local.masked_fill(~mine, 0), mine
+
+
+def precise(scores: Tensor) -> Tensor:
+    """Under autocast softmaxes run in single precision, as torch's own do."""
+    narrow = scores.dtype in (torch.bfloat16, torch.float16)
+    return scores.float() if narrow and torch.is_autocast_enabled(scores.device.type) else scores
+
+
+def wide(x: Tensor) -> Tensor:
+    """Statistics of half precision are taken in single."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def gather_part(table: Tensor, dim: int, indices: Tensor, group: ShardedAxis) -> Tensor:
+    """`table` at `indices` along `dim`, of which this rank has a part; zeros for those that other ranks have."""
+    places, mine = _places(indices, table.shape[dim], group)
+    if dim == 0 and table.dim() == 2:
+        found = F.embedding(places, table)
+    else:
+        shape = (*table.shape[:dim], *places.shape, *table.shape[dim + 1 :])
+        found = table.index_select(dim, places.reshape(-1)).reshape(shape)
+    return found.masked_fill(~mine.reshape(*mine.shape, *[1] * (table.dim() - dim - 1)), 0)
+
+
+def gather_elements_part(table: Tensor, dim: int, indices: Tensor, group: ShardedAxis) -> Tensor:
+    """`torch.gather` from a table of which this rank has a part along `dim`; zeros for what other ranks have."""
+    places, mine = _places(indices, table.shape[dim], group)
+    return table.gather(dim, places).masked_fill(~mine, 0)
+
+
+def _places(indices: Tensor, rows: int, group: ShardedAxis) -> tuple[Tensor, Tensor]:
+    """Where indices are in this rank's rows, and whether they are."""
+    places = indices.to(torch.int64)
+    places = torch.where(places < 0, places + rows * group.size, places)
+    torch._assert_async(((places >= 0) & (places < rows * group.size)).all(), "an index is out of range")
+    return own_places(places, rows, group)
+
+
+def softmax_part(scores: Tensor, dim: int, group: ShardedAxis) -> Tensor:
+    """This rank's part of a softmax along `dim`."""
+    found: Tensor = _Softmax.apply(precise(scores), dim, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def log_softmax_part(scores: Tensor, dim: int, group: ShardedAxis) -> Tensor:
+    """This rank's part of the logarithms of a softmax along `dim`."""
+    found: Tensor = _LogSoftmax.apply(precise(scores), dim, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _shifted(scores: Tensor, dim: int, group: ShardedAxis) -> tuple[Tensor, Tensor]:
+    """Scores less the largest of all, and the sum of their exponentials over all ranks."""
+    shifted = scores - group.largest(scores.amax(dim, keepdim=True))
+    return shifted, group.total(shifted.exp().sum(dim, keepdim=True))
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, scores: Tensor, dim: int, group: ShardedAxis) -> Tensor:
+        context.dim, context.group = dim, group
+        shifted, total = _shifted(scores, dim, group)
+        result = shifted.exp_().div_(total)
+        context.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (result,) = context.saved_tensors
+        product = gradients[0] * result
+        return product - result * context.group.total(product.sum(context.dim, keepdim=True)), None, None
+
+
+class _LogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, scores: Tensor, dim: int, group: ShardedAxis) -> Tensor:
+        context.dim, context.group = dim, group
+        shifted, total = _shifted(scores, dim, group)
+        result = shifted.sub_(total.log())
+        context.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (result,) = context.saved_tensors
+        total = context.group.total(gradients[0].sum(context.dim, keepdim=True))
+        return gradients[0] - result.exp() * total, None, None
+
+
+def cross_entropy_part(
+    scores: Tensor,
+    labels: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    *,
+    group: ShardedAxis,
+    batch: ShardedAxis | None = None,
+) -> Tensor:
+    """This rank's share of the softmax cross-entropy over axis 1, of which it has a part: that of labels in its part.
+
+    `weight` is that of all classes, whole; so are the labels, but where the ranks of `batch` each have a part of them.
+    """
+    scores = precise(scores)
+    places, own, weights = _weighed(scores, labels, weight, ignore_index, group)
+    losses: Tensor = _CrossEntropy.apply(scores, places, own, group)  # type: ignore[no-untyped-call]
+    return _reduced(losses, weights, reduction, batch)
+
+
+def cross_entropy_and_logarithms_part(
+    scores: Tensor,
+    labels: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    *,
+    group: ShardedAxis,
+    batch: ShardedAxis | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same, and this rank's part of the logarithms of probabilities."""
+    logarithms = log_softmax_part(scores, 1, group)
+    return nll_part(logarithms, labels, weight, ignore_index, reduction, group=group, batch=batch), logarithms
+
+
+def nll_part(
+    logarithms: Tensor,
+    labels: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    *,
+    group: ShardedAxis,
+    batch: ShardedAxis | None = None,
+) -> Tensor:
+    """This rank's share of the negative log-likelihood: that of the labels among its classes."""
+    places, own, weights = _weighed(logarithms, labels, weight, ignore_index, group)
+    picked = logarithms.gather(1, places.unsqueeze(1)).squeeze(1)
+    return _reduced(-(picked * own).masked_fill(own == 0, 0), weights, reduction, batch)
+
+
+def cross_entropy_share(
+    scores: Tensor, labels: Tensor, weight: Tensor | None = None, ignore_index: int = -100, *, batch: ShardedAxis
+) -> Tensor:
+    """This rank's share of the mean softmax cross-entropy over the labels of all ranks, of which it has a part."""
+    losses = F.cross_entropy(scores, labels, weight, ignore_index=ignore_index, reduction="sum")
+    return losses / batch.total(_weights(labels, weight, ignore_index, losses.dtype).sum())
+
+
+def cross_entropy_and_logarithms_share(
+    scores: Tensor, labels: Tensor, weight: Tensor | None = None, ignore_index: int = -100, *, batch: ShardedAxis
+) -> tuple[Tensor, Tensor]:
+    """The same, and the logarithms of the probabilities."""
+    logarithms = F.log_softmax(scores, 1)
+    return nll_share(logarithms, labels, weight, ignore_index, batch=batch), logarithms
+
+
+def nll_share(
+    logarithms: Tensor, labels: Tensor, weight: Tensor | None = None, ignore_index: int = -100, *, batch: ShardedAxis
+) -> Tensor:
+    """This rank's share of the mean negative log-likelihood over the labels of all ranks."""
+    losses = F.nll_loss(logarithms, labels, weight, ignore_index=ignore_index, reduction="sum")
+    return losses / batch.total(_weights(labels, weight, ignore_index, losses.dtype).sum())
+
+
+def _weighed(
+    scores: Tensor, labels: Tensor, weight: Tensor | None, ignore_index: int, group: ShardedAxis
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each label is in this rank's part, its weight there, 0 for those of other ranks, and its weight."""
+    classes = scores.shape[1]
+    known = labels.masked_fill(labels == ignore_index, 0)
+    torch._assert_async(((known >= 0) & (known < classes * group.size)).all(), "a label is out of range")
+    places, mine = own_places(known, classes, group)
+    weights = _weights(labels, weight, ignore_index, scores.dtype)
+    return places, weights * mine, weights
+
+
+def _weights(labels: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """Weight of each label: its class weight, or one; zero where it is ignored."""
+    counts = labels != ignore_index
+    return counts.to(dtype) if weight is None else weight.to(dtype)[labels.masked_fill(~counts, 0)] * counts
+
+
+def _reduced(losses: Tensor, weights: Tensor, reduction: str, batch: ShardedAxis | None) -> Tensor:
+    """Losses of this rank's labels as the reduction has them; a mean is over the weights of all labels."""
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    total = weights.sum()
+    return losses.sum() / (total if batch is None else batch.total(total))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Losses by label. Only exponentials of the scores are kept, and backward is one pass over them."""
+
+    @staticmethod
+    def forward(context: Any, scores: Tensor, places: Tensor, own: Tensor, group: ShardedAxis) -> Tensor:
+        largest = group.largest(scores.amax(1, keepdim=True))
+        picked = scores.gather(1, places.unsqueeze(1)) - largest
+        exponentials = (scores - largest).exp_()
+        total = group.total(exponentials.sum(1, keepdim=True))
+        context.group = group
+        context.save_for_backward(exponentials, total, places, own)
+        return ((total.log() - picked).squeeze(1) * own).masked_fill(own == 0, 0)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        exponentials, total, places, own = context.saved_tensors
+        share = (gradients[0] * own).unsqueeze(1)
+        found = exponentials * (context.group.total(share) / total)
+        return found.scatter_add_(1, places.unsqueeze(1), -share), None, None, None
+
+
+Inverse = Callable[[Tensor], Tensor]
+"""Factor to multiply by, from the variance."""
+
+
+def layer_norm_part(
+    x: Tensor, dims: tuple[int, ...], scale: Tensor, bias: Tensor | None, epsilon: float, group: ShardedAxis
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's part of a layer normalisation over `dims`, which are the last; the mean and 1 / deviation."""
+    y, mean, variance = _standardized(precise(x), dims, lambda variance: torch.rsqrt(variance + epsilon), group)
+    y = y * scale
+    return y if bias is None else y + bias, mean, torch.rsqrt(variance + epsilon)
+
+
+def rms_norm_part(x: Tensor, dims: tuple[int, ...], scale: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
+    """This rank's part of a root-mean-square normalisation over `dims`."""
+    x = precise(x)
+    data = wide(x)
+    squares = summed(data.square().sum(dims, keepdim=True), group)
+    return (data * torch.rsqrt(squares / (_count(x, dims) * group.size) + epsilon)).to(x.dtype) * scale
+
+
+def skip_layer_norm_part(
+    x: Tensor,
+    skip: Tensor,
+    scale: Tensor,
+    shift: Tensor | None,
+    bias: Tensor | None,
+    epsilon: float,
+    group: ShardedAxis,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """This rank's part of the layer normalisation of `x + skip + bias`, its mean and 1 / deviation, and the sum."""
+    total = x + skip if bias is None else x + skip + bias
+    return *layer_norm_part(total, (-1,), scale, shift, epsilon, group), total
+
+
+def skip_rms_norm_part(
+    x: Tensor, skip: Tensor, scale: Tensor, bias: Tensor | None, epsilon: float, group: ShardedAxis
+) -> tuple[Tensor, None, None, Tensor]:
+    """This rank's part of the root-mean-square normalisation of `x + skip + bias`, and the sum."""
+    total = x + skip if bias is None else x + skip + bias
+    return rms_norm_part(total, (-1,), scale, epsilon, group), None, None, total
+
+
+def batch_norm_part(
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    momentum: float,
+    epsilon: float,
+    group: ShardedAxis,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x normalised by the statistics of all ranks' samples; what else `operators.batch_norm` gives, on every rank."""
+    dims = tuple(axis for axis in range(x.dim()) if axis != 1)
+    y, own_mean, own_variance = _standardized(x, dims, lambda found: torch.rsqrt(found + epsilon), group)
+    own_mean, own_variance = (each.reshape(-1).to(mean.dtype) for each in (own_mean, own_variance))
+    moved_mean = mean * momentum + own_mean * (1 - momentum)
+    moved_variance = variance * momentum + own_variance * (1 - momentum)
+    return _by_channel(y, scale, bias), moved_mean, moved_variance, own_mean, own_variance
+
+
+def instance_norm_part(x: Tensor, scale: Tensor, bias: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
+    """This rank's part of every channel normalised by itself."""
+    dims = tuple(range(2, x.dim()))
+    y, _, _ = _standardized(x, dims, lambda variance: torch.rsqrt(variance + epsilon), group)
+    return _by_channel(y, scale, bias)
+
+
+def group_norm_part(x: Tensor, groups: int, scale: Tensor, bias: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
+    """This rank's part of `groups` groups of channels, each normalised by itself."""
+    x = precise(x)
+    apart = x.reshape(x.shape[0], groups, -1)
+    y, _, _ = _standardized(apart, (2,), lambda variance: torch.rsqrt(variance + epsilon), group)
+    return _by_channel(y.reshape(x.shape), scale, bias)
+
+
+def mean_variance_norm_part(x: Tensor, dims: tuple[int, ...], group: ShardedAxis) -> Tensor:
+    """This rank's part of x less its mean over its standard deviation (plus 1e-9), over `dims`."""
+    return _standardized(x, dims, lambda variance: 1 / (torch.sqrt(variance) + 1e-9), group)[0]
+
+
+def normalize_part(x: Tensor, p: int, dim: int, group: ShardedAxis) -> Tensor:
+    """This rank's part of x over its p-norm along `dim`; p is 1 or 2."""
+    data = wide(x)
+    if p == 1:
+        norm = summed(data.abs().sum(dim, keepdim=True), group).clamp_min(1e-12)
+    else:
+        norm = summed(data.square().sum(dim, keepdim=True), group).clamp_min(1e-24).sqrt()
+    return (data / norm).to(x.dtype)
+
+
+def _by_channel(y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    shape = (-1, *[1] * (y.dim() - 2))
+    return (y * scale.reshape(shape) + bias.reshape(shape)).to(y.dtype)
+
+
+def _count(x: Tensor, dims: tuple[int, ...]) -> int:
+    count = 1
+    for dim in dims:
+        count *= x.shape[dim]
+    return count
+
+
+def _standardized(
+    x: Tensor, dims: tuple[int, ...], inverse: Inverse, group: ShardedAxis
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x less its mean over all ranks' parts, times `inverse` of the variance; the mean and the variance."""
+    y, mean, variance = _Standardized.apply(wide(x), dims, inverse, group)  # type: ignore[no-untyped-call]
+    return y.to(x.dtype), mean, variance
+
+
+class _Standardized(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any, x: Tensor, dims: tuple[int, ...], inverse: Inverse, group: ShardedAxis
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        variance, mean = (each.double() for each in torch.var_mean(x, dims, correction=0, keepdim=True))
+        mean, square = (group.total(torch.stack((mean, variance + mean.square()))) / group.size).unbind()
+        variance = (square - mean.square()).clamp_min_(0)
+        factor = inverse(variance).to(x.dtype)
+        mean, variance = mean.to(x.dtype), variance.to(x.dtype)
+        y = (x - mean) * factor
+        context.dims, context.group, context.count = dims, group, _count(x, dims) * group.size
+        context.save_for_backward(y, factor)
+        context.mark_non_differentiable(mean, variance)
+        return y, mean, variance
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        y, factor = context.saved_tensors
+        gradient = gradients[0]
+        sums = torch.stack((gradient.sum(context.dims, keepdim=True), (gradient * y).sum(context.dims, keepdim=True)))
+        mean, slope = (context.group.total(sums) / context.count).unbind()
+        return (gradient - mean - y * slope) * factor, None, None, None
+
+
+Dims = tuple[int, ...]
+
+
+def extreme_part(x: Tensor, dims: Dims, keepdim: bool, largest: bool, group: ShardedAxis) -> Tensor:
+    """The largest or smallest over `dims` of all ranks' parts; those that are equal share the gradient."""
+    found: Tensor = _Extreme.apply(wide(x), dims, largest, group)  # type: ignore[no-untyped-call]
+    return _shaped(found.to(x.dtype), dims, keepdim)
+
+
+def norm_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tensor:
+    """The 2-norm over `dims` of all ranks' parts; that of zeros has no gradient."""
+    squares = summed(wide(x).square().sum(dims, keepdim=True), group)
+    tiny = torch.finfo(squares.dtype).tiny
+    norm = torch.where(squares > 0, squares.clamp_min(tiny).sqrt(), torch.zeros_like(squares))
+    return _shaped(norm.to(x.dtype), dims, keepdim)
+
+
+def log_sum_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tensor:
+    """The logarithm of the sum over `dims` of all ranks' parts."""
+    return _shaped(summed(wide(x).sum(dims, keepdim=True), group).log().to(x.dtype), dims, keepdim)
+
+
+def log_sum_exp_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tensor:
+    """The logarithm of the sum of exponentials over `dims` of all ranks' parts."""
+    data = wide(x)
+    largest = group.largest(data.amax(dims, keepdim=True))
+    largest = torch.where(largest.isinf(), torch.zeros_like(largest), largest)
+    total = summed((data - largest).exp().sum(dims, keepdim=True), group).log() + largest
+    return _shaped(total.to(x.dtype), dims, keepdim)
+
+
+def index_of_extreme_part(x: Tensor, dim: int, keepdim: bool, largest: bool, last: bool, group: ShardedAxis) -> Tensor:
+    """Where along `dim` of all ranks' parts the largest or smallest lies: the first or the last place."""
+    data = wide(x) if largest else -wide(x)
+    extent = x.shape[dim]
+    local = extent - 1 - data.flip(dim).argmax(dim, keepdim=True) if last else data.argmax(dim, keepdim=True)
+    value = data.gather(dim, local)
+    place = local + group.position * extent
+    sign = 1 if last else -1
+    lowest = torch.full_like(place, torch.iinfo(place.dtype).min)
+    found = sign * group.largest(torch.where(value == group.largest(value), sign * place, lowest))
+    return found if keepdim else found.squeeze(dim)
+
+
+def _shaped(x: Tensor, dims: Dims, keepdim: bool) -> Tensor:
+    return x if keepdim else x.squeeze(dims)
+
+
+class _Extreme(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, dims: Dims, largest: bool, group: ShardedAxis) -> Tensor:
+        if largest:
+            found = group.largest(x.amax(dims, keepdim=True))
+        else:
+            found = -group.largest(-x.amin(dims, keepdim=True))
+        context.dims, context.group = dims, group
+        context.save_for_backward(x, found)
+        return found
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        x, found = context.saved_tensors
+        hit = (x == found).to(x.dtype)
+        told = torch.stack((gradients[0], hit.sum(context.dims, keepdim=True)))
+        gradient, count = context.group.total(told).unbind()
+        return hit * (gradient / count), None, None, None

@@ -1,0 +1,86 @@
+"""Segments of a stage that run their forward again for their backward, since they kept nothing but their arguments.
+
+To autograd a segment is one operator of its arguments. Its backward adds to the gradients of parameters itself, one
+after the other, as backwards do that keep all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopipe.backends.torch.runtime.parameters import Arguments
+from autopipe.backends.torch.runtime.random_streams import Random
+from autopipe.backends.torch.runtime.transport import output_edge
+
+Tensors = tuple[torch.Tensor, ...]
+Segment = Callable[..., tuple[Tensors, Tensors]]
+"""Generated: takes `p` and tensors, gives what gradients flow through and what they do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """What else a forward depends on: what its random operators draw, and autocast."""
+
+    random: Random
+    drawn: torch.Tensor
+    narrow: torch.dtype | None
+    """Type that autocast computes in."""
+
+    @staticmethod
+    def now(p: Arguments) -> ForwardContext:
+        """As they are."""
+        is_narrow = torch.is_autocast_enabled(p.device.type)
+        narrow = torch.get_autocast_dtype(p.device.type) if is_narrow else None
+        return ForwardContext(p.random, p.random.state, narrow)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw the same numbers once more, then what the forwards that go on meanwhile draw."""
+        device, meanwhile = self.random.device.type, self.random.state
+        self.random.state = self.drawn
+        with torch.autocast(device, dtype=self.narrow, enabled=self.narrow is not None):
+            yield
+        self.random.state = meanwhile
+
+
+def recompute(segment: Segment) -> Callable[..., Tensors]:
+    """Makes of a generated segment one that keeps its arguments alone where it trains."""
+
+    @functools.wraps(segment)
+    def run(p: Arguments, *arguments: torch.Tensor) -> Tensors:
+        if not torch.is_grad_enabled():
+            flowing, others = segment(p, *arguments)
+            return flowing + others
+        # An operator none of whose operands asks for a gradient has no backward, and parameters are no operands.
+        asking = torch.empty(0, device=p.device, requires_grad=True)
+        results: Tensors = _Again.apply(segment, p, asking, *arguments)  # type: ignore[no-untyped-call]
+        return results
+
+    return run
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, segment: Segment, p: Arguments, _: torch.Tensor, *arguments: torch.Tensor) -> Tensors:
+        context.segment, context.p, context.surroundings = segment, p, ForwardContext.now(p)
+        context.save_for_backward(*arguments)
+        flowing, others = segment(p, *arguments)
+        torch.clear_autocast_cache()  # Its narrow copies of parameters: they know of no gradient, and are many.
+        context.mark_non_differentiable(*others)
+        return flowing + others
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        arguments = [each.detach().requires_grad_(each.requires_grad) for each in context.saved_tensors]
+        with torch.enable_grad(), context.surroundings.again():
+            context.p.weight_grads.begin(context.segment.__name__)
+            ends = [output_edge(each).edge for each in context.segment(context.p, *arguments)[0]]
+        seeds = [(edge, gradient) for edge, gradient in zip(ends, gradients, strict=False) if edge is not None]
+        torch.autograd.backward([edge for edge, _ in seeds], [gradient for _, gradient in seeds])
+        return (None, None, None, *(each.grad for each in arguments))

@@ -1,0 +1,338 @@
+"""Gradients of weights by formula: of products, convolutions and lookups, which are most of what a model trains.
+
+The operator runs with its weight cut off, so that autograd's own backward gives what flows and nothing else; a hook on
+its result takes the gradient from which, with the operand kept, the weight's gradient follows later. Between operators
+of a model this code finds nothing of itself in the caches, so there is little of it on the way.
+
+Gradients of parameters that wait: the second half of a split backward.
+
+Where a schedule splits a stage's backward, its generated forward calls costly operators through `WeightGradQueue`.
+Autograd then gives at once only the gradients of what flows through the stage, as in Qi et al., "Zero Bubble Pipeline
+Parallelism" (2024), section 2; the gradients of the operators' parameters are queued and computed when the schedule
+says so: by formula where there is one, else by a graph of autograd of the operator's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+Function = Callable[..., torch.Tensor]
+Operands = tuple[Any, ...]
+Settings = Mapping[str, Any]
+Add = Callable[[torch.Tensor, torch.Tensor], None]
+"""Adds a weight's gradient to `parameter.grad`: takes the operand beside the weight, and the result's gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A whole parameter as an operator reads it: as it is, or its transpose."""
+
+    parameter: torch.Tensor
+    transposed: bool
+
+    @staticmethod
+    def of(operand: torch.Tensor) -> Weight | None:
+        """The parameter that an operand is; None where it is another view of one."""
+        base = operand if operand._base is None else operand._base
+        if operand.shape == base.shape and operand.stride() == base.stride():
+            return Weight(base, False)
+        if base.dim() == 2 and operand.shape == base.shape[::-1] and operand.stride() == base.stride()[::-1]:
+            return Weight(base, True)
+        return None
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Add to the parameter's gradient."""
+        add_to(self.parameter, gradient)
+
+
+def add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add to a parameter's gradient; the first one is taken as it is."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """How an operator runs without the history of its weight, and how the weight's gradient comes about."""
+
+    function: Function
+    cut_off: tuple[torch.Tensor, ...]
+    """The weight, and what waits with it, in place of the operands behind the first."""
+    add: Add
+
+
+@dataclass(slots=True)
+class FormulaGradient:
+    """A weight's gradient, by formula."""
+
+    add: Add
+    source: torch.Tensor
+    arrived: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+    """The gradient of the result, once backward has come to it."""
+
+    def follow(self, result: torch.Tensor) -> None:
+        """Have backward note the gradient of the operator's result."""
+        if result.grad_fn is not None:
+            result.grad_fn.register_prehook(self.arrived.append)
+        else:
+            # Nothing flows through the operator, but its result's gradient is needed all the same.
+            result.requires_grad_(True).register_post_accumulate_grad_hook(self._take)
+
+    def _take(self, result: torch.Tensor) -> None:
+        gradient, result.grad = result.grad, None
+        assert gradient is not None
+        self.arrived.append((gradient,))
+
+    def compute(self) -> None:
+        """Add it to `parameter.grad`."""
+        for (gradient,) in self.arrived:
+            self.add(self.source, gradient)
+
+
+def formula_of(function: Function, operands: Operands, settings: Settings, places: tuple[int, ...]) -> Formula | None:
+    """The formula for calls of an operator of whose operands those at `places` are weights; None where there is none.
+
+    There is none under autocast, which casts weights and what flows alike.
+    """
+    make = _FORMULAS.get(function)
+    if make is None or places != (1,):
+        return None
+    weight = Weight.of(operands[1])
+    if weight is None or torch.is_autocast_enabled(operands[1].device.type):
+        return None
+    found = make(weight, operands, settings)
+    return None if found is None else Formula(function, *found)
+
+
+_Found = tuple[tuple[torch.Tensor, ...], Add]
+"""The parameter that is detached, and how its gradient is added."""
+_Make = Callable[[Weight, Operands, Settings], _Found | None]
+
+
+def _product(rows_first: bool) -> _Make:
+    """`x @ weight`, or `x @ weight.t()` where the weight has the rows of the result first."""
+
+    def make(weight: Weight, operands: Operands, settings: Settings) -> _Found | None:
+        if settings or operands[0].dim() < 2 or operands[1].dim() != 2:
+            return None
+        parameter, flip = weight.parameter, rows_first is not weight.transposed
+
+        def add(source: torch.Tensor, gradient: torch.Tensor) -> None:
+            left, right = source.flatten(0, -2), gradient.flatten(0, -2)
+            left, right = (right, left) if flip else (left, right)
+            if parameter.grad is None:
+                parameter.grad = left.t() @ right
+            else:
+                parameter.grad.addmm_(left.t(), right)
+
+        return (operands[1].detach(),), add
+
+    return make
+
+
+def _convolution(transposed: bool) -> _Make:
+    """A convolution; its bias waits with the weight, since libraries compute both gradients in one."""
+
+    def make(weight: Weight, operands: Operands, settings: Settings) -> _Found | None:
+        bias: torch.Tensor | None = operands[2] if len(operands) > 2 else None
+        trained = bias if bias is not None and bias.requires_grad else None
+        if weight.transposed or len(operands) > 3 or (trained is not None and not trained.is_leaf):
+            return None
+        axes = weight.parameter.dim() - 2
+        if operands[0].dim() != axes + 2 or isinstance(settings.get("padding"), str):
+            return None
+
+        def each(name: str, neutral: int) -> list[int]:
+            value = settings.get(name, neutral)
+            return [value] * axes if isinstance(value, int) else list(value)
+
+        words = each("stride", 1), each("padding", 0), each("dilation", 1), transposed, each("output_padding", 0)
+        groups, sizes = settings.get("groups", 1), None if trained is None else list(trained.shape)
+
+        def add(source: torch.Tensor, gradient: torch.Tensor) -> None:
+            _, found, shifts = torch.ops.aten.convolution_backward(
+                gradient, source, weight.parameter, sizes, *words, groups, [False, True, trained is not None]
+            )
+            weight.add(found)
+            if trained is not None:
+                add_to(trained, shifts)
+
+        return tuple(each.detach() for each in operands[1:] if each is not None), add
+
+    return make
+
+
+def _lookup(weight: Weight, operands: Operands, settings: Settings) -> _Found | None:
+    if settings or weight.transposed or len(operands) != 2:
+        return None
+    rows = len(weight.parameter)
+
+    def add(source: torch.Tensor, gradient: torch.Tensor) -> None:
+        weight.add(torch.ops.aten.embedding_dense_backward(gradient, source, rows, -1, False))
+
+    return (operands[1].detach(),), add
+
+
+_FORMULAS: dict[Function, _Make] = {
+    F.linear: _product(rows_first=True),
+    torch.matmul: _product(rows_first=False),
+    torch.mm: _product(rows_first=False),
+    F.embedding: _lookup,
+    F.conv1d: _convolution(transposed=False),
+    F.conv2d: _convolution(transposed=False),
+    F.conv3d: _convolution(transposed=False),
+    F.conv_transpose1d: _convolution(transposed=True),
+    F.conv_transpose2d: _convolution(transposed=True),
+    F.conv_transpose3d: _convolution(transposed=True),
+}
+
+
+class DeferredGradients(Protocol):
+    """Gradients of one operator's parameters that may not be computed yet."""
+
+    def compute(self) -> None:
+        """Add them to `parameter.grad`, if backward has come to the operator."""
+
+
+Waiting = list[DeferredGradients]
+"""Of a forward's operators, in the order in which it called them."""
+
+
+def compute_all(waiting: Waiting) -> None:
+    """Compute them, the last first, each freeing what it alone needed."""
+    with torch.no_grad():
+        while waiting:
+            waiting.pop().compute()
+
+
+class WeightGradQueue:
+    """Calls operators such that their backward leaves the gradients of `parameters` for later."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        # A bias is no such parameter: its gradient is a sum, cheaper computed than waited for.
+        self._weights = {id(each) for each in parameters if each.requires_grad and each.dim() > 1}
+        self._known: dict[str, list[Formula | None]] = {}
+        """Of the calls of a forward, or a segment of one by its name, which are always the same."""
+        self.begin()
+        self._waiting: Waiting = []
+        self.used = False
+        """Whether a forward has called an operator such that gradients may wait."""
+
+    def begin(self, part: str = "") -> None:
+        """From now on a forward runs, or this part of one."""
+        self._formulas, self._calls = self._known.setdefault(part, []), 0
+
+    def __call__(self, function: Callable[..., torch.Tensor], *operands: Any, **settings: Any) -> torch.Tensor:
+        """`function(*operands, **settings)`, one tensor. Parameters count as such also through views of them.
+
+        Forwards call the same operators with the same parameters in the same order: what is known of a call is looked
+        up by its number, since a forward waits for this code.
+        """
+        self.used = True
+        if not torch.is_grad_enabled():
+            return function(*operands, **settings)
+        if self._calls == len(self._formulas):
+            self._formulas.append(formula_of(function, operands, settings, self._places(operands)))
+        formula = self._formulas[self._calls]
+        self._calls += 1
+        if formula is None or formula.function is not function:
+            return self._by_graph(function, operands, settings)
+        result = function(operands[0], *formula.cut_off, *operands[1 + len(formula.cut_off) :], **settings)
+        waits = FormulaGradient(formula.add, operands[0].detach())
+        self._waiting.append(waits)
+        waits.follow(result)
+        return result
+
+    def _by_graph(
+        self, function: Callable[..., torch.Tensor], operands: tuple[Any, ...], settings: dict[str, Any]
+    ) -> torch.Tensor:
+        places = self._places(operands)
+        if not places:
+            return function(*operands, **settings)
+        result: torch.Tensor = _Deferred.apply(self._waiting, function, settings, places, *operands)  # type: ignore[no-untyped-call]
+        return result
+
+    def _places(self, operands: tuple[Any, ...]) -> tuple[int, ...]:
+        """Positions of the operands that are parameters, or views of them."""
+        return tuple(
+            place for place, each in enumerate(operands) if isinstance(each, torch.Tensor) and self._is_weight(each)
+        )
+
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        return id(tensor if tensor._base is None else tensor._base) in self._weights
+
+    def take(self) -> Waiting:
+        """Deferred gradients of the forward that has just run, for after its backward."""
+        taken, self._waiting = self._waiting, []
+        self.begin()
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class AutogradWeightGradient:
+    """Gradients of one operator's parameters by autograd: where its graph begins and ends, and what comes in."""
+
+    result: GradientEdge
+    operands: list[GradientEdge]
+    parameters: list[torch.Tensor]
+    arrived: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+    """The gradient of the result, once backward has come to it."""
+
+    def compute(self) -> None:
+        """Add them to `parameter.grad`."""
+        for gradients in self.arrived:
+            torch.autograd.backward(self.parameters, torch.autograd.grad([self.result], self.operands, gradients))
+
+
+class _Deferred(torch.autograd.Function):
+    """One operator with a graph of its own, run backwards twice: for what flows, then for its parameters.
+
+    That graph keeps what the operator's own backward keeps, until the second time.
+    """
+
+    @staticmethod
+    def forward(
+        context: Any,
+        waiting: Waiting,
+        function: Callable[..., torch.Tensor],
+        settings: dict[str, object],
+        places: tuple[int, ...],
+        *operands: object,
+    ) -> torch.Tensor:
+        copies = tuple(_cut_off(each) for each in operands)
+        with torch.enable_grad():
+            result = function(*copies, **settings)
+        edges = [_edge(each) for each in copies]
+        weights = [each for place in places if (each := edges[place]) is not None]
+        parameters = [operand for place in places if isinstance(operand := operands[place], torch.Tensor)]
+        context.waits = AutogradWeightGradient(get_gradient_edge(result), weights, parameters)
+        context.flowing = [None if place in places else each for place, each in enumerate(edges)]
+        waiting.append(context.waits)
+        return result.detach()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        waits, flowing = context.waits, [each for each in context.flowing if each is not None]
+        found = iter(torch.autograd.grad([waits.result], flowing, gradients, retain_graph=True) if flowing else ())
+        waits.arrived.append(gradients)
+        return (None, None, None, None, *(None if each is None else next(found) for each in context.flowing))
+
+
+def _cut_off(operand: object) -> object:
+    """A tensor without its history, asking for a gradient if the operand does; anything else as it is."""
+    if not isinstance(operand, torch.Tensor):
+        return operand
+    return operand.detach().requires_grad_(operand.requires_grad)
+
+
+def _edge(operand: object) -> GradientEdge | None:
+    """Where an operand's gradient comes out."""
+    return get_gradient_edge(operand) if isinstance(operand, torch.Tensor) and operand.requires_grad else None
