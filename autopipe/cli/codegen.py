@@ -1,13 +1,27 @@
-"""`autopipe codegen`: from a plan folder to one program a device."""
+"""`autopipe codegen`: from a plan folder to one program a device.
+
+A program folder from a plan: the ranks' programs, and the one-device programs that they are verified against.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
+from autopipe import __version__
+from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, write_program
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
+from autopipe.cli.verify import FORWARD, REFERENCE
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.program import Program, RankCode, StageCode
+from autopipe.passes.frontend.cleanup import without_dropout
+from autopipe.passes.lower.lower import lower, one_device_program
+from autopipe.passes.lower.traffic import held_together
+from autopipe.passes.pipeline import PlanResult
 
 
 @click.command()
@@ -23,7 +37,6 @@ def codegen(output: Output, plan: Path, folder: Path | None, ranks: str | None) 
       autopipe codegen gpt.plan
       autopipe codegen llama.plan --ranks 0,17,4095
     """
-    from autopipe.cli.generation import generate
     from autopipe.cli.plan_folder import open_plan
 
     target, only = folder or plan / "program", _numbers(ranks)
@@ -46,3 +59,116 @@ def _numbers(text: str | None) -> tuple[int, ...]:
         return tuple(dict.fromkeys(map(int, text.split(",")))) if text is not None else ()
     except ValueError:
         raise click.BadParameter(f"{text!r} is no list of numbers like 0,17", param_hint="--ranks") from None
+
+
+_ROW_TASKS = 24
+"""Tasks of a rank's row that its docstring shows, from the start and from the end."""
+
+
+def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Program:
+    """Write the program of `planned` into `folder` and return it. Raises CodegenError or ConfigurationError.
+
+    With `ranks` only theirs are written, for looking at and for dry runs: without the one-device programs, and without
+    the proof that all ranks come to their ends.
+    """
+    problem, plan = planned.problem, planned.plan
+    loss = problem.loss if problem.train else None
+    _check_ranks(ranks, plan.schedule.devices)
+    program = lower(problem.graph, plan.placement, plan.schedule, loss, problem.optimizer.shard, proven=not ranks)
+    if ranks:
+        kept = (rank if rank.rank in ranks else replace(rank, shards=()) for rank in program.ranks)
+        program = replace(program, ranks=tuple(kept))
+    files = [ProgramFiles("", program, _stage_titles(planned, program), _rank_titles(planned, program, ranks))]
+    for name, own in ((REFERENCE, problem.loss), (FORWARD, None)):
+        if not ranks and (own is not None or name == FORWARD):
+            files.append(_one_device(planned, name, own))
+    write_program(files, _provenance(planned), folder)
+    return program
+
+
+def _check_ranks(ranks: Sequence[int], devices: int) -> None:
+    for rank in ranks:
+        if not 0 <= rank < devices:
+            raise ConfigurationError(f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}")
+
+
+def _one_device(planned: PlanResult, name: str, loss: str | None) -> ProgramFiles:
+    """The same steps on one device: training with `loss`, the whole forward without."""
+    problem = planned.problem
+    # ONNX Runtime, which the forward is compared with, would drop other elements.
+    graph = problem.graph if loss is not None else without_dropout(problem.graph)
+    program = one_device_program(graph, problem.micro_batches, problem.micro_batch_size, loss)
+    what = "training" if loss is not None else "the forward"
+    title = f"The whole model on one device, {what}: what the ranks are verified against."
+    return ProgramFiles(name, program, (title,), (title,))
+
+
+def _provenance(planned: PlanResult) -> Provenance:
+    plan, problem = planned.plan, planned.problem
+    return Provenance(
+        model=str(Path(plan.model).absolute()),
+        model_digest=planned.model.digest,
+        plan_digest=planned.digest,
+        optimizer=problem.optimizer,
+        precision=problem.precision,
+        seed=problem.seed,
+        predicted_step_s=plan.summary.step_time_s,
+        predicted_bubble=plan.summary.bubble_rate,
+    )
+
+
+def _stage_titles(planned: PlanResult, program: Program) -> tuple[str, ...]:
+    return tuple(_stage_title(program, stage) for stage in program.stages)
+
+
+def _stage_title(program: Program, stage: StageCode) -> str:
+    devices = ("devices " if len(stage.devices) > 1 else "device ") + ", ".join(map(str, stage.devices))
+    size = f", {_portions(program, stage)}" if stage.turns > 1 else ""
+    return f"Stage {stage.stage} of {len(program.stages)}, on {devices}{size}."
+
+
+def _named(program: Program, stage: StageCode) -> str:
+    """A stage's number, with the size of its micro-batches where it is its own."""
+    return f"{stage.stage} ({_portions(program, stage)})" if stage.turns > 1 else str(stage.stage)
+
+
+def _portions(program: Program, stage: StageCode) -> str:
+    return f"{program.micro_batches * stage.turns} micro-batches of {program.micro_batch_size // stage.turns}"
+
+
+def _rank_titles(planned: PlanResult, program: Program, ranks: Sequence[int]) -> tuple[str | None, ...]:
+    return tuple(
+        _rank_title(planned, program, rank) if not ranks or rank.rank in ranks else None for rank in program.ranks
+    )
+
+
+def _shares(program: Program, rank: RankCode) -> str:
+    """With whom the rank shares out the update of its parameters."""
+    groups = sorted({block.ranks for block in held_together(program.parameters, rank.shards)})
+    if not groups:
+        return "It updates all of its parameters: no other rank has any of them."
+    names = " and over ".join(", ".join(map(str, group)) for group in groups)
+    return f"Gradients and the optimizer's state are shared out over ranks {names} (ZeRO-1)."
+
+
+def _rank_title(planned: PlanResult, program: Program, rank: RankCode) -> str:
+    """Docstring of a rank's file: the figures to check the rank against the timeline."""
+    summary = planned.plan.summary
+    stages = ", ".join(_named(program, program.stages[each.stage]) for each in rank.stages) or "none"
+    memory = summary.peak_memory_bytes[rank.rank] / 2**20
+    row = [str(task) for task in planned.plan.schedule.tasks[rank.rank]]
+    shown = row if len(row) <= 2 * _ROW_TASKS else [*row[:_ROW_TASKS], "...", *row[-_ROW_TASKS:]]
+    lines = [
+        f"Rank {rank.rank} of {program.world_size}: stages {stages}; {summary.schedule}, "
+        f"{program.micro_batches} micro-batches of {program.micro_batch_size} "
+        f"(plan {planned.digest[:12]}, autopipe {__version__}).",
+        "",
+        f"predicted: step {summary.step_time_s * 1e3:.3g} ms, bubble {summary.bubble_rate:.1%}, "
+        f"peak memory {memory:.0f} MiB",
+        "",
+    ]
+    if program.shard:
+        lines += [_shares(program, rank), ""]
+    lines += ["    " + " ".join(shown[start : start + 16]) for start in range(0, len(shown), 16)]
+    lines += ["", "    autopipe launch .    or    torchrun --nproc-per-node N run.py"]
+    return "\n".join(lines) + "\n"

@@ -7,10 +7,10 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from autopipe.cli.choices import chosen_scheduler, chosen_strategy
 from autopipe.cli.configuration_flags import configuration_options
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
+from autopipe.cli.request import chosen_scheduler, chosen_strategy
 from autopipe.configs.cluster import build_cluster, cluster_names, cluster_preset, is_cluster, read_cluster
 from autopipe.configs.configuration import Configuration, dump
 from autopipe.configs.load import dump_configuration, load_configuration, resolve_cluster

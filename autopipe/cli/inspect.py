@@ -1,4 +1,7 @@
-"""`autopipe inspect`: what a model is, in one screen."""
+"""`autopipe inspect`: what a model is, in one screen.
+
+How a model's parameters begin, counted.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,34 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from autopipe.cli.initial_values import initial_values
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output, Verbosity
-from autopipe.cli.roles import tensors_form, trained_lines
+from autopipe.cli.plan_text import tensors_form, trained_lines
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.graph import FileSlice, Fill, Graph, Storage
 
 if TYPE_CHECKING:
-    from autopipe.ir.graph import Graph, Value
+    from autopipe.ir.graph import Value
     from autopipe.ir.problem import Work
     from autopipe.passes.frontend import Model
     from autopipe.passes.frontend.cleanup import Branch
+
+
+def initial_values(graph: Graph) -> dict[str, int]:
+    """Number of parameters by how they begin, most first: `stored` in the model's files, or how they are drawn."""
+    return dict(Counter(_described(each.storage) for each in graph.parameters).most_common())
+
+
+def _described(storage: Storage) -> str:
+    match storage:
+        case FileSlice():
+            return "stored"
+        case Fill():
+            return f"all {storage.value:g}"
+    if storage.scheme in ("normal", "uniform"):
+        return f"{storage.scheme} {'±' if storage.scheme == 'uniform' else ''}{storage.scale:.3g}"
+    return storage.scheme
+
 
 SHOWN = 8
 """Inputs, outputs, operators and branches listed before the rest is only counted."""

@@ -1,23 +1,76 @@
-"""The `autopipe` command: finds the sub-command, and turns what goes wrong into one line and an exit code."""
+"""The `autopipe` command: finds the sub-command, and turns what goes wrong into one line and an exit code.
+
+The table of commands, so that the group can list them without importing any.
+
+The stream that results go to.
+"""
 
 from __future__ import annotations
 
 import difflib
 import gc
 import importlib
+import io
 import json
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TextIO
 
 import click
 
 from autopipe import __version__
-from autopipe.cli.commands import COMMANDS
-from autopipe.cli.streams import whole_writes
 from autopipe.ir.errors import AutopipeError, ConfigurationError
+
+COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "inspect": ("autopipe.cli.inspect:inspect", "Say what a model is, and what of it is not supported."),
+    "plan": ("autopipe.cli.plan:plan", "Decide which device computes what, and when."),
+    "codegen": ("autopipe.cli.codegen:codegen", "Write one PyTorch program a device for a plan."),
+    "launch": ("autopipe.cli.launch:launch", "Run a program's ranks on the devices at hand."),
+    "verify": ("autopipe.cli.verify:verify", "Check that the ranks compute what one device computes."),
+    "show": (
+        "autopipe.cli.show:show",
+        "Show a plan's or a schedule's timeline and memory, in the terminal or as a page.",
+    ),
+    "explain": (
+        "autopipe.cli.explain:explain",
+        "Say why a plan is as it is, and what other choices would have cost.",
+    ),
+    "compare": ("autopipe.cli.compare:compare", "Show plans side by side."),
+    "schedule": ("autopipe.cli.schedule:schedule", "Search the best schedule of blocks given by hand."),
+    "profile": ("autopipe.cli.profile:profile", "Measure what a model's operators take on the machine at hand."),
+    "checkpoint": (
+        "autopipe.cli.checkpoint:checkpoint",
+        "Look at checkpoints, check them, write trained weights as ONNX.",
+    ),
+    "zoo": ("autopipe.cli.zoo:zoo", "Build models of the papers as ONNX files."),
+    "bench": (
+        "autopipe.cli.bench.command:bench",
+        "Compute papers' tables again, beside their own, and hold predictions against runs.",
+    ),
+    "config": ("autopipe.cli.config:config", "Show and check configurations, list cluster presets."),
+}
+"""A command's name -> (`module:attribute` of its click command, what the list of commands says of it).
+
+One line a command, in the order a user meets them.
+"""
+
+
+def whole_writes(stream: TextIO) -> TextIO:
+    """The stream, such that each write is written whole.
+
+    Unbuffered, as PYTHONUNBUFFERED asks for in most containers, Python drops what a pipe did not take at once when a
+    signal comes meanwhile: a long result would end in the middle, and the command in success. The stream itself has to
+    be kept by somebody: what is made here closes it when it ends.
+    """
+    raw = getattr(stream, "buffer", None)
+    if isinstance(raw, io.RawIOBase):
+        return io.TextIOWrapper(
+            io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=True
+        )
+    return stream
+
 
 INTERNAL_ERROR: Final = 70
 INTERRUPTED: Final = 130

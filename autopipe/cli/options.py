@@ -1,6 +1,6 @@
 """The options every command takes, and how a command gets its `Output`.
 
-A command module looks like this (`autopipe/cli/shapes.py`, listed in `autopipe.cli.commands`):
+A command module looks like this (`autopipe/cli/shapes.py`, listed in `autopipe.cli.main`):
 
     @click.command()
     @click.argument("model", type=click.Path(path_type=Path))

@@ -1,4 +1,9 @@
-"""Terminal output: results on stdout, progress and warnings on stderr."""
+"""Terminal output: results on stdout, progress and warnings on stderr.
+
+Figures as a person reads them.
+
+Writing files whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,22 @@ import dataclasses
 import enum
 import json
 import math
-from collections.abc import Iterator, Mapping
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as EstimateColumn
 from rich.segment import Segment
 from rich.text import Text
+
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.placement import node_ranges
 
 _PIPED_WIDTH = 160
 """Characters a line where stdout is no terminal."""
@@ -179,3 +190,99 @@ def _plain(value: object) -> object:
             return _plain(value.tolist())
         case _:
             raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+_LONGEST_GROUP = 32
+"""Characters of a group of devices within a sentence."""
+
+
+def bytes_text(size: float) -> str:
+    """A size with three digits or so: `3.10 GiB`."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= scale:
+            return f"{size / scale:.{_decimals(size / scale)}f} {unit}"
+    return f"{size:.0f} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """A time with three digits: `41.2 ms`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.{_decimals(seconds / scale)}f} {unit}"
+    return f"{seconds / 1e-9:.0f} ns"
+
+
+def kinds_text(names: Sequence[str], devices: Iterable[int]) -> str:
+    """The kinds of some devices, by the names of all: `A100`, or `6 A100 and 2 V100`."""
+    own = [names[device] for device in devices]
+    return own[0] if len(set(own)) == 1 else counted_text(own)
+
+
+def counted_text(names: Iterable[str]) -> str:
+    """Names with how often each comes: `6 A100 and 2 V100`."""
+    return " and ".join(f"{count} {name}" for name, count in Counter(names).items())
+
+
+def devices_text(devices: Sequence[int]) -> str:
+    """Devices as ranges: `0-3,8`; in another order than ascending, one by one."""
+    if list(devices) != sorted(devices):
+        return ",".join(map(str, devices))
+    parts = node_ranges(devices)
+    return ",".join(str(first) if last == first + 1 else f"{first}-{last - 1}" for first, last in parts)
+
+
+def group_text(devices: Sequence[int]) -> str:
+    """A group of devices within a sentence: of many that are no run, the first ones, the last and how many."""
+    text = devices_text(devices)
+    if len(text) <= _LONGEST_GROUP:
+        return text
+    return f"{devices[0]},{devices[1]},...,{devices[-1]} ({len(devices)} of them)"
+
+
+def _decimals(value: float) -> int:
+    """Decimals that make three digits."""
+    return 2 if value < 10 else 1 if value < 100 else 0
+
+
+def write_texts(texts: Mapping[Path, str]) -> None:
+    """Write each text under a temporary name beside its path, then rename them all.
+
+    Raises ConfigurationError where one cannot be written; none of them is then.
+    """
+    made: dict[Path, str] = {}
+    try:
+        for path, text in texts.items():
+            made[path] = _written(path, text)
+        for path in texts:
+            os.replace(made[path], path)
+            del made[path]
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {path}: {error.strerror}", hint="choose another place") from error
+    finally:
+        for name in made.values():
+            os.unlink(name)
+
+
+def check_writable(path: Path) -> None:
+    """Raise ConfigurationError where no file can be written at `path`: it is asked before the long work begins."""
+    if path.is_dir():
+        raise ConfigurationError(f"{path} is a folder", hint="name a file")
+    parent = path.absolute().parent
+    if not os.access(parent, os.W_OK | os.X_OK):
+        why = "it may not be written to" if parent.is_dir() else "there is no such folder"
+        raise ConfigurationError(f"cannot write {path}: {parent}: {why}", hint="choose another place")
+
+
+def _written(path: Path, text: str) -> str:
+    """The temporary file beside `path` that holds `text`; it vanishes where it cannot be written."""
+    if path.is_dir():
+        raise ConfigurationError(f"{path} is a folder", hint="name a file")
+    handle, made = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(made, 0o644)
+    except BaseException:
+        os.unlink(made)
+        raise
+    return made

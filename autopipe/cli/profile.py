@@ -1,15 +1,22 @@
-"""`autopipe profile`: measure what a model's operators and the exchanges between ranks take on the machine at hand."""
+"""`autopipe profile`: measure what a model's operators and the exchanges between ranks take on the machine at hand.
+
+Measured costs, for the terminal.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
+from rich.console import RenderableType
+from rich.table import Table
 
 from autopipe.cli.configuration_flags import configuration_options
 from autopipe.cli.options import standard_options
-from autopipe.cli.output import Output
+from autopipe.cli.output import Output, bytes_text, seconds_text
 from autopipe.configs.configuration import Configuration
+from autopipe.ir.measured_costs import Costs, DeviceCosts, OperationCost
 
 
 @click.command()
@@ -64,9 +71,8 @@ def profile(
       autopipe plan gpt.onnx --gpus 2 --cluster cpu-local --costs gpt.onnx.costs
       autopipe profile --merge gpt.onnx.costs dlrm.onnx.costs -o cpu.costs
     """
-    from autopipe.cli.files import check_writable, write_texts
-    from autopipe.cli.profiling.samples import parsed_sizes
-    from autopipe.cli.profiling.screen import costs_screen
+    from autopipe.cli.output import check_writable, write_texts
+    from autopipe.cli.profile_programs import parsed_sizes
     from autopipe.ir.cost_file import costs_text, read_costs
     from autopipe.ir.measured_costs import Costs, merged
 
@@ -77,7 +83,7 @@ def profile(
         check_writable(target)
         costs = merged(map(read_costs, files))
     else:
-        from autopipe.cli.profiling.session import Profiling, check_ranks
+        from autopipe.cli.profile_session import Profiling, check_ranks
         from autopipe.cli.request import request_of
 
         if len(files) > 1:
@@ -107,3 +113,53 @@ def profile(
     ]
     data = {"costs": target, "devices": devices, "refused": refused}
     output.result(data, *costs_screen(costs, refused, target))
+
+
+_ROWS = 12
+
+
+def costs_screen(costs: Costs, refused: Sequence[str], target: Path) -> Iterator[RenderableType]:
+    """Measured costs of each device, refused operators, the file and the next command."""
+    for device in costs.devices:
+        yield device.device
+        yield from (f"  {line}" for line in device.measured)
+        yield f"  {len(device.operations)} operations measured"
+        if device.operations:
+            yield _slowest(device.operations)
+        yield from (f"  {line}" for line in _lines(device))
+    if refused:
+        yield f"{len(refused)} operators could not be measured; plans judge them by the roofline: {refused[0]}"
+    yield f"costs in {target}"
+    yield f"next: autopipe plan MODEL --costs {target}"
+
+
+def _slowest(operations: Sequence[OperationCost]) -> Table:
+    """The operations that take longest, backward included."""
+    table = Table("operator", "operands", "forward", "backward", "spread", box=None, pad_edge=False)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for each in sorted(operations, key=_total, reverse=True)[:_ROWS]:
+        operands = " ".join(text for text in each.operation.operands if text)
+        backward = "-" if each.backward is None else seconds_text(each.backward.seconds)
+        spread = max(each.forward.spread, each.backward.spread if each.backward else 0.0)
+        table.add_row(each.operation.operator, operands, seconds_text(each.forward.seconds), backward, f"{spread:.0%}")
+    if len(operations) > _ROWS:
+        table.add_row(f"... {len(operations) - _ROWS} more")
+    return table
+
+
+def _total(cost: OperationCost) -> float:
+    return cost.forward.seconds + (cost.backward.seconds if cost.backward else 0.0)
+
+
+def _lines(device: DeviceCosts) -> Iterator[str]:
+    """A line for what tasks take, and one for each kind of exchange."""
+    if device.tasks is not None:
+        tasks = device.tasks
+        yield (
+            f"besides its operators a forward takes {seconds_text(tasks.forward_s)}, a backward"
+            f" {seconds_text(tasks.backward_s)}; an operator whose gradients wait {seconds_text(tasks.waiting_s)} more"
+        )
+    for each in device.exchanges:
+        rate = f", then {bytes_text(round(1 / each.fit.per_byte_s))}/s" if each.fit.per_byte_s else ""
+        yield f"{each.kind.replace('_', '-')} of {each.ranks} ranks: {seconds_text(each.fit.fixed_s)}{rate}"

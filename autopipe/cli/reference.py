@@ -10,9 +10,8 @@ from typing import cast
 
 import click
 
-from autopipe.cli.commands import COMMANDS
-from autopipe.cli.files import write_texts
-from autopipe.cli.main import autopipe
+from autopipe.cli.main import COMMANDS, autopipe
+from autopipe.cli.output import write_texts
 from autopipe.configs import zoo
 from autopipe.configs.reference import reference as configuration_page
 from autopipe.configs.reference import table

@@ -1,14 +1,18 @@
-"""Translate a configuration into a request to the pipeline."""
+"""Translate a configuration into a request to the pipeline.
+
+The strategy and the scheduler that a configuration names, with its options.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
-from autopipe.cli.choices import choice_of, chosen_scheduler, chosen_strategy
-from autopipe.configs.configuration import Configuration, Loss
+from autopipe.configs.configuration import Choice, Configuration, Loss, build
 from autopipe.configs.load import resolve_cluster
+from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir.cost_file import read_costs
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.measured_costs import Costs
@@ -16,6 +20,98 @@ from autopipe.ir.problem import Mode
 from autopipe.passes.cost.measured import measured_cluster
 from autopipe.passes.frontend import CrossEntropy
 from autopipe.passes.pipeline import PlanResult, Request
+from autopipe.passes.placement.given import Given
+from autopipe.passes.registry import Scheduler, Strategy, scheduler_class, strategy_class, strategy_names
+
+AUTO = "auto"
+"""Name that leaves the strategy, or the schedule, to the search over all of them."""
+
+_SEARCHED = "tessel"
+"""The scheduler of a strategy that is named where the schedule is left open."""
+
+
+def chosen_strategy(configuration: Configuration) -> Strategy | None:
+    """The strategy, None where it is left open.
+
+    Raises ConfigurationError for an unknown name or an option it does not have.
+    """
+    choice = configuration.strategy
+    if choice.name == AUTO:
+        _check_no_options(choice, "strategy")
+        return None
+    schema = _class_of(choice, strategy_class)
+    _check_stages(choice, schema)
+    return cast(Strategy, build(choice, schema, "strategy"))
+
+
+def chosen_scheduler(configuration: Configuration) -> Scheduler | None:
+    """The scheduler; None where it is left open, and so is the strategy: one that is named meets the searched schedule.
+
+    Raises ConfigurationError for an unknown name or an option it does not have.
+    """
+    choice = configuration.schedule
+    if choice.name == AUTO:
+        _check_no_options(choice, "schedule")
+        if configuration.strategy.name == AUTO:
+            return None
+        choice = dataclasses.replace(choice, name=_SEARCHED)
+    return cast(Scheduler, build(choice, _class_of(choice, scheduler_class), "schedule"))
+
+
+def choice_of(chosen: Strategy | Scheduler | None) -> Choice:
+    """Choice of a strategy or a scheduler: its name with all of its options.
+
+    Stages of a given placement are not part of it: they stand in a file of their own.
+    """
+    if chosen is None:
+        return Choice(AUTO)
+    if isinstance(chosen, Given):
+        return Choice(Given.name)
+    place = Place("the plan")
+    fields = dataclasses.fields(cast(Any, chosen))
+    return Choice(chosen.name, tuple((field.name, _entry(getattr(chosen, field.name), place)) for field in fields))
+
+
+def _entry(value: Any, place: Place) -> Entry:
+    """An option's value as a YAML file would hold it."""
+    if isinstance(value, tuple):
+        return Entry(tuple(_entry(each, place) for each in value), place)
+    return Entry(str(value) if isinstance(value, Path) else value, place)
+
+
+def _check_no_options(choice: Choice, path: str) -> None:
+    """Raise ConfigurationError for an option of `auto`, which has none."""
+    for name, entry in choice.options:
+        raise ConfigurationError(
+            f"{path} {AUTO} has no option {name!r}",
+            hint=f"name the {path} that has it, by {path}.name",
+            where=str(entry.place),
+        )
+
+
+def _check_stages(choice: Choice, schema: type[Any]) -> None:
+    """Raise ConfigurationError where the flag --stages stands and the strategy does not let one say how many."""
+    place = next((entry.place for name, entry in choice.options if name == "stages"), None)
+    if place is None or not str(place).startswith("--stages") or "stages" in _options(schema):
+        return
+    takes = [name for name in strategy_names() if "stages" in _options(strategy_class(name))]
+    raise ConfigurationError(
+        f"strategy {choice.name} chooses its stages itself",
+        hint=f"strategies that make as many as they are told: {', '.join(takes)}",
+        where=str(place),
+    )
+
+
+def _options(schema: type[Any]) -> set[str]:
+    return {field.name for field in dataclasses.fields(schema)}
+
+
+def _class_of(choice: Choice, find: Callable[[str], type[Any]]) -> type[Any]:
+    """The class that `find` knows under the choice's name; an unknown name is told with the place it was written at."""
+    try:
+        return find(choice.name)
+    except ConfigurationError as error:
+        raise ConfigurationError(error.message, hint=error.hint, where=str(choice.place)) from error
 
 
 def request_of(configuration: Configuration, model: Path) -> Request:

@@ -55,8 +55,8 @@ def schedule(
       autopipe schedule --shape nn --devices 8 --memory 12 --units 64
       autopipe schedule --shape v --schedule 1f1b
     """
-    from autopipe.cli.block_screen import block_screen, block_title
-    from autopipe.cli.files import check_writable, write_texts
+    from autopipe.cli.output import check_writable, write_texts
+    from autopipe.cli.show import block_screen, block_title
     from autopipe.ir.schedule_file import block_schedule_form
 
     if not (math.isfinite(time_limit) and time_limit > 0):

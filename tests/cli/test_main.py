@@ -11,7 +11,7 @@ import click
 import pytest
 
 from autopipe import __version__
-from autopipe.cli import commands
+from autopipe.cli import main as commands
 from autopipe.cli.main import main
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.cli.choices import chosen_strategy
-from autopipe.cli.placement_text import placement_text
+from autopipe.cli.plan_folder import placement_text
+from autopipe.cli.request import chosen_strategy
 from autopipe.configs.load import parse_configuration
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage

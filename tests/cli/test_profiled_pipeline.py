@@ -9,10 +9,10 @@ import pytest
 
 from autopipe.backends.torch.profiler.communication import PostOverhead, measure_period
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.cli.profiling import exchanges, pipeline, timed
-from autopipe.cli.profiling.exchanges import exchanges_of, in_pipeline
-from autopipe.cli.profiling.pipeline import Pipeline, write_pipeline
-from autopipe.cli.profiling.samples import samples_of
+from autopipe.cli import profile_programs as exchanges
+from autopipe.cli import profile_programs as pipeline
+from autopipe.cli import profile_programs as timed
+from autopipe.cli.profile_programs import Pipeline, exchanges_of, in_pipeline, samples_of, write_pipeline
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.cluster import Device
 from autopipe.ir.measured_costs import Affine, DeviceCosts, ExchangeCost, TaskCosts, TensorCosts, Timing

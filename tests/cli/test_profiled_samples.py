@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.cli.profiling import samples as profiled
-from autopipe.cli.profiling.samples import groups_of, parsed_sizes
+from autopipe.cli import profile_programs as profiled
+from autopipe.cli.profile_programs import groups_of, parsed_sizes
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Mode

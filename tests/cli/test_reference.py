@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.cli.commands import COMMANDS
+from autopipe.cli.main import COMMANDS
 from autopipe.cli.reference import commands_page, models_page, options_page, pages
 from autopipe.configs.configuration import OPTION_FLAGS, flags
 from autopipe.configs.zoo import MODELS

@@ -10,9 +10,9 @@ import pytest
 
 from autopipe.backends.torch.runtime import manifest
 from autopipe.backends.torch.verification import Difference, Precision
-from autopipe.cli import verification
+from autopipe.cli import verify as verification
 from autopipe.cli.main import main
-from autopipe.cli.verification import Check, Verification
+from autopipe.cli.verify import Check, Verification
 
 LONG = "/transformer/h.11/attn/c_attn/weight_that_is_called_by_a_name_of_more_than_eighty_characters_in_all"
 

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 
-from autopipe.cli.streams import whole_writes
+from autopipe.cli.main import whole_writes
 
 PROGRAM = "from autopipe.cli.main import main; raise SystemExit(main())"
 

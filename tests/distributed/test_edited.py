@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.cli.choices import chosen_strategy
-from autopipe.cli.placement_text import placement_text
+from autopipe.cli.plan_folder import placement_text
+from autopipe.cli.request import chosen_strategy
 from autopipe.configs.load import parse_configuration
 from autopipe.ir.placement import Placement, Stage
 from tests.distributed.builder import mlp

@@ -13,7 +13,7 @@ import torch
 from onnx import TensorProto, helper
 
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
-from autopipe.cli import verification
+from autopipe.cli import verify as verification
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
 from tests.distributed.dropping import save_with_dropout

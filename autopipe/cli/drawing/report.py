@@ -1,16 +1,34 @@
-"""A step as one self-contained page: timeline and memory to zoom into, and what is told beside them."""
+"""A step as one self-contained page: timeline and memory to zoom into, and what is told beside them.
+
+Page about a plan.
+
+Page about a schedule of blocks.
+
+One placement under several schedules, side by side on a page.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from autopipe.cli.drawing.markup import escape
-from autopipe.cli.drawing.palette import stage_colour, text_colour
-from autopipe.cli.drawing.picture import Bar, Picture
-from autopipe.ir.timeline import Transfer
+from autopipe.cli.drawing.picture import (
+    Bar,
+    Picture,
+    block_kinds,
+    block_picture,
+    plan_picture,
+    stage_colour,
+    text_colour,
+)
+from autopipe.cli.drawing.svg import block_graph_svg, escape, markup_row, markup_table, plan_graph_svg
+from autopipe.cli.output import bytes_text, devices_text, kinds_text, seconds_text
+from autopipe.ir.block_schedule import BlockSchedule
+from autopipe.ir.plan import Plan
+from autopipe.ir.schedule import Phase
+from autopipe.ir.timeline import Timeline, Transfer
 
 _MOST_TRANSFERS = 20_000
 """Messages that a page holds; of a step with more, none are drawn."""
@@ -135,3 +153,153 @@ def _kind(bar: Bar) -> tuple[object, ...]:
 def _short(time: float) -> float:
     """Ten digits: a nanosecond of ten seconds."""
     return time if isinstance(time, int) else float(f"{time:.10g}")
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleResult:
+    """Result of a schedule on the placement, or why it does not take it."""
+
+    schedule: str
+    time: float = 0.0
+    """Length of a step, or of all units of blocks."""
+    bubble_rate: float = 0.0
+    peak_memory: tuple[int, ...] = ()
+    """A device each; () where the schedule does not take the placement."""
+    refusal: str = ""
+    chosen: bool = False
+
+
+def comparison_markup(
+    rivals: Sequence[ScheduleResult],
+    limits: Sequence[int | None],
+    time_text: Callable[[float], str],
+    memory_text: Callable[[float], str],
+) -> str:
+    """A row a schedule, the shortest first, the chosen one marked; at the end those that do not take the placement."""
+    taken = sorted((rival for rival in rivals if rival.peak_memory), key=lambda rival: (rival.time, rival.schedule))
+    chosen = next((rival.time for rival in taken if rival.chosen), None)
+    slowest = max((rival.time for rival in taken), default=0.0)
+    rows = []
+    for rival in taken:
+        width = round(160 * rival.time / slowest) if slowest else 0
+        ratio = f"{rival.time / chosen:.3f}" if chosen else "-"
+        over = any(limit is not None and peak > limit for peak, limit in zip(rival.peak_memory, limits, strict=True))
+        memory = memory_text(max(rival.peak_memory)) + (", over the limit" if over else "")
+        name = f"{rival.schedule} (chosen)" if rival.chosen else rival.schedule
+        cells = (time_text(rival.time), ratio, f"{rival.bubble_rate:.1%}", memory)
+        bar = f'<td class="share"><i style="width:{width}px"></i></td>'
+        label = ' class="chosen"' if rival.chosen else ""
+        others = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        rows.append(f"<tr{label}><td>{escape(name)}</td>{bar}{others}</tr>")
+    for rival in rivals:
+        if not rival.peak_memory:
+            why = f'<td class="why" colspan="5">{escape(rival.refusal)}</td>'
+            rows.append(f'<tr class="refused"><td>{escape(rival.schedule)}</td>{why}</tr>')
+    return markup_table(("schedule", "", "time", "to the chosen", "bubble", "peak memory"), rows)
+
+
+def plan_report(plan: Plan, timeline: Timeline, rivals: Sequence[ScheduleResult]) -> Report:
+    """The page of a plan. Without rivals nothing is compared."""
+    summary, picture = plan.summary, plan_picture(plan, timeline)
+    sections = [("Stages", plan_graph_svg(plan) + _stages(plan))]
+    if rivals:
+        table = comparison_markup(rivals, picture.limits, seconds_text, bytes_text)
+        sections.append(("This placement under every schedule", table))
+    sections.append(("Search", _search(plan)))
+    return Report(
+        title=f"{plan.model.rpartition('/')[2]}: {summary.strategy} with {summary.schedule}",
+        subtitle=plan.model,
+        figures=(
+            ("step", seconds_text(summary.step_time_s)),
+            ("samples a second", f"{summary.samples_per_s:,.1f}"),
+            ("at best", seconds_text(summary.lower_bound_s)),
+            ("bubble", f"{summary.bubble_rate:.1%}"),
+            ("peak memory", bytes_text(max(summary.peak_memory_bytes))),
+            ("devices", str(summary.devices)),
+            (f"stages, depth {summary.depth}", str(summary.stages)),
+            ("micro-batches", f"{summary.micro_batches} of {summary.micro_batch_size}"),
+            ("mode", plan.mode),
+        ),
+        pictures=(("", picture),),
+        sections=tuple(sections),
+    )
+
+
+def _stages(plan: Plan) -> str:
+    """Predictions of the cost model, a stage a row; of a backward's halves where the schedule has them."""
+    split = any(task.phase is Phase.INPUT_GRADIENT for order in plan.schedule.tasks for task in order)
+    halves = ("input gradient", "weight gradient") if split else ()
+    pipelines = ("pipeline",) if plan.placement.pipelines > 1 else ()
+    samples = ("micro-batch",) if plan.has_own_sizes else ()
+    kinds = ("kind",) if len(set(plan.device_names)) > 1 else ()
+    heads = ("stage", "devices", *kinds, *pipelines, *samples, "nodes", "parameters", "forward", "backward", *halves)
+    heads += ("gradient sum", "update", "kept a micro-batch", "static memory", "recompute")
+    return markup_table(heads, list(_stage_rows(plan, split)))
+
+
+def _stage_rows(plan: Plan, split: bool) -> Iterator[str]:
+    for index, (stage, predicted) in enumerate(zip(plan.placement.stages, plan.prediction.stages, strict=True)):
+        halves = [predicted.seconds(each) for each in (Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)] if split else ()
+        times = (predicted.forward_s, predicted.backward_s, *halves, predicted.gradient_s, predicted.update_s)
+        cells = (
+            str(index),
+            devices_text(stage.devices),
+            *((kinds_text(plan.device_names, stage.devices),) if len(set(plan.device_names)) > 1 else ()),
+            *((str(stage.pipeline),) if plan.placement.pipelines > 1 else ()),
+            *((str(stage.micro_batch_size),) if plan.has_own_sizes else ()),
+            str(len(stage.nodes)),
+            bytes_text(predicted.parameter_bytes),
+            *map(seconds_text, times),
+            bytes_text(predicted.kept_bytes),
+            bytes_text(predicted.static_bytes),
+            "yes" if stage.recompute else "no",
+        )
+        yield markup_row(cells, stage_colour(index, Phase.BACKWARD))
+
+
+def _search(plan: Plan) -> str:
+    rows = [markup_row((name, seconds_text(seconds))) for name, seconds in plan.summary.search_time_s]
+    return markup_table(("pass", "time"), rows)
+
+
+def block_report(schedule: BlockSchedule, title: str, subtitle: str, rivals: Sequence[ScheduleResult]) -> Report:
+    """The page of a schedule of blocks. Without rivals nothing is compared."""
+    graph = schedule.graph
+    sections = [("Blocks", block_graph_svg(graph) + _blocks(schedule))]
+    if rivals:
+        table = comparison_markup(rivals, graph.memory, "{:g}".format, "{:g}".format)
+        sections.append(("These blocks under every schedule", table))
+    pictures = (("", block_picture(schedule, title)),)
+    return Report(title, subtitle, _figures(schedule), pictures, tuple(sections))
+
+
+def _figures(schedule: BlockSchedule) -> tuple[tuple[str, str], ...]:
+    steady = schedule.steady_bubble_rate
+    return (
+        ("makespan", str(schedule.makespan)),
+        ("period", "none" if schedule.period is None else str(schedule.period)),
+        ("no less than", str(schedule.lower_bound)),
+        ("gap", "proven optimal" if schedule.optimal else f"{schedule.gap:.1%}"),
+        ("bubble in the repetend", "-" if steady is None else f"{steady:.1%}"),
+        ("peak memory", str(max(schedule.peak_memory))),
+        ("units", str(schedule.units)),
+        ("devices", str(schedule.graph.devices)),
+        ("search", f"{schedule.search_time_s:.2f} s"),
+    )
+
+
+def _blocks(schedule: BlockSchedule) -> str:
+    blocks = schedule.graph.blocks
+    offsets = schedule.repetend.offsets if schedule.repetend is not None else None
+    rows = []
+    for index, (block, (stage, phase, _)) in enumerate(zip(blocks, block_kinds(blocks), strict=True)):
+        cells = (
+            block.name,
+            devices_text(block.devices),
+            str(block.time),
+            f"{block.memory:+d}" if block.memory else "0",
+            ", ".join(blocks[other].name for other in block.after) or "-",
+            "-" if offsets is None else str(offsets[index]),
+        )
+        rows.append(markup_row(cells, stage_colour(stage, phase)))
+    return markup_table(("block", "devices", "time", "memory", "after", "unit in the repetend"), rows)

@@ -1,20 +1,33 @@
-"""The timeline of a step as text: a row a device."""
+"""The timeline of a step as text: a row a device.
+
+Several steps as text on one scale: where one ends and another goes on, all can see.
+
+Memory over time as text: a line of bars a device.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
 from rich.style import Style
 from rich.text import Text
 
-from autopipe.cli.drawing.axis import TimeAxis, TimeWindow, time_axis
-from autopipe.cli.drawing.palette import stage_colour, text_colour
-from autopipe.cli.drawing.picture import Bar, Picture
-from autopipe.cli.drawing.rows import row_margin, timeline_rows
-from autopipe.cli.drawing.steady import SteadyState
+from autopipe.cli.drawing.picture import (
+    Bar,
+    Curve,
+    Picture,
+    SteadyState,
+    TimeAxis,
+    TimeWindow,
+    row_margin,
+    stage_colour,
+    text_colour,
+    time_axis,
+    timeline_rows,
+)
 from autopipe.ir.schedule import Phase
 
 _FILL = {Phase.FORWARD: "-", Phase.BACKWARD: "=", Phase.INPUT_GRADIENT: "+", Phase.WEIGHT_GRADIENT: "~"}
@@ -139,3 +152,145 @@ def _parts(picture: Picture, start: float, end: float) -> Iterator[str]:
         yield f"{repetitions} repetition{'s' if repetitions > 1 else ''} of {picture.time_text(state.period)}"
     if end - state.end > least:
         yield f"{picture.time_text(end - max(start, state.end))} of cool-down"
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+_LEAST_COLUMNS = 10
+"""In fewer than these no limits are told beside the peaks."""
+_NEAR = 2
+"""A limit within this many times the highest peak is what a full bar stands for."""
+
+
+def draw_memory(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
+    """A heading, then a line a device: its memory over the whole step, its peak and its limit.
+
+    A full bar is the largest limit where that is near, otherwise the highest peak of all devices. A peak above the
+    device's limit is told in words.
+    """
+    margin = row_margin(picture)
+    peaks = picture.peaks
+    highest = max(peaks, default=0)
+    limit = max((each for each in picture.limits if each is not None), default=0)
+    full = limit if highest <= limit <= _NEAR * highest else highest
+    yield Text(f"memory (a full bar is {picture.memory_text(full)}{', the limit' if full == limit else ''})"[:width])
+    labels = [_label(picture, peak, limit) for peak, limit in zip(peaks, picture.limits, strict=True)]
+    if width - margin - max(map(len, labels), default=0) < _LEAST_COLUMNS:
+        labels = [f" {picture.memory_text(peak)}" for peak in peaks]
+    columns = max(4, width - margin - max(map(len, labels), default=0))
+    for device, start in timeline_rows(picture):
+        if device is None:
+            yield Text(start)
+            continue
+        bars = "".join(bar_of(used, full) for used in highest_of(picture.memory[device], picture.end, columns))
+        over = " over " in labels[device]
+        yield Text.assemble(start, (bars, "cyan" if colour else ""), (labels[device], "red" if over and colour else ""))
+
+
+def _label(picture: Picture, peak: int, limit: int | None) -> str:
+    text = f" {picture.memory_text(peak)}"
+    if limit is None:
+        return text
+    return f"{text} {'of' if peak <= limit else 'over'} {picture.memory_text(limit)}"
+
+
+def highest_of(curve: Curve, end: float, columns: int) -> list[int]:
+    """The most memory in use in each of `columns` equal parts of the step."""
+    highest = [0] * columns
+    for (start, used), stop in zip(curve, [*(time for time, _ in curve[1:]), end], strict=True):
+        first = min(columns - 1, int(start / end * columns)) if end else 0
+        last = min(columns - 1, int(stop / end * columns)) if end else columns - 1
+        for column in range(first, last + 1):
+            highest[column] = max(highest[column], used)
+    return highest
+
+
+def bar_of(used: int, full: int) -> str:
+    """A character that is as high as `used` is of `full`."""
+    return _BARS[min(len(_BARS) - 1, int(used / full * len(_BARS)))] if full and used >= 0 else _BARS[0]
+
+
+_MOST_ROWS = 32
+"""Rows of one step."""
+_LEAST_WIDTH = 2
+"""Columns that tasks take in the middle; where they take fewer, how busy a device is is drawn instead."""
+
+Named = tuple[str, Picture]
+
+
+def draw_timelines(steps: Sequence[Named], width: int, colour: bool) -> Iterator[Text]:
+    """The steps' timelines on one axis of time, each with its length where it ends.
+
+    Tasks are drawn where all of them are wide enough; of finer ones each column is as high as its device is busy.
+    """
+    end, margin, columns = _space(steps, width)
+    axis = TimeAxis((TimeWindow(0.0, end, 0, columns),), columns)
+    lengths = sorted(bar.end - bar.start for _, picture in steps for bar in picture.bars)
+    as_tasks = not lengths or lengths[len(lengths) // 2] * columns >= _LEAST_WIDTH * end
+    yield Text("timelines on one scale" + ("" if as_tasks else " (a full bar is a busy device)"))
+    for name, picture in steps:
+        yield from _heading(name, picture, axis, margin)
+        rows = picture.rows
+        for device, label in _rows(picture, margin):
+            if device is None:
+                yield Text(label)
+            elif as_tasks:
+                yield task_row(label, rows[device], axis, colour)
+            else:
+                yield Text.assemble(label, (_busy(rows[device], picture.end, axis), "cyan" if colour else ""))
+
+
+def draw_memories(steps: Sequence[Named], width: int, colour: bool) -> Iterator[Text]:
+    """Each device's memory over time on the same axis, all of one height, with its peak behind it."""
+    peaks = {picture.memory_text(peak) for _, picture in steps for peak in picture.peaks}
+    end, margin, columns = _space(steps, width - 1 - max(map(len, peaks), default=0))
+    full = max((peak for _, picture in steps for peak in picture.peaks), default=0)
+    yield Text(f"memory on one scale (a full bar is {steps[0][1].memory_text(full)})")
+    axis = TimeAxis((TimeWindow(0.0, end, 0, columns),), columns)
+    for name, picture in steps:
+        yield from _heading(name, picture, axis, margin)
+        own = max(1, axis.column_of(picture.end))
+        for device, label in _rows(picture, margin):
+            if device is None:
+                yield Text(label)
+                continue
+            bars = "".join(bar_of(used, full) for used in highest_of(picture.memory[device], picture.end, own))
+            peak = f" {picture.memory_text(picture.peaks[device])}"
+            yield Text.assemble(label, (bars, "cyan" if colour else ""), " " * (columns - own), peak)
+
+
+def _space(steps: Sequence[Named], width: int) -> tuple[float, int, int]:
+    """The end of the longest step, the characters before a row and those of the row."""
+    margin = max(len(str(picture.device_of(len(picture.memory) - 1))) for _, picture in steps) + 1
+    return max(picture.end for _, picture in steps) or 1.0, margin, max(20, width - margin)
+
+
+def _heading(name: str, picture: Picture, axis: TimeAxis, margin: int) -> Iterator[Text]:
+    """The step's name, and its length as far to the right as it ends, on a line of its own where both do not fit."""
+    length = picture.time_text(picture.end) + " ▏"
+    stop = margin + axis.column_of(picture.end) + 1
+    if len(name) + len(length) + 1 <= stop:
+        yield Text(name + length.rjust(stop - len(name)))
+    else:
+        yield Text(f"{name}: {picture.time_text(picture.end)}")
+
+
+def _rows(picture: Picture, margin: int) -> Iterator[tuple[int | None, str]]:
+    """The rows that are drawn, with their labels; None for a line that says what is not."""
+    count = len(picture.memory)
+    for row in range(min(count, _MOST_ROWS)):
+        yield row, f"{picture.device_of(row)} ".rjust(margin)
+    notes = ["others do what one of these does"] if picture.devices else []
+    notes += [f"{count - _MOST_ROWS} more"] if count > _MOST_ROWS else []
+    if notes:
+        yield None, " " * margin + ", ".join(notes)
+
+
+def _busy(bars: Sequence[Bar], end: float, axis: TimeAxis) -> str:
+    """The share of each column in which a device runs tasks, as bars, up to the end of its step."""
+    columns = max(1, axis.column_of(end))
+    size = end / columns
+    filled = [0.0] * columns
+    for bar in bars:
+        for column in range(int(bar.start / size), min(columns, int(bar.end / size) + 1)):
+            filled[column] += max(0.0, min(bar.end, (column + 1) * size) - max(bar.start, column * size))
+    return "".join(bar_of(round(1000 * min(1.0, each / size)), 1000) if each else " " for each in filled)

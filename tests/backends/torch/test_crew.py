@@ -9,7 +9,7 @@ import pytest
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.worker_pool import WorkerPool
-from autopipe.cli.profiling.medley import write_pair
+from autopipe.cli.profile_programs import write_pair
 
 
 @pytest.mark.distributed

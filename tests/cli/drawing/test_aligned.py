@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from autopipe.cli.compared import ComparedPlan
-from autopipe.cli.differences import PlanDiff
-from autopipe.cli.drawing.aligned import draw_memories, draw_timelines
-from autopipe.cli.drawing.alike import one_of_each
-from autopipe.cli.drawing.compare_report import compare_report
-from autopipe.cli.drawing.picture import plan_picture
+from autopipe.cli.compare import ComparedPlan, PlanDiff, compare_report
+from autopipe.cli.drawing.picture import one_of_each, plan_picture
 from autopipe.cli.drawing.report import report_page
+from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
 from autopipe.ir.plan import Breakdown
 from tests.cli.drawing.browser import needs_browser, seen_by
 from tests.cli.drawing.examples import HOSTILE, chain_plan

@@ -8,11 +8,8 @@ import re
 
 import pytest
 
-from autopipe.cli.drawing.block_report import block_report
-from autopipe.cli.drawing.comparison import ScheduleResult
-from autopipe.cli.drawing.palette import stage_colour
-from autopipe.cli.drawing.plan_report import plan_report
-from autopipe.cli.drawing.report import report_page
+from autopipe.cli.drawing.picture import stage_colour
+from autopipe.cli.drawing.report import ScheduleResult, block_report, plan_report, report_page
 from autopipe.ir.schedule import Phase
 from tests.cli.drawing.browser import needs_browser, seen_by
 from tests.cli.drawing.examples import HOSTILE, chain_plan, split_embedding

@@ -7,10 +7,8 @@ import itertools
 import json
 from collections import defaultdict
 
-from autopipe.cli.drawing.block_picture import block_picture
-from autopipe.cli.drawing.measured import MeasuredTask
-from autopipe.cli.drawing.picture import plan_picture
-from autopipe.cli.drawing.trace import chrome_trace
+from autopipe.cli.drawing.picture import block_picture, plan_picture
+from autopipe.cli.drawing.trace import MeasuredTask, chrome_trace
 from autopipe.ir.schedule import Phase, Task
 from autopipe.ir.timeline import Transfer
 from tests.cli.drawing.examples import chain_plan, split_embedding

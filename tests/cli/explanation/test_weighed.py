@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from autopipe.cli.explanation.distance import distance_lines
-from autopipe.cli.explanation.plan import next_best
-from autopipe.cli.explanation.weighed import weighed_screen
-from autopipe.cli.figures import group_text
+from autopipe.cli.explain import next_best
+from autopipe.cli.output import group_text
+from autopipe.cli.plan_text import distance_lines, weighed_screen
 from autopipe.ir.plan import Alternative, Breakdown, Choice
 
 CHOSEN = Alternative(

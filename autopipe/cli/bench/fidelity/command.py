@@ -49,7 +49,7 @@ def fidelity(
     from autopipe.cli.bench.fidelity.comparing import compare, sessions
     from autopipe.cli.bench.fidelity.page import write_page
     from autopipe.cli.bench.fidelity.rows import rows, table, verdict
-    from autopipe.cli.files import check_writable
+    from autopipe.cli.output import check_writable
 
     if write is not None:
         check_writable(write)

@@ -12,7 +12,7 @@ from autopipe.cli.bench.fidelity.measuring import measured
 from autopipe.cli.bench.fidelity.outcome import Comparison
 from autopipe.cli.bench.fidelity.subjects import SUBJECTS, Subject, build, exchange_costs, operation_costs, request
 from autopipe.cli.output import Bar, Output
-from autopipe.cli.profiling.samples import parsed_sizes
+from autopipe.cli.profile_programs import parsed_sizes
 from autopipe.ir.cost_file import read_costs
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.measured_costs import Costs

@@ -11,9 +11,9 @@ from autopipe.backends.torch.runtime.host import processor_count
 from autopipe.cli.bench.fidelity.outcome import Comparison
 from autopipe.cli.bench.fidelity.rows import HEADINGS, cells, ordered
 from autopipe.cli.bench.fidelity.subjects import BATCH
-from autopipe.cli.drawing.scatter import PointSeries, scatter_svg
-from autopipe.cli.files import write_texts
-from autopipe.cli.profiling.session import processor
+from autopipe.cli.drawing.svg import PointSeries, scatter_svg
+from autopipe.cli.output import write_texts
+from autopipe.cli.profile_session import processor
 
 _TEXT = """# All plans that are weighed, predicted and run
 

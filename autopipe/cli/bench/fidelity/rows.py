@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from autopipe.cli.bench.fidelity.outcome import Comparison, Outcome
 from autopipe.cli.bench.row import Row
-from autopipe.cli.figures import bytes_text, seconds_text
+from autopipe.cli.output import bytes_text, seconds_text
 
 _PREDICTED = "simulated with costs measured in this run"
 _RECORDED = "allocated by torch at most, on the rank that is to need most, parameters included"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from autopipe.cli.output import Output, Verbosity
-from autopipe.cli.profiling.exchanges import exchanges_of
-from autopipe.cli.profiling.session import Profiling
+from autopipe.cli.profile_programs import exchanges_of
+from autopipe.cli.profile_session import Profiling
 from autopipe.cli.request import request_of
 from autopipe.configs import zoo
 from autopipe.configs.load import load_configuration

@@ -24,7 +24,7 @@ from autopipe.backends.torch.profiler.operators import (
 )
 from autopipe.backends.torch.profiler.timed_program import Stopwatch, averaged, numbers_of, repeated, timing_of
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.cli.profiling.medley import LONGER, write_overhead_stage, write_pair, write_rows
+from autopipe.cli.profile_programs import LONGER, write_overhead_stage, write_pair, write_rows
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.graph import Graph
 from autopipe.ir.measured_costs import EXCHANGES, Affine, Sample, Timing

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import schedules as pipelining
 
-from autopipe.cli.drawing.orders import orders_csv
 from autopipe.cli.drawing.picture import plan_picture
+from autopipe.cli.drawing.trace import orders_csv
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.schedule.csv_order import fitted_order, read_orders

@@ -22,11 +22,19 @@ from autopipe.backends.torch.profiler.operators import (
 from autopipe.backends.torch.profiler.timed_program import Stopwatch
 from autopipe.backends.torch.runtime.host import processor_count
 from autopipe.cli.output import Bar
-from autopipe.cli.profiling.exchanges import exchanges_of, in_pipeline
-from autopipe.cli.profiling.medley import LONGER, write_overhead_stage, write_rows
-from autopipe.cli.profiling.pipeline import write_pipeline
-from autopipe.cli.profiling.samples import Group, groups_of, models_of
-from autopipe.cli.profiling.whole import ModelCorrection, measure_whole
+from autopipe.cli.profile_programs import (
+    LONGER,
+    Group,
+    ModelCorrection,
+    exchanges_of,
+    groups_of,
+    in_pipeline,
+    measure_whole,
+    models_of,
+    write_overhead_stage,
+    write_pipeline,
+    write_rows,
+)
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.measured_costs import DeviceCosts, ExchangeCost, OperationCost, TaskCosts
 from autopipe.ir.problem import Mode

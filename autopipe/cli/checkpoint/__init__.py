@@ -1,1 +1,0 @@
-"""`autopipe checkpoint`: what checkpoints hold, whether they are whole, and trained weights as an ONNX file."""

@@ -1,1 +1,0 @@
-"""How plans, and what else there was, are explained on the screen."""

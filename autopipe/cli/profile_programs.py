@@ -1,0 +1,489 @@
+"""A small program of many operators, by which it is measured what tasks take besides them.
+
+The model as a whole, by which what its operators take one by one is set right.
+
+One by one they find operands in the caches, and gradients leave them, otherwise than in the model, where the operator
+before has just written what the next one reads.
+
+The samples of a model that are measured, in groups.
+
+The model in two stages on two ranks, by which it is set right what messages take of a rank's own time.
+
+They take more than a rank spends on them: what moves them interrupts its tasks, ranks that wait for one another take
+the slower one's time, and with several micro-batches under way each finds less of its own in the caches.
+
+Measure messages and collectives between ranks of this machine.
+
+Programs of the model that run to be timed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, write_program
+from autopipe.backends.torch.profiler.communication import (
+    PostOverhead,
+    StagePairs,
+    measure_exchanges,
+    measure_period,
+    measure_post_overhead,
+    period_of,
+)
+from autopipe.backends.torch.profiler.operators import TaskStartOverhead
+from autopipe.backends.torch.profiler.timed_program import numbers_of
+from autopipe.configs.cluster import build_cluster, cluster_preset
+from autopipe.ir.errors import AutopipeError, ConfigurationError
+from autopipe.ir.graph import DType, Graph, Initializer, Node, Parameter, Value
+from autopipe.ir.measured_costs import (
+    Affine,
+    Costs,
+    DeviceCosts,
+    ExchangeCost,
+    Operation,
+    OperationCost,
+    Sample,
+    TaskCosts,
+    Timing,
+)
+from autopipe.ir.placement import Placement, Stage, crossing_values
+from autopipe.ir.problem import Mode, Optimizer, Problem
+from autopipe.ir.program import Program
+from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.passes.cost.measured import Operations, costed_work, measured_cluster
+from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.frontend import Model
+from autopipe.passes.lower.lower import lower, one_device_program
+from autopipe.passes.pipeline import Request, read_for
+from autopipe.passes.placement.pipedream import PipeDream
+from autopipe.passes.schedule.predict import predict
+from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards, stage_order
+from autopipe.passes.schedule.simulate import simulate
+
+_LAP = 400
+"""Places of a lap: a few layers show what many take."""
+_LAP_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Samples that are measured together, as often and in the order in which they are run."""
+
+    note: str
+    size: int
+    """Samples in a micro-batch."""
+    lap: tuple[Sample, ...]
+
+
+def models_of(request: Request, sizes: Sequence[int] | None) -> tuple[tuple[int, Model], ...]:
+    """The model on micro-batches of each of `sizes`; of those among 1, 2 and 4 that it takes where None.
+
+    Raises the reason where there is none.
+    """
+    read = read_for(request, None)
+    wanted = sizes or tuple(size for size in (1, 2, 4, read.batch or 1) if (read.batch or size) % size == 0)
+    found: list[tuple[int, Model]] = []
+    refused: AutopipeError | None = None
+    for size in dict.fromkeys(wanted):
+        try:
+            found.append((size, read if read.batch == size else read_for(request, size)))
+        except AutopipeError as error:
+            if sizes is not None:
+                raise
+            refused = refused or error
+    if not found:
+        assert refused is not None
+        raise refused
+    return tuple(found)
+
+
+def groups_of(models: Sequence[tuple[int, Model]], precision: str, degrees: Sequence[int]) -> Iterator[Group]:
+    """All samples: whole ones of each size first, then the shares that splits `degrees` ways leave."""
+    seen: set[Operation] = set()
+    for degree in (1, *degrees):
+        for size, model in models:
+            samples = samples_of(model, precision, degree)
+            new = [sample for sample in samples if sample.operation not in seen]
+            seen |= {sample.operation for sample in new}
+            note = f"micro-batch {size}" + (f", split {degree} ways" if degree > 1 else "")
+            yield from (Group(note, size, lap) for lap in _laps(new))
+
+
+def samples_of(model: Model, precision: str, degree: int = 1) -> Iterator[Sample]:
+    """Samples to measure, of every node in order; equal ones are put together once."""
+    operations = Operations.of(model.graph, precision)
+    known: dict[Hashable, tuple[Sample, ...]] = {}
+    work, absorbed = annotate(operations.graph, operations.precision), operations.absorbed
+    for index in range(len(work)):
+        key = operations.key(index)
+        if index in absorbed:
+            continue
+        if key not in known:
+            cuts = operations.cuts(index, (degree,)) if degree > 1 else ((),)
+            known[key] = tuple(operations.sample(index, work[index], splits) for splits in cuts)
+        yield from known[key]
+
+
+def _laps(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
+    """The samples in laps that are short enough and fit into memory, each one's first place in one of them."""
+    seen: set[Operation] = set()
+    lap: list[Sample] = []
+    held = 0
+    for sample in samples:
+        size = bytes_of(sample)
+        if len(lap) >= _LAP or held + size > _LAP_BYTES:
+            if sample.operation in seen:
+                continue
+            if lap:
+                yield tuple(lap)
+            lap, held = [], 0
+        seen.add(sample.operation)
+        lap.append(sample)
+        held += size
+    if lap:
+        yield tuple(lap)
+
+
+def bytes_of(sample: Sample) -> int:
+    """Bytes of operands and results, each with its gradient."""
+    values = [value for each in sample.signatures for value in (*each.operands, *each.results)]
+    return 2 * sum(value.bytes for value in values if value is not None)
+
+
+def parsed_sizes(text: str, flag: str) -> tuple[int, ...]:
+    """Numbers of at least 1 between commas. Raises ConfigurationError."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if any(not word.isascii() or not word.isdigit() or not 0 < int(word) < 2**31 for word in words):
+        raise ConfigurationError(f"{text!r} are no numbers of at least 1", hint="write them as 1,2,4", where=flag)
+    return tuple(int(word) for word in words)
+
+
+_SHAPE = (4, 64, 64)
+_OPERATORS = (
+    "Mul", "MatMul", "Relu", "MatMul", "Softmax", "Add", "MatMul", "Tanh", "LayerNormalization", "MatMul",
+    "Sigmoid", "MatMul", "Erf", "Abs",
+)  # fmt: skip
+"""Of a layer; the first has a parameter, so that gradients flow through all products of both stages."""
+_LAYERS = 3
+"""Of a stage."""
+_FIRST_LAYERS = 2
+"""Of the first of two stages of which the second shall be the slower one."""
+_MICRO_BATCHES = 4
+_MANY_MICRO_BATCHES = 12
+_WHOLE, _SPLIT = 0, 1
+LONGER = 4
+"""How many times as many layers the longer one of two stages has, by which it is measured what any stage takes."""
+MESSAGE_BYTES = 4 * math.prod(_SHAPE)
+"""Of what one stage sends to another."""
+
+
+def write_overhead_stage(folder: Path) -> int:
+    """Write a one-device program that trains two stages of the same layers of different operators.
+
+    The backward of the second is split. Returns how many of its operators' parameters have gradients that wait.
+    """
+    phases = (
+        (_WHOLE, Phase.FORWARD), (_SPLIT, Phase.FORWARD), (_SPLIT, Phase.INPUT_GRADIENT),
+        (_SPLIT, Phase.WEIGHT_GRADIENT), (_WHOLE, Phase.BACKWARD),
+    )  # fmt: skip
+    order = tuple(Task(stage, phase, index) for index in range(_MICRO_BATCHES) for stage, phase in phases)
+    _write(folder, (_LAYERS, _LAYERS), (0, 0), Schedule(_MICRO_BATCHES, (order,)))
+    return _OPERATORS.count("MatMul") * _LAYERS
+
+
+def write_rows(folder: Path) -> tuple[Path, Path]:
+    """Write two one-device programs of one stage each, of one layer and of `LONGER` layers."""
+    programs = folder / "short", folder / "long"
+    phases = Phase.FORWARD, Phase.BACKWARD
+    order = tuple(Task(0, phase, index) for index in range(_MICRO_BATCHES) for phase in phases)
+    for layers, program in zip((1, LONGER), programs, strict=True):
+        _write(program, (layers,), (0,), Schedule(_MICRO_BATCHES, (order,)))
+    return programs
+
+
+def write_pair(folder: Path, ranks: int, messages: int = 1) -> None:
+    """Write a program of two stages, of which the second is slower, on one rank or on two under 1F1B.
+
+    The second reads `messages` results of the first, of `MESSAGE_BYTES` each.
+    """
+    numbers = range(_MANY_MICRO_BATCHES)
+    if ranks == 1:
+        phases = (0, Phase.FORWARD), (1, Phase.FORWARD), (1, Phase.BACKWARD), (0, Phase.BACKWARD)
+        orders: list[list[Task]] = [[Task(stage, phase, index) for index in numbers for stage, phase in phases]]
+    else:
+        orders = [stage_order(stage, warm_up=2 - stage, k=1, micro_batches=numbers, train=True) for stage in (0, 1)]
+    schedule = Schedule(len(numbers), tuple(map(tuple, orders)))
+    _write(folder, (_FIRST_LAYERS, _LAYERS), (0, ranks - 1), schedule, messages)
+
+
+def _write(
+    folder: Path, layers: tuple[int, ...], devices: tuple[int, ...], schedule: Schedule, messages: int = 1
+) -> None:
+    """Write the program of stages of these numbers of layers, on these devices; each adds up `messages` results of the
+    one before.
+    """
+    weights = {"matrix": _SHAPE[-1:] * 2, "vector": _SHAPE[-1:]}
+    operands = {"MatMul": ("matrix",), "Mul": ("vector",), "Add": ("vector",), "LayerNormalization": ("vector",)}
+    nodes: list[Node] = []
+    before, ends = "x", []
+    for stage, count in enumerate(layers):
+        if stage and messages > 1:
+            last = tuple(node.name for node in nodes[-messages:])
+            nodes.append(Node(f"x{len(nodes)}", "Sum", last, (f"x{len(nodes)}",)))
+            before = nodes[-1].name
+        for op in _OPERATORS * count:
+            names = (f"{name}{stage}" for name in operands.get(op, ()))
+            nodes.append(Node(f"x{len(nodes)}", op, (before, *names), (f"x{len(nodes)}",)))
+            before = nodes[-1].name
+        ends.append(len(nodes))
+    ends[-1] += 1
+    nodes.append(Node("loss", "ReduceMean", (before,), ("loss",), (("keepdims", 0),)))
+    graph = Graph(
+        name="medley",
+        opset=20,
+        inputs=(Value("x", DType.FLOAT32, _SHAPE),),
+        parameters=tuple(
+            Parameter(Value(f"{name}{stage}", DType.FLOAT32, shape), Initializer("normal", 0.1))
+            for stage in range(len(layers))
+            for name, shape in weights.items()
+        ),
+        constants=(),
+        nodes=tuple(nodes),
+        outputs=("loss",),
+        values=(*(Value(node.name, DType.FLOAT32, _SHAPE) for node in nodes[:-1]), Value("loss", DType.FLOAT32, ())),
+        batch_axes=(("x", 0),),
+    )
+    stages = (
+        Stage(tuple(range(begin, end)), (device,), _SHAPE[0])
+        for begin, end, device in zip((0, *ends), ends, devices, strict=False)
+    )
+    program = lower(graph, Placement(tuple(stages)), schedule, "loss")
+    titles = ("A medley.",) * len(layers), ("A medley.",) * schedule.devices
+    files = ProgramFiles("", program, *titles)
+    write_program([files], Provenance(str(folder), "", "", Optimizer(), "fp32", 0, 0.0, 0.0), folder)
+
+
+_MOST_BYTES = 2**32
+"""Of the model with all that it holds: a larger one is not run as a whole."""
+_STANDSTILL = Optimizer(lr=0.0)
+"""Some models diverge where they train on random samples for long."""
+
+
+def is_small(model: Model, precision: str) -> bool:
+    """True if the model may run as a whole."""
+    return sum(map(bytes_of, samples_of(model, precision))) <= _MOST_BYTES
+
+
+def write_timed(model: Model, precision: str, program: Program, folder: Path) -> None:
+    """Write the files of a program that trains the model, and leaves it as it is."""
+    titles = [("The model.",) * count for count in (len(program.stages), len(program.ranks))]
+    file = Provenance(str(model.path.absolute()), model.digest, "", _STANDSTILL, precision, 0, 0.0, 0.0)
+    write_program([ProgramFiles("", program, *titles)], file, folder)
+
+
+_PIPELINE_MICRO_BATCHES = 8
+_RANKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A program of two stages under 1F1B."""
+
+    folder: Path
+    period_s: float
+    """From one micro-batch to the next as predicted, if the ends of messages took nothing."""
+    messages: int
+    """Values that go from one stage to the other."""
+    size_bytes: int
+    """Of all of them."""
+
+
+def write_pipeline(model: Model, precision: str, costs: DeviceCosts, folder: Path) -> Pipeline | None:
+    """Write the model in two stages, cut where `costs` say that they take equally long without the ends of messages.
+
+    None where it is not trained, cannot be cut, or is too large.
+    """
+    if model.mode is not Mode.TRAIN or not is_small(model, precision):
+        return None
+    try:
+        problem = _problem(model, precision, costs)
+        placement = PipeDream(replicate=False).run(problem)
+        if len(placement.stages) < _RANKS:
+            return None
+        schedule = KForwardsKBackwards().run(problem, placement)
+        write_timed(model, precision, lower(model.graph, placement, schedule, model.loss), folder)
+    except AutopipeError:
+        return None
+    sizes = [model.graph.type_of(name).bytes for name, _, _ in crossing_values(model.graph, placement)]
+    return Pipeline(folder, _period(problem, placement, schedule), len(sizes), sum(sizes))
+
+
+def _period(problem: Problem, placement: Placement, schedule: Schedule) -> float:
+    """Predicted seconds from a forward of the second stage to its next."""
+    devices = tuple(stage.devices for stage in placement.stages)
+    timeline = simulate(schedule, devices, predict(problem, placement))
+    starts = [span.start for span in timeline.spans if span.task.stage == 1 and span.task.phase is Phase.FORWARD]
+    return period_of(starts)
+
+
+def _problem(model: Model, precision: str, costs: DeviceCosts) -> Problem:
+    exchanges = tuple(each for each in costs.exchanges if each.kind not in ("post", "follow"))
+    found = Costs((replace(costs, exchanges=exchanges),))
+    cluster = measured_cluster(build_cluster(cluster_preset("cpu-local"), _RANKS), found)
+    return Problem(
+        graph=model.graph,
+        work=costed_work(model.graph, precision, cluster, found),
+        cluster=cluster,
+        batch_size=_PIPELINE_MICRO_BATCHES * (model.batch or 1),
+        micro_batches=_PIPELINE_MICRO_BATCHES,
+        mode=model.mode,
+        loss=model.loss,
+        precision=precision,
+        costs=found,
+    )
+
+
+_MESSAGES = 6
+"""Of a task, where it is measured what the others take beside the first."""
+_RUNS = 3
+"""Of the model's pipeline, of which the middle one counts: a program is faster in one process than in another."""
+
+
+def exchanges_of(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost, ...]:
+    """Messages and collectives of up to `ranks` ranks, for about `seconds`, and the CPU time of their ends in small
+    pipelines. Raises LaunchError where a rank fails.
+    """
+    found = measure_exchanges(ranks, device, seconds)
+    with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch:
+        together, apart, laden = (Path(scratch) / name for name in ("together", "apart", "laden"))
+        for folder, count, messages in ((together, 1, 1), (apart, 2, 1), (laden, 2, _MESSAGES)):
+            write_pair(folder, count, messages)
+        ends = measure_post_overhead(StagePairs(together, apart, laden, _MESSAGES), device)
+    return tuple(part for each in found for part in (_posts(each, ends) if each.kind == "post" else (each,)))
+
+
+def _posts(post: ExchangeCost, ends: PostOverhead) -> tuple[ExchangeCost, ExchangeCost]:
+    """Costs of posting a first message and each further one: from a pipeline, and by bytes from messages alone."""
+    first, following = (_through(post.fit, seconds, MESSAGE_BYTES) for seconds in (ends.first, ends.following))
+    return replace(post, fit=first), ExchangeCost("follow", post.ranks, following, ())
+
+
+def in_pipeline(exchanges: tuple[ExchangeCost, ...], pipeline: Pipeline, device: str) -> tuple[ExchangeCost, ...]:
+    """The exchanges with what the ends of messages take in the model's pipeline, each but the first as in a small one.
+
+    Raises LaunchError where it does not run.
+    """
+    follow = next(each.fit.fixed_s for each in exchanges if each.kind == "follow")  # Bytes count as the first's.
+    period = statistics.median(measure_period(pipeline.folder, device) for _ in range(_RUNS))
+    both = period - pipeline.period_s
+    first = max(0.0, both / 2 - (pipeline.messages - 1) * follow)
+    return tuple(
+        replace(each, fit=_through(each.fit, first, pipeline.size_bytes)) if each.kind == "post" else each
+        for each in exchanges
+    )
+
+
+def _through(line: Affine, seconds: float, size: int) -> Affine:
+    """The line of the same slope, or a flatter one from 0, that gives `seconds` for `size` bytes."""
+    if seconds < line.per_byte_s * size:
+        return Affine(0.0, seconds / size)
+    return Affine(seconds - line.per_byte_s * size, line.per_byte_s)
+
+
+_MOST = 0.6
+"""Part of a task that its start takes at most: starts are measured of larger tasks than the smallest there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCorrection:
+    """How much longer operators take in the model than one by one."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+    forward_s: float = 0.0
+    """Seconds of a forward besides its operators, with the extra of the first ones."""
+    backward_s: float = 0.0
+    """Seconds of a backward besides its operators."""
+
+    def tasks(self, costs: TaskCosts) -> TaskCosts:
+        """Task costs of the model's size."""
+        return replace(costs, forward_s=self.forward_s, backward_s=self.backward_s)
+
+    def of(self, cost: OperationCost) -> OperationCost:
+        """Cost of the operator in the model."""
+        backward = None if cost.backward is None else _times(cost.backward, self.backward)
+        return replace(cost, forward=_times(cost.forward, self.forward), backward=backward)
+
+
+def measure_whole(
+    model: Model,
+    precision: str,
+    costs: Iterable[OperationCost],
+    tasks: TaskCosts | None,
+    starts: TaskStartOverhead,
+    device: str,
+    folder: Path,
+    seconds: float,
+) -> ModelCorrection | None:
+    """Run the model for about `seconds` and compare; `costs` are what its operations took, `starts` what the first ones
+    of a task take more. Files go to `folder`.
+
+    None where something of it was not measured, or where it is too large or does not run in one process.
+    """
+    samples = tuple(samples_of(model, precision))
+    known = {each.operation: each for each in costs}
+    own = [known[sample.operation] for sample in samples if sample.operation in known]
+    program = whole_program(model, precision, folder) if len(own) == len(samples) else None
+    if program is None:
+        return None
+    try:
+        forward, backward, around_forward, around_backward = numbers_of("whole_worker", program, device, seconds)
+    except AutopipeError:
+        return None
+    if tasks is not None:
+        backward -= _adding_seconds(model.graph, tasks)
+    first, last = min(starts.forward_s, _MOST * forward), min(starts.backward_s, _MOST * max(0.0, backward))
+    backwards = [each.backward for each in own if each.backward is not None]
+    return ModelCorrection(
+        _ratio(forward - first, [each.forward for each in own]),
+        _ratio(backward - last, backwards),
+        around_forward + first,
+        around_backward + last,
+    )
+
+
+def whole_program(model: Model, precision: str, folder: Path) -> Path | None:
+    """Write a one-device program to `folder`; None where that cannot be, or the model is too large.
+
+    It runs some forwards and backwards, one after the other: by itself one would find the caches as the update left
+    them.
+    """
+    if not is_small(model, precision):
+        return None
+    loss = model.loss if model.mode is Mode.TRAIN else None
+    try:
+        program = one_device_program(model.graph, _MICRO_BATCHES, model.batch or 1, loss)
+        write_timed(model, precision, program, folder)
+    except AutopipeError:
+        return None
+    return folder
+
+
+def _adding_seconds(graph: Graph, tasks: TaskCosts) -> float:
+    """Average seconds of a backward, over a step, for adding its gradients to earlier ones."""
+    sizes = [each.value.bytes for each in graph.parameters if each.trainable]
+    return (1 - 1 / _MICRO_BATCHES) * tasks.accumulate.seconds(len(sizes), sum(sizes))
+
+
+def _ratio(whole: float, parts: Sequence[Timing]) -> float:
+    total = sum(each.seconds for each in parts)
+    return whole / total if total > 0 and whole > 0 else 1.0
+
+
+def _times(timing: Timing, factor: float) -> Timing:
+    return replace(timing, seconds=timing.seconds * factor)
