@@ -1,0 +1,121 @@
+"""The tutorial's commands, one after the other, do what it says, and print what it shows."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from autopipe.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "export_gpt2.py"
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+
+BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<text>.*?)^```$|`(?P<inline>autopipe [^`]+)`", re.MULTILINE | re.DOTALL)
+"""A block of code, or a command inside a sentence."""
+EDIT = "cp -r four.plan edited.plan && $EDITOR edited.plan/placement.yaml"
+FIRST_STAGE, SECOND_STAGE = ("[node_embedding, node_add_351]", "node_layer_norm_3,")
+"""Where the first stage ends and the second begins, in four.plan/placement.yaml."""
+
+
+@dataclass
+class Reader:
+    """Somebody who types what the tutorial says, in one folder, and compares what comes with what is shown."""
+
+    folder: Path
+    capture: pytest.CaptureFixture[str]
+    problems: list[str] = field(default_factory=list)
+    """Where the tutorial shows what does not come."""
+    configurations: Iterator[str] = field(default_factory=lambda: iter(("four", "by-hand", "chimera", "placement")))
+
+    def do(self, kind: str, text: str) -> None:
+        """Follow one block."""
+        if kind == "python" and text.startswith('"""Exports'):
+            assert text == SCRIPT.read_text(encoding="utf-8")
+            subprocess.run([sys.executable, str(SCRIPT)], cwd=self.folder, check=True, capture_output=True)
+        elif kind == "python":
+            self._find_in_programs(text)
+        elif kind == "yaml":
+            self._write(next(self.configurations), text)
+        elif kind == "sh":
+            for command in text.splitlines():
+                if not command.startswith("pip install"):
+                    self._type(command, "")
+        else:
+            assert kind == "console", kind
+            for command in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+                self._type(*command.split("\n", 1))
+
+    def _find_in_programs(self, text: str) -> None:
+        """Every line stands in a file that has been generated."""
+        lines = {line.rstrip() for path in self.folder.glob("*.plan/program/*.py") for line in path.open()}
+        missing = [line for line in text.splitlines() if line.strip() not in ("", "...") and line not in lines]
+        if missing:
+            self.problems.append("\n".join(["no program holds", *missing]))
+
+    def _write(self, name: str, text: str) -> None:
+        """A configuration; those after the first one differ from it in their last lines."""
+        if name == "placement":
+            head = (self.folder / "four.plan" / "placement.yaml").read_text(encoding="utf-8")
+            if text not in head:
+                self.problems.append(f"four.plan/placement.yaml is\n{head}")
+            return
+        if name != "four":
+            four = (self.folder / "four.yaml").read_text(encoding="utf-8")
+            text = re.sub(r"^strategy:.*\n", "", four, flags=re.MULTILINE) + text
+        (self.folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+
+    def _type(self, command: str, shown: str) -> None:
+        if command == EDIT:
+            shutil.copytree(self.folder / "four.plan", self.folder / "edited.plan")
+            self._edit(first=True)
+            return
+        words = shlex.split(command)
+        assert words[0] == "autopipe", command
+        failing = shown.startswith("error: ")
+        if failing and "edited.plan" in words:
+            self._edit(first=False)
+        self.capture.readouterr()
+        code = main(words[1:])
+        said = "".join(self.capture.readouterr())
+        assert bool(code) == failing, f"{command} ended with {code}: {said}"
+        labels = {label(line) for line in said.splitlines()}
+        missing = {label(line) for line in shown.splitlines()} - labels
+        if missing:
+            self.problems.append(f"{command} printed no {sorted(missing)} but\n{said}")
+
+    def _edit(self, *, first: bool) -> None:
+        """Move nodes to the first stage; or only take them away from the second one."""
+        text = (self.folder / "four.plan" / "placement.yaml").read_text(encoding="utf-8")
+        assert FIRST_STAGE in text and SECOND_STAGE in text
+        text = text.replace(SECOND_STAGE, "node_layer_norm_4,")
+        if first:
+            text = text.replace(FIRST_STAGE, "[node_embedding, node_add_418]")
+        (self.folder / "edited.plan" / "placement.yaml").write_text(text, encoding="utf-8")
+
+
+def label(line: str) -> str:
+    """How a line begins, up to its first figure, column or path; empty where that is no word."""
+    start = re.split(r"\d|\s{2,}|/", line.strip(" │┃"))[0].strip()
+    return start if len(start) >= 3 and start[0].isalpha() else ""
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(1800)  # torch exports and ranks start slowly where other work has the cores
+def test_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    reader = Reader(tmp_path, capfd)
+    for found in BLOCK.finditer(TUTORIAL):
+        if inline := found["inline"]:
+            reader.do("sh", inline.replace("\n", " "))
+        else:
+            reader.do(found["kind"], found["text"])
+    assert not reader.problems, "\n\n".join(reader.problems)
