@@ -63,7 +63,7 @@ def compare(output: Output, plans: tuple[Path, ...], html: Path | None) -> None:
 
     if html is not None:
         check_writable(html)
-    found = [ComparedPlan.open(folder) for folder in plans]
+    found = [ComparisonPlan.open(folder) for folder in plans]
     _warn_of_unlike(output, found)
     contrasts = PlanDiff.with_first(found)
     if html is not None:
@@ -85,7 +85,7 @@ def compare(output: Output, plans: tuple[Path, ...], html: Path | None) -> None:
     output.result({"plans": data, "html": html}, *shown)
 
 
-def _warn_of_unlike(output: Output, found: list[ComparedPlan]) -> None:
+def _warn_of_unlike(output: Output, found: list[ComparisonPlan]) -> None:
     for what, values in (
         ("models", {each.plan.model for each in found}),
         ("batches", {each.plan.batch_size for each in found}),
@@ -96,7 +96,7 @@ def _warn_of_unlike(output: Output, found: list[ComparedPlan]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class ComparedPlan:
+class ComparisonPlan:
     """A plan, the folder it is in and the step that its predictions make."""
 
     folder: Path
@@ -104,9 +104,9 @@ class ComparedPlan:
     timeline: Timeline
 
     @staticmethod
-    def open(folder: Path) -> ComparedPlan:
+    def open(folder: Path) -> ComparisonPlan:
         """The plan in `folder`; its model is not read. Raises as `open_prediction` does."""
-        return ComparedPlan(folder, *open_prediction(folder))
+        return ComparisonPlan(folder, *open_prediction(folder))
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ class PlanDiff:
     differences: tuple[Difference, ...] = ()
 
     @staticmethod
-    def with_first(plans: Sequence[ComparedPlan]) -> tuple[PlanDiff, ...]:
+    def with_first(plans: Sequence[ComparisonPlan]) -> tuple[PlanDiff, ...]:
         """How each plan differs from the first; their models are read, each once, where there is more than one."""
         graphs: dict[tuple[str, str], Graph | None] = {}
         for each in plans if len(plans) > 1 else ():
@@ -266,7 +266,7 @@ class PlanDiff:
                 graphs[key] = _graph_of(each.folder, each.plan)
         first = plans[0].plan
         return tuple(
-            _contrast(first, each.plan, *(graphs.get((plan.model, plan.graph_digest)) for plan in (first, each.plan)))
+            _plan_diff(first, each.plan, *(graphs.get((plan.model, plan.graph_digest)) for plan in (first, each.plan)))
             for each in plans
         )
 
@@ -294,7 +294,7 @@ class PlanDiff:
         return {"same": self.same, "known": self.known, **kinds}
 
 
-def _contrast(first: Plan, plan: Plan, before: Graph | None, after: Graph | None) -> PlanDiff:
+def _plan_diff(first: Plan, plan: Plan, before: Graph | None, after: Graph | None) -> PlanDiff:
     orders = plan.schedule.tasks != first.schedule.tasks
     if plan_digest(plan) == plan_digest(first):
         return PlanDiff(True, True, False)
@@ -377,7 +377,7 @@ def _nodes_text(count: int) -> str:
 
 
 def compare_screen(
-    plans: Sequence[ComparedPlan], contrasts: Sequence[PlanDiff], width: int, colour: bool
+    plans: Sequence[ComparisonPlan], contrasts: Sequence[PlanDiff], width: int, colour: bool
 ) -> Iterator[RenderableType]:
     """Figures, what a step's time goes to, what is decided differently, timelines and memory."""
     folders = [each.folder for each in plans]
@@ -409,7 +409,7 @@ _HUES = (213, 4, 30, 138, 174, 96, 330, 53, 246, 290, 15, 195)
 """Hues of the parts of a step, in their order."""
 
 
-def compare_report(plans: Sequence[ComparedPlan], contrasts: Sequence[PlanDiff]) -> Report:
+def compare_report(plans: Sequence[ComparisonPlan], contrasts: Sequence[PlanDiff]) -> Report:
     """Steps and memory on one axis of time, figures, what a step's time goes to, and what is decided otherwise."""
     names = [str(each.folder) for each in plans]
     bare = [each.plan for each in plans]
@@ -450,7 +450,7 @@ def _compare_report_table(names: Sequence[str], rows: Iterable[ComparisonRow]) -
     return f'<div class="compared">{markup_table(("", *names), marked)}</div>'
 
 
-def _bars(plans: Sequence[ComparedPlan]) -> str:
+def _bars(plans: Sequence[ComparisonPlan]) -> str:
     """Each step as a bar of its parts, all on one scale, and what the colours are."""
     longest = max(each.plan.summary.step_time_s for each in plans)
     lines, shown = [], set()
@@ -471,7 +471,7 @@ def _bars(plans: Sequence[ComparedPlan]) -> str:
     return f'<div class="parts">{"".join(lines)}</div><p class="legend">{legend}</p>'
 
 
-def _contrasts(plans: Sequence[ComparedPlan], contrasts: Sequence[PlanDiff]) -> Iterator[str]:
+def _contrasts(plans: Sequence[ComparisonPlan], contrasts: Sequence[PlanDiff]) -> Iterator[str]:
     for each, contrast in zip(plans[1:], contrasts[1:], strict=True):
         lines = "\n".join(contrast.lines)
         yield f"<h3>{escape(str(each.folder))}</h3><pre>{escape(lines)}</pre>"

@@ -56,7 +56,7 @@ from autopipe.passes.explain import (
     node_report,
     split_changes,
     stage_changes,
-    wishes,
+    what_ifs,
 )
 from autopipe.passes.pipeline import PlanResult
 from autopipe.passes.placement.given import Given, NodeNames
@@ -451,7 +451,7 @@ def opened(folder: Path) -> PlanResult:
 def explained_plan(planned: PlanResult, folder: Path, output: Output) -> PlanExplanation:
     """Why the plan was chosen; every wish is granted once, which may take a while."""
     again = is_quick(planned) and not isinstance(planned.request.strategy, Given)
-    asked = list(wishes(planned))
+    asked = list(what_ifs(planned))
     helps = []
     with output.progress("what would help", total=len(asked) + 1) as bar:
         for wish in asked:

@@ -186,7 +186,7 @@ def _described(error: Exception) -> AutopipeError:
 
 
 def _one_line(text: str) -> str:
-    """What is read of `text` on a terminal: its beginning and end, where a file has names or lists of megabytes."""
+    """Shorten `text` for the terminal to its beginning and end, where a file has names or lists of megabytes."""
     from autopipe.cli.output import printable
 
     half = MOST_SHOWN // 2

@@ -82,7 +82,7 @@ class Watcher:
                 )
         self._output, self._bar, self._dump_after = output, bar, frozenset(dump_after)
         self._debug = debug
-        """Whether a mistake of ours in something tried ends the command."""
+        """True if a mistake of ours in something tried ends the command."""
         self._furthest = 0
         self._best = ""
 

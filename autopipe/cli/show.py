@@ -294,7 +294,7 @@ def compare_plan_schedules(plan: Plan, timeline: Timeline, planned: PlanResult, 
     with output.progress("comparing schedules", total=len(names)) as bar:
         for name in names:
             bar.advance(0, note=name)
-            rivals.append(_rival(name, partial(_stepped, name, plan, planned)))
+            rivals.append(_schedule_row(name, partial(_stepped, name, plan, planned)))
             bar.advance()
     return rivals
 
@@ -317,7 +317,7 @@ def compare_block_schedules(schedule: BlockSchedule, output: Output) -> list[Sch
     with output.progress("comparing schedules", total=len(names)) as bar:
         for name in names:
             bar.advance(0, note=name)
-            rivals.append(_rival(name, partial(_scheduled, name, schedule)))
+            rivals.append(_schedule_row(name, partial(_scheduled, name, schedule)))
             bar.advance()
     return rivals
 
@@ -335,7 +335,7 @@ def _blocks(name: str, schedule: BlockSchedule, chosen: bool = False) -> Schedul
     return ScheduleResult(name, schedule.makespan, bubble, schedule.peak_memory, chosen=chosen)
 
 
-def _rival(name: str, run: Callable[[], ScheduleResult]) -> ScheduleResult:
+def _schedule_row(name: str, run: Callable[[], ScheduleResult]) -> ScheduleResult:
     try:
         return run()
     except AutopipeError as error:

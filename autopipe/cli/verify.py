@@ -89,7 +89,7 @@ def verify(
 
 
 def _measured(checks: Sequence[Check]) -> Iterator[str]:
-    """What was measured where the least limit did not do."""
+    """Limits measured where the base limit did not suffice."""
     for check in checks:
         if check.response:
             yield (
@@ -151,7 +151,7 @@ _AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def precision_of_program(manifest: Manifest) -> Precision:
-    """What the ranks compute in: the model's coarsest type, or that of autocast."""
+    """Precision of the ranks: the model's coarsest type, or that of autocast."""
     dtype, depth = precision_of(manifest.model)
     return Precision("bfloat16" if dtype == "bfloat16" else _AUTOCAST.get(manifest.precision, dtype), depth)
 
@@ -236,7 +236,7 @@ class Verification:
         return self.precision.limit_of(found, response if math.isfinite(response) else 0.0)
 
     def _moved(self, folder: Path, name: str) -> Path:
-        """What a run on one device records, of inputs and weights of which each number is one step off."""
+        """Results of one device for inputs and weights that are each one unit in the last place off."""
         record = self.scratch / name
         if not record.exists():
             run_alone(folder, [*self._run_arguments(name), "--perturb", repr(self.precision.step)])
@@ -266,7 +266,7 @@ class Verification:
         expected = self._reference_outputs(forward, model, seed)
 
         def note() -> str:
-            """Whether the reference is one: where its own optimizations change it by more, it says little."""
+            """True if the reference is one: where its own optimizations change it by more, it says little."""
             model.optimize()
             others = self._reference_outputs(forward, model, seed)
             found = [difference(name, others[name], expected[name]) for name in ours if name in expected]

@@ -115,7 +115,9 @@ class FoldedSlice(FileSlice):
     step: int = 1
     """Elements from one of a row's numbers to the next."""
     form: str = ""
-    """What the parameter is of the numbers: "" those themselves, else their `log` or the `log of the negative`."""
+    """Function from the numbers to the parameter: "" for the numbers themselves, else their `log` or the `log of the
+    negative`.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -330,7 +330,7 @@ class InputBounds:
 
 @dataclass(frozen=True, slots=True)
 class InputRange:
-    """What the numbers of a graph input must keep to: rows of tables and classes, by where they are used."""
+    """Range of a graph input's numbers: rows of tables and classes, by where they are used."""
 
     value: Value
     batch_axis: int | None

@@ -265,10 +265,10 @@ def _chosen(configurations: tuple[Configuration, ...], devices: int) -> Configur
 def _constraints(model: Model, configuration: Configuration) -> Iterator[Constraint]:
     """One for stage and devices of the nodes that share them, and one for each split of some of these."""
     samples = sample_axes(model.graph)
-    wishes = _wishes(model, configuration, samples)
-    stages = sorted({wish.stage for wish in wishes if wish.stage is not None})
+    resolved = _node_constraints(model, configuration, samples)
+    stages = sorted({wish.stage for wish in resolved if wish.stage is not None})
     teams: dict[object, list[_Wish]] = {}
-    for wish in wishes:
+    for wish in resolved:
         teams.setdefault(wish.group if wish.stage is None else wish.stage, []).append(wish)
     for members in teams.values():
         stage = None if members[0].stage is None else stages.index(members[0].stage)
@@ -286,7 +286,7 @@ def _constraints(model: Model, configuration: Configuration) -> Iterator[Constra
             yield Constraint(source, split=split, nodes=tuple(names))
 
 
-def _wishes(model: Model, configuration: Configuration, samples: SampleAxes) -> list[_Wish]:
+def _node_constraints(model: Model, configuration: Configuration, samples: SampleAxes) -> list[_Wish]:
     """Constraints on each annotated node of the graph, in its order.
 
     A node of the file that writes what the graph's node does says most. Of others that became part of the same operator

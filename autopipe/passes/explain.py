@@ -169,7 +169,7 @@ class WhatIfResult:
     refused: str | None = None
 
 
-def wishes(planned: PlanResult) -> Iterator[WhatIf]:
+def what_ifs(planned: PlanResult) -> Iterator[WhatIf]:
     """More memory, faster links, more micro-batches: twice as much of each, one at a time."""
     request, problem = planned.request, planned.problem
     cluster = request.cluster

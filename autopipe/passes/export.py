@@ -81,8 +81,9 @@ class Numbers:
         return Numbers(dataclasses.replace(self.value, name=name), self.read)
 
     def computed(self, value: Value, folded: Folded) -> Numbers:
-        """What an exporter had folded operators into, from the numbers of the parameter; what is only moved is read
-        a block at a time, all else at once."""
+        """Tensor into which an exporter had folded operators, from the numbers of the parameter; a tensor that is only
+        moved is read a block at a time, all else at once.
+        """
         steps = folded.steps
         if not steps:
             return self.renamed(value.name)

@@ -28,7 +28,7 @@ from autopipe.ir.plan_file import plan_digest
 from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem, Work
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
-from autopipe.passes.analysis.constraints import wishes_of
+from autopipe.passes.analysis.constraints import resolved_constraints
 from autopipe.passes.analysis.micro_batches import check_portions
 from autopipe.passes.analysis.operators import element_bytes, uses_of
 from autopipe.passes.annotations import annotated_constraints
@@ -126,7 +126,9 @@ def open_problem(request: Request, runner: Runner) -> Problem:
         except REFUSALS as error:
             refused = refused or error
             continue
-        wishes_of(problem, 1 + max((each.pipeline for each in problem.constraints), default=0), own_sizes=True)
+        resolved_constraints(
+            problem, 1 + max((each.pipeline for each in problem.constraints), default=0), own_sizes=True
+        )
         return problem
     assert refused is not None, "there is a division, or an error says why not"
     raise refused
@@ -206,7 +208,7 @@ def read_for(request: Request, micro_batch_size: int | None, source: Source | No
 
 
 def work_of(request: Request, model: Model) -> tuple[Work, ...]:
-    """What each node of the model costs.
+    """Cost of each node of the model.
 
     Raises ConfigurationError where it is to train and has no loss, ModelError where nothing of it would be trained.
     """

@@ -24,7 +24,7 @@ class Observer(Protocol):
         """There is a plan with a shorter step than any before; no placement so far can have one below `bound_s`."""
 
     def failed(self, error: InternalError) -> None:
-        """What was tried, one of several, ended with a mistake of ours, and is left out unless this raises."""
+        """A candidate, one of several, ended with an internal error, and is left out unless this raises."""
 
 
 class NullObserver:

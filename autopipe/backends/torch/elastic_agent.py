@@ -75,14 +75,16 @@ def find_hung_rank(
 
     Where other nodes have ranks too, all of this one's may wait twice as long, for theirs to be found there.
     """
-    running = {rank: beat for rank, beat in beats.items() if beat is None or beat.task != ENDED}
+    running = {
+        rank: sign_of_life for rank, sign_of_life in beats.items() if sign_of_life is None or sign_of_life.task != ENDED
+    }
     found = []
-    for rank, beat in running.items():
-        if beat is None:
+    for rank, sign_of_life in running.items():
+        if sign_of_life is None:
             hang, limit = HungRank(rank, "", now - began), timeouts.start_s
         else:
-            last = beat.at if beat.waits else min(beat.at, beat.since)
-            hang, limit = HungRank(rank, beat.task, now - last), timeouts.of(beat.task)
+            last = sign_of_life.at if sign_of_life.waits else min(sign_of_life.at, sign_of_life.since)
+            hang, limit = HungRank(rank, sign_of_life.task, now - last), timeouts.of(sign_of_life.task)
         if hang.seconds > limit:
             found.append(hang)
     if not found:
@@ -96,10 +98,14 @@ def _all_waiting(
     """All ranks, where each of them waits and has done so for too long."""
     patience = 1 if nodes == 1 else 2
     found = []
-    for rank, beat in running.items():
-        if beat is None or not beat.waits or now - beat.since <= patience * timeouts.of(beat.task):
+    for rank, sign_of_life in running.items():
+        if (
+            sign_of_life is None
+            or not sign_of_life.waits
+            or now - sign_of_life.since <= patience * timeouts.of(sign_of_life.task)
+        ):
             return []
-        found.append(HungRank(rank, beat.task, now - beat.since, waits=True))
+        found.append(HungRank(rank, sign_of_life.task, now - sign_of_life.since, waits=True))
     return found
 
 
@@ -122,15 +128,20 @@ class Watchdog:
         if now - self._looked > _ABSENCE_S:
             self._began = now
         self._looked = now
-        beats = {rank: self._beat(rank) for rank in self.ranks}
+        beats = {rank: self._latest_record(rank) for rank in self.ranks}
         return find_hung_rank(beats, self._began, now, self.timeouts, self.nodes)
 
-    def _beat(self, rank: int) -> HeartbeatRecord | None:
+    def _latest_record(self, rank: int) -> HeartbeatRecord | None:
         """Latest record of a rank; nothing in it counts as older than the time since watching began."""
-        beat = read_heartbeat(heartbeat_file(self.folder, rank))
-        if beat is None:
+        sign_of_life = read_heartbeat(heartbeat_file(self.folder, rank))
+        if sign_of_life is None:
             return None
-        return HeartbeatRecord(max(beat.at, self._began), max(beat.since, self._began), beat.waits, beat.task)
+        return HeartbeatRecord(
+            max(sign_of_life.at, self._began),
+            max(sign_of_life.since, self._began),
+            sign_of_life.waits,
+            sign_of_life.task,
+        )
 
 
 _POLL_S = 0.1
@@ -253,8 +264,10 @@ def run_agent(
 
 
 def _ranks_environment(handler: Handler, place: Place) -> dict[str, str]:
-    """What ranks are told of the launch. They listen on the interface of this node's address, or, where there are
-    several nodes, on those that a user names."""
+    """Environment of the ranks.
+
+    They listen on the interface of this node's address, or, where there are several nodes, on those that a user names.
+    """
     found = {
         PARENT: str(os.getpid()),
         KEY: handler.signer.key.hex(),

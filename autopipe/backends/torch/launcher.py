@@ -42,7 +42,7 @@ class LaunchConfig:
     rendezvous_endpoint: str = ""
     rendezvous_id: str = ""
     rendezvous_key: bytes = field(default=b"", repr=False)
-    """What the nodes know and nobody else."""
+    """Secret shared by the nodes."""
     max_restarts: int = 0
     timeouts: Timeouts = DEFAULTS
     """How long a rank may take in each phase before it counts as hanging."""

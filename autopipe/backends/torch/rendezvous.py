@@ -70,7 +70,7 @@ def endpoint_of(text: str) -> Endpoint:
 
 
 def _is_hidden(host: str, address: str) -> bool:
-    """Whether a name of this machine stands for its loopback address here alone."""
+    """True if a name of this machine stands for its loopback address here alone."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -230,7 +230,7 @@ def _run_of(store: Store, place: Place) -> str:
 
 
 def _unhex(text: bytes) -> bytes:
-    """What hexadecimal digits stand for; nothing where they are none."""
+    """Bytes of hexadecimal digits; empty where they are none."""
     try:
         return bytes.fromhex(text.decode())
     except ValueError:
@@ -248,7 +248,7 @@ class StateHolder(_BackendRendezvousStateHolder):
         self._store = store
         self._signer = signer
         self._held = b""
-        """What the store held last."""
+        """Last state read from the store."""
         self._number = 0
 
     def sync(self) -> bool | None:
@@ -261,12 +261,12 @@ class StateHolder(_BackendRendezvousStateHolder):
         if self._dirty:
             form = _form_of(self._state) | {"number": self._number + 1}
             ours = self._signer.sign(_STATE, json.dumps(form).encode()).hex()
-            held = _asked(lambda: self._store.compare_set(_STATE, self._held.decode(), ours))
+            held = _ask_store(lambda: self._store.compare_set(_STATE, self._held.decode(), ours))
             written = held == ours.encode()
         elif self._last_sync_time >= max(time.monotonic() - _LOOKS_S, 0):
             return None
         else:
-            held = _asked(lambda: self._store.get(_STATE) if self._store.check([_STATE]) else b"")
+            held = _ask_store(lambda: self._store.get(_STATE) if self._store.check([_STATE]) else b"")
         try:
             self._state = self._taken(held)
         except LaunchError as error:
@@ -290,8 +290,8 @@ class StateHolder(_BackendRendezvousStateHolder):
         return _state_of(form)
 
 
-def _asked(ask: Callable[[], bytes]) -> bytes:
-    """What the store answers, with its errors in elastic's form."""
+def _ask_store(ask: Callable[[], bytes]) -> bytes:
+    """Answer of the store, with its errors in elastic's form."""
     try:
         return ask()
     except (ValueError, RuntimeError, TimeoutError) as error:

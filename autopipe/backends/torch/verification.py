@@ -40,7 +40,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What a model computes in: its coarsest floating type, and how many nodes follow one another."""
+    """Precision of a model: its coarsest floating type, and the length of its longest path."""
 
     dtype: str
     depth: int
@@ -52,13 +52,12 @@ class Precision:
 
     @property
     def rounding(self) -> float:
-        """What roundings of results, forwards and backwards, come to: each is up to half a step, and they are
-        independent."""
+        """Error of rounding results, forwards and backwards: each is up to half a step, and they are independent."""
         return _UNITS[self.dtype] * math.sqrt(2 * self.depth / 3)
 
     @property
     def summing(self) -> float:
-        """What sums in another order come to; narrow types are added up in single precision."""
+        """Error of sums in another order; narrow types are added up in single precision."""
         return _SUMMED * min(_UNITS[self.dtype], _UNITS["float32"])
 
     @property

@@ -299,7 +299,7 @@ def _randomness_made(signature: Signature) -> NotationLine:
 
 
 def is_active(signature: Signature) -> bool:
-    """Whether a use of Dropout may drop anything.
+    """True if a use of Dropout may drop anything.
 
     Its third operand says so; of opsets 7 to 11 it is for inference alone, before those an attribute tells.
     """

@@ -184,7 +184,7 @@ class Operator:
     static: tuple[int, ...] = ()
     """Operands whose numbers must be known while compiling (Reshape's shape)."""
     random: bool = False
-    """Whether it draws numbers: anew in each evaluation, and others for each node."""
+    """True if it draws numbers: anew in each evaluation, and others for each node."""
     differentiable: bool = True
     """True if gradients flow from the results to floating operands."""
     mixes_samples: Callable[[Signature], bool] = separates_samples

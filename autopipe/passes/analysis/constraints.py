@@ -37,7 +37,9 @@ class ResolvedConstraint:
         return f"the constraint on {self.constraint.match!r}"
 
 
-def wishes_of(problem: Problem, pipelines: int = 1, own_sizes: bool = False) -> tuple[ResolvedConstraint, ...]:
+def resolved_constraints(
+    problem: Problem, pipelines: int = 1, own_sizes: bool = False
+) -> tuple[ResolvedConstraint, ...]:
     """The problem's constraints in order, for a strategy that makes `pipelines` pipelines.
 
     `own_sizes`: its stages may have micro-batches of different sizes. Raises ConfigurationError for one that matches no
@@ -45,23 +47,23 @@ def wishes_of(problem: Problem, pipelines: int = 1, own_sizes: bool = False) -> 
     for two that contradict each other on one node.
     """
     positions = {node.name: index for index, node in enumerate(problem.graph.nodes)}
-    wishes = tuple(_wish(problem, constraint, positions) for constraint in problem.constraints)
+    resolved = tuple(_wish(problem, constraint, positions) for constraint in problem.constraints)
     for pipeline in range(pipelines):
-        _check_agreement(problem, [wish for wish in wishes if wish.constraint.pipeline == pipeline])
-    foreign = next((wish for wish in wishes if not 0 <= wish.constraint.pipeline < pipelines), None)
+        _check_agreement(problem, [wish for wish in resolved if wish.constraint.pipeline == pipeline])
+    foreign = next((wish for wish in resolved if not 0 <= wish.constraint.pipeline < pipelines), None)
     if foreign is not None:
         raise ConfigurationError(
             f"{foreign} is for pipeline {foreign.constraint.pipeline}, but this strategy makes {pipelines}",
             hint="strategy manual makes as many as constraints ask for",
         )
-    for wish in wishes:
+    for wish in resolved:
         _check_size(problem, wish, own_sizes)
-    return wishes
+    return resolved
 
 
-def required_sizes(problem: Problem, wishes: Sequence[ResolvedConstraint]) -> tuple[int, ...]:
+def required_sizes(problem: Problem, resolved: Sequence[ResolvedConstraint]) -> tuple[int, ...]:
     """The sizes that micro-batches may have: all that are open, or those that constraints ask for."""
-    asked = {wish.constraint.micro_batch_size for wish in wishes} - {None}
+    asked = {wish.constraint.micro_batch_size for wish in resolved} - {None}
     open_sizes = problem.micro_batch_sizes or (problem.micro_batch_size,)
     return tuple(size for size in open_sizes if size in asked) or open_sizes
 
@@ -83,10 +85,10 @@ def _check_size(problem: Problem, wish: ResolvedConstraint, own_sizes: bool) -> 
         )
 
 
-def _check_agreement(problem: Problem, wishes: list[ResolvedConstraint]) -> None:
+def _check_agreement(problem: Problem, resolved: list[ResolvedConstraint]) -> None:
     for what, asked in _ASKED.items():
         by_node: dict[int, ResolvedConstraint] = {}
-        for wish in wishes:
+        for wish in resolved:
             if asked(wish) is None:
                 continue
             for node in wish.nodes:
@@ -148,14 +150,14 @@ def _matching(graph: Graph, match: str) -> tuple[int, ...]:
     )
 
 
-def required_splits(wishes: Sequence[ResolvedConstraint], samples: SampleAxes) -> dict[int, tuple[Split, ...]]:
-    """By node the splits, outer to inner, that `wishes` ask for; () where they ask for none on purpose.
+def required_splits(resolved: Sequence[ResolvedConstraint], samples: SampleAxes) -> dict[int, tuple[Split, ...]]:
+    """By node the splits, outer to inner, that `resolved` ask for; () where they ask for none on purpose.
 
     Of a wish's axes a node is split along those that it has. Raises ConfigurationError, naming the wish and the node,
     for axes that no node of the wish has, that cannot be split, or that the degrees do not divide.
     """
     found: dict[int, tuple[Split, ...]] = {}
-    for wish in wishes:
+    for wish in resolved:
         asked = wish.constraint.split
         if asked is None:
             continue

@@ -249,13 +249,13 @@ def input_ranges(graph: Graph) -> tuple[InputRange, ...]:
 
 
 def _is_plain(part: InputBounds, value: Value, below: int | None) -> bool:
-    """Whether bounds say no more than `below` does."""
+    """True if bounds say no more than `below` does."""
     whole = part.starts == (0,) * len(value.shape) and part.stops == value.shape
     return whole and part.least <= 0 and part.below == below
 
 
 def _becomes_whole(graph: Graph, value: Value, consumers: dict[str, tuple[int, ...]]) -> bool:
-    """Whether a floating-point input is cast to whole numbers somewhere: exporters of tables write indices so."""
+    """True if a floating-point input is cast to whole numbers somewhere: exporters of tables write indices so."""
     waiting, seen = [value.name], {value.name}
     while waiting and len(seen) < _MOST_VISITS:
         for index in consumers.get(waiting.pop(), ()):
@@ -332,22 +332,22 @@ class _Path:
     places: Numbers | None
     """For each element of the value the input's that it holds, -1 where it is none; None where all are in it."""
     shift: Numbers
-    """What has been added to them."""
+    """Sum of what was added to them."""
     exact: bool
-    """Whether they are the input's own numbers, but for the shift."""
+    """True if they are the input's own numbers, but for the shift."""
 
 
 @dataclass(slots=True)
 class _Uses:
-    """What the uses of one input ask of its numbers."""
+    """Bounds on the numbers of one input, from its uses."""
 
     graph: Graph
     consumers: dict[str, tuple[int, ...]]
     value: Value
     drawn: _Bounds = field(init=False)
-    """What numbers that are drawn keep to."""
+    """Bounds of drawn numbers."""
     taken: _Bounds = field(init=False)
-    """What numbers that are given have to keep to."""
+    """Bounds of given numbers."""
     ignored: int | None = None
     """The label that counts for nothing."""
 
@@ -469,14 +469,14 @@ def _put_together(signature: Signature, slot: int, result: int, moved: Numbers) 
 
 
 def _picked(signature: Signature, slot: int, result: int, moved: Numbers) -> Numbers | None:
-    """What known places of a Gather pick from the numbers: exporters write `x[:, 3]` so."""
+    """Elements that known indices of a Gather pick: exporters write `x[:, 3]` so."""
     indices = signature.constant(1)
     axis = positive(signature.node.integer("axis"), max(moved.ndim, 1))
     return None if slot or indices is None else np.take(moved, indices, axis)
 
 
 _Move = Callable[[Signature, int, int, Numbers], "Numbers | None"]
-"""What a result holds of what an operand holds, element for element; None where it holds something else."""
+"""Function from an operand's elements to a result's; None where the result holds something else."""
 
 _KEEPING = frozenset(["Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"])
 """Operators whose result holds all elements of its operand."""

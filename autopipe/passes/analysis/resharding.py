@@ -238,7 +238,7 @@ class NodeLayouts:
     results: tuple[Layout | None, ...]
 
 
-def laid(graph: Graph, index: int, space: Space, splits: tuple[Split, ...], group: int) -> NodeLayouts:
+def node_layouts(graph: Graph, index: int, space: Space, splits: tuple[Split, ...], group: int) -> NodeLayouts:
     """The graph's node at `index`, of iteration space `space`, under its splits over `group` devices."""
     node = graph.nodes[index]
     operands = (

@@ -136,7 +136,7 @@ class CandidateTrial:
 
 
 _REFUSALS = (*REFUSALS, LeftOutError, InternalError)
-"""What ends one candidate and never the search: a mistake of ours, too, which is told."""
+"""Errors that end one candidate and never the search: internal errors, too, which are reported."""
 
 _SOON = 2
 """Works that are begun before those that take long."""

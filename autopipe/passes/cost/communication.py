@@ -139,7 +139,7 @@ def measured_moves(cluster: Cluster, group: Sequence[int]) -> Affine | None:
 
 
 def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Cost | None:
-    """What was measured of a collective of so many ranks in one node, or lies between what was of fewer and of more."""
+    """Measured cost of a collective of a group in one node, or one between those of fewer and of more ranks."""
     device = cluster.devices[group[0]]
     known = device.collectives
     alike = known and len({cluster.devices[device] for device in group}) == 1

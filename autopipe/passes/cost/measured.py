@@ -39,7 +39,7 @@ from autopipe.ir.problem import Measured, Problem, Work
 from autopipe.ir.space import AxisKind
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.operators import OpInstance, bias_additions, uses_of
-from autopipe.passes.analysis.resharding import laid
+from autopipe.passes.analysis.resharding import node_layouts
 from autopipe.passes.cost.roofline import annotate, node_seconds
 
 Splits = tuple[Split, ...]
@@ -132,7 +132,7 @@ class Operations:
         signature = signature_of(self.graph, self.graph.nodes[index])
         if not splits:
             return signature
-        form = laid(self.graph, index, self.uses[index].space, splits, splits[0].degree)
+        form = node_layouts(self.graph, index, self.uses[index].space, splits, splits[0].degree)
         operands = tuple(map(_local_value, signature.operands, form.operands))
         constants = tuple(
             None if value is None or array is None or value.shape != array.shape else array

@@ -31,7 +31,7 @@ from autopipe.ir.ops.operator import Signature, joint_splits
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.operators import OpInstance, uses_of
-from autopipe.passes.analysis.resharding import Exchange, NodeLayouts, laid, taken_layouts, with_exchanges
+from autopipe.passes.analysis.resharding import Exchange, NodeLayouts, node_layouts, taken_layouts, with_exchanges
 from autopipe.passes.analysis.stage_nodes import assign_nodes
 from autopipe.passes.cost.communication import (
     FREE,
@@ -106,7 +106,9 @@ def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
         tuple(assigners[own.micro_batch_size](index, splits, len(stage.devices)) for index, splits in plan.nodes)
         for stage, own, plan in zip(placement.stages, problems, plans, strict=True)
     ]
-    taken = [taken_layouts(own.graph, list(map(laid_as, nodes))) for own, nodes in zip(problems, assigned, strict=True)]
+    taken = [
+        taken_layouts(own.graph, list(map(layouts_as, nodes))) for own, nodes in zip(problems, assigned, strict=True)
+    ]
     torn = _torn(graph, taken)
     return tuple(
         _stage_work(own, stage, nodes, plan.outputs, _whole(graph, read, torn))
@@ -121,7 +123,7 @@ def problems_of_stages(problem: Problem, placement: Placement) -> tuple[Problem,
     return tuple(by_size[size] for size in sizes)
 
 
-def laid_as(each: StageNode) -> NodeLayouts:
+def layouts_as(each: StageNode) -> NodeLayouts:
     """The node with its layouts, as exchanges are found by."""
     return NodeLayouts(each.index, each.node, each.sharing.operands, each.sharing.results)
 
@@ -193,7 +195,7 @@ def _sharing(graph: Graph, index: int, use: OpInstance, splits: tuple[Split, ...
     names = use.space.extents()
     # An axis that the node lacks only shares its work: code generation refuses it, by name.
     own = tuple(split for split in splits if split.axis in names)
-    form = laid(graph, index, use.space, own, group)
+    form = node_layouts(graph, index, use.space, own, group)
     share = 1.0 / math.prod(degrees.values())
     read, written = (
         tuple(None if layout is None else layout.local_elements for layout in layouts)
@@ -233,7 +235,7 @@ def exchange_seconds(graph: Graph, cluster: Cluster, work: StageWork, gradient: 
 
 def exchanges_of(graph: Graph, work: StageWork) -> Iterable[Exchange]:
     """The changes of layout that lowering makes between a stage's nodes."""
-    nodes = list(map(laid_as, work.nodes))
+    nodes = list(map(layouts_as, work.nodes))
     shares = work.given.keys() - graph.consumers().keys()
     steps = with_exchanges(nodes, taken_layouts(graph, nodes), work.given.keys(), shares, len(work.stage.devices))
     return (step for step in steps if isinstance(step, Exchange))

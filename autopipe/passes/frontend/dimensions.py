@@ -220,7 +220,7 @@ _GROWING = frozenset({"ConstantOfShape", "Expand", "EyeLike", "OneHot", "Range",
 
 @dataclass(slots=True)
 class Budget:
-    """What is left of the operations or bytes that computing the constants of a graph may take."""
+    """Rest of the operations or bytes that computing the constants of a graph may take."""
 
     left: int
 

@@ -23,9 +23,9 @@ from autopipe.passes.frontend.parameters import LARGEST_LOOK, Roles
 ROW = "/row"
 """Suffix of the name of an expanded parameter's one row."""
 ROWS = "/rows"
-"""What the rows of a parameter that is looked up at fixed places are called after it."""
+"""Suffix of the name of a parameter's rows that are looked up at fixed places."""
 LOGARITHM = "/log"
-"""What the logarithm of a tensor is called after it."""
+"""Suffix of the name of a tensor's logarithm."""
 LARGEST = 1 << 30
 """Bytes beyond which a copy is not compared."""
 BLOCK = 1 << 20
@@ -89,7 +89,7 @@ class Folded:
 
 
 def unfolded(parameters: Mapping[str, Parameter], roles: Roles, model: Path, taken: set[str]) -> dict[str, Folded]:
-    """Those of a file's tensors, by name, that are computed from parameters, whose names are none of `taken`."""
+    """Tensors of a file, by name, that are computed from parameters, whose names are none of `taken`."""
     if roles.stated is not None:
         return {}
     trained = {name: each for name, each in parameters.items() if each.trainable and _is_stored(each)}
@@ -167,7 +167,7 @@ class _Folds:
                     bases.append(each)
 
     def _may_be_one(self, base: str, copy: str) -> bool:
-        """Whether equal numbers are no accident: a module's own tensor, or the same module called again."""
+        """True if equal numbers are no accident: a module's own tensor, or the same module called again."""
         if not LIFTED.fullmatch(base):
             return True
         readers = self.roles.uses.readers
@@ -234,7 +234,7 @@ class _Folds:
         return _looked_up(parameter, array) if possible else None
 
     def _may_be_expanded(self, value: Value, array: np.ndarray) -> bool:
-        """Whether equal rows may come from an expansion along the samples, rather than from a new model."""
+        """True if equal rows may come from an expansion along the samples, rather than from a new model."""
         if value.shape[0] < 2:
             return False
         if self.roles.signature:
@@ -289,7 +289,7 @@ def _moved(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
 
 
 def _is_equal(array: np.ndarray, flat: np.ndarray) -> bool:
-    """Whether an array's elements are these, row by row; a few are looked at first."""
+    """True if an array's elements are these, row by row; a few are looked at first."""
     sampled = np.linspace(0, flat.size - 1, min(SAMPLED, flat.size)).astype(np.int64)
     if not np.array_equal(array[np.unravel_index(sampled, array.shape)], flat[sampled]):
         return False

@@ -92,11 +92,11 @@ class Signature:
         return frozenset(NUMBERED.sub("", each) for each in names if each not in self.parameters)
 
     def names(self, name: str) -> bool:
-        """Whether a tensor is called as a parameter or a buffer is."""
+        """True if a tensor is called as a parameter or a buffer is."""
         return name in self.parameters or name in self.buffers
 
     def trains(self, name: str) -> bool:
-        """Whether a tensor is a parameter, perhaps in a folded form."""
+        """True if a tensor is a parameter, perhaps in a folded form."""
         return bool(self.origins(name))
 
     def stated(self, tensor: onnx.TensorProto, merged: str) -> onnx.ValueInfoProto:
@@ -126,7 +126,7 @@ STEEPEST = 512
 
 
 def is_uniform(array: np.ndarray) -> bool:
-    """Whether all numbers are equal."""
+    """True if all numbers are equal."""
     if array.size == 0:
         return True
     flat = array.reshape(-1)
@@ -134,7 +134,7 @@ def is_uniform(array: np.ndarray) -> bool:
 
 
 def table_of(array: np.ndarray, named: bool) -> str:
-    """What kind of table the numbers are, "" where they may be a weight's.
+    """Kind of table that the numbers are, "" where they may be a weight's.
 
     A tensor that the module names (`named`) may hold a series: modules begin so (RWKV's decays).
     """
@@ -157,7 +157,7 @@ def table_of(array: np.ndarray, named: bool) -> str:
 
 
 def are_waves(places: np.ndarray) -> bool:
-    """Whether each column is a sampled sine: x[i-1] + x[i+1] is the same multiple of x[i] everywhere."""
+    """True if each column is a sampled sine: x[i-1] + x[i+1] is the same multiple of x[i] everywhere."""
     if len(places) < LEAST:
         return False
     middle, around = places[1:-1], places[:-2] + places[2:]
@@ -191,14 +191,14 @@ def _by_place(numbers: np.ndarray) -> np.ndarray | None:
 
 
 def _begins_as_angles(places: np.ndarray) -> bool:
-    """Whether the numbers are sines or cosines that begin at position 0."""
+    """True if the numbers are sines or cosines that begin at position 0."""
     first = places[0]
     begins = bool((first == 1).all()) or bool((first == 0).all())
     return begins and len(places) >= LEAST and float(np.abs(places).max()) <= 1 + 1e-6
 
 
 def _is_series(numbers: np.ndarray) -> bool:
-    """Whether numbers grow by the same step or by the same factor."""
+    """True if numbers grow by the same step or by the same factor."""
     if len(numbers) < LEAST:
         return False
     steps = np.diff(numbers)
@@ -304,7 +304,7 @@ class Apart:
     copies: Mapping[str, str] = field(default_factory=dict)
     """By the name of the new tensor the merged one, whose numbers it begins with."""
     doubtful: tuple[str, ...] = ()
-    """Those told apart although nothing in the file says that they are several."""
+    """Tensors told apart although nothing in the file says that they are several."""
 
 
 def take_apart(model: onnx.ModelProto, metadata: Mapping[str, str], numbers: Numbers) -> Apart:
@@ -344,7 +344,7 @@ def take_apart(model: onnx.ModelProto, metadata: Mapping[str, str], numbers: Num
 
 
 def _is_doubtful(model: onnx.ModelProto, name: str, merged: onnx.TensorProto, numbers: Numbers) -> bool:
-    """Whether a tensor was told apart on no better evidence than its place."""
+    """True if a tensor was told apart on no better evidence than its place."""
     if model.producer_name != PRODUCER:
         return True
     array = numbers(merged) if LIFTED.fullmatch(name) else None
@@ -437,7 +437,7 @@ def _claimed(
 def _named(
     graph: onnx.GraphProto, held: Mapping[str, onnx.TensorProto], numbers: Numbers
 ) -> Iterator[tuple[Read, str, str]]:
-    """What an Identity of a tensor names: another parameter, which the older exporter found to be equal."""
+    """Parameter that an Identity of a tensor names, which the older exporter found to be equal."""
     names = {node.output[0]: node.input[0] for node in graph.node if _is_name(node, held)}
     outputs = {info.name for info in graph.output}
     readers = _readers(graph, {**held, **names})

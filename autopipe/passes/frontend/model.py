@@ -153,7 +153,7 @@ class Tensor:
     trained: bool
     why: str
     doubtful: bool = False
-    """Whether the evidence for it is weak."""
+    """True if the evidence for it is weak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ def tensors_of(graph: Graph, roles: Mapping[str, Role]) -> tuple[Tensor, ...]:
 
 
 def trained_warnings(tensors: tuple[Tensor, ...], apart: Apart) -> tuple[str, ...]:
-    """What to say of tensors whose role the file does not settle."""
+    """Warnings on tensors whose role the file does not settle."""
     known = {each.value.name for each in tensors}
     split = [name for name in apart.doubtful if name in known]
     trained = [each.value.name for each in tensors if each.doubtful and each.trained]

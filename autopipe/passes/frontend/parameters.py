@@ -64,14 +64,14 @@ Numbers = Callable[[], "np.ndarray | None"]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a floating-point tensor of the file is, and why."""
+    """Role of a floating-point tensor of the file, and the reason."""
 
     trained: bool
     why: str
     doubtful: bool = False
-    """Whether the evidence is weak enough that the user should look."""
+    """True if the evidence is weak enough that the user should look."""
     constant: bool = False
-    """Whether it is a number in the graph rather than kept from step to step."""
+    """True if it is a number in the graph rather than kept from step to step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,9 @@ class Roles:
     """The weights' names where the file itself says (its metadata `autopipe.parameters`)."""
     signature: Signature
     from_torch: bool
-    """Whether one of torch's exporters wrote the file, which keep every parameter among the initializers."""
+    """True if one of torch's exporters wrote the file, which keep every parameter among the initializers."""
     settled: bool
-    """Whether the scales that torch's modules name all have numbers of their own: the model has been trained."""
+    """True if the scales that torch's modules name all have numbers of their own: the model has been trained."""
     samples: frozenset[int]
     """The first extents of the inputs, where the file fixes them."""
 
@@ -110,7 +110,7 @@ class Roles:
         return self._by_use(value, numbers, slots)
 
     def fills(self, name: str) -> bool:
-        """Whether the result of a ConstantOfShape node is a weight: read where operators take weights.
+        """True if the result of a ConstantOfShape node is a weight: read where operators take weights.
 
         Torch's exporters write none so.
         """
@@ -119,11 +119,11 @@ class Roles:
         return self.uses.is_weight(name) or self._is_affine(name)
 
     def is_statistic(self, name: str) -> bool:
-        """Whether a tensor is the running mean or variance of a normalization."""
+        """True if a tensor is the running mean or variance of a normalization."""
         return bool(self.uses.slots(name) & STATISTICS)
 
     def _is_named(self, name: str) -> bool:
-        """Whether a module of torch's gave a tensor its name."""
+        """True if a module of torch's gave a tensor its name."""
         return self.from_torch and not LIFTED.fullmatch(name)
 
     def _signed(self, value: Value, numbers: Numbers, slots: frozenset[tuple[str, int]]) -> Role:
@@ -209,7 +209,7 @@ def roles_of(source: Source) -> Roles:
 
 
 def _is_settled(source: Source, uses: Uses) -> bool:
-    """Whether there are scales with names of their own, and no tensor with such a name has equal numbers."""
+    """True if there are scales with names of their own, and no tensor with such a name has equal numbers."""
     scales = 0
     for tensor in source.graph.initializer:
         if tensor.data_type not in FLOATING or math.prod(tensor.dims) < 2 or LIFTED.fullmatch(tensor.name):
@@ -247,7 +247,7 @@ class Chosen:
     """Filled with the patterns that have matched a name."""
 
     def trained(self, name: str) -> bool | None:
-        """Whether a tensor is trained; None where no pattern matches its name."""
+        """True if a tensor is trained; None where no pattern matches its name."""
         trainable = self._any("model.trainable", self.trainable, name)
         frozen = self._any("model.frozen", self.frozen, name)
         return True if trainable else False if frozen else None

@@ -81,7 +81,7 @@ def _strip_graph(data: memoryview, graph: Field, slices: dict[str, FileSlice]) -
 
 
 def _may_hold_a_tensor(data: memoryview, node: Field) -> bool:
-    """Whether a node can be a Constant with numbers; most are known at a glance not to be."""
+    """True if a node can be a Constant with numbers; most are known at a glance not to be."""
     size = node.end - node.payload
     return size >= LARGE_FLOATS or (size >= SMALLEST_CONSTANT and b"Constant" in bytes(data[node.payload : node.end]))
 

@@ -291,7 +291,7 @@ class _Sweep:
     """The names of the file's outputs."""
 
     @property
-    def absent(self) -> MissingWeightTypes:
+    def missing_types(self) -> MissingWeightTypes:
         """Types of missing weights, from their uses."""
         outputs = tuple(info.name for info in self.source.graph.output)
         return MissingWeightTypes(self.weights.roles.uses, self.type_of, outputs)
@@ -387,7 +387,7 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
     where = f"{node.op_type} {node.name!r}"
     for name in operands:
         if name and name not in sweep.types:
-            sweep.keep(sweep.weights.missing(sweep.declared(name) or sweep.absent.deduced(name)))
+            sweep.keep(sweep.weights.missing(sweep.declared(name) or sweep.missing_types.deduced(name)))
     standard = node.domain in ("", "ai.onnx")
     if standard and node.op_type == "CastLike" and len(operands) == 2:
         node = _cast(node, sweep.types[operands[1]].dtype)

@@ -111,7 +111,7 @@ class Weights:
     roles: Roles
     stated: dict[str, Initializer]
     chosen: Chosen
-    """What the user says of names."""
+    """The user's choices by name."""
     absent: list[str]
     """Filled with the names of parameters whose numbers are not there."""
     found: dict[str, Role]
@@ -198,7 +198,7 @@ class Weights:
         return stored_numbers(name, tensor, self.source.slices, self.source.path)
 
     def _as_chosen(self, name: str, held: Held, other: str = "") -> Held:
-        """What is held under a name, trained or not as the user says of it or of its `other` name."""
+        """Parameter under a name, trained or not as the user says of it or of its `other` name."""
         if isinstance(held, Folded):
             if isinstance(held.source, str):
                 return held

@@ -197,7 +197,7 @@ def _steps(wired: list[list[StageOnRank]], schedule: Schedule, turns: tuple[int,
     known: dict[tuple[tuple[Task, ...], RankPeers], _Step] = {}
     found = []
     for rank, tasks in enumerate(schedule.tasks):
-        key = (tasks, _talking(rank, wired[rank]))
+        key = (tasks, _peers(rank, wired[rank]))
         if key not in known:  # The ranks of a group mostly do the same.
             flat = instructions(*key, orders)
             known[key] = _Step(sections(flat, turns), held_messages(flat))
@@ -224,7 +224,7 @@ def _wired(
     return found
 
 
-def _talking(rank: int, wired: list[StageOnRank]) -> RankPeers:
+def _peers(rank: int, wired: list[StageOnRank]) -> RankPeers:
     """Peers of the rank."""
     sends: set[tuple[int, Verb]] = set()
     receives: set[tuple[int, Verb, int]] = set()

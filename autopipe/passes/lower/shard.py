@@ -24,7 +24,7 @@ from autopipe.ir.ops.operator import Signature, joint_splits
 from autopipe.ir.placement import Split, Stage
 from autopipe.ir.program import Collective, Compute, Operation, Shard, StageCode
 from autopipe.ir.space import AxisKind, Space
-from autopipe.passes.analysis.resharding import Exchange, NodeLayouts, laid, taken_layouts, with_exchanges
+from autopipe.passes.analysis.resharding import Exchange, NodeLayouts, node_layouts, taken_layouts, with_exchanges
 from autopipe.passes.analysis.stage_nodes import StageNodes
 
 
@@ -70,7 +70,7 @@ def shard_stage(
     """
     group = len(stage.devices)
     uses = tuple(_use(graph, index, splits, group) for index, splits in nodes.nodes)
-    forms = tuple(laid(graph, use.index, use.space, use.splits, group) for use in uses)
+    forms = tuple(node_layouts(graph, use.index, use.space, use.splits, group) for use in uses)
     taken = taken_layouts(graph, forms, demands.whole)
     worker = _Sharding(graph, stage, taken, nodes.outputs, demands.shares, batch)
     worker.place(uses, forms)

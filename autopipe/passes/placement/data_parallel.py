@@ -9,7 +9,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.analysis.constraints import BATCH_AXIS, ResolvedConstraint, wishes_of
+from autopipe.passes.analysis.constraints import BATCH_AXIS, ResolvedConstraint, resolved_constraints
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_one_kind, check_state, fitted
@@ -46,7 +46,7 @@ class DataParallel:
         nodes = tuple(range(len(problem.graph.nodes)))
         devices = tuple(range(problem.cluster.size))
         samples = sample_axes(problem.graph)
-        for wish in wishes_of(problem):
+        for wish in resolved_constraints(problem):
             self._obey(wish, samples, devices)
         recompute = problem.train and problem.recompute == "full"
         splits = samples.splits(nodes, len(devices))

@@ -25,8 +25,8 @@ from autopipe.passes.cost.memory_check import check_one_kind, check_operators, c
 from autopipe.passes.sharding.regions import (
     Network,
     NodeSplits,
+    check_constraints_met,
     check_samples,
-    check_wishes,
     grow,
     replicated_network,
     seed_axis,
@@ -63,7 +63,7 @@ class OneWeirdTrick:
     def run(self, problem: Problem) -> Placement:
         """One stage. Raises ConfigurationError for a constraint it does not fulfil, InfeasibleError for memory."""
         placement = by_one_weird_trick(problem)
-        check_wishes(problem, placement, self.name)
+        check_constraints_met(problem, placement, self.name)
         return fitted(problem, placement)
 
 
@@ -228,7 +228,7 @@ class Expert:
         the samples, `tensor` does not divide them, or memory does not hold the placement.
         """
         placement = self._placed(problem)
-        check_wishes(problem, placement, self.name)
+        check_constraints_met(problem, placement, self.name)
         return fitted(problem, placement)
 
     def _placed(self, problem: Problem) -> Placement:

@@ -24,7 +24,7 @@ from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, Infe
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.analysis.constraints import ResolvedConstraint, required_sizes, wishes_of
+from autopipe.passes.analysis.constraints import ResolvedConstraint, required_sizes, resolved_constraints
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.analysis.stage_nodes import assign_nodes
 from autopipe.passes.batching import Division
@@ -46,8 +46,8 @@ from autopipe.passes.partition.chain_cut import cut_into_stages
 from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.schedule.limits import quick_step_seconds
 from autopipe.passes.sharding.regions import (
+    check_constraints_met,
     check_samples,
-    check_wishes,
     settled_stages,
     visited,
     whole_group_splits,
@@ -186,13 +186,13 @@ class SizedProblem:
 
     problem: Problem
     samples: SampleAxes
-    wishes: tuple[ResolvedConstraint, ...]
+    resolved: tuple[ResolvedConstraint, ...]
 
     @staticmethod
     def of(problem: Problem, size: int) -> SizedProblem:
         """Raises ConfigurationError or ModelError where there can be no micro-batches of `size` samples."""
         own = resized(problem, size)
-        return SizedProblem(own, sample_axes(own.graph), wishes_of(own))
+        return SizedProblem(own, sample_axes(own.graph), resolved_constraints(own))
 
     def placement(self, degrees: Degrees, chunks: int, wave: bool) -> Placement:
         """The stages of a factorisation, recomputing where all are to.
@@ -202,7 +202,7 @@ class SizedProblem:
         problem = self.problem
         check_samples(problem, degrees.data, "grid")
         groups = visited(degrees.groups(), chunks, wave)
-        settled = settled_stages(self.wishes, groups, "grid") if self.wishes else {}
+        settled = settled_stages(self.resolved, groups, "grid") if self.resolved else {}
         again = problem.train and problem.recompute == "full"
         shared = self._shared_by(degrees)
         stages = []
@@ -441,7 +441,7 @@ class Grid:
         return best_order(problem, self._placed)
 
     def _placed(self, problem: Problem) -> Placement:
-        wishes = wishes_of(problem)
+        resolved = resolved_constraints(problem)
         degrees = tuple(factorisations(problem.cluster, self.pipeline, self.data, self.tensor))
         if len(equal_device_runs(problem.cluster)) > 1:
             degrees = tuple(each for each in degrees if all(may_share(problem, group) for group in each.groups()))
@@ -451,6 +451,6 @@ class Grid:
                     f"{describe_kinds(problem.cluster, range(problem.cluster.size))}",
                     hint="set cluster.straddle to true, or take other degrees",
                 )
-        placement = GridSearch(problem, self.chunks, self.wave).run(degrees, required_sizes(problem, wishes))
-        check_wishes(problem, placement, self.name)
+        placement = GridSearch(problem, self.chunks, self.wave).run(degrees, required_sizes(problem, resolved))
+        check_constraints_met(problem, placement, self.name)
         return placement

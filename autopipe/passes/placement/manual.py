@@ -12,7 +12,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
 from autopipe.ir.problem import Problem
-from autopipe.passes.analysis.constraints import ResolvedConstraint, required_splits, wishes_of
+from autopipe.passes.analysis.constraints import ResolvedConstraint, required_splits, resolved_constraints
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import fitted
@@ -59,28 +59,28 @@ class Manual:
                 f"constraints are for pipeline {max(asked)}, but none is for pipeline {missing}",
                 hint="number pipelines from 0",
             )
-        wishes = wishes_of(problem, len(asked), own_sizes=True)
+        resolved = resolved_constraints(problem, len(asked), own_sizes=True)
         stages: list[Stage] = []
         for pipeline in sorted(asked):
-            own = tuple(wish for wish in wishes if wish.constraint.pipeline == pipeline)
+            own = tuple(wish for wish in resolved if wish.constraint.pipeline == pipeline)
             stages += (replace(stage, pipeline=pipeline) for stage in _pipeline(problem, own))
         return fitted(problem, Placement(tuple(stages)))
 
 
-def _pipeline(problem: Problem, wishes: tuple[ResolvedConstraint, ...]) -> Iterator[Stage]:
-    """The stages that `wishes` ask for."""
-    stage_of = _stages(problem.graph, wishes)
+def _pipeline(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Iterator[Stage]:
+    """The stages that `resolved` ask for."""
+    stage_of = _stages(problem.graph, resolved)
     count = max(stage_of) + 1
     members = [tuple(node for node, stage in enumerate(stage_of) if stage == index) for index in range(count)]
     empty = next((index for index, nodes in enumerate(members) if not nodes), None)
     if empty is not None:
         raise ConfigurationError(f"the constraints leave stage {empty} of {count} without nodes")
-    devices = _devices(problem, wishes, stage_of, count)
-    sizes = _sizes(problem, wishes, stage_of, count)
+    devices = _devices(problem, resolved, stage_of, count)
+    sizes = _sizes(problem, resolved, stage_of, count)
     whole = sample_axes(problem.graph)
     smaller = {size: sample_axes(rebatched(problem.graph, size)) for size in {*sizes} - {problem.micro_batch_size}}
     samples = {problem.micro_batch_size: whole, **smaller}
-    splits = required_splits(wishes, whole)
+    splits = required_splits(resolved, whole)
     _check_degrees(problem.graph, splits, stage_of, devices)
     for nodes, group, size in zip(members, devices, sizes, strict=True):
         _check_extents(samples[size], nodes, splits, size)
@@ -93,9 +93,9 @@ def _pipeline(problem: Problem, wishes: tuple[ResolvedConstraint, ...]) -> Itera
         )
 
 
-def _stages(graph: Graph, wishes: tuple[ResolvedConstraint, ...]) -> list[int]:
+def _stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list[int]:
     """The stage of every node: its constraint's, else inherited."""
-    given = {node: wish for wish in wishes if wish.constraint.stage is not None for node in wish.nodes}
+    given = {node: wish for wish in resolved if wish.constraint.stage is not None for node in wish.nodes}
     wanted = {node: wish.constraint.stage for node, wish in given.items() if wish.constraint.stage is not None}
     recomputed = recomputed_nodes(graph)
     latest = _latest(graph, wanted)
@@ -133,11 +133,11 @@ def _latest(graph: Graph, wanted: dict[int, int]) -> list[int]:
 
 
 def _devices(
-    problem: Problem, wishes: tuple[ResolvedConstraint, ...], stage_of: list[int], count: int
+    problem: Problem, resolved: tuple[ResolvedConstraint, ...], stage_of: list[int], count: int
 ) -> list[tuple[int, ...]]:
     """The devices of each stage: those of its nodes' constraints, else an equal share of all."""
     asked: dict[int, ResolvedConstraint] = {}
-    for wish in wishes:
+    for wish in resolved:
         for stage in dict.fromkeys(stage_of[node] for node in wish.nodes) if wish.devices is not None else ():
             other = asked.setdefault(stage, wish)
             if other.devices != wish.devices:
@@ -159,10 +159,10 @@ def _devices(
     return [asked[stage].devices or () for stage in range(count)]
 
 
-def _sizes(problem: Problem, wishes: tuple[ResolvedConstraint, ...], stage_of: list[int], count: int) -> list[int]:
+def _sizes(problem: Problem, resolved: tuple[ResolvedConstraint, ...], stage_of: list[int], count: int) -> list[int]:
     """Samples of a micro-batch of each stage: those of its nodes' constraints, else of the step's."""
     asked: dict[int, ResolvedConstraint] = {}
-    for wish in wishes:
+    for wish in resolved:
         size = wish.constraint.micro_batch_size
         for stage in dict.fromkeys(stage_of[node] for node in wish.nodes) if size is not None else ():
             other = asked.setdefault(stage, wish)

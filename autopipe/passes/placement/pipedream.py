@@ -27,7 +27,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.chain import Chain, Matrix, make_chain
-from autopipe.passes.analysis.constraints import BATCH_AXIS, ResolvedConstraint, wishes_of
+from autopipe.passes.analysis.constraints import BATCH_AXIS, ResolvedConstraint, resolved_constraints
 from autopipe.passes.analysis.operators import SampleAxes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.communication import Cost
@@ -143,21 +143,23 @@ def ruled(price: Price, rules: tuple[ChainConstraint, ...], size: int, stages: i
     return obedient
 
 
-def groups_of(wishes: tuple[ResolvedConstraint, ...]) -> tuple[tuple[int, ...], ...]:
+def groups_of(resolved: tuple[ResolvedConstraint, ...]) -> tuple[tuple[int, ...], ...]:
     """Nodes that cuts must be able to part from the others: all of one stage together, else of one constraint."""
     by_stage: dict[int, list[int]] = {}
-    for wish in wishes:
+    for wish in resolved:
         if wish.constraint.stage is not None:
             by_stage.setdefault(wish.constraint.stage, []).extend(wish.nodes)
-    rest = [wish.nodes for wish in wishes if wish.constraint.stage is None]
+    rest = [wish.nodes for wish in resolved if wish.constraint.stage is None]
     return (*map(tuple, by_stage.values()), *rest)
 
 
-def rules_of(wishes: tuple[ResolvedConstraint, ...], chain: Chain, samples: SampleAxes) -> tuple[ChainConstraint, ...]:
+def rules_of(
+    resolved: tuple[ResolvedConstraint, ...], chain: Chain, samples: SampleAxes
+) -> tuple[ChainConstraint, ...]:
     """The wishes as rules. Raises ConfigurationError, with the reason, for those that no chain can fulfil."""
     stages: dict[int, ChainConstraint] = {}
     found: list[ChainConstraint] = []
-    for wish in wishes:
+    for wish in resolved:
         blocks = chain.block_of[list(wish.nodes)]
         first, last = int(blocks.min()), int(blocks.max())
         if wish.constraint.stage is not None:
@@ -321,10 +323,10 @@ class PipeDream:
 
     def _answer(self, problem: Problem) -> SweepResult:
         """The chain for the problem's micro-batches."""
-        wishes = wishes_of(problem)
+        resolved = resolved_constraints(problem)
         forward, backward = mean_seconds(problem)
-        tables = make_tables(problem, make_chain(problem.graph, forward + backward, _MOST_BLOCKS, groups_of(wishes)))
-        rules = rules_of(wishes, tables.chain, tables.samples)
+        tables = make_tables(problem, make_chain(problem.graph, forward + backward, _MOST_BLOCKS, groups_of(resolved)))
+        rules = rules_of(resolved, tables.chain, tables.samples)
         # Constraints speak of the devices there are; without any, fewer will do.
         least_devices = problem.cluster.size if rules else 1
         for devices in range(problem.cluster.size, least_devices - 1, -1):
@@ -337,7 +339,7 @@ class PipeDream:
                 raise _out_of_memory(prices.problem, nearest)
         raise InfeasibleError(
             f"no chain of stages over {problem.cluster.size} devices obeys "
-            + " and ".join(str(wish) for wish in wishes),
+            + " and ".join(str(wish) for wish in resolved),
             hint="strategy manual follows any constraint",
         )
 

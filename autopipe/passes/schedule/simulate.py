@@ -253,7 +253,7 @@ class _Run:
     ) -> None:
         self.schedule = schedule
         self.names = names
-        """What each device is called: it may stand for several."""
+        """Name of each device, which may stand for several."""
         stages = prediction.stages
         last = max((task.micro_batch for order in schedule.tasks for task in order), default=0)
         self.count = max(schedule.micro_batches, last + 1)

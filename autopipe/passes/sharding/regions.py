@@ -32,7 +32,7 @@ from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.space import AxisKind, Space
-from autopipe.passes.analysis.constraints import BATCH_AXIS, ResolvedConstraint, wishes_of
+from autopipe.passes.analysis.constraints import BATCH_AXIS, ResolvedConstraint, resolved_constraints
 from autopipe.passes.analysis.operators import OpInstance, SampleAxes, sample_axes
 from autopipe.passes.sharding.configurations import Splits
 
@@ -358,7 +358,7 @@ def visited(places: Sequence[Place], chunks: int, wave: bool) -> tuple[Place, ..
 
 
 def settled_stages(
-    wishes: Sequence[ResolvedConstraint], groups: Sequence[tuple[int, ...]], strategy: str
+    resolved: Sequence[ResolvedConstraint], groups: Sequence[tuple[int, ...]], strategy: str
 ) -> dict[int, int]:
     """The stage of each node for which a constraint asks for a stage, or for the devices of one of `groups`.
 
@@ -366,7 +366,7 @@ def settled_stages(
     there are not, and for a stage that has other devices than are asked for.
     """
     found: dict[int, int] = {}
-    for wish in wishes:
+    for wish in resolved:
         stages = [wish.constraint.stage] if wish.constraint.stage is not None else []
         if wish.devices is not None:
             mine = [stage for stage, group in enumerate(groups) if set(group) == set(wish.devices)]
@@ -401,17 +401,17 @@ def check_degrees(problem: Problem, wished: Mapping[int, Splits], placement: Pla
             )
 
 
-def check_wishes(problem: Problem, placement: Placement, strategy: str) -> None:
+def check_constraints_met(problem: Problem, placement: Placement, strategy: str) -> None:
     """Raise ConfigurationError, naming constraint and node, for one that a placement of one pipeline does not fulfil.
 
     As for strategy manual, a split along an axis asks nothing of nodes that do not have it.
     """
-    wishes = wishes_of(problem)
-    if not wishes:
+    resolved = resolved_constraints(problem)
+    if not resolved:
         return
     stage_of = placement.stage_of()
     samples = sample_axes(problem.graph)
-    for wish in wishes:
+    for wish in resolved:
         for node in wish.nodes:
             number = stage_of[node]
             reason = _difference(wish, node, number, placement.stages[number], samples)

@@ -67,16 +67,20 @@ def test_a_pulse_says_what_its_rank_does(tmp_path: Path) -> None:
     file = heartbeat_file(tmp_path, 3)
     assert read_heartbeat(file) is None
     before = time.monotonic()
-    pulse = Heartbeat(file)
-    beat = read_heartbeat(file)
-    assert beat is not None and (beat.task, beat.waits) == ("start", False) and beat.since >= before
-    pulse.task = "12W345"
-    with pulse.waiting():
+    heartbeat = Heartbeat(file)
+    sign_of_life = read_heartbeat(file)
+    assert (
+        sign_of_life is not None
+        and (sign_of_life.task, sign_of_life.waits) == ("start", False)
+        and sign_of_life.since >= before
+    )
+    heartbeat.task = "12W345"
+    with heartbeat.waiting():
         inside = read_heartbeat(file)
     after = read_heartbeat(file)
     assert inside is not None and (inside.task, inside.waits) == ("12W345", True)
     assert after is not None and (after.task, after.waits) == ("12W345", False) and after.since >= inside.since
-    pulse.beat()
+    heartbeat.sign_of_life()
     last = read_heartbeat(file)
     assert last is not None and last.at > after.at and last.since == after.since
 
@@ -112,14 +116,14 @@ time.sleep(10**6)
 
 def test_a_rank_that_never_starts_is_named_and_all_are_stopped(tmp_path: Path) -> None:
     """Rank 0 waits, as its pulse says for ever after; rank 1 is as good as dead."""
-    pulse = Heartbeat(tmp_path / "waiting.pulse")
-    assert isinstance(pulse._record, mmap.mmap)
-    with pytest.MonkeyPatch.context() as patch, pulse.waiting():
+    heartbeat = Heartbeat(tmp_path / "waiting.pulse")
+    assert isinstance(heartbeat._record, mmap.mmap)
+    with pytest.MonkeyPatch.context() as patch, heartbeat.waiting():
         far = time.monotonic() + 10**6
         patch.setattr(time, "monotonic", lambda: far)
-        pulse.beat()
+        heartbeat.sign_of_life()
     script = tmp_path / "rank.py"
-    script.write_text(NEVER_STARTS.format(pulse=str(tmp_path / "waiting.pulse")))
+    script.write_text(NEVER_STARTS.format(heartbeat=str(tmp_path / "waiting.pulse")))
     logs = tmp_path / "logs"
     logs.mkdir()
     notes: list[str] = []

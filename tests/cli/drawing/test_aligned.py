@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from autopipe.cli.compare import ComparedPlan, PlanDiff, compare_report
+from autopipe.cli.compare import ComparisonPlan, PlanDiff, compare_report
 from autopipe.cli.drawing.picture import one_of_each, plan_picture
 from autopipe.cli.drawing.report import report_page
 from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
@@ -87,7 +87,7 @@ def comparison(first, second):
     for name, stages, micro_batches in ((first, 2, 4), (second, 3, 8)):
         plan, timeline = chain_plan(stages, micro_batches, model=name)
         parts = Breakdown(timeline.end / 2, bubble_s=timeline.end / 2)
-        found.append(ComparedPlan(Path(name), dataclasses.replace(plan, breakdown=parts), timeline))
+        found.append(ComparisonPlan(Path(name), dataclasses.replace(plan, breakdown=parts), timeline))
     return report_page(compare_report(found, [PlanDiff(True, True, False), PlanDiff(False, False, True)]))
 
 

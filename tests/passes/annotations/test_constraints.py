@@ -97,9 +97,9 @@ def test_a_strategy_follows_annotations_and_constraints_together(tmp_path: Path)
         Annotation(3, 2, ()),
     )
     read = annotated(tmp_path, given)
-    wishes = annotated_constraints(read, 4)
+    resolved = annotated_constraints(read, 4)
     own = (Constraint("relu_y", split=(("b", 2),)), Constraint("matmul*", devices=(0, 1)))
-    stages = Manual().run(problem(read.graph, cluster(4), constraints=(*own, *wishes))).stages
+    stages = Manual().run(problem(read.graph, cluster(4), constraints=(*own, *resolved))).stages
     assert [(stage.nodes, stage.devices) for stage in stages] == [((0,), (0, 1)), ((1, 2), (2, 3))]
     assert stages[0].splits == ((0, (Split("n", 2),)),)
     assert stages[1].splits == ((2, (Split("x0", 2),)),)
@@ -120,9 +120,9 @@ def test_a_strategy_follows_annotations_and_constraints_together(tmp_path: Path)
 def test_constraints_that_contradict_annotations_are_refused(own: Constraint, message: str, tmp_path: Path) -> None:
     given = configuration("mine", 2, Annotation(0, 0, (blocks("h", (1, 2), count=2),)))
     read = annotated(tmp_path, given)
-    wishes = annotated_constraints(read, 2)
+    resolved = annotated_constraints(read, 2)
     with pytest.raises(ConfigurationError, match=message):
-        Manual().run(problem(read.graph, cluster(2), constraints=(own, *wishes)))
+        Manual().run(problem(read.graph, cluster(2), constraints=(own, *resolved)))
 
 
 def test_the_configuration_is_chosen_by_the_number_of_devices(tmp_path: Path) -> None:

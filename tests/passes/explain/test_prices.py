@@ -17,7 +17,7 @@ from autopipe.passes.explain import (
     node_report,
     split_changes,
     stage_changes,
-    wishes,
+    what_ifs,
 )
 from autopipe.passes.pipeline import PlanResult, Request, make_plan
 from autopipe.passes.placement.given import written
@@ -89,7 +89,7 @@ def test_a_nodes_report_is_of_its_stage(planned: PlanResult) -> None:
 
 def test_what_helps_is_a_plan_of_the_changed_request(planned: PlanResult) -> None:
     now = planned.plan.summary.samples_per_s
-    for wish in wishes(planned):
+    for wish in what_ifs(planned):
         if "bandwidth" in wish.what:
             found = granted(planned, wish, again=True)
             assert found.samples_per_s == make_plan(wish.request).plan.summary.samples_per_s

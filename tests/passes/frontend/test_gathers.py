@@ -111,10 +111,10 @@ def test_arithmetic_tells_what_enumeration_tells(graph: Graph) -> None:
 def test_every_gather_of_few_elements() -> None:
     """All indices into up to six rows, by each way of laying three or fewer of them out."""
     broadcasts = 0
-    for rows, laid in itertools.product(range(1, 4), [(), (1,), (2,), (3,), (1, 2), (2, 1), (1, 3)]):
-        for numbers in itertools.product(range(rows), repeat=math.prod(laid)):
-            indices = np.asarray(numbers, dtype=np.int64).reshape(laid)
-            graph = gather("Gather", (2, rows, 2), indices, (2, *laid, 2), (("axis", 1),))
+    for rows, node_layouts in itertools.product(range(1, 4), [(), (1,), (2,), (3,), (1, 2), (2, 1), (1, 3)]):
+        for numbers in itertools.product(range(rows), repeat=math.prod(node_layouts)):
+            indices = np.asarray(numbers, dtype=np.int64).reshape(node_layouts)
+            graph = gather("Gather", (2, rows, 2), indices, (2, *node_layouts, 2), (("axis", 1),))
             assert told(graph) == enumerated(graph)
             broadcasts += told(graph) is not None
     assert broadcasts

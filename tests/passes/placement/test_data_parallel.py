@@ -58,8 +58,8 @@ def test_constraints_it_cannot_follow_are_refused(constraint: Constraint, reason
 
 
 def test_constraints_it_follows_anyway_are_fine() -> None:
-    wishes = (Constraint("*", stage=0), Constraint("re:mat.*", devices=()), Constraint("matmul0", split=(("b", 2),)))
-    assert len(DataParallel().run(problem(perceptron([16, 16]), cluster(2), constraints=wishes)).stages) == 1
+    resolved = (Constraint("*", stage=0), Constraint("re:mat.*", devices=()), Constraint("matmul0", split=(("b", 2),)))
+    assert len(DataParallel().run(problem(perceptron([16, 16]), cluster(2), constraints=resolved)).stages) == 1
     whole = (Constraint("*", split=()),)
     assert len(DataParallel().run(problem(perceptron([16, 16]), cluster(1), constraints=whole)).stages) == 1
 

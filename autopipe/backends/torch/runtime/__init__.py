@@ -1,4 +1,4 @@
-"""What generated programs import: this and torch, nothing else of autopipe.
+"""The module that generated programs import: this and torch, nothing else of autopipe.
 
 Torch is loaded with the rank, so that the launcher can check data and manifests, which take a moment, without it.
 """

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from autopipe.backends.torch.runtime.control_group import ControlGroup
+from autopipe.backends.torch.runtime.heartbeat import Heartbeat
 from autopipe.backends.torch.runtime.stage import Stage
 from autopipe.backends.torch.runtime.stage_io import Receive, Send
 from autopipe.ir.schedule import EVERY, MicroBatchSlice, Phase, Task
-
-if TYPE_CHECKING:
-    from autopipe.backends.torch.runtime.rank import Rank
-
 
 _UNITS = {Phase.FORWARD: 1, Phase.BACKWARD: 2, Phase.INPUT_GRADIENT: 1, Phase.WEIGHT_GRADIENT: 1}
 """Rough lengths: they choose among orders, all of which are correct."""
@@ -177,14 +175,28 @@ class BlockingStage(Stage):
             super().weight_gradient(micro_batch)
 
     def _comes_to(self, phase: Phase, micro_batch: int) -> bool:
-        assert self._rank.turns is not None
-        return self._rank.turns.come_to(Task(self.number, phase, micro_batch))
+        return self._rank.comes_to(Task(self.number, phase, micro_batch))
+
+
+class BlockingContext(Protocol):
+    """The rank as the one order of all ranks sees it."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def train(self) -> bool: ...
+    @property
+    def heartbeat(self) -> Heartbeat: ...
+    @property
+    def stages(self) -> Mapping[int, Stage]: ...
+    @property
+    def control_group(self) -> ControlGroup: ...
 
 
 class GlobalOrder:
     """This rank's tasks and messages in the one order of all ranks, for one step after the other."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: BlockingContext) -> None:
         self._rank = rank
         self._tasks: list[Task] = []
         self._order: list[Event] | None = None
@@ -227,7 +239,7 @@ class GlobalOrder:
             stage = self._rank.stages[end.target_stage]
             wire = next(each for each in stage.receives if each.channel == end.channel)
         sends = message.ranks[0] == number
-        with self._rank.pulse.waiting():
+        with self._rank.heartbeat.waiting():
             (stage.give if sends else stage.ask)(wire, MicroBatchSlice(*wire.slice).micro_batch(message.number)).wait()
 
     def _agree(self) -> list[Event]:
@@ -243,7 +255,7 @@ class GlobalOrder:
             "leaving": [(wire.channel, wire.slice) for stage in stages for wire in stage.sends],
             "arriving": [(wire.channel, wire.slice) for stage in stages for wire in stage.receives],
         }
-        every = [json.loads(data) for data in self._rank.meeting.gather(json.dumps(own).encode())]
+        every = [json.loads(data) for data in self._rank.control_group.gather(json.dumps(own).encode())]
         leaving, arriving = (
             {channel: MicroBatchSlice(*turn) for each in every for channel, turn in each[way]}
             for way in ("leaving", "arriving")

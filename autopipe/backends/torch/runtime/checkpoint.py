@@ -256,24 +256,24 @@ class Checkpointer:
         folder: Path,
         manifest: Manifest,
         state: TrainingState,
-        meeting: ControlGroup,
+        control_group: ControlGroup,
         copies: HostCopies,
-        pulse: Heartbeat,
+        heartbeat: Heartbeat,
     ) -> None:
-        """`meeting` must serve nothing else: a save uses it while the steps go on.
+        """`control_group` must serve nothing else: a save uses it while the steps go on.
 
         Raises ConfigurationError where another run saves in the folder, LaunchError where it cannot be written.
         """
         self._folder = folder
         self._manifest = manifest
         self._state = state
-        self._meeting = meeting
+        self._meeting = control_group
         self._copies = copies
-        self._pulse = pulse
-        self._pieces = write_blocks(manifest)[meeting.rank]
+        self._pulse = heartbeat
+        self._pieces = write_blocks(manifest)[control_group.rank]
         self._background = Background()
         self._lock: FolderLock | None = None
-        meeting.together("checkpoint", self._take_folder)
+        control_group.together("checkpoint", self._take_folder)
 
     def _take_folder(self) -> None:
         if self._meeting.rank == 0:
@@ -285,8 +285,8 @@ class Checkpointer:
         Raises what ended that one.
         """
         self.wait()
-        meeting, manifest = self._meeting, self._manifest
-        part = take_snapshot(manifest, meeting.rank, self._state, self._pieces, position, seed, self._copies)
+        control_group, manifest = self._meeting, self._manifest
+        part = take_snapshot(manifest, control_group.rank, self._state, self._pieces, position, seed, self._copies)
         self._background.start(partial(self._write, part))
 
     def wait(self) -> None:

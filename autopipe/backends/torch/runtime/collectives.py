@@ -44,7 +44,7 @@ class Group:
         """Where each position's part is in what the process group gathers, which is by rank."""
         self.process_group = transport.group(tuple(sorted(ranks)))
         self.traffic = transport.traffic
-        self.pulse = transport.pulse
+        self.heartbeat = transport.heartbeat
         self._transport = transport
         self._along: dict[MeshAxes, Group] = {}
 
@@ -244,13 +244,13 @@ def _all_to_all(parts: list[torch.Tensor], sizes: list[int], group: Group) -> li
     backend = dist.get_backend(group.process_group)
     if sent.is_cuda and backend == "gloo":  # It exchanges tensors of the host alone.
         host = received.cpu()
-        with group.pulse.waiting():
+        with group.heartbeat.waiting():
             dist.all_to_all_single(host, sent.cpu(), incoming, outgoing, group=group.process_group)
         received.copy_(host)
     elif backend == "fake":  # That of dry runs lets no rank receive that sends nothing.
         received.zero_()
     else:
-        with group.pulse.waiting():
+        with group.heartbeat.waiting():
             dist.all_to_all_single(received, sent, incoming, outgoing, group=group.process_group)
     by_rank = received.split(incoming)
     return [by_rank[place] for place in group.order]
@@ -274,10 +274,10 @@ def _reduced(tensor: torch.Tensor, group: Group, how: dist.ReduceOp.RedOpType) -
 
 def _combined(tensor: torch.Tensor, group: Group, how: dist.ReduceOp.RedOpType) -> torch.Tensor:
     if is_summed_at_once(tensor, group.process_group):
-        with group.pulse.waiting():
+        with group.heartbeat.waiting():
             return start_sum(tensor, group.process_group, how).wait()
     total = tensor.clone(memory_format=torch.contiguous_format)
-    with group.pulse.waiting():
+    with group.heartbeat.waiting():
         dist.all_reduce(total, how, group=group.process_group)
     return total
 
@@ -285,11 +285,11 @@ def _combined(tensor: torch.Tensor, group: Group, how: dist.ReduceOp.RedOpType) 
 def _gathered(tensor: torch.Tensor, group: Group, dimension: int) -> torch.Tensor:
     group.traffic["all_gather"] += tensor.nbytes * group.size
     if goes_at_once(tensor, group.process_group):
-        with group.pulse.waiting():
+        with group.heartbeat.waiting():
             rows = everyones(tensor, group.process_group)
         return torch.cat([rows[place] for place in group.order], dimension)
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size)]
-    with group.pulse.waiting():
+    with group.heartbeat.waiting():
         dist.all_gather(parts, tensor.contiguous(), group=group.process_group)
     return torch.cat([parts[place] for place in group.order], dimension)
 
@@ -301,9 +301,9 @@ def _scattered(tensor: torch.Tensor, group: Group, dimension: int) -> torch.Tens
     parts = tensor.chunk(group.size, dimension)
     by_rank = [parts[group.order.index(place)].contiguous() for place in range(group.size)]
     if goes_at_once(tensor, group.process_group):
-        with group.pulse.waiting():
+        with group.heartbeat.waiting():
             return start_sum_of_rows(torch.stack(by_rank), group.process_group).wait()
     shard = torch.empty_like(by_rank[0])
-    with group.pulse.waiting():
+    with group.heartbeat.waiting():
         dist.reduce_scatter(shard, by_rank, group=group.process_group)
     return shard

@@ -23,16 +23,16 @@ from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
 class ControlGroup:
     """The ranks of a world, or the only one."""
 
-    def __init__(self, rank: int, world_size: int, patience_s: float, pulse: Heartbeat) -> None:
+    def __init__(self, rank: int, world_size: int, patience_s: float, heartbeat: Heartbeat) -> None:
         """All ranks make it together. Who has not come after `patience_s` seconds is given up."""
         self.rank = rank
         self.world_size = world_size
         self.waits = False
-        """Whether this rank has come and others have not."""
-        self._pulse = pulse
+        """True if this rank has come and others have not."""
+        self._pulse = heartbeat
         self._group = None
         if world_size > 1:
-            with pulse.waiting(), patient_threads():
+            with heartbeat.waiting(), patient_threads():
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
 
     def gather(self, data: bytes) -> list[bytes]:

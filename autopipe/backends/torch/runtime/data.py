@@ -22,8 +22,8 @@ from typing import IO, Protocol
 
 import numpy as np
 
-from autopipe.backends.torch.runtime import philox
 from autopipe.backends.torch.runtime.manifest import Bounds, InputEntry, Manifest
+from autopipe.backends.torch.runtime.philox import integers, normal, words
 from autopipe.backends.torch.runtime.stage_io import Slices
 from autopipe.ir.errors import ConfigurationError
 
@@ -117,7 +117,7 @@ class Source(Protocol):
         """The number of a step's first sample."""
 
     def has(self, step: int) -> bool:
-        """Whether there is data for a step. In training there is: behind an epoch's end begins the next."""
+        """True if there is data for a step. In training there is: behind an epoch's end begins the next."""
 
     def epoch(self, step: int) -> int:
         """The epoch, counted from 1, of a step whose data was read."""
@@ -207,17 +207,17 @@ class RandomSource:
         """Numbers from place `start` of the input's stream on, samples first where there are any."""
         stream, count = (_DATA_STREAM, self._index[entry.name]), math.prod(shape)
         if entry.below is None:
-            found = philox.normal(self._seed, stream, start, count).reshape(shape)
+            found = normal(self._seed, stream, start, count).reshape(shape)
         else:
-            found = philox.integers(self._seed, stream, start, count, entry.below).reshape(shape)
+            found = integers(self._seed, stream, start, count, entry.below).reshape(shape)
         if entry.drawn:
-            words = philox.words(self._seed, stream, start, count).reshape(shape)
+            drawn = words(self._seed, stream, start, count).reshape(shape)
             for bounds in entry.drawn:
                 block = _region(bounds, axis)
                 if axis is not None:
                     block = (slice(None), *block[:axis], *block[axis + 1 :])
                 least = max(0, bounds.least) if bounds.below > 0 else bounds.least
-                found[block] = (words[block] % np.uint64(bounds.below - least)).astype(np.int64) + least
+                found[block] = (drawn[block] % np.uint64(bounds.below - least)).astype(np.int64) + least
         return found.astype(_numpy_dtype(entry))
 
 
@@ -313,7 +313,7 @@ class FileSource:
         return 1 if self.samples is None else -(-self.samples // self._manifest.batch_size)
 
     def says(self, steps: int) -> str:
-        """What of the data so many steps leave out, repeat or lack; "" where there is nothing to say."""
+        """Warning about data that these steps leave out, repeat or lack; "" where there is none."""
         if self.samples is None:
             return ""
         batch, samples = self._manifest.batch_size, f"{self._where}: {self.samples:,} samples"

@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,15 +23,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopipe.backends.torch.runtime.heartbeat import DEFAULTS, Heartbeat, Timeouts
-from autopipe.backends.torch.runtime.report import Reporter, peak_memory
+from autopipe.backends.torch.runtime.report import ReportContext, Reporter, peak_memory
 from autopipe.backends.torch.runtime.stage import Stage, Tensors
 from autopipe.backends.torch.runtime.stage_io import Receive, Send
 from autopipe.backends.torch.runtime.transport import Form, PendingRecv, PendingSend, Transport
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.program import by_kind
-
-if TYPE_CHECKING:
-    from autopipe.backends.torch.runtime.rank import Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +69,8 @@ class DryReport:
 class DryTransport(Transport):
     """A rank's ends of channels whose other ends do not exist, on torch's `fake` process group."""
 
-    def __init__(self, device: str, timeouts: Timeouts = DEFAULTS, pulse: Heartbeat | None = None) -> None:
-        super().__init__(device, timeouts, pulse)
+    def __init__(self, device: str, timeouts: Timeouts = DEFAULTS, heartbeat: Heartbeat | None = None) -> None:
+        super().__init__(device, timeouts, heartbeat)
         self.nccl = self.staged = False
         self.messages: Counter[Message] = Counter()
 
@@ -132,10 +129,21 @@ def _spelled(form: Form) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
+class DryRunContext(ReportContext, Protocol):
+    """The rank as the report of its dry run sees it."""
+
+    @property
+    def parameters(self) -> Mapping[int, torch.Tensor]: ...
+    @property
+    def memory_tracker(self) -> MemoryTracker | None: ...
+
+
 class DryReporter(Reporter):
     """Says what the rank did instead of gathering figures of all ranks."""
 
-    def __init__(self, rank: Rank, transport: DryTransport) -> None:
+    _rank: DryRunContext
+
+    def __init__(self, rank: DryRunContext, transport: DryTransport) -> None:
         super().__init__(rank)
         self._ends = transport
 
@@ -160,7 +168,9 @@ class DryReporter(Reporter):
             communication_bytes=by_kind(self._ends.traffic),
             parameters=sum(tensor.numel() for tensor in rank.parameters.values()),
             parameter_bytes=sum(tensor.nbytes for tensor in rank.parameters.values()),
-            peak_memory_bytes=peak_memory(rank.device) if rank.valueless is None else rank.valueless.peak_bytes,
+            peak_memory_bytes=peak_memory(rank.device)
+            if rank.memory_tracker is None
+            else rank.memory_tracker.peak_bytes,
         )
         messages.clear()
         if rank.options.report is not None:

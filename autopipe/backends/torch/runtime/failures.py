@@ -18,13 +18,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from autopipe.backends.torch.runtime.heartbeat import DEFAULTS, Heartbeat, Timeouts
 from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
-
-if TYPE_CHECKING:
-    from autopipe.backends.torch.runtime.rank import Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +137,7 @@ def failure_of(error: BaseException, rank: int, task: str) -> Failure:
     return Failure(rank, task, message, hint, "", time.time(), LaunchError.exit_code, final=False, consequence=lost)
 
 
-def end_on_error(rank: Rank) -> None:
+def end_on_error(number: int, heartbeat: Heartbeat) -> None:
     """From now on, an exception that nothing catches ends the process at once, with its file written.
 
     At once, because a normal exit waits for threads of process groups whose peers may never answer.
@@ -150,7 +146,7 @@ def end_on_error(rank: Rank) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt):
             os._exit(INTERRUPTED)
-        failure = failure_of(error, rank.number, rank.task)
+        failure = failure_of(error, number, heartbeat.task)
         if not isinstance(error, AutopipeError):
             traceback.print_exception(kind, error, trace)
         _write(failure)
@@ -164,7 +160,7 @@ def end_on_error(rank: Rank) -> None:
     sys.excepthook = hook
 
 
-def live_with_launcher(pulse: Heartbeat) -> None:
+def live_with_launcher(heartbeat: Heartbeat) -> None:
     """From now on, give signs of life to the process that started this rank, and end when it has gone, killed perhaps:
     a rank that no one watches would go on writing where the next launch writes. At `STACKS`, say where it stands."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -174,7 +170,7 @@ def live_with_launcher(pulse: Heartbeat) -> None:
 
     def watch() -> None:
         while os.getppid() == launcher:
-            pulse.beat()
+            heartbeat.sign_of_life()
             time.sleep(_BEAT_S)
         os._exit(LaunchError.exit_code)
 

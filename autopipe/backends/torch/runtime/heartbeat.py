@@ -85,10 +85,10 @@ class Heartbeat:
     @task.setter
     def task(self, task: str) -> None:
         self._task = task
-        self.beat()
+        self.sign_of_life()
         _TASK.pack_into(self._record, _BEAT.size, time.monotonic(), False, task.encode())
 
-    def beat(self) -> None:
+    def sign_of_life(self) -> None:
         """Give a sign of life."""
         _BEAT.pack_into(self._record, 0, time.monotonic())
 

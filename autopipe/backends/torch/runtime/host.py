@@ -62,7 +62,7 @@ def pin_to_cores(rank: int, ranks: int) -> None:
 
 
 def has_more_ranks_than_cores(ranks: int) -> bool:
-    """Whether so many ranks of this machine take processors in turn: those of the process that started them."""
+    """True if this machine runs more ranks than the process that started them has processors."""
     inherited = _of_parent()
     return bool(inherited) and ranks > len(inherited)
 

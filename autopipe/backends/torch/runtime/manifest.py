@@ -28,7 +28,9 @@ class Storage:
     step: int = 1
     """Elements from one of a row's numbers to the next, where `rows` are given."""
     form: str = ""
-    """What the parameter is of the numbers: "" those themselves, else their `log` or the `log of the negative`."""
+    """Function from the numbers to the parameter: "" for the numbers themselves, else their `log` or the `log of the
+    negative`.
+    """
     value: float = 0.0
     scheme: str = ""
     scale: float = 0.0

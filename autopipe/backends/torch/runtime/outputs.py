@@ -64,7 +64,7 @@ class OutputCollector:
                 made.unlink(missing_ok=True)
 
     def _share(self, entry: OutputEntry, samples: int) -> int:
-        """How many rows of an output, or values without samples, so many samples have of those of all micro-batches."""
+        """Rows of an output, or values without samples, of `samples` samples out of all micro-batches."""
         stage = entry.places[0].stage
         size = self._manifest.batch_size // self._manifest.micro_batches_at(stage)
         if entry.batch_axis is None:
@@ -82,16 +82,16 @@ class OutputCollector:
         tag = _TAG + index
         if stacked is not None:
             count = torch.tensor([len(stacked)])
-            with self._transport.pulse.waiting():
+            with self._transport.heartbeat.waiting():
                 dist.send(count, 0, tag=tag)
                 dist.send(stacked, 0, tag=tag)
         elif own == 0:
             count = torch.empty(1, dtype=torch.int64)
-            with self._transport.pulse.waiting():
+            with self._transport.heartbeat.waiting():
                 dist.recv(count, shard.rank, tag=tag)
             shape = tuple(stop - start for start, stop in zip(shard.starts, shard.stops, strict=True))
             stacked = torch.empty((int(count), *shape), dtype=torch_dtype(entry.dtype))
-            with self._transport.pulse.waiting():
+            with self._transport.heartbeat.waiting():
                 dist.recv(stacked, shard.rank, tag=tag)
             return stacked
         return None

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from autopipe.backends.torch.runtime import philox
 from autopipe.backends.torch.runtime.host import processors_of_this_rank
 from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry
+from autopipe.backends.torch.runtime.philox import WordReader, Words, as_uniform, box_muller_normal, key_of
 from autopipe.ir.errors import ConfigurationError, LaunchError
 
 Places = npt.NDArray[np.int64]
@@ -82,7 +82,7 @@ def init_shard(entry: ParameterEntry, shard: ShardEntry, seed: int, threads: int
     block = torch.empty(shard.shape, dtype=getattr(torch, entry.dtype))
     if entry.storage.scheme in ("zeros", "ones"):
         return block.fill_(float(entry.storage.scheme == "ones"))
-    key = philox.key_of(seed, (_PARAMETER_STREAM, _number_of(entry.name)))
+    key = key_of(seed, (_PARAMETER_STREAM, _number_of(entry.name)))
     runs, flat = contiguous_ranges(entry.shape, shard.starts, shard.stops), block.view(-1)
     sharing = threads if len(flat) > PIECE else 1
 
@@ -104,15 +104,15 @@ def _number_of(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:16], "little")
 
 
-def _numbers(scheme: str, words: philox.Words) -> npt.NDArray[np.float64]:
+def _numbers(scheme: str, words: Words) -> npt.NDArray[np.float64]:
     if scheme == "normal":
-        return philox.box_muller_normal(words)
-    return philox.as_uniform(words) * 2.0 - 1.0
+        return box_muller_normal(words)
+    return as_uniform(words) * 2.0 - 1.0
 
 
-def _pieces(runs: ContiguousRanges, key: philox.Words, thread: int, threads: int) -> Iterator[tuple[int, philox.Words]]:
+def _pieces(runs: ContiguousRanges, key: Words, thread: int, threads: int) -> Iterator[tuple[int, Words]]:
     """Every `threads`-th piece of the block from number `thread` on: its place in the block, and its words."""
-    reader = philox.WordReader(key)
+    reader = WordReader(key)
     if runs.length > PIECE:
         a_run = -(-runs.length // PIECE)
         for number in range(thread, runs.count * a_run, threads):
@@ -129,7 +129,7 @@ def _pieces(runs: ContiguousRanges, key: philox.Words, thread: int, threads: int
         yield start * runs.length, _gathered(reader, places, runs.length, apart)
 
 
-def _gathered(reader: philox.WordReader, places: npt.NDArray[np.int64], length: int, apart: int) -> philox.Words:
+def _gathered(reader: WordReader, places: npt.NDArray[np.int64], length: int, apart: int) -> Words:
     """The words of several runs, one after the other; runs that begin no further than `apart` are read as one."""
     borders = np.flatnonzero(np.diff(places) > apart) + 1
     found = []

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopipe.backends.torch.runtime import philox
+from autopipe.backends.torch.runtime.philox import key_of
 from autopipe.ir.layout import MeshAxis, place_along
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -48,7 +48,7 @@ def philox_4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 class Random:
-    """What the random operators of a stage draw, on the rank at `position` of its group."""
+    """Random numbers of a stage's operators, on the rank at `position` of its group."""
 
     def __init__(self, device: torch.device, position: int = 0) -> None:
         self.device = device
@@ -60,7 +60,7 @@ class Random:
 
         `shared` is the same for all parts of the program's micro-batch: of what carries no samples they draw the same.
         """
-        key = philox.key_of(seed, (_STEP_STREAM, step))
+        key = key_of(seed, (_STEP_STREAM, step))
         first, second = (int(word) & _LOW for word in key)
         self.state = torch.tensor([first, second, sample, shared]).to(self.device, non_blocking=True)
 

@@ -40,6 +40,7 @@ from autopipe.backends.torch.runtime.stage_io import Data, Wire
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.backends.torch.runtime.weight_gradients import WeightGradQueue
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.schedule import Task
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.dry_run import MemoryTracker
@@ -52,15 +53,15 @@ class Rank:
 
     def __init__(self, number: int, file: str) -> None:
         self.number = number
-        self.pulse = Heartbeat.of(number)
-        end_on_error(self)
-        live_with_launcher(self.pulse)
+        self.heartbeat = Heartbeat.of(number)
+        end_on_error(number, self.heartbeat)
+        live_with_launcher(self.heartbeat)
         self.options = parse_options(sys.argv[1:])
         self.manifest = read_manifest(Path(file).resolve().parent)
         self.train = self.manifest.train
         self.seed = self.manifest.seed if self.options.seed is None else self.options.seed
         self.transport = (DryTransport if self.options.dry_run else Transport)(
-            self.options.device, self.options.timeouts, self.pulse
+            self.options.device, self.options.timeouts, self.heartbeat
         )
         self._check_world()
         self.device = self.transport.device
@@ -71,9 +72,9 @@ class Rank:
         self._samples = 0
         """Taken by this run; those that only fill a batch up are not counted."""
         self._repeated = False
-        """Whether it was said that data is taken again."""
+        """True if it was said that data is taken again."""
         self.parameters: dict[int, torch.Tensor] = {}
-        self.valueless: MemoryTracker | None = None
+        self.memory_tracker: MemoryTracker | None = None
         self._modules: dict[int, tuple[ModuleType, Arguments]] = {}
         self._inputs = {entry.name: entry for entry in self.manifest.inputs}
 
@@ -89,11 +90,11 @@ class Rank:
     @property
     def task(self) -> str:
         """Current task of the rank, for its heartbeat and its errors."""
-        return self.pulse.task
+        return self.heartbeat.task
 
     @task.setter
     def task(self, task: str) -> None:
-        self.pulse.task = task
+        self.heartbeat.task = task
 
     def stage(self, number: int, module: ModuleType, *wires: Wire) -> Stage:
         """Add a stage: its module, and what it takes and gives."""
@@ -102,6 +103,11 @@ class Rank:
         kind = DryStage if self.options.dry_run else Stage if self.turns is None else BlockingStage
         self.stages[number] = kind(self, number, module, arguments, wires)
         return self.stages[number]
+
+    def comes_to(self, task: Task) -> bool:
+        """Exchange the messages before a task in the one order of all ranks, and say whether to run it now."""
+        assert self.turns is not None
+        return self.turns.come_to(task)
 
     def arguments_of(self, stage: int) -> Arguments:
         """The object `p` for the stage's forward."""
@@ -114,7 +120,7 @@ class Rank:
             return
         from autopipe.backends.torch.runtime.dry_run import use_fake_tensors
 
-        with use_fake_tensors() as self.valueless:
+        with use_fake_tensors() as self.memory_tracker:
             self._run_all(step)
 
     def _run_all(self, step: Callable[[], None]) -> None:
@@ -141,8 +147,8 @@ class Rank:
         transport.make_groups({*gradient_groups, *(ranks for entry in manifest.stages for ranks in entry.groups())})
         transport.make_channels(manifest.channels)
         if self.options.blocking:
-            self.meeting = transport.make_control_group()
-        self.parameters = load_parameters(manifest, self.number, self.device, self.seed, self.valueless is None)
+            self.control_group = transport.make_control_group()
+        self.parameters = load_parameters(manifest, self.number, self.device, self.seed, self.memory_tracker is None)
         if self.options.perturb:
             for index, tensor in self.parameters.items():
                 tensor.data = moved(tensor.data, self.options.perturb, index)
@@ -170,8 +176,8 @@ class Rank:
             return None
         kept = OptimizerState(self.manifest, self.number, self.parameters, self.optimizer, self.reduction.shares)
         state = TrainingState(self.manifest, self.number, self.parameters, kept, self.device)
-        meeting, copies = self.transport.make_control_group(), HostCopies(self.device)
-        return Checkpointer(self.options.checkpoint, self.manifest, state, meeting, copies, self.pulse)
+        control_group, copies = self.transport.make_control_group(), HostCopies(self.device)
+        return Checkpointer(self.options.checkpoint, self.manifest, state, control_group, copies, self.heartbeat)
 
     def _restore(self) -> None:
         """Go on from the newest checkpoint, where the options ask for it: from its place in the data, and its seed
@@ -203,7 +209,7 @@ class Rank:
             self.checkpointer.look()
 
     def _has_data(self) -> bool:
-        """Whether there is data for the next step. Where it has ended for good, that is said."""
+        """True if there is data for the next step. Where it has ended for good, that is said."""
         found = self.source.has(self.steps_done)
         if not found:
             self.reporter.report()
@@ -235,7 +241,7 @@ class Rank:
         self.task = "update"
         if self.train:
             self._update()
-        with self.pulse.waiting():
+        with self.heartbeat.waiting():
             self.transport.finish()
         self.reporter.end_step(time.perf_counter() - started)
         self.transport.traffic.clear()
@@ -245,14 +251,14 @@ class Rank:
         self.steps_done += 1
 
     def _update(self) -> None:
-        with self.pulse.waiting():
+        with self.heartbeat.waiting():
             self.reduction.finish()
         if self.options.record is not None and self.steps_done == 0:
             dump_gradients(self.options.record, self.number, self.reduction.gradients())
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        with self.pulse.waiting():
+        with self.heartbeat.waiting():
             self.reduction.gather()
 
     def before_last_gradients(self, stage: Stage) -> None:

@@ -25,7 +25,7 @@ Segment = Callable[..., tuple[Tensors, Tensors]]
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What else a forward depends on: what its random operators draw, and autocast."""
+    """Context a forward depends on: the place of its random numbers, and autocast."""
 
     random: Random
     drawn: torch.Tensor

@@ -10,18 +10,19 @@ import json
 import math
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
+from autopipe.backends.torch.runtime.failures import Options
+from autopipe.backends.torch.runtime.heartbeat import Heartbeat
+from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.program import KINDS, by_kind
-
-if TYPE_CHECKING:
-    from autopipe.backends.torch.runtime.rank import Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +83,45 @@ class _Figures:
         return _Figures(loss, stage, micro_batch, seconds, busy, tuple(moved))
 
 
+class LossSource(Protocol):
+    """A stage as reports see it: its share of the losses."""
+
+    @property
+    def losses(self) -> Mapping[int, torch.Tensor]: ...
+    @property
+    def loss_share(self) -> float: ...
+
+
+class ReportContext(Protocol):
+    """The rank as its reports see it."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def train(self) -> bool: ...
+    @property
+    def steps_done(self) -> int: ...
+    @property
+    def options(self) -> Options: ...
+    @property
+    def manifest(self) -> Manifest: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def transport(self) -> Transport: ...
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def heartbeat(self) -> Heartbeat: ...
+    @property
+    def stages(self) -> Mapping[int, LossSource]: ...
+
+
 class Reporter:
     """Keeps each step's figures. All ranks exchange them, those of short steps several at a time, and rank 0 prints
     them. Stops all ranks at a loss that is no number."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: ReportContext) -> None:
         self._rank = rank
         self._kept: dict[int, _Figures] = {}
         """By step."""
@@ -96,7 +131,7 @@ class Reporter:
     def end_step(self, seconds: float) -> None:
         """Report the step that has just ended, or keep it for the next report. Raises LaunchError as `report` does."""
         rank = self._rank
-        with rank.pulse.waiting():  # on a GPU, for what it has not done yet
+        with rank.heartbeat.waiting():  # on a GPU, for what it has not done yet
             spans = rank.clock.spans()
         busy = sum(span.end - span.start for span in spans)
         moved = tuple(float(rank.transport.traffic[kind]) for kind in KINDS)

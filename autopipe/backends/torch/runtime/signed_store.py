@@ -79,7 +79,7 @@ class SignedStore(Store):
         return self._store.add(key, value)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all are there."""
+        """True if all are there."""
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge
 
+from autopipe.backends.torch.runtime.heartbeat import Heartbeat
 from autopipe.backends.torch.runtime.parameters import Arguments
+from autopipe.backends.torch.runtime.random_streams import Random
+from autopipe.backends.torch.runtime.report import Clock
 from autopipe.backends.torch.runtime.stage_io import Data, Loss, Receive, Send, Wire
 from autopipe.backends.torch.runtime.transport import (
     Block,
@@ -18,6 +23,7 @@ from autopipe.backends.torch.runtime.transport import (
     OutputEdge,
     PendingRecv,
     PendingSend,
+    Transport,
     added,
     extents,
     joined,
@@ -25,10 +31,7 @@ from autopipe.backends.torch.runtime.transport import (
     part,
 )
 from autopipe.backends.torch.runtime.weight_gradients import Waiting, compute_all
-from autopipe.ir.schedule import MicroBatchSlice
-
-if TYPE_CHECKING:
-    from autopipe.backends.torch.runtime.rank import Rank
+from autopipe.ir.schedule import MicroBatchSlice, Task
 
 Tensors = dict[str, torch.Tensor]
 _End = TypeVar("_End", Receive, Send)
@@ -48,11 +51,37 @@ class ForwardState:
     """Where backwards are split: gradients of parameters that the first half leaves."""
 
 
+class StageContext(Protocol):
+    """The rank as its stages see it."""
+
+    task: str
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def train(self) -> bool: ...
+    @property
+    def transport(self) -> Transport: ...
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def heartbeat(self) -> Heartbeat: ...
+    @property
+    def stages(self) -> Mapping[int, Stage]: ...
+    def autocast(self) -> AbstractContextManager[object]: ...
+    def begin_drawing(self, stage: int, micro_batch: int, random: Random) -> None: ...
+    def read(self, stage: int, micro_batch: int, data: Data) -> torch.Tensor: ...
+    def collect(self, stage: int, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None: ...
+    def before_last_gradients(self, stage: Stage) -> None: ...
+    def after_gradients(self, stage: Stage) -> None: ...
+    def comes_to(self, task: Task) -> bool: ...
+
+
 class Stage:
     """Runs a stage's forward and backward and its part of the exchanges, micro-batch by micro-batch."""
 
     def __init__(
-        self, rank: Rank, number: int, module: ModuleType, arguments: Arguments, wires: tuple[Wire, ...]
+        self, rank: StageContext, number: int, module: ModuleType, arguments: Arguments, wires: tuple[Wire, ...]
     ) -> None:
         self._rank = rank
         self.number = number
@@ -162,7 +191,7 @@ class Stage:
 
     def _await(self, arrival: PendingRecv) -> torch.Tensor:
         """Wait for a tensor from another rank."""
-        with self._rank.pulse.waiting():
+        with self._rank.heartbeat.waiting():
             return arrival.wait()
 
     def _hand_over(self, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None:

@@ -329,9 +329,9 @@ class Transport:
     handle is gone. Where ranks share a GPU, which NCCL refuses, tensors travel through pinned host memory.
     """
 
-    def __init__(self, device: str, timeouts: Timeouts = DEFAULTS, pulse: Heartbeat | None = None) -> None:
+    def __init__(self, device: str, timeouts: Timeouts = DEFAULTS, heartbeat: Heartbeat | None = None) -> None:
         self.timeouts = timeouts
-        self.pulse = pulse or Heartbeat()
+        self.heartbeat = heartbeat or Heartbeat()
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.device = _choose_device(device)
@@ -346,7 +346,7 @@ class Transport:
         self._rings: dict[tuple[int, bool], RecvBufferPool] = {}
         self._departures = SendQueue(watched=not self.nccl)
         self.traffic: Counter[str] = Counter()
-        """What this step's exchanges have moved so far, in bytes by kind (`ir/traffic.py`)."""
+        """Bytes moved by this step's exchanges so far, by kind (`ir/traffic.py`)."""
         self._meetings: list[ControlGroup] = []
         self._joined = False
         self._store: Store | None = None
@@ -368,22 +368,22 @@ class Transport:
         patience = timedelta(seconds=self.timeouts.start_s + self.timeouts.step_s)
         self._store = _launchers_store(patience, signed=not self.nccl)
         store = None if self._store is None else PrefixStore(os.environ[ATTEMPT], self._store)
-        with self.pulse.waiting(), patient_threads():
+        with self.heartbeat.waiting(), patient_threads():
             dist.init_process_group(backend, rank=self.rank, world_size=self.world_size, timeout=patience, store=store)
         self._joined = True
 
     def make_control_group(self) -> ControlGroup:
         """A meeting of all ranks that waits for the slowest one's files to be on the disk."""
         patience_s = self.timeouts.checkpoint_s + self.timeouts.step_s
-        meeting = ControlGroup(self.rank, self.world_size, patience_s, self.pulse)
-        self._meetings.append(meeting)
-        return meeting
+        control_group = ControlGroup(self.rank, self.world_size, patience_s, self.heartbeat)
+        self._meetings.append(control_group)
+        return control_group
 
     def make_groups(self, members: Iterable[tuple[int, ...]]) -> None:
         """Make all groups that any rank needs, in the same order everywhere, before the first step."""
         for ranks in sorted(set(members)):
             if 1 < len(ranks) < self.world_size and ranks not in self._groups:
-                with self.pulse.waiting(), patient_threads():
+                with self.heartbeat.waiting(), patient_threads():
                     self._groups[ranks] = dist.new_group(list(ranks))
 
     def make_channels(self, channels: Iterable[ChannelEntry]) -> None:
@@ -393,7 +393,7 @@ class Transport:
             for gradient, buffers in ((False, each.buffers), (True, each.gradient_buffers)):
                 self._rings[each.number, gradient] = RecvBufferPool(buffers)
                 if self.nccl:
-                    with self.pulse.waiting():
+                    with self.heartbeat.waiting():
                         self._channels[each.number, gradient] = dist.new_group([each.source, each.target])
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -474,10 +474,10 @@ class Transport:
             return [numbers]
         own = torch.tensor(numbers, dtype=torch.float64)
         if goes_at_once(own, None):
-            with self.pulse.waiting():
+            with self.heartbeat.waiting():
                 return [row.tolist() for row in everyones(own, None)]
         parts = [torch.empty_like(own) for _ in range(self.world_size)]
-        with self.pulse.waiting():
+        with self.heartbeat.waiting():
             dist.all_gather(parts, own)
         return [part.tolist() for part in parts]
 
@@ -493,15 +493,15 @@ class Transport:
         self._departures.close()
         if not dist.is_initialized():
             return
-        with self.pulse.waiting():
+        with self.heartbeat.waiting():
             dist.barrier()
         if self._joined:
             dist.destroy_process_group()
         else:
             for group in (*self._groups.values(), *self._channels.values()):
                 dist.destroy_process_group(group)
-            for meeting in self._meetings:
-                meeting.close()
+            for control_group in self._meetings:
+                control_group.close()
         self._groups.clear()
         self._channels.clear()
         self._meetings.clear()

@@ -224,7 +224,7 @@ class WeightGradQueue:
         self.begin()
         self._waiting: Waiting = []
         self.used = False
-        """Whether a forward has called an operator such that gradients may wait."""
+        """True if a forward has called an operator such that gradients may wait."""
 
     def begin(self, part: str = "") -> None:
         """From now on a forward runs, or this part of one."""

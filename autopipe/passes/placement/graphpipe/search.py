@@ -106,8 +106,7 @@ class TargetProbe:
         """How many devices are taken at most with those of each run, the last run first."""
         room = self.ends[-1] - _before(needs(min(1, levels)), places)
         self.limit: Devices = np.minimum(room + 1, NEVER).astype(np.int16)
-        """Fewer devices than so many may be taken for all that lies from a place on: what lies before it takes the
-        others."""
+        """Exclusive bound on the devices for all that lies from a place on: what lies before it takes the others."""
         self.pieces: list[tuple[PartitionStage, int]] = []
         """Stages of ways, each with the number of the next one on its way; -1 at the end."""
 

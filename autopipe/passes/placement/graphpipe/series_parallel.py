@@ -147,7 +147,7 @@ class Relations:
         self.above: list[int] = []
         """All that a unit waits for."""
         self.linked = list(needs)
-        """What a unit reads from and what reads from it."""
+        """Neighbours of a unit: those it reads from and its readers."""
         for unit, need in enumerate(needs):
             above = need
             for other in bits(need):

@@ -46,7 +46,7 @@ class NodeSeconds:
         self.works = [(half[node], problem.work[node]) for node in self.firsts]
         self.axes = np.array([samples.axes[node] is not None for node in self.firsts])
         self.measured = np.array([bool(whole.measured) for _, whole in self.works])
-        """Those that go by what was measured, which says itself what a share of the samples takes."""
+        """Nodes whose measured costs say what a share of the samples takes."""
 
         self._undivided: dict[int, Seconds] = {}
 

@@ -23,14 +23,14 @@ from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory_check import check_operators
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.placement.graphpipe.estimate import check_schedule, check_stages
+from autopipe.passes.placement.graphpipe.intra_stage import split_further
 from autopipe.passes.placement.graphpipe.micro_batch_search import MicroBatchSearch
 from autopipe.passes.placement.graphpipe.series_parallel import Units, decompose, make_units, other_orders
 from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.schedule.predict import predict, ticks_of
 from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
 from autopipe.passes.schedule.simulate import simulate
-from autopipe.passes.sharding.regions import check_wishes
-from autopipe.passes.sharding.search import split_further
+from autopipe.passes.sharding.regions import check_constraints_met
 
 
 def region_notes(graph: Graph, units: Units, regions: tuple[tuple[int, ...], ...]) -> tuple[str, ...]:
@@ -169,7 +169,7 @@ class GraphPipe:
             placement = with_own_sizes(problem, placement)
         if self.intra == "pase":
             placement = split_further(problem, placement)
-        check_wishes(problem, placement, self.name)
+        check_constraints_met(problem, placement, self.name)
         return placement
 
 

@@ -31,7 +31,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, SplitProof, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.analysis.constraints import ResolvedConstraint, required_splits, wishes_of
+from autopipe.passes.analysis.constraints import ResolvedConstraint, required_splits, resolved_constraints
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory import state_of
@@ -61,10 +61,10 @@ def skeleton_of(problem: Problem, count: int) -> StageTemplate:
 
     Raises ConfigurationError naming constraints that contradict one another or cannot be followed.
     """
-    wishes = wishes_of(problem)
-    wished = required_splits(wishes, sample_axes(problem.graph))
-    groups = _groups(problem, wishes, count)
-    fixed = settled_stages(wishes, groups, "pase")
+    resolved = resolved_constraints(problem)
+    wished = required_splits(resolved, sample_axes(problem.graph))
+    groups = _groups(problem, resolved, count)
+    fixed = settled_stages(resolved, groups, "pase")
     recompute = problem.train and problem.recompute == "full"
     stages = (
         Stage(nodes, group, problem.micro_batch_size, recompute=recompute)
@@ -75,7 +75,7 @@ def skeleton_of(problem: Problem, count: int) -> StageTemplate:
     return StageTemplate(placement, wished)
 
 
-def _groups(problem: Problem, wishes: Sequence[ResolvedConstraint], count: int) -> list[tuple[int, ...]]:
+def _groups(problem: Problem, resolved: Sequence[ResolvedConstraint], count: int) -> list[tuple[int, ...]]:
     """The devices of each stage: equal groups in order; those asked for where there is one stage."""
     size = problem.cluster.size
     if size % count:
@@ -84,7 +84,7 @@ def _groups(problem: Problem, wishes: Sequence[ResolvedConstraint], count: int) 
             hint="the number of stages must divide that of devices",
             where="strategy.stages",
         )
-    asked = [wish for wish in wishes if wish.devices is not None]
+    asked = [wish for wish in resolved if wish.devices is not None]
     if count > 1 or not asked:
         return [tuple(range(start, start + size // count)) for start in range(0, size, size // count)]
     other = next((wish for wish in asked if wish.devices != asked[0].devices), None)

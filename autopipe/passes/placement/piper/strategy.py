@@ -38,7 +38,7 @@ from autopipe.passes.placement.piper.stage_costs import (
     messages_between,
 )
 from autopipe.passes.schedule.device_order import SweepResult, best_size
-from autopipe.passes.sharding.regions import check_wishes
+from autopipe.passes.sharding.regions import check_constraints_met
 
 _STEP = 1.15
 """By what factor limits begin above the least that there can be, and a limit that is too low is raised."""
@@ -249,7 +249,7 @@ class Piper:
         """
         chains = self._chains(problem)
         placement = best_size(problem, lambda sized, step: self._answer(sized, chains, step))
-        check_wishes(problem, placement, self.name)
+        check_constraints_met(problem, placement, self.name)
         return placement
 
     def _chains(self, problem: Problem) -> Chains:

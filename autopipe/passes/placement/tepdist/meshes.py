@@ -88,7 +88,9 @@ def _joined(parts: Sequence[_Part]) -> Mesh:
     return Mesh(groups, names)
 
 
-def constrained_meshes(cluster: Cluster, stages: int | None, wishes: Sequence[ResolvedConstraint]) -> tuple[Mesh, ...]:
+def constrained_meshes(
+    cluster: Cluster, stages: int | None, resolved: Sequence[ResolvedConstraint]
+) -> tuple[Mesh, ...]:
     """The meshes of `cluster`, into `stages` stages where that is given, that constraints leave.
 
     Where they ask for devices, each group asked for is a stage's, in the order asked for: in equal groups of all
@@ -96,7 +98,7 @@ def constrained_meshes(cluster: Cluster, stages: int | None, wishes: Sequence[Re
     where no mesh has them.
     """
     found = tuple(meshes(cluster, stages))
-    asked = _groups(wishes)
+    asked = _groups(resolved)
     if not asked:
         return found
     with_them = [_reordered(mesh, asked) for mesh in found if _has(mesh, asked)]
@@ -105,7 +107,7 @@ def constrained_meshes(cluster: Cluster, stages: int | None, wishes: Sequence[Re
         with_them = [of_them] if sum(map(len, asked)) == len({device for group in asked for device in group}) else []
     if with_them:
         return tuple(dict.fromkeys(with_them))
-    wish = next(wish for wish in wishes if wish.devices is not None)
+    wish = next(wish for wish in resolved if wish.devices is not None)
     many = f" with {stages} stages" if stages else ""
     raise ConfigurationError(
         f"{wish} asks for devices {list(wish.devices or ())}, which no stage can have{many}",
@@ -114,10 +116,10 @@ def constrained_meshes(cluster: Cluster, stages: int | None, wishes: Sequence[Re
     )
 
 
-def _groups(wishes: Sequence[ResolvedConstraint]) -> list[tuple[int, ...]]:
+def _groups(resolved: Sequence[ResolvedConstraint]) -> list[tuple[int, ...]]:
     """The groups of devices, each once, by the stage that is asked for with them, else by their first node."""
     ranks: dict[frozenset[int], tuple[tuple[int, int], tuple[int, ...]]] = {}
-    for wish in wishes:
+    for wish in resolved:
         if wish.devices is not None:
             stage = wish.constraint.stage
             rank = (wish.nodes[0], 0) if stage is None else (-1, stage)

@@ -21,7 +21,7 @@ from autopipe.ir.cluster import Device
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InfeasibleError, ModelError
 from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.problem import Problem
-from autopipe.passes.analysis.constraints import ResolvedConstraint, required_splits, wishes_of
+from autopipe.passes.analysis.constraints import ResolvedConstraint, required_splits, resolved_constraints
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.analysis.stage_nodes import assign_nodes
 from autopipe.passes.cost.measured import resized
@@ -50,7 +50,7 @@ class SizedProblem:
     """Facts on micro-batches of one size."""
 
     problem: Problem
-    wishes: tuple[ResolvedConstraint, ...]
+    resolved: tuple[ResolvedConstraint, ...]
     wished: dict[int, Splits]
     """The splits that constraints ask for, by node."""
     insides: IntraStageSearch
@@ -62,13 +62,13 @@ class SizedProblem:
         Raises ConfigurationError or ModelError where there can be none, and for constraints that cannot be followed.
         """
         own = resized(problem, size)
-        wishes = wishes_of(own)
-        wished = required_splits(wishes, sample_axes(own.graph)) if wishes else {}
-        return SizedProblem(own, wishes, wished, IntraStageSearch.of(own, solver))
+        resolved = resolved_constraints(own)
+        wished = required_splits(resolved, sample_axes(own.graph)) if resolved else {}
+        return SizedProblem(own, resolved, wished, IntraStageSearch.of(own, solver))
 
     def stages(self, mesh: Mesh, divide: Divide) -> Nodes:
         """The nodes of each stage. Raises ConfigurationError for constraints that the mesh cannot follow."""
-        return divide(self.problem, mesh, settled_stages(self.wishes, mesh.groups, "this number of stages"))
+        return divide(self.problem, mesh, settled_stages(self.resolved, mesh.groups, "this number of stages"))
 
     def placements(self, mesh: Mesh, stages: Nodes, limit_s: float) -> list[tuple[float, Placement]]:
         """Seconds of a step and the placement, for each way to split the stages that memory holds.

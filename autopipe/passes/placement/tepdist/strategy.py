@@ -15,14 +15,14 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.passes.analysis.constraints import required_sizes, wishes_of
+from autopipe.passes.analysis.constraints import required_sizes, resolved_constraints
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_operators
 from autopipe.passes.placement.tepdist.levels import LevelName, solver_of
 from autopipe.passes.placement.tepdist.meshes import constrained_meshes, meshes
 from autopipe.passes.placement.tepdist.search import Bounds, LeastCrossing, MeshTrial, Outer, linear_cut
 from autopipe.passes.schedule.device_order import best_order
-from autopipe.passes.sharding.regions import check_wishes
+from autopipe.passes.sharding.regions import check_constraints_met
 
 
 def search_notes(tried: Sequence[MeshTrial], best: MeshTrial, undivided: Mapping[str, str]) -> tuple[str, ...]:
@@ -110,13 +110,13 @@ class TePDist:
         return best_order(problem, self._placed)
 
     def _placed(self, problem: Problem) -> Placement:
-        wishes = wishes_of(problem, own_sizes=True)
-        found = constrained_meshes(problem.cluster, self.stages, wishes)
+        resolved = resolved_constraints(problem, own_sizes=True)
+        found = constrained_meshes(problem.cluster, self.stages, resolved)
         if not found:
             raise InfeasibleError(f"no equal groups of these devices make {self.stages} stages")
         outer = self.search(problem)
         outer.bounds.check_memory()
-        best = outer.run(found, required_sizes(problem, wishes))
+        best = outer.run(found, required_sizes(problem, resolved))
         assert best.placement is not None
         return self._told(problem, outer, best, best.placement)
 
@@ -129,6 +129,6 @@ class TePDist:
     def _told(self, problem: Problem, outer: Outer, best: MeshTrial, placement: Placement) -> Placement:
         """The placement with what is known of it, checked against the constraints."""
         sized = outer.of(best.micro_batches)
-        check_wishes(sized.problem, placement, self.name)
+        check_constraints_met(sized.problem, placement, self.name)
         proof = sized.insides.proof(placement, sized.wished) if len(placement.stages) == 1 else None
         return replace(placement, proof=proof, notes=search_notes(outer.tried, best, outer.undivided))

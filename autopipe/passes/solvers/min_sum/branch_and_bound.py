@@ -380,7 +380,7 @@ class MemoryLimitedObjective:
         self.limit = limit
         """Bytes."""
         self.rate = 0.0
-        """What a byte costs in the model that is searched."""
+        """Cost of a byte in the model that is searched."""
         self.bound = bound
         self.choice: tuple[int, ...] = ()
         self.cost: Number = float("inf")

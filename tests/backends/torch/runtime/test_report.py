@@ -31,7 +31,7 @@ def rank(tmp_path: Path) -> Any:
         steps_done=0,
         stages={},
         device=torch.device("cpu"),
-        pulse=AlonePulse(),
+        heartbeat=AlonePulse(),
         clock=SimpleNamespace(spans=list),
         manifest=SimpleNamespace(batch_size=4, predicted_bubble=0.0),
         options=SimpleNamespace(trace=None, report=tmp_path / "report.jsonl"),

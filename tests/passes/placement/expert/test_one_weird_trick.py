@@ -81,10 +81,10 @@ def test_constraints_it_does_not_follow_are_refused(constraint: Constraint, reas
 
 
 def test_constraints_it_follows_anyway_are_fine() -> None:
-    wishes = (
+    resolved = (
         Constraint("conv*", split=(("b", 4),)),
         Constraint("re:matmul.*", split=(("n", 4),)),
         Constraint("*", stage=0, devices=()),
         Constraint("re:(reshape|flatten).*", split=(("q", 2),)),
     )
-    splits_by_name(network(16), 4, constraints=wishes)
+    splits_by_name(network(16), 4, constraints=resolved)

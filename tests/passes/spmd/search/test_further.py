@@ -17,11 +17,11 @@ from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
+from autopipe.passes.placement.graphpipe.intra_stage import split_further
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
 from autopipe.passes.schedule.simulate import simulate
-from autopipe.passes.sharding.regions import check_wishes
-from autopipe.passes.sharding.search import split_further
+from autopipe.passes.sharding.regions import check_constraints_met
 from tests.distributed.zoo import small_graph
 from tests.passes.cost.graphs import cluster
 
@@ -113,6 +113,6 @@ def test_splits_that_constraints_ask_for() -> None:
     before = by_samples(problem, "candle-uno", (2, 2, 2), (12, 12, 12))
     after = split_further(problem, before)
     assert after.stages[1].splits_of(10) == (Split("n", 2),)
-    check_wishes(problem, after, "any")
+    check_constraints_met(problem, after, "any")
     with pytest.raises(ConfigurationError, match="asks for split n:2"):
-        check_wishes(problem, before, "any")
+        check_constraints_met(problem, before, "any")

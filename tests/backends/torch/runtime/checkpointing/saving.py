@@ -73,8 +73,8 @@ def save_all_steps(folder: Path, rank: int, world_size: int, store: str, says: C
     optimizer = make_optimizer(ADAMW, list(parameters.values()))
     assert optimizer is not None
     state = TrainingState(manifest, rank, parameters, OptimizerState(manifest, rank, parameters, optimizer), cpu)
-    meeting = ControlGroup(rank, world_size, 60.0, Heartbeat())
-    checkpointer = Checkpointer(folder, manifest, state, meeting, HostCopies(cpu), Heartbeat())
+    control_group = ControlGroup(rank, world_size, 60.0, Heartbeat())
+    checkpointer = Checkpointer(folder, manifest, state, control_group, HostCopies(cpu), Heartbeat())
 
     def digest() -> str:
         return digest_of(*(parameters[index].detach().numpy().tobytes() for index in (0, 1)))
