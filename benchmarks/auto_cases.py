@@ -1,9 +1,10 @@
 """The main cases of four papers, chosen without naming a strategy: runs them, and writes the page about them.
 
-    python benchmarks/auto_cases.py --log /tmp/cases.jsonl --only gpt-11b --only vgg19
-    python benchmarks/auto_cases.py --log /tmp/cases.jsonl --table /tmp/auto-cases.md
+    python -m benchmarks.auto_cases --log /tmp/cases.jsonl --only gpt-11b --only vgg19
+    python -m benchmarks.auto_cases --log /tmp/cases.jsonl --table /tmp/auto-cases.md
 
-It is `autopipe bench auto`, a case after the other; each is a line of the log, and what the log has is not run again.
+It is `python -m benchmarks auto`, a case after the other; each is a line of the log, and what the log has is not run
+again.
 """
 
 from __future__ import annotations
@@ -16,18 +17,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from command_line import parse_arguments
-
-from autopipe.cli.bench.auto import cases
+from benchmarks.auto import cases
+from benchmarks.command_line import parse_arguments
 
 Row = Mapping[str, Any]
 
 HEAD = """\
 # The papers' main cases, chosen without naming a strategy
 
-Each case of `autopipe bench auto` asks for a model at its paper's size, on the paper's devices, and names neither
+Each case of `python -m benchmarks auto` asks for a model at its paper's size, on the paper's devices, and names neither
 strategy nor schedule. All steps are simulated. What is compared with are the papers' baselines as the benchmarks of
-each paper have them (`autopipe bench tessel`, `graphpipe`, `pase`, `tepdist`); `theirs` is what the paper reports,
+each paper have them (those of `tessel`, `graphpipe`, `pase` and `tepdist`); `theirs` is what the paper reports,
 mostly the largest of several sizes and numbers of devices.
 
 `at most` is what the step of any plan could be faster: were all devices busy all the time with the model's operators at
@@ -37,8 +37,8 @@ The shape that a paper is about comes out where it is fastest. Where another pla
 `the best of` the paper's strategy says by how much. GraphPipe's stages, for one, share samples alone; a layer whose
 gradients are costly to exchange is better split, and then all devices are busy with no branches beside one another.
 
-    python benchmarks/auto_cases.py --log /tmp/cases.jsonl
-    python benchmarks/auto_cases.py --log /tmp/cases.jsonl --table /tmp/auto-cases.md
+    python -m benchmarks.auto_cases --log /tmp/cases.jsonl
+    python -m benchmarks.auto_cases --log /tmp/cases.jsonl --table /tmp/auto-cases.md
 """
 
 SHAPES = {

@@ -4,7 +4,7 @@
 
 Medians of five runs in one process, on an idle machine: the paper's four models at its sizes on 64 devices, Llama-70B
 (80 layers) on 64 in micro-batches of one sample, and DenseNet-121 of onnx's light networks on 16. What is asked for:
-0.1 s for AlexNet and RNNLM, 1 s for InceptionV3, 2 s for Transformer, 10 s for Llama. `autopipe bench pase` has the
+0.1 s for AlexNet and RNNLM, 1 s for InceptionV3, 2 s for Transformer, 10 s for Llama. `-m benchmarks pase` has the
 same for the paper's own space.
 """
 

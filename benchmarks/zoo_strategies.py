@@ -1,7 +1,7 @@
 """GraphPipe against PipeDream and Piper on every model of the zoo, small, in the simulator: samples a second.
 
-    python benchmarks/zoo_strategies.py
-    python benchmarks/zoo_strategies.py --only mt5 --as-graphs
+    python -m benchmarks.zoo_strategies
+    python -m benchmarks.zoo_strategies --only mt5 --as-graphs
 
 Others' placements run as sequential pipelines, or with `--as-graphs` like GraphPipe's, where a stage waits for what it
 reads alone. Training, on 4 and 8 V100 of Summit, 32 samples a step, micro-batches as each strategy chooses them.
@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import argparse
 
-from command_line import parse_arguments
-
-from autopipe.cli.bench.graphpipe.models import problem_of
-from autopipe.cli.bench.graphpipe.planned import AS_PUBLISHED, answer_of
-from autopipe.cli.bench.graphpipe.steps import graph_step, sequential_step
 from autopipe.configs.zoo import MODELS
+from benchmarks.command_line import parse_arguments
+from benchmarks.graphpipe import AS_PUBLISHED, graph_step, problem_of, search_result, sequential_step
 
 SAMPLES = 32
 STRATEGIES = ("graphpipe", "pipedream", "pipedream" + AS_PUBLISHED, "piper")
 
 
 def throughput(strategy: str, model: str, devices: int, as_graph: bool) -> float | None:
-    """Samples a second of the strategy's answer; None where it has none."""
-    placement = answer_of(strategy, model, devices, SAMPLES, ()).placement
+    """Samples a second of a strategy's placement; None where it has none."""
+    placement = search_result(strategy, model, devices, SAMPLES, ()).placement
     if placement is None:
         return None
     step = graph_step if as_graph or strategy == "graphpipe" else sequential_step

@@ -45,10 +45,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
         "Look at checkpoints, check them, write trained weights as ONNX.",
     ),
     "zoo": ("autopipe.cli.zoo:zoo", "Build models of the papers as ONNX files."),
-    "bench": (
-        "autopipe.cli.bench.command:bench",
-        "Compute papers' tables again, beside their own, and hold predictions against runs.",
-    ),
+    "bench": ("autopipe.cli.bench:bench", "Say where the papers' tables and figures are computed again."),
     "config": ("autopipe.cli.config:config", "Show and check configurations, list cluster presets."),
 }
 """A command's name -> (`module:attribute` of its click command, what the list of commands says of it).
@@ -131,8 +128,10 @@ def autopipe() -> None:
     """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, command: click.Command | None = None, name: str = "autopipe") -> int:
     """Run the command line `arguments` (default: those of the process) and return the exit code.
+
+    `command` is `autopipe` unless another program of that `name` has these options and errors, too.
 
     Nothing else catches: an AutopipeError becomes `error:` and `hint:` lines and its own exit code, a mistake in the
     command line 2, an interrupt 130, anything else 70. With --json the error also goes to stdout as one object,
@@ -145,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = words[: words.index("--")] if "--" in words else words
     try:
-        code = autopipe.main(args=words, prog_name="autopipe", standalone_mode=False)
+        code = (command or autopipe).main(args=words, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader has gone (`autopipe show … | head`); keep the interpreter from flushing into the closed pipe again.

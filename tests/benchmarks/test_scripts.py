@@ -17,6 +17,8 @@ FOLDER = ROOT / "benchmarks"
 
 MODULES = {"auto_table", "command_line", "side_by_side"}
 """What the scripts import."""
+PAPERS = {"__init__", "__main__", "auto", "graphpipe", "pase", "table", "tepdist", "tessel", "weighed_plans"}
+"""Run by `python -m benchmarks`."""
 
 PRINTED = {
     "checkpoint_saving": r"12 MiB.*\non the steps' thread {n} \(first {n}\)\nbeside it {n}; restoring {n}\n",
@@ -51,7 +53,7 @@ RANKS = {
 SLOW = {
     "auto_cases": r"candle-uno-paper/p=8 {n} s of processor time\n",
     "auto_never_slower": r"\('mmt', '[\w-]+', 4\) \w+ \w+ {n}\n",
-    "fidelity": r"(?s)# Predicted .*\| dlrm \| one rank \| {n} ms \| {n} ms \| .*\| dlrm \| two stages \| {n} ms .*",
+    "step_times": r"(?s)# Predicted .*\| dlrm \| one rank \| {n} ms \| {n} ms \| .*\| dlrm \| two stages \| {n} ms .*",
     "graph_pipeline": r"\d+ cores.*\nmodel .*\ncandle-uno +4 +{n} ms +{n} ms +{n} +{n}\n",
     "large_vocabulary": r'\{{"1f1b": {n}, "tessel": {n}, "speedup": {n}\}}\n',
     "read_large_export": r'(?s).*\{{"seconds": {n}, "nodes": \d+, "nodes_after": \d+, "peak_mib": {n}\}}\n',
@@ -66,7 +68,7 @@ NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 
 def options(name: str, scratch: Path) -> list[str]:
     """The command line of a script's smallest run."""
-    logs = {"auto_cases", "auto_never_slower", "fidelity"}
+    logs = {"auto_cases", "auto_never_slower", "step_times"}
     log = ["--log", str(scratch / "log.jsonl")] if name in logs else []
     return [*(["zoo"] if name == "tepdist_levels" else []), *log, "--tiny"]
 
@@ -97,7 +99,7 @@ def run_here(here: pytest.MonkeyPatch, name: str, *words: str) -> None:
 
 
 def test_every_script_has_a_smallest_run() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == {*PRINTED, *RANKS, *SLOW, *MODULES}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*PRINTED, *RANKS, *SLOW, *MODULES, *PAPERS}
     assert {path.name for path in (ROOT / "scripts").iterdir()} == {
         "environment.sh",
         *(f"{name}.py" for name in TABLES),
@@ -187,7 +189,7 @@ def test_a_page_of_measured_steps(here: pytest.MonkeyPatch, tmp_path: Path) -> N
     ]
     log, page = tmp_path / "log.jsonl", tmp_path / "page.md"
     log.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    run_here(here, "fidelity", "--log", str(log), "--rounds", "0", "--write", str(page))
+    run_here(here, "step_times", "--log", str(log), "--rounds", "0", "--write", str(page))
     assert "| gpt | one rank | 100.0 ms | 200.0 ms | -50.0% |" in page.read_text(encoding="utf-8")
 
 

@@ -10,6 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import pytest
 
 from autopipe.cli.main import main
@@ -30,6 +31,8 @@ class CommandLine:
 
     folder: Path
     capture: pytest.CaptureFixture[str]
+    command: click.Command | None = None
+    """Another program than `autopipe`."""
 
     @staticmethod
     def prepare(root: Path, monkeypatch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> CommandLine:
@@ -43,7 +46,7 @@ class CommandLine:
     def run(self, *words: object) -> Shown:
         """The exit code and both streams of one command."""
         self.capture.readouterr()
-        code = main([str(word) for word in words])
+        code = main([str(word) for word in words], self.command)
         return Shown(code, *self.capture.readouterr())
 
     def done(self, *words: object) -> Shown:

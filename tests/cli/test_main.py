@@ -16,6 +16,7 @@ from autopipe.cli.main import main
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
 from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, LaunchError, ModelError
+from tests.cli.command_line import CommandLine
 
 HEAVY = ("torch", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "ortools", "pulp", "scipy", "numpy", "yaml", "rich")
 
@@ -184,3 +185,7 @@ def test_the_module_runs_as_the_command_does() -> None:
     run = subprocess.run([sys.executable, "-m", "autopipe", "nothing"], capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert run.stderr.startswith("error: no such command 'nothing'")
+
+
+def test_bench_says_in_one_line_where_the_benchmarks_are(command_line: CommandLine) -> None:
+    command_line.refuses(2, ("bench", "tessel", "--only", "m/4"), "`python -m benchmarks tessel` in a checkout")

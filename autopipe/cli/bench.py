@@ -1,0 +1,23 @@
+"""`autopipe bench`: says where the papers' benchmarks are."""
+
+from __future__ import annotations
+
+import click
+
+from autopipe.cli.options import standard_options
+from autopipe.cli.output import Output
+from autopipe.ir.errors import ConfigurationError
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@click.argument("name", default="NAME")
+@standard_options
+def bench(output: Output, name: str) -> None:
+    """Say where the papers' tables and figures are computed again: beside the package, in a checkout.
+
+    \b
+    Example:
+      autopipe bench tessel
+    """
+    del output
+    raise ConfigurationError(f"benchmarks stand beside the package: run `python -m benchmarks {name}` in a checkout")

@@ -1,1 +1,0 @@
-"""Papers' tables and figures, computed again: one module a table, theirs and ours side by side."""
