@@ -114,5 +114,5 @@ def check(
     found = read_losses(report)
     np.testing.assert_allclose(found, expected_losses(graph, loss, folder, batch, count, settings), rtol=1e-9)
     assert found[-1] < found[0]
-    assert printed[0].count("step ") == STEPS
+    assert sum(line.startswith("step ") for line in printed[0].splitlines()) == STEPS
     assert printed[1:] == ["", "", ""]

@@ -351,12 +351,11 @@ def _without_batch_statistics(graph: Graph) -> Graph:
     for node in graph.nodes:
         if node.op != "BatchNormalization" or node.domain or not trains(signature_of(graph, node)):
             kept.append(node)
-            continue
-        settings = tuple(each for each in node.attributes if each[0] != "training_mode")
-        kept.append(dataclasses.replace(node, outputs=node.outputs[:1], attributes=settings))
-        for running, name in zip(node.inputs[3:5], node.outputs[1:3], strict=False):
-            if _is_used(graph, name):  # They stay as they are.
-                kept.append(Node(f"{node.name}/{name}", "Identity", (running,), (name,)))
+        elif any(_is_used(graph, name) for name in node.outputs[1:3]):
+            kept.append(node)  # A graph that gives the new statistics is about them.
+        else:
+            settings = tuple(each for each in node.attributes if each[0] != "training_mode")
+            kept.append(dataclasses.replace(node, outputs=node.outputs[:1], attributes=settings))
     nodes = tuple(kept)
     return graph if nodes == graph.nodes else dataclasses.replace(graph, nodes=nodes, values=values_of(graph, nodes))
 

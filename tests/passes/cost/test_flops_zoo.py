@@ -57,7 +57,7 @@ def graph_of(name: str, folder: Path) -> Graph:
     model = zoo.configure(name, {"weights": "none", "loss": "true"})
     path = folder / f"{name}.onnx"
     zoo.build(model).save(path)
-    return read_model(path, batch=BATCH, frozen=("*.running_mean", "*.running_var")).graph
+    return read_model(path, batch=BATCH).graph
 
 
 def parameter(value: Value, trainable: bool) -> torch.Tensor:

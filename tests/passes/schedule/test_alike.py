@@ -58,7 +58,7 @@ def steps(draw):
 @given(steps())
 def test_one_device_stands_for_all_that_do_the_same(step):
     found = simulate(*step)
-    with mock.patch("autopipe.passes.schedule.simulate.alike", each_for_itself):
+    with mock.patch("autopipe.passes.schedule.simulate.device_symmetry", each_for_itself):
         every = simulate(*step)
     assert found.spans == every.spans
     assert sorted(map(repr, found.transfers)) == sorted(map(repr, every.transfers))

@@ -514,9 +514,11 @@ def _launchers_store(patience: timedelta, signed: bool) -> Store | None:
     """
     if ATTEMPT not in os.environ:
         return None
-    signer = Signer(bytes.fromhex(os.environ.pop(KEY)), os.environ["TORCHELASTIC_RUN_ID"])
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience)
-    return SignedStore(store, signer, patience) if signed else store
+    key = os.environ.pop(KEY, "")  # Under a bare torchrun there is none.
+    if not signed or not key:
+        return store
+    return SignedStore(store, Signer(bytes.fromhex(key), os.environ["TORCHELASTIC_RUN_ID"]), patience)
 
 
 def _tag(channel: int, gradient: bool) -> int:

@@ -72,7 +72,7 @@ def test_blocks_far_inside_a_table_that_fits_nowhere(row: int, column: int, rows
 
 def test_a_narrow_block_draws_little_more_than_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
-    monkeypatch.setattr(philox, "Reader", counting_reader(counted))
+    monkeypatch.setattr(drawing, "WordReader", counting_reader(counted))
     drawn((256, 4096), (0, 512), (256, 1024))
     assert sum(counted) == 256 * 512
     counted.clear()
