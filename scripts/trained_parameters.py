@@ -39,6 +39,12 @@ the module's own `named_parameters()`, and those that a plan of the exported fil
 and now (`here`). `trained`: every parameter is moved by noise, so that no two are equal; then names and numbers are
 compared tensor by tensor. `fresh`: the module as it is made, most of whose scales are ones and biases zeros.
 
+Much of what differs is lost while exporting: `dynamo=True` computes what depends on parameters alone, folds batch
+normalization and drops biases of zeros. `torch.onnx.export(..., dynamo=True, optimize=False)` leaves all of it: so
+exported, ResNet, Swin v2, Gemma 2, RWKV and weight normalization match torch exactly (models that cut a tensor with
+`split` or `chunk` are then refused, as operators on sequences are not supported). An embedding's `padding_idx` stands
+in no file: torch gives that row no gradient, here it has one wherever the padding's token is not masked.
+
 **{equal} of {count} rows are equal**, {explained} differ for the reason that stands in the row, {wrong} are wrong.
 
 """

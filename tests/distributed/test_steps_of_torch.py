@@ -31,7 +31,11 @@ MICRO_BATCHES = 2
 TOLERANCE = 1e-5
 MODELS = ("qwen3_moe", "mamba", "swin", "phi3", "deberta", "unet")
 STRATEGIES = ("data_parallel", "pipedream", "pase")
-FAST = (("mamba", "torchscript", "pipedream"), ("unet", "dynamo", "data_parallel"))
+FAST = (
+    ("mamba", "torchscript", "pipedream"),
+    ("unet", "dynamo", "data_parallel"),
+    ("qwen3_moe", "dynamo", "pase"),
+)
 """Model, exporter and strategy of the tests that run by default."""
 EVERY = [
     (model, exporter, strategy)
@@ -49,7 +53,7 @@ EVERY = [
 def test_two_steps_are_torchs(model: str, exporter: str, strategy: str, pools: Pools, tmp_path: Path) -> None:
     traced = Traced(model, exporter)
     module, first = module_of(traced)
-    batches = [first, *(_drawn(traced, seed) for seed in range(1, MICRO_BATCHES))]
+    batches = [_unpadded(each) for each in (first, *(_drawn(traced, seed) for seed in range(1, MICRO_BATCHES)))]
     begun = {name: each.detach().numpy().copy() for name, each in module.named_parameters()}
     losses = _trained_by_torch(module, batches)
     path = file_of(traced)
@@ -89,6 +93,11 @@ def _drawn(traced: Traced, seed: int) -> Tensors:
     """Another batch for the same module."""
     torch.manual_seed(seed)
     return exported_models.MODELS[traced.model].inputs()
+
+
+def _unpadded(batch: Tensors) -> Tensors:
+    """The batch without the padding's token: torch gives its row no gradient, and no ONNX file says which it is."""
+    return {name: tensor.clamp(min=1) if name == "input_ids" else tensor for name, tensor in batch.items()}
 
 
 def _trained_by_torch(module: torch.nn.Module, batches: list[Tensors]) -> list[float]:

@@ -32,7 +32,7 @@ READ = """
 import resource, sys
 from pathlib import Path
 import numpy, onnx.reference, onnx.inliner, onnx.shape_inference
-from autopipe.passes.frontend import known, read_model
+from autopipe.passes.frontend import constants, read_model
 before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (before + int(sys.argv[1]),) * 2)
 for path in sys.argv[2:]:
