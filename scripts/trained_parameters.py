@@ -1,4 +1,4 @@
-"""Compares what is trained here with torch's own parameters, and writes docs/trained-parameters.md.
+"""Compares what is trained here with torch's own parameters, and writes tests/exports/trained-parameters.md.
 
     python scripts/trained_parameters.py               every model, exporter and kind of numbers: half an hour
     python scripts/trained_parameters.py --only mamba  those whose name holds `mamba`; the table's other rows stay
@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLE = ROOT / "docs" / "trained-parameters.md"
+TABLE = ROOT / "tests" / "exports" / "trained-parameters.md"
 sys.path.insert(0, str(ROOT))
 
 from tests.exports.traced import Traced, all_traced  # noqa: E402 - needs the path above

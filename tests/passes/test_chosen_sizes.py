@@ -123,7 +123,7 @@ def test_a_searched_order_of_split_backwards_becomes_a_program_that_can_run(mode
 
 
 def test_a_strategy_is_asked_again_where_so_few_samples_leave_other_operators(tmp_path):
-    # A bias is expanded to the batch, which is nothing to do for one sample.
+    # A computed bias is expanded to the batch, which is nothing to do for one sample.
     initial = {
         "w": np.ones((4, 4), np.float32),
         "bias": np.ones((1, 4), np.float32),
@@ -134,7 +134,8 @@ def test_a_strategy_is_asked_again_where_so_few_samples_leave_other_operators(tm
         helper.make_node("Slice", ["shape", "zero", "one"], ["samples"]),
         helper.make_node("Concat", ["samples", "four"], ["target"], axis=0),
         helper.make_node("MatMul", ["x", "w"], ["h"], "product"),
-        helper.make_node("Expand", ["bias", "target"], ["wide"], "expand"),
+        helper.make_node("MatMul", ["bias", "w"], ["row"], "row"),
+        helper.make_node("Expand", ["row", "target"], ["wide"], "expand"),
         helper.make_node("Add", ["h", "wide"], ["y"], "sum"),
         helper.make_node("ReduceMean", ["y"], ["loss"], "mean", keepdims=0),
     ]
