@@ -164,7 +164,7 @@ class Summary:
     gap: float | None
     """Share of the period, or the step, that lies above what is proven; 0 where it is optimal."""
     communication_bytes: tuple[tuple[str, int], ...] | None
-    """Bytes that a step's exchanges move over all devices, by kind (`ir/traffic.py`); None where the placement cannot
+    """Bytes that a step's exchanges move over all devices, by kind (`ir/program.py`); None where the placement cannot
     be executed.
     """
     splits: SplitProof | None = None

@@ -1,7 +1,7 @@
 """From one layout of a value to another: the fewest collectives that do it, or blocks sent from device to device.
 
 No step brings a device more than it lacks, so what a change of layout moves is told by the two layouts alone
-(`ir/volume.py`), whichever steps it takes.
+(`ir/layout.py`), whichever steps it takes.
 
 Which exchanges a stage's group makes between its nodes: one answer, for what is run and for what it costs.
 

@@ -13,7 +13,7 @@ A group that spans several nodes uses either the flat algorithm over its slowest
 inside the nodes, then between them. The link of an outer level joins two *groups* (nodes), so what the devices of one
 node send out together shares it: the columns of a mesh that exchange something at the same time, above all.
 
-Cost of a change of layout (`passes/lower/relayout.py`): reductions as collectives, the rest by the bytes that
+Cost of a change of layout (`passes/analysis/resharding.py`): reductions as collectives, the rest by the bytes that
 devices lack. Where nothing is added up, each link carries once what is lacking behind it: a device's own link what the
 device lacks, a node's what its devices lack together. Ring all-gathers, all-to-alls and messages move exactly that.
 """

@@ -2,8 +2,8 @@
 
 The collectives inside a stage: what they take where neighbours want a value in different layouts.
 
-They are those that lowering inserts (`passes/lower/exchanges.py`), and those by which a node split along a joint axis
-tells the group its statistics. Backward runs each exchange's transpose, which costs the same: all-reduce for
+They are those that lowering inserts (`passes/analysis/resharding.py`), and the statistics of a node split along a joint
+axis. Backward runs each exchange's transpose, which costs the same: all-reduce for
 all-reduce, reduce-scatter for all-gather and the reverse, nothing for a cut; and none where no gradient flows.
 
 Joint work, at a step's end, of devices that hold the same block of a parameter.

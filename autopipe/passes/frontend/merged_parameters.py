@@ -284,6 +284,8 @@ LIFTED = re.compile(r"_?val_\d+|onnx::\w+|(c_)?lifted_tensor\w*|_tensor_constant
 """Names that torch's exporters give to constants and to what they folded, weights included."""
 FLOATING = frozenset({1, 10, 11, 16})
 """TensorProto's numbers for float32, float16, float64 and bfloat16."""
+LOOKUPS = frozenset({"embedding", "index", "index_select", "select"})
+"""Traced operators that take rows of a table."""
 SAME = frozenset({"alias", "clone", "contiguous", "detach", "_to_copy", "lift_fresh_copy", "view", "expand"})
 """Traced operators that give a parameter another name."""
 PRODUCER = "pytorch"
@@ -378,14 +380,16 @@ def _signed(
         plain: bool | None = None
         for read in reads:
             meant = _meant(graph, read, sorted(calls[arguments_of(graph.node[read[0]])[0]]), signature, made)
-            if meant is None:
+            if meant is not None and (not meant or meant in own):
+                continue
+            if meant is None or NUMBERED.sub("", meant) in LOOKUPS:
+                # Equal rows of a table, unless all numbers are one, are the same rows looked up twice.
                 if plain is None:
                     array = numbers(known[name])
                     plain = array is not None and is_uniform(array)
-                if plain:
-                    yield read, name, f"{name}{CONSTANT}"
-            elif meant and meant not in own:
-                yield read, name, meant
+                if not plain:
+                    continue
+            yield read, name, f"{name}{CONSTANT}" if meant is None else meant
 
 
 def _meant(

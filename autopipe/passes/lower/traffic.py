@@ -1,4 +1,4 @@
-"""The bytes that a step's exchanges will move, by kind (`ir/traffic.py`), from the parts its program is made of.
+"""The bytes that a step's exchanges will move, by kind (`ir/program.py`), from the parts its program is made of.
 
 The buckets in which ranks exchange gradients of parameters at a step's end, and what that moves.
 """
@@ -30,7 +30,7 @@ def held_together(parameters: Sequence[Parameter], shards: Iterable[Shard]) -> I
 
 
 def end_bytes(parameters: Sequence[Parameter], shards: Sequence[Sequence[Shard]], shared: bool) -> Counter[str]:
-    """Bytes by kind (`ir/traffic.py`) that all ranks exchange at the end of a step; `shards` are theirs by rank.
+    """Bytes by kind (`ir/program.py`) that all ranks exchange at the end of a step; `shards` are theirs by rank.
 
     What is `shared` out is filled up to equal shares: as much is scattered of gradients as is gathered of parameters.
     """

@@ -1,4 +1,4 @@
-"""Volume that the device lacking most lacks of a tensor, for all pairs of two sets of layouts: `ir/volume.py` as
+"""Volume that the device lacking most lacks of a tensor, for all pairs of two sets of layouts: `ir/layout.py` as
 tables.
 
 How shares are added up on the way from each of some layouts to each of others: `reductions` as tables.
@@ -140,7 +140,7 @@ class DimensionPair:
     extent: int
 
     def by_neighbours(self, size: int) -> DimensionPair:
-        """The same with each `size` neighbouring devices counted as one (`ir/volume.py`)."""
+        """The same with each `size` neighbouring devices counted as one (`ir/layout.py`)."""
         return replace(self, held=self.held.by_neighbours(size), wanted=self.wanted.by_neighbours(size))
 
     def spread(self, table: NDArray[Any]) -> NDArray[Any]:

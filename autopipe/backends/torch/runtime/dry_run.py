@@ -59,7 +59,7 @@ class DryReport:
     """By the rank they go to, activations and their gradients."""
     received_bytes: dict[int, int]
     communication_bytes: dict[str, int]
-    """Bytes that the rank's exchanges would move, by kind (`ir/traffic.py`)."""
+    """Bytes that the rank's exchanges would move, by kind (`ir/program.py`)."""
     parameters: int
     parameter_bytes: int
     peak_memory_bytes: int

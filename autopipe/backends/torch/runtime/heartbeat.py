@@ -1,7 +1,7 @@
-"""A rank's pulse: what it does, since when, and that it lives, in a file that can be read whatever has become of it.
+"""A rank's heartbeat: its task, since when, and that it lives, in a file that can be read after it has died.
 
-The launcher on the same machine reads it (`backends/torch/watch.py`). A rank says of itself only whether it waits for
-others; who of all ranks hangs is for those to find who see several of them.
+The launcher on the same machine reads it (`backends/torch/elastic_agent.py`). A rank states only that it waits for
+others; which rank hangs is for the launcher to find, which sees several of them.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class StepReport:
     peak_memory_bytes: tuple[int, ...]
     """So far, by rank."""
     communication_bytes: dict[str, int]
-    """Bytes moved by all ranks' exchanges, by kind (`ir/traffic.py`)."""
+    """Bytes moved by all ranks' exchanges, by kind (`ir/program.py`)."""
 
     def line(self) -> str:
         """The report as a person reads it."""
@@ -70,7 +70,7 @@ class _Figures:
     seconds: float
     busy_s: float
     moved: tuple[float, ...]
-    """Bytes of its exchanges, by kind (`ir/traffic.py`)."""
+    """Bytes of its exchanges, by kind (`ir/program.py`)."""
 
     def numbers(self) -> list[float]:
         """To be exchanged."""

@@ -346,7 +346,7 @@ class Transport:
         self._rings: dict[tuple[int, bool], RecvBufferPool] = {}
         self._departures = SendQueue(watched=not self.nccl)
         self.traffic: Counter[str] = Counter()
-        """Bytes moved by this step's exchanges so far, by kind (`ir/traffic.py`)."""
+        """Bytes moved by this step's exchanges so far, by kind (`ir/program.py`)."""
         self._meetings: list[ControlGroup] = []
         self._joined = False
         self._store: Store | None = None
