@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -102,6 +103,7 @@ def test_every_script_has_a_smallest_run() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == {*PRINTED, *RANKS, *SLOW, *MODULES, *PAPERS}
     assert {path.name for path in (ROOT / "scripts").iterdir()} == {
         "environment.sh",
+        "draw_architecture.py",
         *(f"{name}.py" for name in TABLES),
     }
 
@@ -191,6 +193,12 @@ def test_a_page_of_measured_steps(here: pytest.MonkeyPatch, tmp_path: Path) -> N
     log.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     run_here(here, "step_times", "--log", str(log), "--rounds", "0", "--write", str(page))
     assert "| gpt | one rank | 100.0 ms | 200.0 ms | -50.0% |" in page.read_text(encoding="utf-8")
+
+
+def test_the_picture_of_the_architecture() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "draw_architecture.py"))
+    words = {text.strip() for text in ElementTree.fromstring(script["drawing"]()).itertext()}
+    assert {folder for row in script["ROWS"] for folder in row} <= words
 
 
 @pytest.mark.parametrize("name", sorted(TABLES))
