@@ -109,7 +109,7 @@ def test_the_launch_has_the_defaults_of_a_rank() -> None:
 NEVER_STARTS = """
 import os, shutil, time
 if os.environ["RANK"] == "0":
-    shutil.copy({pulse!r}, os.environ["AUTOPIPE_PULSES"] + "/rank_000.pulse")
+    shutil.copy({heartbeat!r}, os.environ["AUTOPIPE_PULSES"] + "/rank_000.pulse")
 time.sleep(10**6)
 """
 

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from autopipe.backends.torch.runtime import transport as module
 from autopipe.backends.torch.runtime.host import processors_of_this_rank
 
-module._attempt_store = lambda patience: dist.FileStore(sys.argv[1], int(os.environ["WORLD_SIZE"]))
+os.environ["AUTOPIPE_ATTEMPT"] = "0"
+module._launchers_store = lambda patience, signed: dist.FileStore(sys.argv[1], int(os.environ["WORLD_SIZE"]))
 transport = module.Transport("cpu")
 transport.start()
 threads = [sorted(os.sched_getaffinity(int(each))) for each in os.listdir("/proc/self/task")]

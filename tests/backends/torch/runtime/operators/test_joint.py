@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.ir.ops.control_group import Member, together
 from torch import Tensor
 
 from autopipe.backends.torch.runtime import operators
+from tests.ir.ops.meeting import Member, together
 
 SIZE = 3
 
