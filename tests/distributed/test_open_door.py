@@ -127,7 +127,9 @@ def test_two_machines_listen_on_the_chosen_interface_alone_and_unpickle_nothing(
             assert json.loads(done.stdout) == [False] * len(other) + [True] * len(chosen)
         finally:
             ended = [finish(node) for node in nodes.values()]
-    assert all(_refused(each) for each in ended), ended
+    # A node may notice first that the other, which has refused the value, has ended.
+    assert any(_refused(each) for each in ended), ended
+    assert all(each.code == 5 and "Traceback" not in each.stderr for each in ended), ended
     assert not (tmp_path / "owned").exists()
 
 
