@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.errors import ConfigurationError
@@ -116,6 +116,26 @@ def _not_of_own(size: int, own: int | None) -> ConfigurationError:
         f"micro-batches of {size} samples cannot be made of the {own} that the model's file fixes",
         hint=f"choose a micro-batch size that divides {own}, or export the model with a symbolic batch",
     )
+
+
+def climb(places: Sequence[int], start: int, seconds: Callable[[int], float | None]) -> None:
+    """Try `places` from the one at index `start` on, then those after it and those before it while steps get shorter.
+
+    `places` are numbers, or sizes, of micro-batches in order. `seconds` tries one of them and gives the time of its
+    step: infinite where it has none, None where memory refuses it, but may hold those after it, and none before it.
+    """
+    first = last = seconds(places[start])
+    for place in places[start + 1 :]:
+        found = seconds(place)
+        if last is not None and (found is None or found >= last):
+            break
+        last = found
+    last = first
+    for place in places[:start][::-1] if first is not None else ():
+        found = seconds(place)
+        if found is None or last is None or found >= last:
+            break
+        last = found
 
 
 def divisors(number: int) -> list[int]:

@@ -7,12 +7,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.passes.batching import Batching, Division, batchings
+from autopipe.passes.batching import Batching, Division, batchings, climb
 
 
 def first(**given):
     every = {"batch_size": None, "micro_batches": None, "micro_batch_size": None, "own": None, "devices": 4, **given}
     return next(batchings(**every))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "start", "tried"),
+    [
+        ({1: 5, 2: 4, 4: 3, 8: 3, 16: 1}, 1, [2, 4, 8, 1]),
+        ({1: 1, 2: 2, 4: 3, 8: 4, 16: 5}, 2, [4, 8, 2, 1]),
+        ({1: 1, 2: 1, 4: None, 8: None, 16: 2}, 2, [4, 8, 16]),
+        ({1: 1, 2: float("inf"), 4: 3, 8: None, 16: 1}, 1, [2, 4, 8, 1]),
+        ({1: None, 2: 1, 4: 2, 8: 3, 16: 4}, 1, [2, 4, 1]),
+    ],
+    ids=["both ways", "down", "while memory refuses", "past what has no step", "memory refuses what comes before"],
+)
+def test_a_climb_goes_on_while_steps_get_shorter(seconds, start, tried):
+    found = []
+    climb(tuple(seconds), start, lambda place: found.append(place) or seconds[place])
+    assert found == tried
 
 
 @pytest.mark.parametrize(

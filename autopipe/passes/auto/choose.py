@@ -15,10 +15,9 @@ import dataclasses
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from autopipe.ir.codec import JsonRecord
 from autopipe.ir.errors import AutopipeError, OutOfMemoryError
@@ -27,9 +26,9 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.auto.candidates import Candidate, LeftOutError, candidates, strategies_of
 from autopipe.passes.auto.plan_cache import FORMAT, Store, answer_form, answer_key, answer_of
-from autopipe.passes.auto.search import PlanSearch
+from autopipe.passes.auto.search import CandidateTrial, PlanSearch
 from autopipe.passes.auto.workers import SpeculativePool, free_cores
-from autopipe.passes.batching import AUTO_PER_DEVICE, Division, divisors
+from autopipe.passes.batching import AUTO_PER_DEVICE, Division, climb, divisors
 from autopipe.passes.cost.memory import static_memory
 from autopipe.passes.cost.stage_work import holders_of, stage_work
 from autopipe.passes.cost.stages import stage_costs
@@ -37,10 +36,6 @@ from autopipe.passes.pipeline import PlanResult, Request, assemble_plan, first_m
 from autopipe.passes.placement.grid import Grid
 from autopipe.passes.registry import SCHEDULERS, Scheduler, scheduler_class, scheduler_names
 from autopipe.passes.runner import NullObserver, Observer, Runner
-
-if TYPE_CHECKING:
-    from autopipe.passes.auto.search import CandidateTrial
-
 
 _SHARE = 1 / 4
 """The part of a device's memory that parameters and what is kept beside them may fill."""
@@ -120,16 +115,16 @@ _NEAR = 1.5
 """How many times the shortest step a candidate's bound may be for more numbers of micro-batches to be looked at."""
 
 
-def variations(search: PlanSearch, problem: Problem, short: bool) -> Iterator[Candidate]:
-    """Candidates for what memory refused, and for the most promising ones; later ones go by what came of earlier.
+def try_variations(search: PlanSearch, problem: Problem, short: bool) -> None:
+    """Try variations of what memory refused, and of the most promising candidates; later ones go by earlier results.
 
     `problem` is the one with the largest micro-batches that the model takes; `short` says whether there may be less
-    memory than a step of training wants. Each candidate is to be tried before the next one is asked for.
+    memory than a step of training wants.
     """
     varied = _Variations(search, problem, short)
-    yield from varied.in_other_counts()
-    yield from varied.with_recomputation()
-    yield from varied.with_shared_state()
+    varied.in_other_counts()
+    varied.with_recomputation()
+    varied.with_shared_state()
 
 
 def foreseeable(every: Iterable[Candidate], problem: Problem, request: Request) -> Iterator[Candidate]:
@@ -152,14 +147,14 @@ class _Variations:
     short: bool
     """True if there may be less memory than a step of training wants."""
 
-    def in_other_counts(self) -> Iterator[Candidate]:
+    def in_other_counts(self) -> None:
         """Other numbers of micro-batches for strategies that take what they are given."""
         given = self._given_counts()
         self._expect_climbs(given)
         for each in given:
-            yield from self._climb(each)
+            self._climb(each)
 
-    def with_recomputation(self) -> Iterator[Candidate]:
+    def with_recomputation(self) -> None:
         """Recomputation where memory asks for it: for the best, and for what has no plan without."""
         if self.search.request.recompute is not None or not self.short:
             return
@@ -169,18 +164,18 @@ class _Variations:
         again = [replace(each, recompute="auto") for each in plain if each.micro_batches is None]
         # Shared state is looked into meanwhile for what promises most so far: most of that is asked for later.
         self.search.expect([*again, *self._sharing()])
-        yield from again
+        self.search.try_all(again)
         strategies = [each.candidate.strategy for each in refused]
         given = [replace(each, recompute="auto") for each in self._given_counts() if each.strategy in strategies]
         self._expect_climbs(given)
         for candidate in given:
-            yield from self._climb(candidate)
+            self._climb(candidate)
 
-    def with_shared_state(self) -> Iterator[Candidate]:
+    def with_shared_state(self) -> None:
         """Replicas with a share of the optimizer's state each: for the best, and for what memory refuses otherwise."""
         own = self._sharing()
         self.search.expect(own)
-        yield from own
+        self.search.try_all(own)
 
     def _sharing(self) -> list[Candidate]:
         request = self.search.request
@@ -233,36 +228,28 @@ class _Variations:
             wanted += [replace(each, micro_batches=count) for count in sorted(filter(None, steps))]
         search.expect(each for each in dict.fromkeys(wanted) if each not in tried)
 
-    def _climb(self, candidate: Candidate) -> Iterator[Candidate]:
+    def _climb(self, candidate: Candidate) -> None:
         """On from its own count, or the best plan's if it promises more: while memory refuses, then as bounds fall."""
         counts = self._counts()
-        found = yield from self._trial(candidate)
+        found = self._trial(candidate)
         if self.search.best is not None:
-            other = yield from self._trial(candidate, _count(self.search.best))
-            found = min(found, other, key=_bound_s)
+            found = min(found, self._trial(candidate, _count(self.search.best)), key=_bound_s)
         count = _count(found) or AUTO_PER_DEVICE * self.problem.cluster.size
         place = min(bisect_left(counts, count), len(counts) - 1)
         while _is_refused(found) and place + 1 < len(counts):
             place += 1
-            found = yield from self._trial(candidate, counts[place])
-        if math.isinf(_bound_s(found)) or _bound_s(found) >= _NEAR * self.search.step_s:
-            return
-        for step in (1, -1):
-            here, least = place + step, _bound_s(found)
-            while 0 <= here < len(counts):
-                other = yield from self._trial(candidate, counts[here])
-                if _bound_s(other) >= least:
-                    break
-                here, least = here + step, _bound_s(other)
+            found = self._trial(candidate, counts[place])
+        if _bound_s(found) < min(math.inf, _NEAR * self.search.step_s):
+            climb(counts, place, lambda count: _bound_s(self._trial(candidate, count)))
 
-    def _trial(self, candidate: Candidate, count: int | None = None) -> Generator[Candidate, None, CandidateTrial]:
+    def _trial(self, candidate: Candidate, count: int | None = None) -> CandidateTrial:
         """Result of the candidate, or of it with `count` micro-batches; it is tried where it was not."""
         wanted = candidate if count is None else replace(candidate, micro_batches=count)
         for each in self.search.tried:
             if each.candidate == wanted or (each.candidate == candidate and count == _count(each)):
                 return each
-        yield wanted
-        return self.search.tried[-1]
+        self.search.try_all((wanted,))
+        return self.search.tried[-1] if self.search.tried[-1].candidate == wanted else CandidateTrial(wanted)
 
     def _counts(self) -> list[int]:
         """All numbers of micro-batches that there can be, ascending."""
@@ -378,7 +365,7 @@ def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.mo
         search.expect(every)
         search.expect(foreseeable(every, problem, request))
         search.try_all(every)
-        search.try_all(variations(search, problem, short))
+        try_variations(search, problem, short)
         finer = tuple(refine(search))
         search.expect(finer)
         search.try_all(finer)

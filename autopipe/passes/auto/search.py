@@ -188,7 +188,7 @@ class PlanSearch:
         Those with much in common follow one another in one process, which remembers it.
         """
         together: dict[object, list[Candidate]] = {}
-        for candidate in candidates:
+        for candidate in () if self.is_over() else candidates:
             if is_quick(candidate.strategy) or self.ahead.is_coming(repr(candidate)):
                 continue
             if self._left_out(candidate) is None:

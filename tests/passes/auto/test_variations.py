@@ -58,11 +58,7 @@ class Made:
         return math.inf if self.best is None else self.best.step_s
 
     def try_all(self, candidates):
-        found = []
-        for candidate in candidates:
-            found.append(candidate)
-            self.tried.append(self._outcome(candidate))
-        return found
+        self.tried += map(self._outcome, candidates)
 
     def _outcome(self, candidate):
         answer = self.answer(candidate)
@@ -89,7 +85,9 @@ def try_variations(monkeypatch):
             micro_batch_size=BATCH,
             micro_batch_sizes=SIZES,
         )
-        return search.try_all(varied.variations(search, problem, short and train))
+        before = len(search.tried)
+        varied.try_variations(search, problem, short and train)
+        return [each.candidate for each in search.tried[before:]]
 
     return tried
 
