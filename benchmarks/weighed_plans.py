@@ -22,7 +22,6 @@ from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, w
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.host import processor_count
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.backends.torch.worker_pool import WorkerPool
 from autopipe.cli.drawing.svg import PointSeries, scatter_svg
 from autopipe.cli.output import Bar, Output, Verbosity, bytes_text, seconds_text, write_texts
 from autopipe.cli.profile_programs import exchanges_of, parsed_sizes
@@ -44,6 +43,7 @@ from autopipe.passes.lower.traffic import communication_bytes
 from autopipe.passes.pipeline import Placed, Request
 from autopipe.passes.runner import NullObserver, Runner
 from benchmarks.table import Row
+from benchmarks.worker_pool import WorkerPool
 
 # The models, and what is measured of this machine before.
 
@@ -317,7 +317,7 @@ _PATIENCE_S = 120.0
 
 
 def measured(
-    candidates: Sequence[Candidate], crew: WorkerPool, folder: Path, seconds: float, tell: Callable[[str], None]
+    candidates: Sequence[Candidate], pool: WorkerPool, folder: Path, seconds: float, tell: Callable[[str], None]
 ) -> list[Outcome]:
     """What came of each candidate: all are run once, and again while there is time, of `seconds` in all. The chosen one
     and those near the fastest are run once more in any case, and in what time is left for no round of all.
@@ -335,7 +335,7 @@ def measured(
                 tell(f"round {turn + 1}, {index + 1} of {len(candidates)}: {candidates[index].name}")
                 steps = _FEW_STEPS if candidates[index].predicted_s > slow_s else _STEPS
                 program = folder / f"{index}"
-                outcomes[index] = _run(candidates[index], outcomes[index], crew, program, turn == 0, steps)
+                outcomes[index] = _run(candidates[index], outcomes[index], pool, program, turn == 0, steps)
         now = time.monotonic()
         left, each_s = started + seconds - now, (now - began) / max(1, len(chosen))
         chosen = range(len(candidates))
@@ -368,7 +368,7 @@ def _unrun(candidate: Candidate) -> Outcome:
     )
 
 
-def _run(candidate: Candidate, before: Outcome, crew: WorkerPool, program: Path, first: bool, count: int) -> Outcome:
+def _run(candidate: Candidate, before: Outcome, pool: WorkerPool, program: Path, first: bool, count: int) -> Outcome:
     """Some more steps of a candidate; its memory too, the first time."""
     recorded = _RECORDED if first else 0
     try:
@@ -376,7 +376,7 @@ def _run(candidate: Candidate, before: Outcome, crew: WorkerPool, program: Path,
             candidate.write(program)
         data = _samples(program, program.parent / "samples.npz")
         steps = recorded + _WARM_UP + count
-        found = crew.run(program, data, steps, (candidate.fullest_rank, recorded), _PATIENCE_S)
+        found = pool.run(program, data, steps, (candidate.fullest_rank, recorded), _PATIENCE_S)
     except AutopipeError as error:
         return dataclasses.replace(before, steps_s=(), failed=str(error))
     return dataclasses.replace(
@@ -581,24 +581,24 @@ def compare(
     most = max(ranks for _, ranks in planned)
     given = exchange_costs(most) if costs is None else read_costs(costs)
     known: dict[str, tuple[Subject, list[Costs]]] = {}
-    crew: WorkerPool | None = None
+    pool: WorkerPool | None = None
     try:
         for done, (name, ranks) in enumerate(planned):
             part = ranks / sum(each for _, each in planned[done:])
             until = time.monotonic() + (end - time.monotonic()) * part
-            if crew is None or crew.size != ranks:
-                if crew is not None:
-                    crew.stop()
-                crew = WorkerPool(ranks)
+            if pool is None or pool.size != ranks:
+                if pool is not None:
+                    pool.stop()
+                pool = WorkerPool(ranks)
             try:
                 if name not in known:
                     known[name] = _measured_subject(name, given, most if costs is None else None, folder, bar)
-                yield _compared(known[name], ranks, crew, folder / f"{name}.{ranks}", until, bar)
+                yield _compared(known[name], ranks, pool, folder / f"{name}.{ranks}", until, bar)
             except AutopipeError as error:
                 output.warn(f"{name} on {ranks} ranks: {error}")
     finally:
-        if crew is not None:
-            crew.stop()
+        if pool is not None:
+            pool.stop()
 
 
 def _measured_subject(
@@ -611,7 +611,7 @@ def _measured_subject(
 
 
 def _compared(
-    subject: tuple[Subject, list[Costs]], ranks: int, crew: WorkerPool, folder: Path, until: float, bar: Bar
+    subject: tuple[Subject, list[Costs]], ranks: int, pool: WorkerPool, folder: Path, until: float, bar: Bar
 ) -> Comparison:
     model, costs = subject
     title = f"{model.name} on {ranks} ranks"
@@ -622,4 +622,4 @@ def _compared(
     def tell(text: str) -> None:
         bar.advance(0, note=f"{title}: {text}")
 
-    return Comparison(model.name, ranks, tuple(measured(candidates, crew, folder, until - time.monotonic(), tell)))
+    return Comparison(model.name, ranks, tuple(measured(candidates, pool, folder, until - time.monotonic(), tell)))

@@ -18,7 +18,18 @@ FOLDER = ROOT / "benchmarks"
 
 MODULES = {"auto_table", "command_line", "side_by_side"}
 """What the scripts import."""
-PAPERS = {"__init__", "__main__", "auto", "graphpipe", "pase", "table", "tepdist", "tessel", "weighed_plans"}
+PAPERS = {
+    "__init__",
+    "__main__",
+    "auto",
+    "graphpipe",
+    "pase",
+    "table",
+    "tepdist",
+    "tessel",
+    "weighed_plans",
+    "worker_pool",
+}
 """Run by `python -m benchmarks`."""
 
 PRINTED = {

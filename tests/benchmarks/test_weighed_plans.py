@@ -12,7 +12,6 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.worker_pool import ProgramRun
 from autopipe.cli.request import request_of
 from autopipe.configs.load import load_configuration
 from autopipe.ir.cost_file import costs_text
@@ -20,6 +19,7 @@ from autopipe.ir.errors import LaunchError
 from autopipe.ir.measured_costs import Costs, DeviceCosts
 from benchmarks import weighed_plans
 from benchmarks.weighed_plans import Comparison, Outcome, candidates_of, spearman, write_page
+from benchmarks.worker_pool import ProgramRun
 from tests.cli.command_line import CommandLine
 from tests.cli.test_bad_requests import perceptron
 from tests.passes.frontend.building import saved

@@ -18,7 +18,7 @@ import pytest
 
 from autopipe.backends.torch.child import python_command
 from autopipe.backends.torch.launcher import rank_environment
-from autopipe.backends.torch.worker_pool import WorkerPool
+from benchmarks.worker_pool import WorkerPool
 from tests.distributed.attacking import attack, attack_store, doors
 from tests.distributed.launching import (
     PATIENCE_S,
@@ -210,17 +210,17 @@ def test_a_child_whose_parent_has_gone_already_ends() -> None:
 
 
 @pytest.mark.distributed
-def test_a_crews_ranks_end_with_the_process_that_they_are_copies_of() -> None:
-    with WorkerPool(2) as crew:
-        crew._start()
-        assert crew._process is not None
-        pids = descendants(crew._process.pid)
+def test_a_worker_pools_ranks_end_with_the_process_that_they_are_copies_of() -> None:
+    with WorkerPool(2) as pool:
+        pool._start()
+        assert pool._process is not None
+        pids = descendants(pool._process.pid)
         assert len(pids) == 3
         found = doors(pids)
         assert found and all(ipaddress.ip_address(address).is_loopback for address, _ in found), found
-        crew._process.kill()
+        pool._process.kill()
         # The ranks' ends stay open here: it is not those that tell them.
-        crew._process.wait()
+        pool._process.wait()
         assert _gone(pids)
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.backends.torch.worker_pool import WorkerPool
 from autopipe.cli.profile_programs import write_pair
+from benchmarks.worker_pool import WorkerPool
 
 
 @pytest.mark.distributed
@@ -17,6 +17,6 @@ def test_every_step_of_every_program_is_told(tmp_path: Path) -> None:
     program, data = tmp_path / "program", tmp_path / "samples.npz"
     write_pair(program, 2)
     save_samples(read_manifest(program), data)
-    with WorkerPool(2) as crew:
+    with WorkerPool(2) as pool:
         for steps in (5, 1, 3):
-            assert len(crew.run(program, data, steps, (0, 1), 60.0).steps_s) == steps
+            assert len(pool.run(program, data, steps, (0, 1), 60.0).steps_s) == steps

@@ -1,12 +1,6 @@
-"""The other end of a crew's processes: gives them programs to run and hears what came of it.
+"""Ranks on the CPU that run one program after another: torch is imported once, which takes seconds, and all are copies.
 
-One process of a crew: joins the world once, then runs its rank's file of each program that it is given.
-
-`autopipe.backends.torch.worker_pool STORE END...`: a rank for each end of a socket, copies of one process.
-
-Torch is imported once, which takes seconds, and all ranks have it.
-
-JSON objects, a line each, over a socket between a worker pool and its workers.
+`python -m benchmarks.worker_pool STORE END...` makes a rank for each end of a socket; JSON lines go over it.
 """
 
 from __future__ import annotations
@@ -15,6 +9,7 @@ import contextlib
 import gc
 import importlib
 import io
+import itertools
 import json
 import os
 import runpy
@@ -137,10 +132,8 @@ def serve(rank: int, size: int, store: str, line: JsonSocket) -> NoReturn:
 
 def _run(number: int, task: Task) -> Reply:
     """Run the steps, and say what they took of this process."""
-    from autopipe.backends.torch.profiler.allocations import Allocations, parameter_bytes
-
-    allocations, counts = Allocations(), number == task.recorded_rank and task.recorded_steps > 0
-    with allocations.recorded() if counts else contextlib.nullcontext():
+    counts = number == task.recorded_rank and task.recorded_steps > 0
+    with allocations() if counts else contextlib.nullcontext([0]) as peak:
         found = runpy.run_path(str(Path(task.program) / f"rank_{number:03d}.py"), run_name="program")
         rank: Any = found["rank"]
         rank.set_up()
@@ -152,9 +145,25 @@ def _run(number: int, task: Task) -> Reply:
         rank.run(found["step"])
     processor_s = (time.process_time() - began) / max(1, others)
     rank.reporter.report()
-    held = parameter_bytes(rank)
+    # Parameters are numpy's, whom torch does not ask for memory; but for those that have moved into rows of shares.
+    moved = {id(each) for bucket in rank.reduction.shared for each in bucket.parameters}
+    held = sum(int(each.nbytes) for each in rank.parameters.values() if id(each) not in moved)
     rank.transport.stop()
-    return Reply(peak_memory_bytes=allocations.peak_bytes + held if counts else 0, processor_s=processor_s)
+    return Reply(peak_memory_bytes=peak[0] + held if counts else 0, processor_s=processor_s)
+
+
+@contextlib.contextmanager
+def allocations() -> Iterator[list[int]]:
+    """Most bytes that torch has allocated at once in this thread, known after the block; what runs in it is slower."""
+    from torch.profiler import ProfilerActivity, profile
+
+    peak = [0]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        yield peak
+    assert run.profiler is not None and run.profiler.kineto_results is not None
+    events: list[Any] = [each for each in run.profiler.kineto_results.events() if each.name() == "[memory]"]
+    events.sort(key=lambda each: int(each.start_ns()))
+    peak[0] = max(itertools.accumulate((int(each.nbytes()) for each in events), initial=0))
 
 
 @contextlib.contextmanager
@@ -246,11 +255,11 @@ class WorkerPool:
     def _start(self) -> None:
         if self._process is not None:
             return
-        self._folder = tempfile.mkdtemp(prefix="autopipe-crew-")
+        self._folder = tempfile.mkdtemp(prefix="autopipe-pool-")
         pairs = [socket.socketpair() for _ in range(self.size)]
         self._lines = [JsonSocket(ours) for ours, _ in pairs]
         theirs = [end.fileno() for _, end in pairs]
-        words = python_command("autopipe.backends.torch.worker_pool", f"{self._folder}/store", *map(str, theirs))
+        words = python_command("benchmarks.worker_pool", f"{self._folder}/store", *map(str, theirs))
         with rank_environment():
             self._process = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, pass_fds=theirs, start_new_session=True, env=dict(os.environ)
