@@ -8,7 +8,7 @@ size has the masks of its samples, and a forward that runs again draws the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,11 +99,11 @@ class Stream:
     """By dimension; () where the rank has all."""
     counted: tuple[int, int, int] | None = None
 
-    def draw(self, shape: tuple[int, ...], make: Callable[[Words], Words], dtype: torch.dtype) -> Tensor:
+    def draw(self, shape: tuple[int, ...], make: Callable[[Words], Sequence[Tensor]], dtype: torch.dtype) -> Tensor:
         """A tensor of `shape`, this rank's block: `make` gives the elements for words, each for its own or its four."""
         grid = self._grid(shape)
         if grid.picked is not None:
-            made = torch.stack(make(self._words(grid.blocks, grid.rows, grid.samples)), -1)
+            made = torch.stack(tuple(make(self._words(grid.blocks, grid.rows, grid.samples))), -1)
             picked = grid.picked.expand(made.shape[:-1]).unsqueeze(-1)
             return made.gather(-1, picked).squeeze(-1).to(dtype).reshape(shape)
         rows, blocks = grid.rows.shape[0], grid.blocks.shape[1]

@@ -1,24 +1,19 @@
-"""Convolutions that torch lacks: of integers, with uneven crops, with learned offsets.
+"""Convolutions, pools, resizes and regions of images as ONNX defines them and torch does not; Fourier transforms.
 
-Resizing by any of ONNX's rules for places, weights and edges, one axis after the other.
-
-Pooling with uneven pads, holes, powers, or indices. Pads are in the order of `F.pad`.
-
-Regions of images, pooled.
-
-Fourier transforms, windows and mel filters. Complex numbers are pairs in a last dimension of two, as in ONNX.
+Pads are in the order of `F.pad`. Complex numbers are pairs in a last dimension of two.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.operators.misc import centre, requantize
+from autopipe.backends.torch.runtime.operators.misc import along, centre, requantize
 
 Extents = tuple[int, ...]
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -31,24 +26,14 @@ def conv_transpose(
     """Transposed convolution whose whole result is cropped (negative) or filled up (positive), as `F.pad` counts."""
     full = _CONV_TRANSPOSE[x.dim() - 2](x, weight, None, strides, 0, 0, groups, dilations)
     cropped = F.pad(full, crop)
-    return cropped if bias is None else cropped + bias.reshape(-1, *(1 for _ in strides))
+    return cropped if bias is None else cropped + along(bias, 1, x.dim())
 
 
 def conv_integer(
-    x: Tensor,
-    weight: Tensor,
-    x_zero_point: Tensor | None,
-    weight_zero_point: Tensor | None,
-    strides: Extents,
-    pads: Extents,
-    dilations: Extents,
-    groups: int,
+    x: Tensor, weight: Tensor, x_zero_point: Tensor | None, weight_zero_point: Tensor | None, *window: Any
 ) -> Tensor:
-    """Convolution of integers less their zero points, as int32. Pads hold the zero point, hence 0."""
-    exact = F.pad(centre(x, x_zero_point), pads)
-    return _CONV[x.dim() - 2](exact, centre(weight, weight_zero_point), None, strides, 0, dilations, groups).to(
-        torch.int32
-    )
+    """Convolution of integers less their zero points, as int32; `window` as in `conv_quantized`."""
+    return _exact_conv(x, x_zero_point, weight, weight_zero_point, None, *window).to(torch.int32)
 
 
 def conv_quantized(
@@ -62,16 +47,30 @@ def conv_quantized(
     zero_point: Tensor | None,
     bias: Tensor | None,
     dtype: torch.dtype,
+    *window: Any,
+) -> Tensor:
+    """Convolution of quantised numbers, quantised; the bias counts in units of `x_scale * weight_scale`.
+
+    `window` is the strides, the pads, the dilations and the number of groups.
+    """
+    product = _exact_conv(x, x_zero_point, weight, weight_zero_point, bias, *window)
+    return requantize(product, x_scale.double() * weight_scale.double() / scale.double(), zero_point, dtype)
+
+
+def _exact_conv(
+    x: Tensor,
+    x_zero_point: Tensor | None,
+    weight: Tensor,
+    weight_zero_point: Tensor | None,
+    bias: Tensor | None,
     strides: Extents,
     pads: Extents,
     dilations: Extents,
     groups: int,
 ) -> Tensor:
-    """Convolution of quantised numbers, quantised; the bias counts in units of `x_scale * weight_scale`."""
-    exact = F.pad(centre(x, x_zero_point), pads)
-    exact_bias = None if bias is None else bias.double()
-    product = _CONV[x.dim() - 2](exact, centre(weight, weight_zero_point), exact_bias, strides, 0, dilations, groups)
-    return requantize(product, x_scale.double() * weight_scale.double() / scale.double(), zero_point, dtype)
+    """Convolution in float64 of integers less their zero points. Pads hold the zero point, hence 0."""
+    kernel, bias = centre(weight, weight_zero_point), None if bias is None else bias.double()
+    return _CONV[x.dim() - 2](F.pad(centre(x, x_zero_point), pads), kernel, bias, strides, 0, dilations, groups)
 
 
 def deform_conv(
@@ -96,12 +95,15 @@ def deform_conv(
     oh, ow = offset.shape[2:]
     taps = kh * kw
     shifts = offset.reshape(batch, offset_groups, taps, 2, oh, ow)
-    rows = shifts[:, :, :, 0] + _base(oh, strides[0], begin[0], kh, dilations[0], x)[:, None, :, None].expand(
-        kh, kw, oh, ow
-    ).reshape(taps, oh, ow)
-    columns = shifts[:, :, :, 1] + _base(ow, strides[1], begin[1], kw, dilations[1], x)[None, :, None, :].expand(
-        kh, kw, oh, ow
-    ).reshape(taps, oh, ow)
+
+    def base(axis: int, count: int) -> Tensor:
+        """[kernel, count]: where each tap of each window reads before its offset."""
+        starts = torch.arange(count, device=x.device, dtype=x.dtype) * strides[axis] - begin[axis]
+        steps = torch.arange(weight.shape[2 + axis], device=x.device, dtype=x.dtype) * dilations[axis]
+        return steps[:, None] + starts
+
+    rows = shifts[:, :, :, 0] + base(0, oh)[:, None, :, None].expand(kh, kw, oh, ow).reshape(taps, oh, ow)
+    columns = shifts[:, :, :, 1] + base(1, ow)[None, :, None, :].expand(kh, kw, oh, ow).reshape(taps, oh, ow)
     images = x.reshape(batch * offset_groups, channels // offset_groups, height, width)
     grid = torch.stack((2 * columns / max(width - 1, 1) - 1, 2 * rows / max(height - 1, 1) - 1), dim=-1).reshape(
         batch * offset_groups, taps, oh * ow, 2
@@ -116,13 +118,6 @@ def deform_conv(
     return result if bias is None else result + bias.reshape(-1, 1, 1)
 
 
-def _base(count: int, stride: int, begin: int, kernel: int, dilation: int, like: Tensor) -> Tensor:
-    """[kernel, count]: where each tap of each window reads before its offset."""
-    starts = torch.arange(count, device=like.device, dtype=like.dtype) * stride - begin
-    taps = torch.arange(kernel, device=like.device, dtype=like.dtype) * dilation
-    return taps[:, None] + starts
-
-
 _AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
@@ -131,10 +126,6 @@ def _windows(padded: Tensor, kernel: Extents, strides: Extents, dilations: Exten
     for axis, (size, stride, dilation) in enumerate(zip(kernel, strides, dilations, strict=True), 2):
         padded = padded.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
     return padded
-
-
-def _last(count: int) -> Extents:
-    return tuple(range(-count, 0))
 
 
 def average_pool(
@@ -150,13 +141,13 @@ def average_pool(
 def _window_means(padded: Tensor, kernel: Extents, strides: Extents, dilations: Extents) -> Tensor:
     if set(dilations) == {1}:
         return _AVERAGE[len(kernel)](padded, kernel, strides)
-    return _windows(padded, kernel, strides, dilations).mean(_last(len(kernel)))
+    return _windows(padded, kernel, strides, dilations).mean(tuple(range(-len(kernel), 0)))
 
 
 def lp_pool(x: Tensor, kernel: Extents, strides: Extents, dilations: Extents, pads: Extents, power: int) -> Tensor:
     """p-norm of each window of x padded by `pads`."""
     windows = _windows(F.pad(x, pads), kernel, strides, dilations)
-    norms: Tensor = torch.linalg.vector_norm(windows, power, _last(len(kernel)))
+    norms: Tensor = torch.linalg.vector_norm(windows, power, tuple(range(-len(kernel), 0)))
     return norms
 
 
@@ -168,25 +159,15 @@ def max_pool_with_indices(
     rank = len(kernel)
     windows = _windows(F.pad(values, pads, value=-math.inf), kernel, strides, dilations).flatten(-rank)
     largest, places = windows.max(-1)
-    strides_of_x = _strides(x.shape, order)
+    spatial = range(2, x.dim())
     index = torch.zeros(x.shape, dtype=torch.int64, device=x.device)
-    for axis, stride in enumerate(strides_of_x):
-        count = torch.arange(x.shape[axis], device=x.device) * stride
-        index += count.reshape([-1 if place == axis else 1 for place in range(x.dim())])
+    distance = 1  # Between neighbours along an axis: the innermost first.
+    for axis in (*(spatial if order else reversed(spatial)), 1, 0):
+        index += along(torch.arange(x.shape[axis], device=x.device) * distance, axis, x.dim())
+        distance *= x.shape[axis]
     indices = _windows(F.pad(index, pads), kernel, strides, dilations).flatten(-rank)
     found = torch.gather(indices, -1, places.unsqueeze(-1)).squeeze(-1)
     return largest.to(x.dtype), found
-
-
-def _strides(shape: torch.Size, order: int) -> list[int]:
-    """Distance between neighbours along each axis; `order` 1 has the first spatial axis innermost."""
-    spatial = range(2, len(shape))
-    strides = [0] * len(shape)
-    distance = 1
-    for axis in (*(spatial if order else reversed(spatial)), 1, 0):
-        strides[axis] = distance
-        distance *= shape[axis]
-    return strides
 
 
 def max_unpool(x: Tensor, indices: Tensor, inferred: Extents, shape: Extents) -> Tensor:
@@ -198,6 +179,11 @@ def max_unpool(x: Tensor, indices: Tensor, inferred: Extents, shape: Extents) ->
 
 ResizedAxis = tuple[int, int, float, float, float]
 """Axis, extent after, scale, and where the part that is read starts and ends (0 to 1)."""
+_ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {  # else upwards
+    "round_prefer_floor": lambda places: torch.ceil(places - 0.5),
+    "round_prefer_ceil": lambda places: torch.floor(places + 0.5),
+    "floor": torch.floor,
+}
 
 
 def resize(
@@ -220,7 +206,7 @@ def resize(
         source = _places(resized, extent, places)
         beyond = (source < 0) | (source > extent - 1)
         if mode == "nearest":
-            index = _round(source, rounding).long().clamp(0, extent - 1)
+            index = _ROUNDINGS.get(rounding, torch.ceil)(source).long().clamp(0, extent - 1)
             x = x.index_select(axis, index.to(x.device))
         else:
             support = 1 if mode == "linear" else 2
@@ -230,7 +216,7 @@ def resize(
                 weights = weights / weights.sum(1, keepdim=True)
             x = _weighted(x, axis, taps.clamp(0, extent - 1), weights)
         if places == "tf_crop_and_resize" and bool(beyond.any()):
-            x = x.masked_fill(_along(beyond.to(x.device), axis, x.dim()), outside)
+            x = x.masked_fill(along(beyond.to(x.device), axis, x.dim()), outside)
     return x
 
 
@@ -254,14 +240,6 @@ def _places(resized: ResizedAxis, extent: int, rule: str) -> Tensor:
     return shift + (spots + 0.5) / scale - 0.5
 
 
-def _round(places: Tensor, rounding: str) -> Tensor:
-    if rounding == "round_prefer_floor":
-        return torch.ceil(places - 0.5)
-    if rounding == "round_prefer_ceil":
-        return torch.floor(places + 0.5)
-    return torch.floor(places) if rounding == "floor" else torch.ceil(places)
-
-
 def _taps(places: Tensor, support: int, coefficient: float, stretch: float) -> tuple[Tensor, Tensor]:
     """Elements of x that each element of the result reads, and their weights: two tensors [result, taps]."""
     first = int(torch.floor(torch.tensor(-support / stretch, dtype=torch.float64))) + 1
@@ -283,10 +261,6 @@ def _weighted(x: Tensor, axis: int, taps: Tensor, weights: Tensor) -> Tensor:
     shape = [1] * axis + list(weights.shape) + [1] * (x.dim() - axis - 1)
     factors = weights.to(x.device, x.dtype).reshape(shape)
     return (read * factors).sum(axis + 1)
-
-
-def _along(values: Tensor, axis: int, rank: int) -> Tensor:
-    return values.reshape([-1 if place == axis else 1 for place in range(rank)])
 
 
 def roi_align(
@@ -359,11 +333,8 @@ def dft(data: Tensor, dim: int, *, length: int | None = None, inverse: bool = Fa
     if inverse and onesided:
         real: Tensor = torch.fft.irfft(signal, n=length, dim=dim)
         return real.unsqueeze(-1)
-    if inverse:
-        return torch.view_as_real(torch.fft.ifft(signal, n=length, dim=dim))
-    if onesided:
-        return torch.view_as_real(torch.fft.rfft(signal, n=length, dim=dim))
-    return torch.view_as_real(torch.fft.fft(signal, n=length, dim=dim))
+    transform = torch.fft.ifft if inverse else torch.fft.rfft if onesided else torch.fft.fft
+    return torch.view_as_real(transform(signal, n=length, dim=dim))
 
 
 def stft(signal: Tensor, step: int, window: Tensor | None, length: int, *, onesided: bool) -> Tensor:
@@ -390,11 +361,9 @@ def mel_weights(
     weights = torch.zeros(length // 2 + 1, bins, dtype=torch.float64)
     for column in range(bins):
         lower, center, upper = places[column : column + 3]
-        if center == lower:
-            weights[center, column] = 1
-        for row in range(lower, center + 1):
-            if center != lower:
-                weights[row, column] = (row - lower) / (center - lower)
+        weights[center, column] = 1
+        for row in range(lower, center):
+            weights[row, column] = (row - lower) / (center - lower)
         for row in range(center, upper):
             weights[row, column] = (upper - row) / (upper - center)
     return weights.to(dtype).to(device)

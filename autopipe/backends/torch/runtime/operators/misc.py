@@ -1,33 +1,21 @@
-"""Quantised numbers: between floats and integers, and products of integers (exact, computed in float64).
+"""Places, paddings, normalisations, losses, quantised and drawn numbers, as ONNX defines them and torch does not.
 
-Operators that draw numbers.
-
-Reading and writing at places that may count from the end, as ONNX allows and torch does not.
-
-What is written takes the type of what it is written into: under autocast the two may differ, which torch refuses.
-
-Paddings, reversals and selections.
-
-Normalisations with results or shapes that torch's own lack.
-
-Running sums, orderings and one-hot maxima.
-
-Losses with more results than torch's own.
-
-Shrinkage.
+Indices may count from the end. What is written takes the type of what it is written into: under autocast the two may
+differ, which torch refuses. Products of integers are exact, computed in float64.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from autopipe.backends.torch.runtime.operators.sharded import ShardedAxis
-from autopipe.backends.torch.runtime.random_streams import Stream, Words
+from autopipe.backends.torch.runtime.random_streams import Stream
 
 
 def shrink(data: Tensor, threshold: float, bias: float) -> Tensor:
@@ -97,9 +85,9 @@ def one_hot(indices: Tensor, depth: int, values: Tensor, dim: int, group: Sharde
     With `group` this rank's `depth` places of that dimension.
     """
     first, whole = (0, depth) if group is None else (group.position * depth, group.size * depth)
-    places = indices.to(torch.int64).unsqueeze(dim)
-    classes = torch.arange(depth, device=indices.device).reshape([-1] + [1] * (indices.dim() - dim))
-    hit = (torch.where(places < 0, places + whole, places)) == classes + first
+    places = indices.unsqueeze(dim)
+    classes = along(torch.arange(depth, device=indices.device), dim, indices.dim() + 1)
+    hit = _from_front(places, whole) == classes + first
     return torch.where(hit, values[1], values[0])
 
 
@@ -116,20 +104,18 @@ def pad(data: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
     """Elements added before and after each dimension (negative counts: taken away) by `reflect`, `edge` or `wrap`."""
     for dim, (before, after) in enumerate(pads):
         if (before, after) != (0, 0):
-            places = _places(data.shape[dim], before, after, mode, data.device)
+            extent = data.shape[dim]
+            places = torch.arange(-before, extent + after, device=data.device)
+            if mode == "edge":
+                places = places.clamp(0, extent - 1)
+            elif mode == "wrap":
+                places = places.remainder(extent)
+            else:
+                period = max(2 * (extent - 1), 1)
+                places = places.remainder(period)
+                places = torch.where(places < extent, places, period - places)
             data = data.index_select(dim, places)
     return data
-
-
-def _places(extent: int, before: int, after: int, mode: str, device: torch.device) -> Tensor:
-    places = torch.arange(-before, extent + after, device=device)
-    if mode == "edge":
-        return places.clamp(0, extent - 1)
-    if mode == "wrap":
-        return places.remainder(extent)
-    period = max(2 * (extent - 1), 1)
-    places = places.remainder(period)
-    return torch.where(places < extent, places, period - places)
 
 
 def reverse_sequence(data: Tensor, lengths: Tensor, time: int, batch: int) -> Tensor:
@@ -278,7 +264,7 @@ def matmul_whole(a: Tensor, b: Tensor) -> Tensor:
 
 def matmul_integer(a: Tensor, b: Tensor, a_zero_point: Tensor | None, b_zero_point: Tensor | None) -> Tensor:
     """`(a - a_zero_point) @ (b - b_zero_point)` as int32; zero points by row of a and by column of b."""
-    return torch.matmul(_centred(a, a_zero_point, -1), _centred(b, b_zero_point, -2)).to(torch.int32)
+    return torch.matmul(centre(a, a_zero_point, -2), centre(b, b_zero_point, -1)).to(torch.int32)
 
 
 def matmul_quantized(
@@ -293,34 +279,29 @@ def matmul_quantized(
     dtype: torch.dtype,
 ) -> Tensor:
     """The product of two quantised matrices, quantised."""
-    product = torch.matmul(_centred(a, a_zero_point, -1), _centred(b, b_zero_point, -2))
+    product = torch.matmul(centre(a, a_zero_point, -2), centre(b, b_zero_point, -1))
     ratio = a_scale.double() * b_scale.double() / scale.double()
     return _saturate(torch.round(product * ratio) + zero_point, dtype)
 
 
-def centre(x: Tensor, zero_point: Tensor | None) -> Tensor:
-    """`x - zero_point` in float64, where it is exact; a vector of zero points goes along axis 0."""
-    exact = x.double()
+def along(values: Tensor, axis: int, rank: int) -> Tensor:
+    """A vector in a shape that broadcasts along one axis of a tensor of `rank`."""
+    return values.reshape([-1 if place == axis % rank else 1 for place in range(rank)])
+
+
+def centre(x: Tensor, zero_point: Tensor | None, axis: int = 0) -> Tensor:
+    """`x - zero_point` in float64, where it is exact; a vector of zero points goes along `axis`."""
     if zero_point is None:
-        return exact
-    shape = (-1, *(1 for _ in range(x.dim() - 1))) if zero_point.numel() > 1 else ()
-    return exact - zero_point.double().reshape(shape)
+        return x.double()
+    point = zero_point.double()
+    return x.double() - (along(point, axis, x.dim()) if point.dim() == 1 and point.numel() > 1 else point)
 
 
 def requantize(exact: Tensor, ratio: Tensor, zero_point: Tensor | None, dtype: torch.dtype) -> Tensor:
     """A sum of products [n, c, ...] times `ratio` (one number or one a channel), quantised."""
-    shape = (-1, *(1 for _ in range(exact.dim() - 2))) if ratio.numel() > 1 else ()
-    rounded = torch.round(exact * ratio.double().reshape(shape))
+    factors = along(ratio, 1, exact.dim()) if ratio.numel() > 1 else ratio.reshape(())
+    rounded = torch.round(exact * factors.double())
     return _saturate(rounded if zero_point is None else rounded + zero_point, dtype)
-
-
-def _centred(x: Tensor, zero_point: Tensor | None, along: int) -> Tensor:
-    """`x - zero_point`, a vector of zero points holding one for each slice across `along`."""
-    exact = x.double()
-    if zero_point is None:
-        return exact
-    point = zero_point.double()
-    return exact - (point.unsqueeze(along) if point.dim() == 1 and point.numel() > 1 else point)
 
 
 def _spread(values: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
@@ -328,11 +309,8 @@ def _spread(values: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
     if values.numel() == 1:
         return values.reshape(())
     if block_size:
-        extent = x.shape[axis]
-        return values.repeat_interleave(block_size, axis).narrow(axis, 0, extent)
-    if values.dim() == 1:
-        return values.reshape([-1 if place == axis % x.dim() else 1 for place in range(x.dim())])
-    return values
+        return values.repeat_interleave(block_size, axis).narrow(axis, 0, x.shape[axis])
+    return along(values, axis, x.dim()) if values.dim() == 1 else values
 
 
 def _saturate(rounded: Tensor, dtype: torch.dtype) -> Tensor:
@@ -340,25 +318,20 @@ def _saturate(rounded: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.clamp(rounded, limits.min, limits.max).to(torch.int32).to(dtype)
 
 
-def cumsum(data: Tensor, dim: int, *, exclusive: bool, reverse: bool) -> Tensor:
-    """Running sums along `dim`; `exclusive` leaves out the element itself, `reverse` runs from the end."""
-    return _running(torch.cumsum, 0, data, dim, exclusive=exclusive, reverse=reverse)
-
-
-def cumprod(data: Tensor, dim: int, *, exclusive: bool, reverse: bool) -> Tensor:
-    """Running products along `dim`."""
-    return _running(torch.cumprod, 1, data, dim, exclusive=exclusive, reverse=reverse)
-
-
 def _running(
     run: Callable[..., Tensor], neutral: int, data: Tensor, dim: int, *, exclusive: bool, reverse: bool
 ) -> Tensor:
+    """Running results along `dim`; `exclusive` leaves out the element itself, `reverse` runs from the end."""
     source = data.flip(dim) if reverse else data
     if exclusive:
         first = torch.full_like(source.narrow(dim, 0, 1), neutral)
         source = torch.cat([first, source.narrow(dim, 0, source.shape[dim] - 1)], dim=dim)
     result = run(source, dim=dim, dtype=data.dtype)
     return result.flip(dim) if reverse else result
+
+
+cumsum = partial(_running, torch.cumsum, 0)
+cumprod = partial(_running, torch.cumprod, 1)
 
 
 def top_k(data: Tensor, count: int, dim: int, *, largest: bool) -> tuple[Tensor, Tensor]:
@@ -405,7 +378,7 @@ def dropout_and_mask(
     else:
         threshold = round(ratio * _WORDS)
         scale = 1 / (1 - ratio) if ratio < 1 else 0.0
-    kept = stream.draw(data.shape, lambda words: _at_least(words, threshold), torch.bool)
+    kept = stream.draw(data.shape, lambda words: [each >= threshold for each in words], torch.bool)
     return torch.where(kept, data * scale, 0.0), kept.to(mask)
 
 
@@ -416,7 +389,7 @@ def bernoulli(probability: Tensor, stream: Stream, dtype: torch.dtype) -> Tensor
 
 def uniform(shape: tuple[int, ...], low: float, high: float, stream: Stream, dtype: torch.dtype) -> Tensor:
     """Numbers between `low` and `high`."""
-    return (_uniform(stream, shape) * (high - low) + low).to(dtype)
+    return (_words(stream, shape).double() / _WORDS * (high - low) + low).to(dtype)
 
 
 def normal(shape: tuple[int, ...], mean: float, scale: float, stream: Stream, dtype: torch.dtype) -> Tensor:
@@ -427,27 +400,15 @@ def normal(shape: tuple[int, ...], mean: float, scale: float, stream: Stream, dt
         angle = second.double() * (2 * math.pi / _WORDS)
         return radius * angle.cos() + mean, radius * angle.sin() + mean
 
-    def made(words: Words) -> Words:
-        return (*pair(words[0], words[1]), *pair(words[2], words[3]))
-
-    return stream.draw(shape, made, dtype)
+    return stream.draw(shape, lambda words: [*pair(*words[:2]), *pair(*words[2:])], dtype)
 
 
 def multinomial(logarithms: Tensor, count: int, stream: Stream, dtype: torch.dtype) -> Tensor:
     """Of each row `count` classes, drawn with probabilities of which it has the logarithms, up to a constant."""
     below = logarithms.double().softmax(1).cumsum(1)
-    drawn = _uniform(stream, (len(logarithms), count)) * below[:, -1:]
+    drawn = _words(stream, (len(logarithms), count)).double() / _WORDS * below[:, -1:]
     return torch.searchsorted(below, drawn, right=True).clamp_(max=logarithms.shape[1] - 1).to(dtype)
 
 
 def _words(stream: Stream, shape: tuple[int, ...]) -> Tensor:
     return stream.draw(shape, lambda words: words, torch.int64)
-
-
-def _uniform(stream: Stream, shape: tuple[int, ...]) -> Tensor:
-    return _words(stream, shape).double() / _WORDS
-
-
-def _at_least(words: Words, threshold: int | Tensor) -> Words:
-    first, second, third, fourth = words
-    return first >= threshold, second >= threshold, third >= threshold, fourth >= threshold

@@ -1,22 +1,17 @@
-"""Recurrent layers as ONNX defines them.
+"""Recurrent layers as ONNX defines them: by torch's fused kernels where they compute the same, else step by step.
 
 `x` is [s, b, i], weights are [directions, gates * h, i] and [directions, gates * h, h], biases [directions,
 2 * gates * h] (input's, then recurrence's), states [directions, b, h]; with `batch_first` b is the first axis of x and
-of the states. Torch's fused layers do the work where they compute the same, else a loop over the steps does. With
-`group` the cell and all results are those of this rank's hidden units; everything else is whole.
-
-Common parts of recurrent layers: their operands, the loop over the steps, and torch's fused kernels.
-
-Where ranks share a layer, each has some of the hidden units, in every gate and direction: it holds the weights whole
-and uses the rows of its own units, and all units' outputs are gathered before each step but the first.
-
-Activations that recurrent layers of ONNX name for their gates.
+of the states. With `group` each rank has some of the hidden units, in every gate and direction: it holds the weights
+whole and uses the rows of its own units, whose results it gives, and all units' outputs are gathered before each step
+but the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -24,31 +19,76 @@ from torch import Tensor
 
 from autopipe.backends.torch.runtime.operators.sharded import ShardedAxis
 
+Activation = Callable[[Tensor], Tensor]
 Cell = Callable[[Tensor, list[Tensor], Tensor], list[Tensor]]
 """From a step's input, as all gates have it, the states before it and all units' outputs before it, to the states after
 it, the output first."""
+CellFactory = Callable[["Layer", int, list[Activation]], Cell]
+"""The cell of one direction, given by number, with its gates' activations."""
 
 
-@dataclass(frozen=True, slots=True)
+class Settings(TypedDict, total=False):
+    """Operands and settings that all three layers take by name."""
+
+    bias: Tensor | None
+    lengths: Tensor | None
+    hidden: Tensor | None
+    direction: str
+    activations: tuple[str, ...]
+    alpha: tuple[float, ...]
+    beta: tuple[float, ...]
+    clip: float | None
+    batch_first: bool
+    group: ShardedAxis | None
+
+
+@dataclass(slots=True)
 class Layer:
-    """Operands and settings that all three layers share, batch second; weights and states are those of own units."""
+    """A layer, batch second; weights and states are those of own units, but for `start`: all units' first outputs."""
 
     x: Tensor
     weight: Tensor
     recurrence: Tensor
-    bias: Tensor | None
-    lengths: Tensor | None
-    start: Tensor
-    """All units' first outputs."""
-    states: list[Tensor]
-    direction: str
-    clip: float | None
-    group: ShardedAxis | None
+    bias: Tensor | None = None
+    lengths: Tensor | None = None
+    hidden: Tensor | None = None
+    direction: str = "forward"
+    activations: tuple[str, ...] = ()
+    alpha: tuple[float, ...] = ()
+    beta: tuple[float, ...] = ()
+    clip: float | None = None
+    batch_first: bool = False
+    group: ShardedAxis | None = None
+    start: Tensor = field(init=False)
+    states: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.batch_first:
+            self.x = self.x.transpose(0, 1)
+            self.hidden = None if self.hidden is None else self.hidden.transpose(0, 1)
+        directions, rows, units = self.recurrence.shape
+        gates = rows // units
+        self.start = self.x.new_zeros(directions, self.x.shape[1], units) if self.hidden is None else self.hidden
+        self.states = [self.own_units(self.start, 1, 2)]
+        self.weight, self.recurrence = (self.own_units(each, gates, 1) for each in (self.weight, self.recurrence))
+        self.bias = None if self.bias is None else self.own_units(self.bias, 2 * gates, 1)
 
     @property
     def width(self) -> int:
         """Own units: the size of the state."""
         return self.states[0].shape[2]
+
+    @property
+    def fits_kernels(self) -> bool:
+        """True if torch's kernels may do it, as far as the layer's kind does not matter."""
+        return self.group is None and self.lengths is None and self.clip is None
+
+    def own_units(self, tensor: Tensor, gates: int, dim: int) -> Tensor:
+        """Of a dimension that counts units in each gate, those of this rank."""
+        if self.group is None:
+            return tensor
+        apart: Tensor = tensor.unflatten(dim, (gates, self.group.size, -1))
+        return apart.select(dim + 1, self.group.position).flatten(dim, dim + 1)
 
     def biases(self, direction: int) -> tuple[Tensor, Tensor]:
         """Input's and recurrence's bias of one direction."""
@@ -66,75 +106,62 @@ class Layer:
         """All units' numbers, from those of own units."""
         return own if self.group is None else self.group.all_gather(own.to(self.recurrence.dtype), 1)
 
+    def loop(self, make: CellFactory, usual: tuple[str, ...]) -> tuple[Tensor, ...]:
+        """Every direction's cell over the steps; samples shorter than the longest keep their state and give 0 after.
 
-def layer_of(
-    x: Tensor,
-    weight: Tensor,
-    recurrence: Tensor,
-    bias: Tensor | None,
-    lengths: Tensor | None,
-    hidden: Tensor | None,
-    others: tuple[Tensor | None, ...],
-    direction: str,
-    clip: float | None,
-    batch_first: bool,
-    group: ShardedAxis | None,
-) -> Layer:
-    """The layer from its operator's operands; `hidden` is that of all units, `others` are own units' other states."""
-    if batch_first:
-        x = x.transpose(0, 1)
-        hidden = None if hidden is None else hidden.transpose(0, 1)
-        others = tuple(None if state is None else state.transpose(0, 1) for state in others)
-    directions, rows, units = recurrence.shape
-    gates = rows // units
-    start = x.new_zeros(directions, x.shape[1], units) if hidden is None else hidden
-    states = [own_units(start, 1, 2, group)]
-    states += [torch.zeros_like(states[0]) if state is None else state for state in others]
-    weight, recurrence = (own_units(each, gates, 1, group) for each in (weight, recurrence))
-    bias = None if bias is None else own_units(bias, 2 * gates, 1, group)
-    return Layer(x, weight, recurrence, bias, lengths, start, states, direction, clip, group)
+        Parameters of activations are consumed in order by those that take them; `usual` are the activations of one
+        direction where none are named.
+        """
+        names = self.activations or usual * self.weight.shape[0]
+        alphas, betas = iter(self.alpha), iter(self.beta)
+        functions = [_activation(name, alphas, betas) for name in names]
+        outputs, finals = [], []
+        for direction in range(self.weight.shape[0]):
+            cell = make(self, direction, functions[direction * len(usual) :][: len(usual)])
+            backward = direction == 1 or self.direction == "reverse"
+            x = _reversed(self.x, self.lengths) if backward else self.x
+            from_x = x @ self.weight[direction].t() + self.biases(direction)[0]
+            states = [state[direction] for state in self.states]
+            found = []
+            for step in range(len(x)):
+                after = cell(from_x[step], states, self.gathered(states[0]) if step else self.start[direction])
+                output = after[0]
+                if self.lengths is not None:
+                    alive = (step < self.lengths).unsqueeze(-1)
+                    after = [torch.where(alive, new, old) for new, old in zip(after, states, strict=True)]
+                    output = torch.where(alive, output, torch.zeros_like(output))
+                states = after
+                found.append(output)
+            y = torch.stack(found)
+            outputs.append(_reversed(y, self.lengths) if backward else y)
+            finals.append(states)
+        return self._arranged(torch.stack(outputs, 1), [torch.stack(each) for each in zip(*finals, strict=True)])
 
+    def fused(self, kernel: Callable[..., tuple[Tensor, ...]], order: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """The whole layer by one of torch's kernels, which wants the gates in this order."""
+        backward = self.direction == "reverse"
+        # Kernels want contiguous tensors of the weights' type, which under autocast the operands may not have.
+        x = (self.x.flip(0) if backward else self.x).to(self.weight.dtype).contiguous()
+        states = tuple(state.to(self.weight.dtype).contiguous() for state in self.states)
+        start, weights, directions = states if len(states) > 1 else states[0], [], len(self.weight)
+        for direction in range(directions):
+            tensors = [self.weight[direction], self.recurrence[direction]]
+            if self.bias is not None:
+                tensors += self.bias[direction].chunk(2)
+            if order != tuple(range(len(order))):
+                tensors = [torch.cat([each.chunk(len(order))[gate] for gate in order]) for each in tensors]
+            weights += tensors
+        # One layer, no dropout; training, both directions, batch first.
+        settings = (self.bias is not None, 1, 0.0, torch.is_grad_enabled(), directions == 2, False)
+        y, *finals = kernel(x, start, weights, *settings)
+        y = y.unflatten(2, (directions, self.width)).transpose(1, 2)
+        return self._arranged(y.flip(0) if backward else y, finals)
 
-def own_units(tensor: Tensor, gates: int, dim: int, group: ShardedAxis | None) -> Tensor:
-    """Of a dimension that counts units in each gate, those of this rank."""
-    if group is None:
-        return tensor
-    apart: Tensor = tensor.unflatten(dim, (gates, group.size, -1))
-    return apart.select(dim + 1, group.position).flatten(dim, dim + 1)
-
-
-def arranged(y: Tensor, states: list[Tensor], batch_first: bool) -> tuple[Tensor, ...]:
-    """[s, directions, b, h] and the last states as the layout asks."""
-    if batch_first:
-        return y.permute(2, 0, 1, 3), *(state.transpose(0, 1) for state in states)
-    return y, *states
-
-
-def loop(layer: Layer, cells: list[Cell]) -> tuple[Tensor, list[Tensor]]:
-    """Every direction's cell over the steps; samples shorter than the longest keep their state and give 0 after."""
-    steps = layer.x.shape[0]
-    outputs, finals = [], []
-    for direction, cell in enumerate(cells):
-        backward = direction == 1 or layer.direction == "reverse"
-        x = _reversed(layer.x, layer.lengths) if backward else layer.x
-        from_x = x @ layer.weight[direction].t() + layer.biases(direction)[0]
-        states = [state[direction] for state in layer.states]
-        found = []
-        for step in range(steps):
-            seen = layer.gathered(states[0]) if step else layer.start[direction]
-            after = cell(from_x[step], states, seen)
-            shown = after[0]
-            if layer.lengths is not None:
-                alive = (step < layer.lengths).unsqueeze(-1)
-                after = [torch.where(alive, new, old) for new, old in zip(after, states, strict=True)]
-                shown = torch.where(alive, shown, torch.zeros_like(shown))
-            states = after
-            found.append(shown)
-        y = torch.stack(found)
-        outputs.append(_reversed(y, layer.lengths) if backward else y)
-        finals.append(states)
-    lasts = [torch.stack(direction_states) for direction_states in zip(*finals, strict=True)]
-    return torch.stack(outputs, 1), lasts
+    def _arranged(self, y: Tensor, states: list[Tensor]) -> tuple[Tensor, ...]:
+        """[s, directions, b, h] and the last states as the layout asks."""
+        if self.batch_first:
+            return y.permute(2, 0, 1, 3), *(state.transpose(0, 1) for state in states)
+        return y, *states
 
 
 def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
@@ -146,50 +173,6 @@ def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
     return x.gather(0, order.unsqueeze(-1).expand_as(x))
 
 
-def _fused_parameters(layer: Layer, order: tuple[int, ...]) -> list[Tensor]:
-    """Weights of all directions as torch's fused layers take them, gates brought into `order`."""
-
-    def reordered(tensor: Tensor) -> Tensor:
-        if order == tuple(range(len(order))):
-            return tensor
-        gates = tensor.chunk(len(order))
-        return torch.cat([gates[place] for place in order])
-
-    found = []
-    for direction in range(layer.weight.shape[0]):
-        found += [reordered(layer.weight[direction]), reordered(layer.recurrence[direction])]
-        if layer.bias is not None:
-            found += [reordered(bias) for bias in layer.bias[direction].chunk(2)]
-    return found
-
-
-def fused(
-    kernel: Callable[..., tuple[Tensor, ...]], layer: Layer, order: tuple[int, ...]
-) -> tuple[Tensor, list[Tensor]]:
-    """The whole layer by one of torch's kernels."""
-    backward = layer.direction == "reverse"
-    # Kernels want contiguous tensors of the weights' type, which under autocast the operands may not have.
-    x = (layer.x.flip(0) if backward else layer.x).to(layer.weight.dtype).contiguous()
-    states = [state.to(layer.weight.dtype).contiguous() for state in layer.states]
-    start = tuple(states) if len(states) > 1 else states[0]
-    directions = layer.weight.shape[0]
-    y, *finals = kernel(
-        x,
-        start,
-        _fused_parameters(layer, order),
-        layer.bias is not None,
-        1,
-        0.0,
-        torch.is_grad_enabled(),
-        directions == 2,
-        False,
-    )
-    y = y.unflatten(2, (directions, layer.width)).transpose(1, 2)
-    return y.flip(0) if backward else y, list(finals)
-
-
-Activation = Callable[[Tensor], Tensor]
-
 _PLAIN: dict[str, Activation] = {
     "relu": torch.relu,
     "tanh": torch.tanh,
@@ -197,144 +180,77 @@ _PLAIN: dict[str, Activation] = {
     "softsign": F.softsign,
     "softplus": F.softplus,
 }
-_DEFAULTS = {
-    "affine": (1.0, 0.0),
-    "leakyrelu": (0.01, None),
-    "thresholdedrelu": (1.0, None),
-    "scaledtanh": (1.0, 1.0),
-    "hardsigmoid": (0.2, 0.5),
-    "elu": (1.0, None),
+_WITH_PARAMETERS: dict[str, tuple[float, float | None, Callable[[Tensor, float, float], Tensor]]] = {
+    "affine": (1.0, 0.0, lambda x, alpha, beta: alpha * x + beta),
+    "leakyrelu": (0.01, None, lambda x, alpha, _: F.leaky_relu(x, alpha)),
+    "thresholdedrelu": (1.0, None, lambda x, alpha, _: torch.where(x > alpha, x, torch.zeros_like(x))),
+    "scaledtanh": (1.0, 1.0, lambda x, alpha, beta: alpha * torch.tanh(beta * x)),
+    "hardsigmoid": (0.2, 0.5, lambda x, alpha, beta: torch.clamp(alpha * x + beta, 0, 1)),
+    "elu": (1.0, None, lambda x, alpha, _: F.elu(x, alpha)),
 }
-"""alpha and beta by activation; None where it takes none."""
+"""Default alpha, default beta (None where it takes none), and the function."""
 
 
-def activation_named(name: str, alphas: Iterator[float], betas: Iterator[float]) -> Activation:
+def _activation(name: str, alphas: Iterator[float], betas: Iterator[float]) -> Activation:
     """The activation called `name` in lower case; the next of `alphas` and `betas` are its parameters if it has any.
 
     Raises ValueError for a name that ONNX does not define.
     """
     if name in _PLAIN:
         return _PLAIN[name]
-    if name not in _DEFAULTS:
+    if name not in _WITH_PARAMETERS:
         raise ValueError(f"no activation is called {name!r}")
-    default_alpha, default_beta = _DEFAULTS[name]
+    default_alpha, default_beta, function = _WITH_PARAMETERS[name]
     alpha = next(alphas, default_alpha)
     beta = 0.0 if default_beta is None else next(betas, default_beta)
-    return _with_parameters(name, alpha, beta)
+    return lambda x: function(x, alpha, beta)
 
 
-def _with_parameters(name: str, alpha: float, beta: float) -> Activation:
-    functions: dict[str, Activation] = {
-        "affine": lambda x: alpha * x + beta,
-        "leakyrelu": lambda x: F.leaky_relu(x, alpha),
-        "thresholdedrelu": lambda x: torch.where(x > alpha, x, torch.zeros_like(x)),
-        "scaledtanh": lambda x: alpha * torch.tanh(beta * x),
-        "hardsigmoid": lambda x: torch.clamp(alpha * x + beta, 0, 1),
-        "elu": lambda x: F.elu(x, alpha),
-    }
-    return functions[name]
-
-
-def _activations(
-    names: tuple[str, ...],
-    default: tuple[str, ...],
-    alpha: tuple[float, ...],
-    beta: tuple[float, ...],
-    directions: int,
-) -> list[list[Activation]]:
-    """For each direction, its gates' activations; parameters are consumed in order by those that take them."""
-    names = names or default * directions
-    alphas, betas = iter(alpha), iter(beta)
-    found = [activation_named(name, alphas, betas) for name in names]
-    count = len(found) // directions
-    return [found[start : start + count] for start in range(0, len(found), count)]
-
-
-def rnn(
-    x: Tensor,
-    weight: Tensor,
-    recurrence: Tensor,
-    *,
-    bias: Tensor | None = None,
-    lengths: Tensor | None = None,
-    hidden: Tensor | None = None,
-    direction: str = "forward",
-    activations: tuple[str, ...] = (),
-    alpha: tuple[float, ...] = (),
-    beta: tuple[float, ...] = (),
-    clip: float | None = None,
-    batch_first: bool = False,
-    group: ShardedAxis | None = None,
-) -> tuple[Tensor, ...]:
+def rnn(x: Tensor, weight: Tensor, recurrence: Tensor, **settings: Unpack[Settings]) -> tuple[Tensor, ...]:
     """Elman's network: `h' = f(W x + R h + b)`. Returns all outputs and the last states."""
-    layer = layer_of(x, weight, recurrence, bias, lengths, hidden, (), direction, clip, batch_first, group)
-    kinds = set(activations or ("tanh",))
-    if group is None and lengths is None and clip is None and kinds in ({"tanh"}, {"relu"}):
-        y, states = fused(torch.rnn_tanh if kinds == {"tanh"} else torch.rnn_relu, layer, (0,))
-        return arranged(y, states, batch_first)
+    layer = Layer(x, weight, recurrence, **settings)
+    kinds = set(layer.activations or ("tanh",))
+    if layer.fits_kernels and kinds in ({"tanh"}, {"relu"}):
+        return layer.fused(torch.rnn_tanh if kinds == {"tanh"} else torch.rnn_relu, (0,))
+    return layer.loop(_elman_cell, ("tanh",))
 
-    def cell(place: int, functions: list[Activation]) -> Cell:
-        _, bias_h = layer.biases(place)
 
-        def step(x: Tensor, states: list[Tensor], seen: Tensor) -> list[Tensor]:
-            gate = x + seen @ layer.recurrence[place].t() + bias_h
-            return [functions[0](layer.clipped(gate))]
-
-        return step
-
-    chosen = _activations(activations, ("tanh",), alpha, beta, weight.shape[0])
-    y, states = loop(layer, [cell(place, functions) for place, functions in enumerate(chosen)])
-    return arranged(y, states, batch_first)
+def _elman_cell(layer: Layer, direction: int, functions: list[Activation]) -> Cell:
+    weight, bias = layer.recurrence[direction].t(), layer.biases(direction)[1]
+    return lambda x, states, outputs: [functions[0](layer.clipped(x + outputs @ weight + bias))]
 
 
 def gru(
-    x: Tensor,
-    weight: Tensor,
-    recurrence: Tensor,
-    *,
-    bias: Tensor | None = None,
-    lengths: Tensor | None = None,
-    hidden: Tensor | None = None,
-    direction: str = "forward",
-    activations: tuple[str, ...] = (),
-    alpha: tuple[float, ...] = (),
-    beta: tuple[float, ...] = (),
-    clip: float | None = None,
-    reset_after: bool = False,
-    batch_first: bool = False,
-    group: ShardedAxis | None = None,
+    x: Tensor, weight: Tensor, recurrence: Tensor, *, reset_after: bool = False, **settings: Unpack[Settings]
 ) -> tuple[Tensor, ...]:
     """Gated recurrent unit, gates in ONNX's order: update, reset, hidden. Returns all outputs and the last states.
 
     Cho et al., 2014; `reset_after` applies the reset gate behind the recurrence's product.
     """
-    layer = layer_of(x, weight, recurrence, bias, lengths, hidden, (), direction, clip, batch_first, group)
-    if group is None and reset_after and lengths is None and clip is None and not activations:
-        y, states = fused(torch.gru, layer, (1, 0, 2))
-        return arranged(y, states, batch_first)
+    layer = Layer(x, weight, recurrence, **settings)
+    if layer.fits_kernels and reset_after and not layer.activations:
+        return layer.fused(torch.gru, (1, 0, 2))
 
-    def cell(place: int, functions: list[Activation]) -> Cell:
-        _, bias_h = layer.biases(place)
-        width = layer.width
+    def make(layer: Layer, direction: int, functions: list[Activation]) -> Cell:
+        both = 2 * layer.width
         gate, output = functions
+        bias = layer.biases(direction)[1]
 
-        def step(x: Tensor, states: list[Tensor], seen: Tensor) -> list[Tensor]:
+        def step(x: Tensor, states: list[Tensor], outputs: Tensor) -> list[Tensor]:
             (before,) = states
-            gates = layer.recurrence[place]
-            from_h = seen @ gates[: 2 * width].t() + bias_h[: 2 * width]
-            update, reset = gate(layer.clipped(x[:, : 2 * width] + from_h)).chunk(2, 1)
+            gates = layer.recurrence[direction]
+            from_h = outputs @ gates[:both].t() + bias[:both]
+            update, reset = gate(layer.clipped(x[:, :both] + from_h)).chunk(2, 1)
             if reset_after:
-                inner = reset * (seen @ gates[2 * width :].t() + bias_h[2 * width :])
+                inner = reset * (outputs @ gates[both:].t() + bias[both:])
             else:
-                inner = layer.gathered(reset * before) @ gates[2 * width :].t() + bias_h[2 * width :]
-            new = output(layer.clipped(x[:, 2 * width :] + inner))
+                inner = layer.gathered(reset * before) @ gates[both:].t() + bias[both:]
+            new = output(layer.clipped(x[:, both:] + inner))
             return [(1 - update) * new + update * before]
 
         return step
 
-    chosen = _activations(activations, ("sigmoid", "tanh"), alpha, beta, weight.shape[0])
-    y, states = loop(layer, [cell(place, functions) for place, functions in enumerate(chosen)])
-    return arranged(y, states, batch_first)
+    return layer.loop(make, ("sigmoid", "tanh"))
 
 
 def lstm(
@@ -342,50 +258,43 @@ def lstm(
     weight: Tensor,
     recurrence: Tensor,
     *,
-    bias: Tensor | None = None,
-    lengths: Tensor | None = None,
-    hidden: Tensor | None = None,
     cell: Tensor | None = None,
     peepholes: Tensor | None = None,
-    direction: str = "forward",
-    activations: tuple[str, ...] = (),
-    alpha: tuple[float, ...] = (),
-    beta: tuple[float, ...] = (),
-    clip: float | None = None,
     coupled: bool = False,
-    batch_first: bool = False,
-    group: ShardedAxis | None = None,
+    **settings: Unpack[Settings],
 ) -> tuple[Tensor, ...]:
     """Long short-term memory, gates in ONNX's order: input, output, forget, cell.
 
-    `peepholes` [directions, 3 * h] let gates see the cell; `coupled` makes the forget gate 1 - the input gate. Returns
-    all outputs, the last outputs and the last cells. Hochreiter and Schmidhuber, 1997; Gers et al., 2002.
+    `peepholes` [directions, 3 * h] let gates see the cell, whose first state is `cell`; `coupled` makes the forget gate
+    1 - the input gate. Returns all outputs, the last outputs and the last cells. Hochreiter and Schmidhuber, 1997;
+    Gers et al., 2002.
     """
-    layer = layer_of(x, weight, recurrence, bias, lengths, hidden, (cell,), direction, clip, batch_first, group)
-    if group is None and lengths is None and clip is None and peepholes is None and not activations and not coupled:
-        y, states = fused(torch.lstm, layer, (0, 2, 3, 1))
-        return arranged(y, states, batch_first)
+    layer = Layer(x, weight, recurrence, **settings)
+    if cell is None:
+        layer.states.append(torch.zeros_like(layer.states[0]))
+    else:
+        layer.states.append(cell.transpose(0, 1) if layer.batch_first else cell)
+    if layer.fits_kernels and peepholes is None and not layer.activations and not coupled:
+        return layer.fused(torch.lstm, (0, 2, 3, 1))
 
-    def make(place: int, functions: list[Activation]) -> Cell:
-        _, bias_h = layer.biases(place)
+    def make(layer: Layer, direction: int, functions: list[Activation]) -> Cell:
         gate, inner, outer = functions
+        bias = layer.biases(direction)[1]
         if peepholes is None:
             sights = x.new_zeros(3, layer.width)
         else:
-            sights = own_units(peepholes[place], 3, 0, group).reshape(3, -1)
+            sights = layer.own_units(peepholes[direction], 3, 0).reshape(3, -1)
 
-        def step(x: Tensor, states: list[Tensor], seen: Tensor) -> list[Tensor]:
-            cell_before = states[1]
-            gates = x + seen @ layer.recurrence[place].t() + bias_h
+        def step(x: Tensor, states: list[Tensor], outputs: Tensor) -> list[Tensor]:
+            before = states[1]
+            gates = x + outputs @ layer.recurrence[direction].t() + bias
             enter, leave, keep, new = gates.chunk(4, 1)
-            enter = gate(layer.clipped(enter + sights[0] * cell_before))
-            keep = 1 - enter if coupled else gate(layer.clipped(keep + sights[2] * cell_before))
-            after = keep * cell_before + enter * inner(layer.clipped(new))
+            enter = gate(layer.clipped(enter + sights[0] * before))
+            keep = 1 - enter if coupled else gate(layer.clipped(keep + sights[2] * before))
+            after = keep * before + enter * inner(layer.clipped(new))
             leave = gate(layer.clipped(leave + sights[1] * after))
             return [leave * outer(after), after]
 
         return step
 
-    chosen = _activations(activations, ("sigmoid", "tanh", "tanh"), alpha, beta, weight.shape[0])
-    y, states = loop(layer, [make(place, functions) for place, functions in enumerate(chosen)])
-    return arranged(y, states, batch_first)
+    return layer.loop(make, ("sigmoid", "tanh", "tanh"))

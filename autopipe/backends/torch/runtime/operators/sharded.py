@@ -1,31 +1,20 @@
-"""Normalisations over axes of which each rank has a part.
-
-Forward exchanges the moments of the parts, backward two sums a row, both at once. Variances of parts are taken about
-their own means and joined in double precision (Chan, Golub and LeVeque, "Algorithms for computing the sample variance",
-The American Statistician 37(3), 1983), so that a mean far from zero costs no digits.
-
-Losses over classes or labels of which each rank has a part; a rank's result is its share of the sum over all ranks.
-
-Of the classes, a rank's share is the loss of the labels among its own (Shoeybi et al., "Megatron-LM: training
-multi-billion parameter language models using model parallelism", 2019, section 3).
-
-Reductions over axes of which each rank has a part, that no sum or mean of the ranks' results would give.
-
-Every rank has the result, and the gradients of all copies count.
-
-Operators that several ranks compute together, each with its part of one axis or of several.
+"""Operators over axes of which each rank has a part: lookups, softmaxes, losses, normalisations, reductions.
 
 Parts are equal and lie in the order of the ranks; they are never gathered. What the ranks tell one another is a number
-or two for each row: see `autopipe.ir.ops.operator`. The module holds what all of them share.
+or two for each row: see `autopipe.ir.ops.operator`. Where every rank has the result, the gradients of all copies count.
 
-Softmaxes over an axis of which each rank has a part.
-
-Lookups in a table of which each rank has some rows.
+Of the classes of a loss, a rank's share is the loss of the labels among its own (Shoeybi et al., "Megatron-LM: training
+multi-billion parameter language models using model parallelism", 2019, section 3). Normalisations exchange the moments
+of the parts forward, and two sums a row backward. Variances of parts are taken about their own means and joined in
+double precision (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", The American Statistician
+37(3), 1983), so that a mean far from zero costs no digits.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -34,22 +23,14 @@ from torch import Tensor
 
 
 class ShardedAxis(Protocol):
-    """A group as these operators see it."""
+    """A group as these operators see it (`collectives.Group`): sums and largest elements over it have no gradient."""
 
     size: int
     position: int
 
-    def total(self, tensor: Tensor) -> Tensor:
-        """The sum over the group, without a gradient."""
-        ...
-
-    def largest(self, tensor: Tensor) -> Tensor:
-        """The largest over the group, without a gradient."""
-        ...
-
-    def all_gather(self, tensor: Tensor, dimension: int) -> Tensor:
-        """The ranks' parts joined along a dimension; backward adds up the gradients of all ranks' copies."""
-        ...
+    def total(self, tensor: Tensor) -> Tensor: ...
+    def largest(self, tensor: Tensor) -> Tensor: ...
+    def all_gather(self, tensor: Tensor, dimension: int) -> Tensor: ...
 
 
 def summed(tensor: Tensor, group: ShardedAxis) -> Tensor:
@@ -120,52 +101,34 @@ def _places(indices: Tensor, rows: int, group: ShardedAxis) -> tuple[Tensor, Ten
 
 def softmax_part(scores: Tensor, dim: int, group: ShardedAxis) -> Tensor:
     """This rank's part of a softmax along `dim`."""
-    found: Tensor = _Softmax.apply(precise(scores), dim, group)  # type: ignore[no-untyped-call]
+    found: Tensor = _Softmax.apply(precise(scores), dim, group, False)  # type: ignore[no-untyped-call]
     return found
 
 
 def log_softmax_part(scores: Tensor, dim: int, group: ShardedAxis) -> Tensor:
     """This rank's part of the logarithms of a softmax along `dim`."""
-    found: Tensor = _LogSoftmax.apply(precise(scores), dim, group)  # type: ignore[no-untyped-call]
+    found: Tensor = _Softmax.apply(precise(scores), dim, group, True)  # type: ignore[no-untyped-call]
     return found
 
 
-def _shifted(scores: Tensor, dim: int, group: ShardedAxis) -> tuple[Tensor, Tensor]:
-    """Scores less the largest of all, and the sum of their exponentials over all ranks."""
-    shifted = scores - group.largest(scores.amax(dim, keepdim=True))
-    return shifted, group.total(shifted.exp().sum(dim, keepdim=True))
-
-
 class _Softmax(torch.autograd.Function):
+    """Softmax p of scores, or its logarithm. Of a gradient g: p (g - Σ p g), or g - p Σ g, sums over all ranks."""
+
     @staticmethod
-    def forward(context: Any, scores: Tensor, dim: int, group: ShardedAxis) -> Tensor:
-        context.dim, context.group = dim, group
-        shifted, total = _shifted(scores, dim, group)
-        result = shifted.exp_().div_(total)
+    def forward(context: Any, scores: Tensor, dim: int, group: ShardedAxis, logarithm: bool) -> Tensor:
+        context.dim, context.group, context.logarithm = dim, group, logarithm
+        shifted = scores - group.largest(scores.amax(dim, keepdim=True))
+        total = group.total(shifted.exp().sum(dim, keepdim=True))
+        result = shifted.sub_(total.log()) if logarithm else shifted.exp_().div_(total)
         context.save_for_backward(result)
         return result
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (result,) = context.saved_tensors
-        product = gradients[0] * result
-        return product - result * context.group.total(product.sum(context.dim, keepdim=True)), None, None
-
-
-class _LogSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, scores: Tensor, dim: int, group: ShardedAxis) -> Tensor:
-        context.dim, context.group = dim, group
-        shifted, total = _shifted(scores, dim, group)
-        result = shifted.sub_(total.log())
-        context.save_for_backward(result)
-        return result
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (result,) = context.saved_tensors
-        total = context.group.total(gradients[0].sum(context.dim, keepdim=True))
-        return gradients[0] - result.exp() * total, None, None
+        product = gradients[0] if context.logarithm else gradients[0] * result
+        total = context.group.total(product.sum(context.dim, keepdim=True))
+        return product - (result.exp() if context.logarithm else result) * total, None, None, None
 
 
 def cross_entropy_part(
@@ -189,18 +152,11 @@ def cross_entropy_part(
 
 
 def cross_entropy_and_logarithms_part(
-    scores: Tensor,
-    labels: Tensor,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    *,
-    group: ShardedAxis,
-    batch: ShardedAxis | None = None,
+    scores: Tensor, *labels: Any, group: ShardedAxis, **settings: Any
 ) -> tuple[Tensor, Tensor]:
     """The same, and this rank's part of the logarithms of probabilities."""
     logarithms = log_softmax_part(scores, 1, group)
-    return nll_part(logarithms, labels, weight, ignore_index, reduction, group=group, batch=batch), logarithms
+    return nll_part(logarithms, *labels, group=group, **settings), logarithms
 
 
 def nll_part(
@@ -219,28 +175,28 @@ def nll_part(
     return _reduced(-(picked * own).masked_fill(own == 0, 0), weights, reduction, batch)
 
 
-def cross_entropy_share(
-    scores: Tensor, labels: Tensor, weight: Tensor | None = None, ignore_index: int = -100, *, batch: ShardedAxis
+def _share(
+    loss: Callable[..., Tensor],
+    scores: Tensor,
+    labels: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    *,
+    batch: ShardedAxis,
 ) -> Tensor:
-    """This rank's share of the mean softmax cross-entropy over the labels of all ranks, of which it has a part."""
-    losses = F.cross_entropy(scores, labels, weight, ignore_index=ignore_index, reduction="sum")
+    """This rank's share of the mean of a loss of torch's over the labels of all ranks, of which it has a part."""
+    losses = loss(scores, labels, weight, ignore_index=ignore_index, reduction="sum")
     return losses / batch.total(_weights(labels, weight, ignore_index, losses.dtype).sum())
 
 
-def cross_entropy_and_logarithms_share(
-    scores: Tensor, labels: Tensor, weight: Tensor | None = None, ignore_index: int = -100, *, batch: ShardedAxis
-) -> tuple[Tensor, Tensor]:
-    """The same, and the logarithms of the probabilities."""
+cross_entropy_share = partial(_share, F.cross_entropy)
+nll_share = partial(_share, F.nll_loss)
+
+
+def cross_entropy_and_logarithms_share(scores: Tensor, *labels: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+    """This rank's share of the softmax cross-entropy, and the logarithms of the probabilities."""
     logarithms = F.log_softmax(scores, 1)
-    return nll_share(logarithms, labels, weight, ignore_index, batch=batch), logarithms
-
-
-def nll_share(
-    logarithms: Tensor, labels: Tensor, weight: Tensor | None = None, ignore_index: int = -100, *, batch: ShardedAxis
-) -> Tensor:
-    """This rank's share of the mean negative log-likelihood over the labels of all ranks."""
-    losses = F.nll_loss(logarithms, labels, weight, ignore_index=ignore_index, reduction="sum")
-    return losses / batch.total(_weights(labels, weight, ignore_index, losses.dtype).sum())
+    return nll_share(logarithms, *labels, **settings), logarithms
 
 
 def _weighed(
@@ -310,7 +266,9 @@ def rms_norm_part(x: Tensor, dims: tuple[int, ...], scale: Tensor, epsilon: floa
     x = precise(x)
     data = wide(x)
     squares = summed(data.square().sum(dims, keepdim=True), group)
-    return (data * torch.rsqrt(squares / (_count(x, dims) * group.size) + epsilon)).to(x.dtype) * scale
+    return (data * torch.rsqrt(squares / (math.prod(x.shape[dim] for dim in dims) * group.size) + epsilon)).to(
+        x.dtype
+    ) * scale
 
 
 def skip_layer_norm_part(
@@ -347,7 +305,7 @@ def batch_norm_part(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x normalised by the statistics of all ranks' samples; what else `operators.batch_norm` gives, on every rank."""
     dims = tuple(axis for axis in range(x.dim()) if axis != 1)
-    y, own_mean, own_variance = _standardized(x, dims, lambda found: torch.rsqrt(found + epsilon), group)
+    y, own_mean, own_variance = _standardized(x, dims, lambda variance: torch.rsqrt(variance + epsilon), group)
     own_mean, own_variance = (each.reshape(-1).to(mean.dtype) for each in (own_mean, own_variance))
     moved_mean = mean * momentum + own_mean * (1 - momentum)
     moved_variance = variance * momentum + own_variance * (1 - momentum)
@@ -356,17 +314,22 @@ def batch_norm_part(
 
 def instance_norm_part(x: Tensor, scale: Tensor, bias: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
     """This rank's part of every channel normalised by itself."""
-    dims = tuple(range(2, x.dim()))
-    y, _, _ = _standardized(x, dims, lambda variance: torch.rsqrt(variance + epsilon), group)
-    return _by_channel(y, scale, bias)
+    return _by_channel(
+        _standardized(x, tuple(range(2, x.dim())), lambda variance: torch.rsqrt(variance + epsilon), group)[0],
+        scale,
+        bias,
+    )
 
 
 def group_norm_part(x: Tensor, groups: int, scale: Tensor, bias: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
     """This rank's part of `groups` groups of channels, each normalised by itself."""
     x = precise(x)
     apart = x.reshape(x.shape[0], groups, -1)
-    y, _, _ = _standardized(apart, (2,), lambda variance: torch.rsqrt(variance + epsilon), group)
-    return _by_channel(y.reshape(x.shape), scale, bias)
+    return _by_channel(
+        _standardized(apart, (2,), lambda variance: torch.rsqrt(variance + epsilon), group)[0].reshape(x.shape),
+        scale,
+        bias,
+    )
 
 
 def mean_variance_norm_part(x: Tensor, dims: tuple[int, ...], group: ShardedAxis) -> Tensor:
@@ -389,13 +352,6 @@ def _by_channel(y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return (y * scale.reshape(shape) + bias.reshape(shape)).to(y.dtype)
 
 
-def _count(x: Tensor, dims: tuple[int, ...]) -> int:
-    count = 1
-    for dim in dims:
-        count *= x.shape[dim]
-    return count
-
-
 def _standardized(
     x: Tensor, dims: tuple[int, ...], inverse: Inverse, group: ShardedAxis
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -415,7 +371,8 @@ class _Standardized(torch.autograd.Function):
         factor = inverse(variance).to(x.dtype)
         mean, variance = mean.to(x.dtype), variance.to(x.dtype)
         y = (x - mean) * factor
-        context.dims, context.group, context.count = dims, group, _count(x, dims) * group.size
+        context.dims, context.group = dims, group
+        context.count = math.prod(x.shape[dim] for dim in dims) * group.size
         context.save_for_backward(y, factor)
         context.mark_non_differentiable(mean, variance)
         return y, mean, variance
@@ -435,7 +392,7 @@ Dims = tuple[int, ...]
 def extreme_part(x: Tensor, dims: Dims, keepdim: bool, largest: bool, group: ShardedAxis) -> Tensor:
     """The largest or smallest over `dims` of all ranks' parts; those that are equal share the gradient."""
     found: Tensor = _Extreme.apply(wide(x), dims, largest, group)  # type: ignore[no-untyped-call]
-    return _shaped(found.to(x.dtype), dims, keepdim)
+    return found.to(x.dtype) if keepdim else found.to(x.dtype).squeeze(dims)
 
 
 def norm_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tensor:
@@ -443,12 +400,12 @@ def norm_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tenso
     squares = summed(wide(x).square().sum(dims, keepdim=True), group)
     tiny = torch.finfo(squares.dtype).tiny
     norm = torch.where(squares > 0, squares.clamp_min(tiny).sqrt(), torch.zeros_like(squares))
-    return _shaped(norm.to(x.dtype), dims, keepdim)
+    return norm.to(x.dtype) if keepdim else norm.to(x.dtype).squeeze(dims)
 
 
 def log_sum_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tensor:
     """The logarithm of the sum over `dims` of all ranks' parts."""
-    return _shaped(summed(wide(x).sum(dims, keepdim=True), group).log().to(x.dtype), dims, keepdim)
+    return summed(wide(x).sum(dims, keepdim), group).log().to(x.dtype)
 
 
 def log_sum_exp_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tensor:
@@ -457,7 +414,7 @@ def log_sum_exp_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -
     largest = group.largest(data.amax(dims, keepdim=True))
     largest = torch.where(largest.isinf(), torch.zeros_like(largest), largest)
     total = summed((data - largest).exp().sum(dims, keepdim=True), group).log() + largest
-    return _shaped(total.to(x.dtype), dims, keepdim)
+    return total.to(x.dtype) if keepdim else total.to(x.dtype).squeeze(dims)
 
 
 def index_of_extreme_part(x: Tensor, dim: int, keepdim: bool, largest: bool, last: bool, group: ShardedAxis) -> Tensor:
@@ -471,10 +428,6 @@ def index_of_extreme_part(x: Tensor, dim: int, keepdim: bool, largest: bool, las
     lowest = torch.full_like(place, torch.iinfo(place.dtype).min)
     found = sign * group.largest(torch.where(value == group.largest(value), sign * place, lowest))
     return found if keepdim else found.squeeze(dim)
-
-
-def _shaped(x: Tensor, dims: Dims, keepdim: bool) -> Tensor:
-    return x if keepdim else x.squeeze(dims)
 
 
 class _Extreme(torch.autograd.Function):
