@@ -1,23 +1,23 @@
-"""The module that generated programs import: this and torch, nothing else of autopipe.
+"""The part of autopipe that generated programs import: ranks, stages, operators and all that they stand on.
 
-Torch is loaded with the rank, so that the launcher can check data and manifests, which take a moment, without it.
+Imports autopipe.ir, the format of checkpoints and torch; no solver, no onnx. Torch is loaded with the names below, so
+that the launcher can check data and manifests, which takes a moment, without it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autopipe.backends.torch.runtime.stage_io import Data, Loss, Receive, Send
-
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank
+    from autopipe.backends.torch.runtime.stage import Data, Loss, Receive, Send
 
 __all__ = ["Data", "Loss", "Rank", "Receive", "Send"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Rank":
-        from autopipe.backends.torch.runtime.rank import Rank
+    if name in __all__:
+        from autopipe.backends.torch.runtime import rank, stage
 
-        return Rank
+        return rank.Rank if name == "Rank" else getattr(stage, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,27 +1,19 @@
 """Stages that wait for every message right where they come to it: what overlapping messages with tasks is measured by.
 
 A generated step sends and posts receives where that overlaps best; waiting at those places would deadlock. So these
-stages take no notice of them, and exchange messages between tasks as the one order of all ranks has it (`turns`).
-
-One order of all tasks and messages of a step, the same for all ranks.
-
-Messages that both ends wait for right where they come to them deadlock, unless all ranks come to them in one order: a
-topological order of tasks in which a message, one item for both ends, stands right behind the task whose result it is
-(Lin et al., "Tessel" (HPCA 2024), section V).
+stages take no notice of them, and exchange messages between tasks, in one order of all tasks and messages that is the
+same for all ranks: a topological order of tasks in which a message, one item for both ends, stands right behind the
+task whose result it is (Lin et al., "Tessel" (HPCA 2024), section V).
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from autopipe.backends.torch.runtime.control_group import ControlGroup
-from autopipe.backends.torch.runtime.heartbeat import Heartbeat
-from autopipe.backends.torch.runtime.stage import Stage
-from autopipe.backends.torch.runtime.stage_io import Receive, Send
+from autopipe.backends.torch.runtime.stage import RankContext, Receive, Send, Stage
 from autopipe.ir.schedule import EVERY, MicroBatchSlice, Phase, Task
 
 _UNITS = {Phase.FORWARD: 1, Phase.BACKWARD: 2, Phase.INPUT_GRADIENT: 1, Phase.WEIGHT_GRADIENT: 1}
@@ -69,14 +61,14 @@ def global_event_order(lists: Sequence[Sequence[Task]], ends: Sequence[ChannelEn
     merge = _EventMerge(lists, ends)
     while (task := merge.next_task()) is not None:
         merge.run(task)
-    return merge.turns
+    return merge.orders
 
 
 class _EventMerge:
     """How far every rank has come in the order."""
 
     def __init__(self, lists: Sequence[Sequence[Task]], ends: Sequence[ChannelEnd]) -> None:
-        self.turns: list[list[Event]] = [[] for _ in lists]
+        self.orders: list[list[Event]] = [[] for _ in lists]
         self._rest = [deque(tasks) for tasks in lists]
         self._clocks = [0] * len(lists)
         self._done: set[Task] = set()
@@ -86,7 +78,7 @@ class _EventMerge:
             for stage in {task.stage for task in tasks}:
                 self._ranks.setdefault(stage, []).append(rank)
         self._sources: dict[tuple[int, bool], set[tuple[MicroBatchSlice, int, MicroBatchSlice]]] = {}
-        """By stage, and whether of gradients, the stages whose messages its tasks need: its turn, stage, their turn."""
+        """By stage, and whether of gradients, the stages whose messages it needs, between its slice and theirs."""
         for end in ends:
             forward = end.target_turn, end.source_stage, end.source_turn
             self._sources.setdefault((end.target_stage, False), set()).add(forward)
@@ -95,7 +87,7 @@ class _EventMerge:
                 self._sources.setdefault((end.source_stage, True), set()).add(backward)
 
     def next_task(self) -> Task | None:
-        """The task that can start first; None at the end."""
+        """That which can start first; None at the end."""
         heads = {rest[0] for rest in self._rest if rest}
         ready = [task for task in heads if self._can_run(task)]
         return min(ready, key=lambda task: (self._start(task), task.stage, task.micro_batch), default=None)
@@ -122,11 +114,11 @@ class _EventMerge:
         for rank in self._ranks[task.stage]:
             self._rest[rank].popleft()
             self._clocks[rank] = end
-            self.turns[rank].append(task)
+            self.orders[rank].append(task)
         self._done.add(task)
         for message in self._messages(task):
             for rank in message.ranks:
-                self.turns[rank].append(message)
+                self.orders[rank].append(message)
 
     def _messages(self, task: Task) -> Iterator[Message]:
         if task.phase is Phase.WEIGHT_GRADIENT:
@@ -140,37 +132,26 @@ class _EventMerge:
 
 
 class BlockingStage(Stage):
-    """A stage whose messages are `GlobalOrder`' to exchange."""
+    """A stage whose messages are `GlobalOrder`'s to exchange, before its tasks."""
 
-    def receive(self, micro_batch: int, source: int | None = None) -> None:
-        """Nothing: see `GlobalOrder`."""
-
-    def send(self, micro_batch: int) -> None:
-        """Nothing: see `GlobalOrder`."""
-
-    def receive_gradient(self, micro_batch: int, source: int | None = None) -> None:
-        """Nothing: see `GlobalOrder`."""
-
-    def send_gradient(self, micro_batch: int) -> None:
-        """Nothing: see `GlobalOrder`."""
+    def receive(self, micro_batch: int, source: int | None = None) -> None: ...
+    def send(self, micro_batch: int) -> None: ...
+    def receive_gradient(self, micro_batch: int, source: int | None = None) -> None: ...
+    def send_gradient(self, micro_batch: int) -> None: ...
 
     def forward(self, micro_batch: int) -> None:
-        """Exchange what comes before, and compute."""
         if self._comes_to(Phase.FORWARD, micro_batch):
             super().forward(micro_batch)
 
     def backward(self, micro_batch: int) -> None:
-        """Exchange what comes before, and compute."""
         if self._comes_to(Phase.BACKWARD, micro_batch):
             super().backward(micro_batch)
 
     def input_gradient(self, micro_batch: int) -> None:
-        """Exchange what comes before, and compute."""
         if self._comes_to(Phase.INPUT_GRADIENT, micro_batch):
             super().input_gradient(micro_batch)
 
     def weight_gradient(self, micro_batch: int) -> None:
-        """Exchange what comes before, and compute."""
         if self._comes_to(Phase.WEIGHT_GRADIENT, micro_batch):
             super().weight_gradient(micro_batch)
 
@@ -178,25 +159,10 @@ class BlockingStage(Stage):
         return self._rank.comes_to(Task(self.number, phase, micro_batch))
 
 
-class BlockingContext(Protocol):
-    """The rank as the one order of all ranks sees it."""
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def train(self) -> bool: ...
-    @property
-    def heartbeat(self) -> Heartbeat: ...
-    @property
-    def stages(self) -> Mapping[int, Stage]: ...
-    @property
-    def control_group(self) -> ControlGroup: ...
-
-
 class GlobalOrder:
     """This rank's tasks and messages in the one order of all ranks, for one step after the other."""
 
-    def __init__(self, rank: BlockingContext) -> None:
+    def __init__(self, rank: RankContext) -> None:
         self._rank = rank
         self._tasks: list[Task] = []
         self._order: list[Event] | None = None
@@ -223,24 +189,24 @@ class GlobalOrder:
 
     def _exchange_until(self, task: Task | None) -> None:
         while self._rest:
-            turn = self._rest.popleft()
-            if turn == task:
+            event = self._rest.popleft()
+            if event == task:
                 return
-            assert isinstance(turn, Message), f"{turn} is left out"
-            self._exchange(turn)
+            assert isinstance(event, Message), f"{event} is left out"
+            self._exchange(event)
 
     def _exchange(self, message: Message) -> None:
         """Send or receive, and wait for it."""
         end, number = message.end, self._rank.number
         if number == end.source_rank:
             stage = self._rank.stages[end.source_stage]
-            wire: Send | Receive = next(each for each in stage.sends if each.channel == end.channel)
+            port: Send | Receive = next(each for each in stage.sends if each.channel == end.channel)
         else:
             stage = self._rank.stages[end.target_stage]
-            wire = next(each for each in stage.receives if each.channel == end.channel)
-        sends = message.ranks[0] == number
+            port = next(each for each in stage.receives if each.channel == end.channel)
+        act = stage.start_send if message.ranks[0] == number else stage.post_recv
         with self._rank.heartbeat.waiting():
-            (stage.give if sends else stage.ask)(wire, MicroBatchSlice(*wire.slice).micro_batch(message.number)).wait()
+            act(port, MicroBatchSlice(*port.slice).micro_batch(message.number)).wait()
 
     def _agree(self) -> list[Event]:
         """Tell the others this rank's tasks and channels, and order those of all."""
@@ -248,16 +214,16 @@ class GlobalOrder:
         own = {
             "tasks": [str(task) for task in self._tasks],
             "ends": [
-                (wire.channel, stage.number, number, wire.stage, wire.rank, wire.gradient and train)
+                (port.channel, stage.number, number, port.stage, port.rank, port.gradient and train)
                 for stage in stages
-                for wire in stage.sends
+                for port in stage.sends
             ],
-            "leaving": [(wire.channel, wire.slice) for stage in stages for wire in stage.sends],
-            "arriving": [(wire.channel, wire.slice) for stage in stages for wire in stage.receives],
+            "leaving": [(port.channel, port.slice) for stage in stages for port in stage.sends],
+            "arriving": [(port.channel, port.slice) for stage in stages for port in stage.receives],
         }
         every = [json.loads(data) for data in self._rank.control_group.gather(json.dumps(own).encode())]
         leaving, arriving = (
-            {channel: MicroBatchSlice(*turn) for each in every for channel, turn in each[way]}
+            {channel: MicroBatchSlice(*numbers) for each in every for channel, numbers in each[way]}
             for way in ("leaving", "arriving")
         )
         ends = [

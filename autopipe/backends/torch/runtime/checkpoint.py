@@ -49,10 +49,10 @@ from autopipe.backends.torch.runtime.checkpoint_state import (
     tensor_of,
     write_blocks,
 )
-from autopipe.backends.torch.runtime.control_group import ControlGroup
 from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
 from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.runtime.transport import ControlGroup
 from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
 from autopipe.ir.layout import Box
 
@@ -267,16 +267,16 @@ class Checkpointer:
         self._folder = folder
         self._manifest = manifest
         self._state = state
-        self._meeting = control_group
+        self._control_group = control_group
         self._copies = copies
-        self._pulse = heartbeat
+        self._heartbeat = heartbeat
         self._pieces = write_blocks(manifest)[control_group.rank]
         self._background = Background()
         self._lock: FolderLock | None = None
-        control_group.together("checkpoint", self._take_folder)
+        control_group.run_collectively("checkpoint", self._take_folder)
 
     def _take_folder(self) -> None:
-        if self._meeting.rank == 0:
+        if self._control_group.rank == 0:
             self._lock = FolderLock(self._folder)
 
     def save(self, position: Position, seed: int) -> None:
@@ -285,16 +285,16 @@ class Checkpointer:
         Raises what ended that one.
         """
         self.wait()
-        control_group, manifest = self._meeting, self._manifest
+        control_group, manifest = self._control_group, self._manifest
         part = take_snapshot(manifest, control_group.rank, self._state, self._pieces, position, seed, self._copies)
         self._background.start(partial(self._write, part))
 
     def wait(self) -> None:
         """Wait until what is being saved is committed. Raises LaunchError where it could not be."""
         while not self._background.end(_LOOK_S):
-            if self._meeting.waits:
-                with self._pulse.waiting():
-                    while self._meeting.waits and not self._background.end(_LOOK_S):
+            if self._control_group.waits:
+                with self._heartbeat.waiting():
+                    while self._control_group.waits and not self._background.end(_LOOK_S):
                         pass
 
     def look(self) -> None:
@@ -309,7 +309,7 @@ class Checkpointer:
 
     def _write(self, part: Checkpoint) -> None:
         """On a thread of its own: files of all ranks, then the commit."""
-        together, rank = partial(self._meeting.together, "checkpoint"), self._meeting.rank
+        together, rank = partial(self._control_group.run_collectively, "checkpoint"), self._control_group.rank
         temporary = self._folder / together(partial(self._begin, part.step))[0]
         try:
             parts = together(partial(self._write_part, part, temporary))
@@ -334,11 +334,11 @@ class Checkpointer:
         if not temporary.is_dir():
             hint = "all nodes must share it"
             raise LaunchError("rank 0's checkpoint folder is not here", hint=hint, where=str(temporary))
-        path = temporary / folders.rank_file(self._meeting.rank)
+        path = temporary / folders.rank_file(self._control_group.rank)
         return document_of(located(part, *write_shard(path, self._copies.contents())))
 
     def _commit(self, temporary: Path, parts: list[dict[str, Any]]) -> None:
-        if self._meeting.rank == 0:
+        if self._control_group.rank == 0:
             folders.commit(temporary, text_of(merged([parsed(each) for each in parts])))
             folders.prune(self._folder)
 
@@ -347,7 +347,11 @@ class Checkpointer:
 
         Raises ConfigurationError for a checkpoint of another model, LaunchError for a damaged one.
         """
-        together, rank, size = partial(self._meeting.together, "restore"), self._meeting.rank, self._meeting.world_size
+        together, rank, size = (
+            partial(self._control_group.run_collectively, "restore"),
+            self._control_group.rank,
+            self._control_group.world_size,
+        )
         newest = together(self._newest)
         if any(each != newest[0] for each in newest):
             steps = ", ".join(sorted({str(step) for step, _ in newest}))
@@ -380,7 +384,7 @@ class Checkpointer:
     def _put_in_place(self, reader: Reader, checkpoint: Checkpoint) -> None:
         """This rank's blocks, and where its random numbers go on: as they would have under the same plan."""
         self._state.restore(reader, {each.name: each for each in checkpoint.parameters})
-        manifest, rank = self._manifest, self._meeting.rank
+        manifest, rank = self._manifest, self._control_group.rank
         if (checkpoint.plan, checkpoint.world_size) == (manifest.plan, manifest.world_size):
             own = (each for each in checkpoint.random if each.rank == rank)
             self._state.restore_generators({each.device: tensor_of(reader.read(each.state), "uint8") for each in own})

@@ -6,24 +6,25 @@ the shares of all copies add up to the gradient. See `autopipe.passes.lower.shar
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autopipe.backends.torch.runtime.transport import (
+    Transport,
     everyones,
     goes_at_once,
     is_summed_at_once,
     start_sum,
     start_sum_of_rows,
 )
-from autopipe.ir.layout import Box, Layout, MeshAxes, MeshAxis, WindowedBlocks, degree_of, members, moves_between
+from autopipe.ir.layout import Layout, MeshAxes, MeshAxis, WindowedBlocks, degree_of, members, moves_between
 
-if TYPE_CHECKING:
-    from autopipe.backends.torch.runtime.transport import Transport
+Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
 """For each dimension of a tensor the axes of a mesh that cut it, outer to inner, as degree and stride."""
@@ -56,25 +57,30 @@ class Group:
             self._along[wanted] = Group(ranks, self._transport)
         return self._along[wanted]
 
+    def _exchange(self, tensor: torch.Tensor, run: Exchange, transpose: Exchange) -> torch.Tensor:
+        result: torch.Tensor = _Transposed.apply(tensor, run, transpose)  # type: ignore[no-untyped-call]
+        return result
+
     def all_reduce(self, tensor: torch.Tensor, divisor: int = 1) -> torch.Tensor:
         """The sum of all ranks' tensors, divided by `divisor`."""
-        total: torch.Tensor = _AllReduce.apply(tensor, self)  # type: ignore[no-untyped-call]
+        total = self._exchange(tensor, self._sum, self._sum)
         return total / divisor if divisor > 1 else total
 
     def all_gather(self, tensor: torch.Tensor, dimension: int) -> torch.Tensor:
         """The ranks' shards joined along `dimension`."""
-        gathered: torch.Tensor = _AllGather.apply(tensor, self, dimension)  # type: ignore[no-untyped-call]
-        return gathered
+        gathered, scattered = (partial(run, group=self, dimension=dimension) for run in (_gathered, _scattered))
+        return self._exchange(tensor, gathered, scattered)
 
     def reduce_scatter(self, tensor: torch.Tensor, dimension: int, divisor: int = 1) -> torch.Tensor:
         """This rank's shard along `dimension` of the sum of all ranks' tensors, divided by `divisor`."""
-        total: torch.Tensor = _ReduceScatter.apply(tensor, self, dimension)  # type: ignore[no-untyped-call]
+        gathered, scattered = (partial(run, group=self, dimension=dimension) for run in (_gathered, _scattered))
+        total = self._exchange(tensor, scattered, gathered)
         return total / divisor if divisor > 1 else total
 
     def all_to_all(self, tensor: torch.Tensor, origin: int, dimension: int) -> torch.Tensor:
         """Of shards along `origin` this rank's shard along `dimension`."""
-        exchanged: torch.Tensor = _AllToAll.apply(tensor, self, origin, dimension)  # type: ignore[no-untyped-call]
-        return exchanged
+        there = partial(_exchanged, group=self, origin=origin, dimension=dimension)
+        return self._exchange(tensor, there, partial(_exchanged, group=self, origin=dimension, dimension=origin))
 
     def redistribute(
         self, tensor: torch.Tensor, source: Cuts, target: Cuts, windows: Windows = (), fill: float = 0.0
@@ -82,11 +88,24 @@ class Group:
         """This rank's block under `target` of a tensor held as `source` says, both as axes by dimension.
 
         Axes are given as degree and stride. Ranks send one another what they lack. Blocks of `windows` may overlap;
-        where one sticks out of the tensor it is filled.
+        where one sticks out of the tensor it is filled. Backward sends every block's gradient to where it came from,
+        which adds up what comes back.
         """
         moves = _moves(tuple(tensor.shape), self.size, self.position, source, target, windows)
-        moved: torch.Tensor = _Redistribute.apply(tensor, self, moves, fill)  # type: ignore[no-untyped-call]
-        return moved
+
+        def there(before: torch.Tensor) -> torch.Tensor:
+            after = before.new_full(moves.shape, fill)
+            for box, block in _swapped(before, moves.sent, after, moves.received, self):
+                after[box] = block
+            return after
+
+        def back(gradient: torch.Tensor) -> torch.Tensor:
+            total = gradient.new_zeros(moves.origin)
+            for box, block in _swapped(gradient, moves.received, total, moves.sent, self):
+                total[box] += block
+            return total
+
+        return self._exchange(tensor, there, back)
 
     def edges(self, tensor: torch.Tensor, cuts: Cuts, windows: Windows, fill: float = 0.0) -> torch.Tensor:
         """This rank's block with what `windows` read of its neighbours': the same where no axes change."""
@@ -104,97 +123,50 @@ class Group:
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' tensors, as a number without a gradient of its own."""
-        return _sum(tensor.detach(), self)
+        return self._sum(tensor.detach())
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' tensors, element by element, as a number without a gradient of its own."""
-        return _reduced(tensor.detach(), self, dist.ReduceOp.MAX)
+        self.traffic["all_reduce"] += tensor.nbytes
+        return _combined(tensor.detach(), self, dist.ReduceOp.MAX)
 
     def slice(self, tensor: torch.Tensor, dimension: int) -> torch.Tensor:
         """This rank's shard of a tensor that every rank holds whole."""
         extent = tensor.shape[dimension] // self.size
         return tensor.narrow(dimension, self.position * extent, extent)
 
+    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.traffic["all_reduce"] += tensor.nbytes
+        return _combined(tensor, self, dist.ReduceOp.SUM)
 
-class _AllReduce(torch.autograd.Function):
+
+class _Transposed(torch.autograd.Function):
+    """An exchange whose backward is another one, its transpose."""
+
     @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        context.group = group
-        return _sum(tensor, group)
-
-    @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum(gradients[0], context.group), None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, group: Group, dimension: int) -> torch.Tensor:
-        context.group, context.dimension = group, dimension
-        return _gathered(tensor, group, dimension)
+    def forward(context: Any, tensor: torch.Tensor, run: Exchange, transpose: Exchange) -> torch.Tensor:
+        context.transpose = transpose
+        return run(tensor)
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _scattered(gradients[0], context.group, context.dimension), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, group: Group, dimension: int) -> torch.Tensor:
-        context.group, context.dimension = group, dimension
-        return _scattered(tensor, group, dimension)
-
-    @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _gathered(gradients[0], context.group, context.dimension), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, group: Group, origin: int, dimension: int) -> torch.Tensor:
-        context.group, context.origin, context.dimension = group, origin, dimension
-        return _exchanged(tensor, group, origin, dimension)
-
-    @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchanged(gradients[0], context.group, context.dimension, context.origin), None, None, None
-
-
-class _Redistribute(torch.autograd.Function):
-    """Backward sends every block's gradient to where it came from, which adds up what comes back."""
-
-    @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, group: Group, moves: _Moves, fill: float) -> torch.Tensor:
-        context.group, context.moves, context.shape = group, moves, tensor.shape
-        result = tensor.new_full(moves.shape, fill)
-        arrived = _swapped([[tensor[box] for box in boxes] for boxes in moves.sent], moves.received, result, group)
-        for boxes, blocks in zip(moves.received, arrived, strict=True):
-            for box, block in zip(boxes, blocks, strict=True):
-                result[box] = block
-        return result
-
-    @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        moves, group = context.moves, context.group
-        (gradient,) = gradients
-        result = gradient.new_zeros(context.shape)
-        arrived = _swapped([[gradient[box] for box in boxes] for boxes in moves.received], moves.sent, result, group)
-        for boxes, blocks in zip(moves.sent, arrived, strict=True):
-            for box, block in zip(boxes, blocks, strict=True):
-                result[box] += block
-        return result, None, None, None
+        return context.transpose(gradients[0]), None, None
 
 
 Slices = tuple[slice, ...]
+Blocks = tuple[tuple[Slices, ...], ...]
+"""By position."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
     """Blocks that a rank sends to and receives from each position, of its own tensors before and after."""
 
+    origin: tuple[int, ...]
+    """Shape before."""
     shape: tuple[int, ...]
-    sent: tuple[tuple[Slices, ...], ...]
-    received: tuple[tuple[Slices, ...], ...]
+    sent: Blocks
+    received: Blocks
 
 
 @lru_cache(maxsize=4096)
@@ -209,30 +181,25 @@ def _moves(shape: tuple[int, ...], size: int, position: int, source: Cuts, targe
     received: list[list[Slices]] = [[] for _ in range(size)]
     for move in moves_between(have, need, size):
         if move.source == position:
-            sent[move.target].append(_slices(move.box.within(have.box(position))))
+            box = move.box.within(have.box(position))
+            sent[move.target].append(tuple(map(slice, box.starts, box.stops)))
         if move.target == position:
-            received[move.source].append(_slices(move.box.within(need.box(position))))
-    return _Moves(need.local_shape(), tuple(map(tuple, sent)), tuple(map(tuple, received)))
-
-
-def _slices(box: Box) -> Slices:
-    return tuple(map(slice, box.starts, box.stops))
+            box = move.box.within(need.box(position))
+            received[move.source].append(tuple(map(slice, box.starts, box.stops)))
+    return _Moves(shape, need.local_shape(), tuple(map(tuple, sent)), tuple(map(tuple, received)))
 
 
 def _swapped(
-    blocks: list[list[torch.Tensor]], expected: tuple[tuple[Slices, ...], ...], like: torch.Tensor, group: Group
-) -> list[list[torch.Tensor]]:
-    """Send `blocks[i]` to position i and receive from it what fills the `expected` parts of `like`; by position."""
-    parts = [torch.cat([block.reshape(-1) for block in each]) if each else like.new_empty(0) for each in blocks]
-    shapes = [[like[box].shape for box in boxes] for boxes in expected]
+    before: torch.Tensor, sent: Blocks, after: torch.Tensor, received: Blocks, group: Group
+) -> Iterator[tuple[Slices, torch.Tensor]]:
+    """Send the blocks `sent[i]` of one tensor to position i; where in the other what comes back belongs, and that."""
+    parts = [torch.cat([before[box].reshape(-1) for box in boxes]) if boxes else before.new_empty(0) for boxes in sent]
+    shapes = [[after[box].shape for box in boxes] for boxes in received]
     sizes = [sum(shape.numel() for shape in each) for each in shapes]
-    arrived = _all_to_all(parts, sizes, group)
-    own = sizes[group.position]
-    group.traffic["redistribute"] += (sum(sizes) - own) * like.element_size()
-    return [
-        [part.reshape(shape) for part, shape in zip(whole.split([s.numel() for s in each]), each, strict=True)]
-        for whole, each in zip(arrived, shapes, strict=True)
-    ]
+    group.traffic["redistribute"] += (sum(sizes) - sizes[group.position]) * after.element_size()
+    for boxes, each, whole in zip(received, shapes, _all_to_all(parts, sizes, group), strict=True):
+        flat = whole.split([shape.numel() for shape in each])
+        yield from ((box, part.reshape(shape)) for box, shape, part in zip(boxes, each, flat, strict=True))
 
 
 def _all_to_all(parts: list[torch.Tensor], sizes: list[int], group: Group) -> list[torch.Tensor]:
@@ -261,15 +228,6 @@ def _exchanged(tensor: torch.Tensor, group: Group, origin: int, dimension: int) 
     group.traffic["all_to_all"] += tensor.nbytes
     arrived = _all_to_all([part.reshape(-1) for part in parts], [parts[0].numel()] * group.size, group)
     return torch.cat([part.reshape(parts[0].shape) for part in arrived], origin)
-
-
-def _sum(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    return _reduced(tensor, group, dist.ReduceOp.SUM)
-
-
-def _reduced(tensor: torch.Tensor, group: Group, how: dist.ReduceOp.RedOpType) -> torch.Tensor:
-    group.traffic["all_reduce"] += tensor.nbytes
-    return _combined(tensor, group, how)
 
 
 def _combined(tensor: torch.Tensor, group: Group, how: dist.ReduceOp.RedOpType) -> torch.Tensor:

@@ -24,9 +24,10 @@ import numpy as np
 
 from autopipe.backends.torch.runtime.manifest import Bounds, InputEntry, Manifest
 from autopipe.backends.torch.runtime.philox import integers, normal, words
-from autopipe.backends.torch.runtime.stage_io import Slices
 from autopipe.ir.errors import ConfigurationError
 
+Slices = tuple[tuple[int, int], ...]
+"""A block of a tensor: (start, stop) in each dimension."""
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 """ZIP's header before each member; its last two fields are the lengths of the name and of the extra field that follow
 (APPNOTE.TXT 4.3.7)."""

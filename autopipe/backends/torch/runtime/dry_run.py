@@ -1,9 +1,8 @@
 """One rank's program without the other ranks: what comes from them is zeros, what goes to them is only counted.
 
-Tensors without values, as `--device meta` has them in a dry run: shapes, types and layouts alone, no memory.
-
-They are torch's fake tensors: meta tensors that say that they are on the CPU. On torch's own device `meta` there is no
-autocast, so that a plan in bf16 would be tried in other types than it runs in.
+With `--device meta` tensors have shapes, types and layouts alone, no memory. They are torch's fake tensors, meta ones
+that say that they are on the CPU: on torch's own device `meta` there is no autocast, so that a plan in bf16 would be
+run in other types.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from __future__ import annotations
 import json
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopipe.backends.torch.runtime.heartbeat import DEFAULTS, Heartbeat, Timeouts
-from autopipe.backends.torch.runtime.report import ReportContext, Reporter, peak_memory
-from autopipe.backends.torch.runtime.stage import Stage, Tensors
-from autopipe.backends.torch.runtime.stage_io import Receive, Send
+from autopipe.backends.torch.runtime.report import Reporter, peak_memory
+from autopipe.backends.torch.runtime.stage import RankContext, Receive, Send, Stage, Tensors
 from autopipe.backends.torch.runtime.transport import Form, PendingRecv, PendingSend, Transport
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.program import by_kind
@@ -82,18 +80,17 @@ class DryTransport(Transport):
             dist.init_process_group("fake", rank=self.rank, world_size=self.world_size, store=FakeStore())
 
     def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> PendingSend:
-        """Count what would go."""
         self._count(tensor, self.rank, rank, channel, gradient)
-        departure = super().send(tensor, rank, channel, gradient)
-        departure.wait()  # It is gone at once.
-        return departure
+        pending = super().send(tensor, rank, channel, gradient)
+        pending.wait()  # It is gone at once.
+        return pending
 
     def receive(self, like: Form, rank: int, channel: int, gradient: bool) -> PendingRecv:
         """Zeros instead of what would come."""
-        arrival = super().receive(like, rank, channel, gradient)
-        arrival.buffer.zero_()
-        self._count(arrival.buffer, rank, self.rank, channel, gradient)
-        return arrival
+        pending = super().receive(like, rank, channel, gradient)
+        pending.buffer.zero_()
+        self._count(pending.buffer, rank, self.rank, channel, gradient)
+        return pending
 
     def _count(self, tensor: torch.Tensor, source: int, target: int, channel: int, gradient: bool) -> None:
         form = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
@@ -103,11 +100,10 @@ class DryTransport(Transport):
 class DryStage(Stage):
     """A stage that compares all it computes with what its file says of it, as no other rank is there to mind."""
 
-    def give(self, wire: Receive | Send, micro_batch: int) -> PendingSend:
-        """Count what would go along a wire."""
-        block = self._leaving[micro_batch, isinstance(wire, Receive)][wire.channel]
-        self._compare(f"what goes to rank {wire.rank} on channel {wire.channel}", block, self._form(wire))
-        return super().give(wire, micro_batch)
+    def start_send(self, port: Receive | Send, micro_batch: int) -> PendingSend:
+        block = self._leaving[micro_batch, isinstance(port, Receive)][port.channel]
+        self._compare(f"what goes to rank {port.rank} on channel {port.channel}", block, self._form(port))
+        return super().start_send(port, micro_batch)
 
     def _results(self, arguments: Tensors) -> tuple[torch.Tensor, ...]:
         for name, tensor in arguments.items():
@@ -129,27 +125,17 @@ def _spelled(form: Form) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
-class DryRunContext(ReportContext, Protocol):
-    """The rank as the report of its dry run sees it."""
-
-    @property
-    def parameters(self) -> Mapping[int, torch.Tensor]: ...
-    @property
-    def memory_tracker(self) -> MemoryTracker | None: ...
-
-
 class DryReporter(Reporter):
     """Says what the rank did instead of gathering figures of all ranks."""
 
-    _rank: DryRunContext
-
-    def __init__(self, rank: DryRunContext, transport: DryTransport) -> None:
+    def __init__(self, rank: RankContext, transport: DryTransport, tracker: MemoryTracker | None) -> None:
         super().__init__(rank)
-        self._ends = transport
+        self._transport = transport
+        self._tracker = tracker
 
     def end_step(self, seconds: float) -> None:
         """Write the report of the step to the report file."""
-        rank, messages = self._rank, self._ends.messages
+        rank, messages, tracker = self._rank, self._transport.messages, self._tracker
         sent: Counter[int] = Counter()
         received: Counter[int] = Counter()
         for each, count in messages.items():
@@ -165,12 +151,10 @@ class DryReporter(Reporter):
             messages=tuple(asdict(each) | {"count": count} for each, count in messages.items()),
             sent_bytes=dict(sorted(sent.items())),
             received_bytes=dict(sorted(received.items())),
-            communication_bytes=by_kind(self._ends.traffic),
+            communication_bytes=by_kind(self._transport.traffic),
             parameters=sum(tensor.numel() for tensor in rank.parameters.values()),
             parameter_bytes=sum(tensor.nbytes for tensor in rank.parameters.values()),
-            peak_memory_bytes=peak_memory(rank.device)
-            if rank.memory_tracker is None
-            else rank.memory_tracker.peak_bytes,
+            peak_memory_bytes=peak_memory(rank.device) if tracker is None else tracker.peak_bytes,
         )
         messages.clear()
         if rank.options.report is not None:
@@ -203,12 +187,11 @@ def use_fake_tensors() -> Iterator[MemoryTracker]:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Sees all that operators make, and counts what it would take."""
+    """Sees all that operators make, and counts the bytes that the tensors alive at once would have taken at most."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
-        """Most that the tensors alive at once would have taken so far."""
         self._live_bytes = 0
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -224,7 +207,6 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        """Count memory as long as any tensor has it."""
         key, size = storage._cdata, storage.nbytes()
         if key in self._storages:
             return

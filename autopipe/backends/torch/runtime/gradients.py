@@ -1,25 +1,17 @@
 """Adding up gradients over the ranks that hold the same block of a parameter: in buckets, overlapped with backward.
 
-Updating parameters in shares (ZeRO-1): each of the ranks that hold them keeps the optimizer's state of one share.
-
-Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory optimizations toward training trillion parameter models" (SC 2020),
-section 5.1. Updates are element by element, so a share is any part of a bucket's row: see `autopipe.ir.program`.
-
-Optimizers by name, torch's own.
-
-What verification compares: each rank's gradients after they are added up, and how much a rounding changes them.
-
-The buckets in which a rank's gradients are added up over ranks.
+With ZeRO-1 each of the ranks updates a share of a bucket, and keeps the optimizer's state of that share only
+(Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory optimizations toward training trillion parameter models", SC 2020,
+section 5.1). Updates are element by element, so a share is any part of a bucket's row: see `autopipe.ir.program`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 
 from autopipe.backends.torch.runtime.manifest import Manifest
@@ -37,22 +29,66 @@ class OptimizerShard:
     runs: tuple[ElementRange, ...]
 
 
-class ShardedBucket:
+class ReducedBucket:
+    """A bucket of which each rank gets all sums."""
+
+    def __init__(self, transport: Transport, bucket: Bucket, parameters: list[torch.Tensor]) -> None:
+        self.bucket = bucket
+        self.parameters = parameters
+        self.missing = 0
+        """Gradients that its stage's last backward has still to give; where that has not begun, it only falls."""
+        self.started = False
+        self._transport = transport
+        self._pending: PendingRecv | PendingReduce | None = None
+        if bucket.home is not None:
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(self._count)
+
+    def _count(self, _: torch.Tensor) -> None:
+        self.missing -= 1
+        if self.missing == 0:
+            self.start()
+
+    def start(self) -> None:
+        """Take the parameters' gradients and send them off."""
+        self.started = True
+        self._pending = self._send()
+
+    def _send(self) -> PendingRecv | PendingReduce:
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.parameters]
+        row = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        for parameter in self.parameters:
+            parameter.grad = None  # It is in the message now, and comes back from there.
+        return self._transport.start_all_reduce(row, self.bucket.ranks)
+
+    def finish(self) -> None:
+        """Wait for the sums, and put them in place."""
+        assert self._pending is not None
+        self._place(self._pending.wait())
+        self._pending, self.started, self.missing = None, False, 0
+
+    def _place(self, sums: torch.Tensor) -> None:
+        parts = torch.split(sums, [parameter.numel() for parameter in self.parameters])
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+
+
+class ShardedBucket(ReducedBucket):
     """A bucket of which each rank gets a share of the sums, and updates that.
 
     Its parameters lie in one row, and the share is a part of it: what is gathered after an update is in place.
     """
 
     def __init__(self, transport: Transport, bucket: Bucket, parameters: list[torch.Tensor]) -> None:
-        self.bucket = bucket
-        self.parameters = parameters
-        self.runs = tuple(bucket.runs(transport.rank))
-        self._transport = transport
+        super().__init__(transport, bucket, parameters)
         self._row = parameters[0].detach().new_zeros(bucket.elements)
         for parameter, place in zip(parameters, self._places(self._row), strict=True):
             parameter.data = place.copy_(parameter.detach())
-        self.share = self._row.chunk(len(bucket.ranks))[bucket.ranks.index(transport.rank)]
-        self._coming: PendingRecv | PendingReduce | None = None
+        self.shard = OptimizerShard(self._own(self._row), tuple(bucket.runs(transport.rank)))
+
+    def _own(self, row: torch.Tensor) -> torch.Tensor:
+        """This rank's share of a row."""
+        return row.chunk(len(self.bucket.ranks))[self.bucket.ranks.index(self._transport.rank)]
 
     def _places(self, row: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' parts of a row."""
@@ -61,20 +97,16 @@ class ShardedBucket:
             for start, parameter in zip(self.bucket.starts, self.parameters, strict=True)
         ]
 
-    def start(self) -> None:
-        """Take the parameters' gradients and send them off."""
+    def _send(self) -> PendingRecv | PendingReduce:
         gradients = torch.zeros_like(self._row)
         for parameter, place in zip(self.parameters, self._places(gradients), strict=True):
             if parameter.grad is not None:
                 place.copy_(parameter.grad)
                 parameter.grad = None  # It is in the message now.
-        self._coming = self._transport.start_reduce_scatter(gradients, self.bucket.ranks)
+        return self._transport.start_reduce_scatter(gradients, self.bucket.ranks)
 
-    def finish(self) -> None:
-        """Wait for the sums, and make them the share's gradient."""
-        assert self._coming is not None
-        self.share.grad = self._coming.wait()
-        self._coming = None
+    def _place(self, sums: torch.Tensor) -> None:
+        self.shard.tensor.grad = sums
 
     def gather(self) -> None:
         """Get the other ranks' shares of the parameters."""
@@ -83,53 +115,12 @@ class ShardedBucket:
 
     def gradients(self) -> dict[int, torch.Tensor]:
         """The gradients by parameter, whole. All of the bucket's ranks together; not counted as a step's."""
-        assert self.share.grad is not None
+        assert self.shard.tensor.grad is not None
         row = torch.zeros_like(self._row)
-        row.chunk(len(self.bucket.ranks))[self.bucket.ranks.index(self._transport.rank)].copy_(self.share.grad)
+        self._own(row).copy_(self.shard.tensor.grad)
         self._transport.gather(row, self.bucket.ranks)
         places = zip(self.bucket.blocks, self._places(row), strict=True)
         return {block.parameter: place for block, place in places}
-
-
-class ReducedBucket(Protocol):
-    """A bucket of a rank, and what is done with its gradients."""
-
-    bucket: Bucket
-    parameters: list[torch.Tensor]
-
-    def start(self) -> None:
-        """Take the parameters' gradients and send them off."""
-
-    def finish(self) -> None:
-        """Wait for the sums, and put them in place."""
-
-
-class WholeBucket:
-    """A bucket of which each rank gets all sums."""
-
-    def __init__(self, transport: Transport, bucket: Bucket, parameters: list[torch.Tensor]) -> None:
-        self.bucket = bucket
-        self.parameters = parameters
-        self._transport = transport
-        self._coming: PendingRecv | PendingReduce | None = None
-
-    def start(self) -> None:
-        """Take the parameters' gradients and send them off."""
-        gradients = [
-            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in self.parameters
-        ]
-        row = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        for parameter in self.parameters:
-            parameter.grad = None  # It is in the message now, and comes back from there.
-        self._coming = self._transport.start_all_reduce(row, self.bucket.ranks)
-
-    def finish(self) -> None:
-        """Wait for the sums, and make them the parameters' gradients."""
-        assert self._coming is not None
-        parts = torch.split(self._coming.wait(), [parameter.numel() for parameter in self.parameters])
-        for parameter, part in zip(self.parameters, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
-        self._coming = None
 
 
 class GradientReduction:
@@ -144,71 +135,39 @@ class GradientReduction:
     ) -> None:
         """With `shared` each rank updates a share of each bucket (ZeRO-1): its parameters move into one row."""
         self._parameters = parameters
-        self.shared: list[ShardedBucket] = []
-        self._buckets: list[ReducedBucket] = []
-        for bucket in buckets:
-            tensors = [parameters[block.parameter] for block in bucket.blocks]
-            if shared:
-                self.shared.append(ShardedBucket(transport, bucket, tensors))
-                self._buckets.append(self.shared[-1])
-            else:
-                self._buckets.append(WholeBucket(transport, bucket, tensors))
-        self._waiting = [0] * len(self._buckets)
-        """By bucket the gradients that its stage's last backward has still to give; not armed, it only falls."""
-        self._started = [False] * len(self._buckets)
-        for number, each in enumerate(self._buckets):
-            if each.bucket.home is not None:
-                for parameter in each.parameters:
-                    parameter.register_post_accumulate_grad_hook(self._hook(number))
+        make = partial(ShardedBucket if shared else ReducedBucket, transport)
+        self._buckets = [make(each, [parameters[block.parameter] for block in each.blocks]) for each in buckets]
+        self.shared = [each for each in self._buckets if isinstance(each, ShardedBucket)]
 
     @property
     def updated(self) -> list[torch.Tensor]:
         """Tensors that the optimizer updates: parameters, and shards of buckets."""
         in_rows = {id(parameter) for each in self.shared for parameter in each.parameters}
         own = [each for each in self._parameters.values() if each.requires_grad and id(each) not in in_rows]
-        return own + [each.share for each in self.shared]
-
-    @property
-    def shares(self) -> list[OptimizerShard]:
-        """The shares among them."""
-        return [OptimizerShard(each.share, each.runs) for each in self.shared]
-
-    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        def ready(parameter: torch.Tensor) -> None:
-            self._waiting[number] -= 1
-            if self._waiting[number] == 0:
-                self._start(number)
-
-        return ready
+        return own + [each.shard.tensor for each in self.shared]
 
     def arm(self, stage: int, times: Mapping[int, int]) -> None:
         """Mark the stage's next backward as its last: buckets start when their gradients are complete.
 
-        `times` is how often a backward adds to the gradient of a parameter, by its index; once where absent.
+        `times` is how often a backward adds to the gradient of a parameter, by its index; once where it is not listed.
         """
-        for number, each in enumerate(self._buckets):
+        for each in self._buckets:
             if each.bucket.home == stage:
-                self._waiting[number] = sum(times.get(block.parameter, 1) for block in each.bucket.blocks)
+                each.missing = sum(times.get(block.parameter, 1) for block in each.bucket.blocks)
 
     def start(self, stage: int) -> None:
         """Start the stage's buckets that wait for their gradients no longer."""
-        for number, each in enumerate(self._buckets):
-            if each.bucket.home == stage and not self._started[number]:
-                self._start(number)
-
-    def _start(self, number: int) -> None:
-        self._started[number] = True
-        self._buckets[number].start()
+        for each in self._buckets:
+            if each.bucket.home == stage and not each.started:
+                each.start()
 
     def finish(self) -> None:
         """Start what has not started, wait for all, and put the sums in place."""
-        for number, started in enumerate(self._started):
-            if not started:
-                self._start(number)
-        for number, each in enumerate(self._buckets):
+        for each in self._buckets:
+            if not each.started:
+                each.start()
+        for each in self._buckets:
             each.finish()
-            self._started[number] = False
-            self._waiting[number] = 0
 
     def gather(self) -> None:
         """Get what the other ranks have updated."""
@@ -242,18 +201,11 @@ def make_optimizer(settings: dict[str, Any], parameters: list[torch.Tensor]) -> 
     """The optimizer of a manifest over the rank's trainable blocks; None where the rank has none."""
     if not parameters:
         return None
+    common = {"lr": settings["lr"], "weight_decay": settings["weight_decay"]}
     if settings["name"] == "sgd":
-        return torch.optim.SGD(
-            parameters, lr=settings["lr"], momentum=settings["momentum"], weight_decay=settings["weight_decay"]
-        )
+        return torch.optim.SGD(parameters, momentum=settings["momentum"], **common)
     if settings["name"] == "adamw":
-        return torch.optim.AdamW(
-            parameters,
-            lr=settings["lr"],
-            betas=tuple(settings["betas"]),
-            eps=settings["eps"],
-            weight_decay=settings["weight_decay"],
-        )
+        return torch.optim.AdamW(parameters, betas=tuple(settings["betas"]), eps=settings["eps"], **common)
     raise ConfigurationError(f"there is no optimizer {settings['name']!r}", hint="sgd or adamw")
 
 
@@ -264,22 +216,3 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-
-
-def dump_gradients(folder: Path, rank: int, gradients: dict[int, torch.Tensor]) -> None:
-    """Write the gradients of the rank's blocks to `gradients_<rank>.npz` by parameter index, as float32 or float64."""
-    folder.mkdir(parents=True, exist_ok=True)
-    found = {}
-    for index, gradient in gradients.items():
-        wide = gradient if gradient.dtype is torch.float64 else gradient.float()
-        found[str(index)] = wide.cpu().numpy()
-    np.savez(folder / f"gradients_{rank:03d}.npz", **found)  # type: ignore[arg-type]
-
-
-def moved(tensor: torch.Tensor, step: float, key: int) -> torch.Tensor:
-    """The tensor with each number a relative `step` larger or smaller, as `key` decides; whole numbers stay."""
-    if not tensor.is_floating_point():
-        return tensor
-    signs = np.random.default_rng(key).integers(0, 2, tensor.shape, np.int8)
-    factors = 1 + (torch.from_numpy(2 * signs - 1) * step).to(torch.float64)
-    return (tensor.double() * factors.to(tensor.device)).to(tensor.dtype)

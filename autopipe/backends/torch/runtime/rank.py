@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from autopipe.backends.torch.checkpoint.format import check_unused
@@ -19,31 +18,19 @@ from autopipe.backends.torch.runtime.checkpoint import Checkpointer, HostCopies
 from autopipe.backends.torch.runtime.checkpoint_state import OptimizerState, TrainingState
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.data import Position, open_source, read_block
-from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport
+from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport, MemoryTracker, use_fake_tensors
 from autopipe.backends.torch.runtime.failures import end_on_error, live_with_launcher, parse_options
-from autopipe.backends.torch.runtime.gradients import (
-    GradientReduction,
-    buckets_of_rank,
-    dump_gradients,
-    make_optimizer,
-    make_state,
-    moved,
-)
+from autopipe.backends.torch.runtime.gradients import GradientReduction, buckets_of_rank, make_optimizer, make_state
 from autopipe.backends.torch.runtime.heartbeat import ENDED, Heartbeat
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.backends.torch.runtime.outputs import OutputCollector
 from autopipe.backends.torch.runtime.parameters import Arguments, load_constants, load_parameters, torch_dtype
 from autopipe.backends.torch.runtime.random_streams import Random
-from autopipe.backends.torch.runtime.report import Clock, Reporter
-from autopipe.backends.torch.runtime.stage import Stage
-from autopipe.backends.torch.runtime.stage_io import Data, Wire
-from autopipe.backends.torch.runtime.transport import Transport
+from autopipe.backends.torch.runtime.report import OutputCollector, Reporter, dump_gradients
+from autopipe.backends.torch.runtime.stage import Clock, Data, Port, Stage
+from autopipe.backends.torch.runtime.transport import ControlGroup, Transport
 from autopipe.backends.torch.runtime.weight_gradients import WeightGradQueue
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.schedule import Task
-
-if TYPE_CHECKING:
-    from autopipe.backends.torch.runtime.dry_run import MemoryTracker
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -63,10 +50,17 @@ class Rank:
         self.transport = (DryTransport if self.options.dry_run else Transport)(
             self.options.device, self.options.timeouts, self.heartbeat
         )
-        self._check_world()
+        if self.transport.world_size != self.manifest.world_size:
+            raise ConfigurationError(
+                f"the program is for {self.manifest.world_size} ranks, {self.transport.world_size} were started",
+                hint="launch as many processes as the plan has devices",
+            )
+        if self.transport.rank != number:
+            raise ConfigurationError(f"rank {self.transport.rank} runs the file of rank {number}")
         self.device = self.transport.device
         self.clock = Clock(self.device)
-        self.turns = GlobalOrder(self) if self.options.blocking else None
+        self.global_order = GlobalOrder(self) if self.options.blocking else None
+        self.control_group: ControlGroup
         self.stages: dict[int, Stage] = {}
         self.steps_done = 0
         self._samples = 0
@@ -78,15 +72,6 @@ class Rank:
         self._modules: dict[int, tuple[ModuleType, Arguments]] = {}
         self._inputs = {entry.name: entry for entry in self.manifest.inputs}
 
-    def _check_world(self) -> None:
-        if self.transport.world_size != self.manifest.world_size:
-            raise ConfigurationError(
-                f"the program is for {self.manifest.world_size} ranks, {self.transport.world_size} were started",
-                hint="launch as many processes as the plan has devices",
-            )
-        if self.transport.rank != self.number:
-            raise ConfigurationError(f"rank {self.transport.rank} runs the file of rank {self.number}")
-
     @property
     def task(self) -> str:
         """Current task of the rank, for its heartbeat and its errors."""
@@ -96,18 +81,18 @@ class Rank:
     def task(self, task: str) -> None:
         self.heartbeat.task = task
 
-    def stage(self, number: int, module: ModuleType, *wires: Wire) -> Stage:
+    def stage(self, number: int, module: ModuleType, *ports: Port) -> Stage:
         """Add a stage: its module, and what it takes and gives."""
         arguments = Arguments(device=self.device)
         self._modules[number] = (module, arguments)
-        kind = DryStage if self.options.dry_run else Stage if self.turns is None else BlockingStage
-        self.stages[number] = kind(self, number, module, arguments, wires)
+        kind = DryStage if self.options.dry_run else Stage if self.global_order is None else BlockingStage
+        self.stages[number] = kind(self, number, module, arguments, ports)
         return self.stages[number]
 
     def comes_to(self, task: Task) -> bool:
         """Exchange the messages before a task in the one order of all ranks, and say whether to run it now."""
-        assert self.turns is not None
-        return self.turns.come_to(task)
+        assert self.global_order is not None
+        return self.global_order.come_to(task)
 
     def arguments_of(self, stage: int) -> Arguments:
         """The object `p` for the stage's forward."""
@@ -115,12 +100,10 @@ class Rank:
 
     def main(self, step: Callable[[], None]) -> None:
         """Run as many steps as the command line asks for."""
-        if self.options.device != "meta":
-            self._run_all(step)
-            return
-        from autopipe.backends.torch.runtime.dry_run import use_fake_tensors
-
-        with use_fake_tensors() as self.memory_tracker:
+        if self.options.device == "meta":
+            with use_fake_tensors() as self.memory_tracker:
+                self._run_all(step)
+        else:
             self._run_all(step)
 
     def _run_all(self, step: Callable[[], None]) -> None:
@@ -151,7 +134,7 @@ class Rank:
         self.parameters = load_parameters(manifest, self.number, self.device, self.seed, self.memory_tracker is None)
         if self.options.perturb:
             for index, tensor in self.parameters.items():
-                tensor.data = moved(tensor.data, self.options.perturb, index)
+                tensor.data = _perturbed(tensor.data, self.options.perturb, index)
         names = {name for module, _ in self._modules.values() for name in module.CONSTANTS}
         constants = load_constants(manifest.folder, names, self.device)
         named = constants | {f"w{index}": tensor for index, tensor in self.parameters.items()}
@@ -169,12 +152,15 @@ class Rank:
         self.checkpointer = self._checkpointer()
         self.source = open_source(manifest, self.options.data, self.seed)
         self.collector = OutputCollector(manifest, transport, self.options.outputs)
-        self.reporter = DryReporter(self, transport) if isinstance(transport, DryTransport) else Reporter(self)
+        self.reporter = Reporter(self)
+        if isinstance(transport, DryTransport):
+            self.reporter = DryReporter(self, transport, self.memory_tracker)
 
     def _checkpointer(self) -> Checkpointer | None:
         if self.options.checkpoint is None:
             return None
-        kept = OptimizerState(self.manifest, self.number, self.parameters, self.optimizer, self.reduction.shares)
+        shards = [each.shard for each in self.reduction.shared]
+        kept = OptimizerState(self.manifest, self.number, self.parameters, self.optimizer, shards)
         state = TrainingState(self.manifest, self.number, self.parameters, kept, self.device)
         control_group, copies = self.transport.make_control_group(), HostCopies(self.device)
         return Checkpointer(self.options.checkpoint, self.manifest, state, control_group, copies, self.heartbeat)
@@ -231,13 +217,13 @@ class Rank:
 
     def run(self, step: Callable[[], None]) -> None:
         """Run one step and report it."""
-        if self.turns is not None:
-            self.turns.begin(step)
+        if self.global_order is not None:
+            self.global_order.begin(step)
         started = time.perf_counter()
         self.clock.begin_step()
         step()
-        if self.turns is not None:
-            self.turns.end()
+        if self.global_order is not None:
+            self.global_order.end()
         self.task = "update"
         if self.train:
             self._update()
@@ -277,7 +263,7 @@ class Rank:
     def autocast(self) -> AbstractContextManager[object]:
         """The context in which forwards run."""
         dtype = _AUTOCAST.get(self.manifest.precision)
-        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def read(self, stage: int, micro_batch: int, data: Data) -> torch.Tensor:
         """Read a stage's block of a graph input for one of its micro-batches of this step, on the device."""
@@ -286,7 +272,7 @@ class Rank:
         sample = self.samples_done + micro_batch * size
         block = torch.from_numpy(read_block(self.source, self.manifest, entry, sample, data.box))
         found = block.to(self.device, torch_dtype(entry.dtype), non_blocking=True)
-        return moved(found, self.options.perturb, sample) if self.options.perturb else found
+        return _perturbed(found, self.options.perturb, sample) if self.options.perturb else found
 
     def begin_drawing(self, stage: int, micro_batch: int, random: Random) -> None:
         """Have the stage's random operators draw what belongs to one of its micro-batches of this step."""
@@ -298,3 +284,12 @@ class Rank:
         """Keep what this stage gives of the graph's outputs."""
         counted = self.steps_done * self.manifest.micro_batches_at(stage) + micro_batch
         self.collector.keep(stage, counted, self.number, results)
+
+
+def _perturbed(tensor: torch.Tensor, step: float, key: int) -> torch.Tensor:
+    """The tensor with each number a relative `step` larger or smaller, as `key` decides; whole numbers stay."""
+    if not tensor.is_floating_point():
+        return tensor
+    signs = np.random.default_rng(key).integers(0, 2, tensor.shape, np.int8)
+    factors = 1 + (torch.from_numpy(2 * signs - 1) * step).to(torch.float64)
+    return (tensor.double() * factors.to(tensor.device)).to(tensor.dtype)

@@ -9,44 +9,26 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autopipe.backends.torch.runtime.parameters import Arguments
 from autopipe.backends.torch.runtime.random_streams import Random
-from autopipe.backends.torch.runtime.transport import output_edge
+from autopipe.backends.torch.runtime.stage import output_edge
 
 Tensors = tuple[torch.Tensor, ...]
 Segment = Callable[..., tuple[Tensors, Tensors]]
 """Generated: takes `p` and tensors, gives what gradients flow through and what they do not."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardContext:
-    """Context a forward depends on: the place of its random numbers, and autocast."""
-
-    random: Random
-    drawn: torch.Tensor
-    narrow: torch.dtype | None
-    """Type that autocast computes in."""
-
-    @staticmethod
-    def now(p: Arguments) -> ForwardContext:
-        """As they are."""
-        is_narrow = torch.is_autocast_enabled(p.device.type)
-        narrow = torch.get_autocast_dtype(p.device.type) if is_narrow else None
-        return ForwardContext(p.random, p.random.state, narrow)
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Draw the same numbers once more, then what the forwards that go on meanwhile draw."""
-        device, meanwhile = self.random.device.type, self.random.state
-        self.random.state = self.drawn
-        with torch.autocast(device, dtype=self.narrow, enabled=self.narrow is not None):
-            yield
-        self.random.state = meanwhile
+@contextmanager
+def _as_before(random: Random, drawn: torch.Tensor, narrow: torch.dtype | None) -> Iterator[None]:
+    """Draw the same numbers once more, then what the forwards that go on meanwhile draw; autocast to the same type."""
+    meanwhile, random.state = random.state, drawn
+    with torch.autocast(random.device.type, dtype=narrow, enabled=narrow is not None):
+        yield
+    random.state = meanwhile
 
 
 def recompute(segment: Segment) -> Callable[..., Tensors]:
@@ -59,16 +41,18 @@ def recompute(segment: Segment) -> Callable[..., Tensors]:
             return flowing + others
         # An operator none of whose operands asks for a gradient has no backward, and parameters are no operands.
         asking = torch.empty(0, device=p.device, requires_grad=True)
-        results: Tensors = _Again.apply(segment, p, asking, *arguments)  # type: ignore[no-untyped-call]
+        results: Tensors = _Recompute.apply(segment, p, asking, *arguments)  # type: ignore[no-untyped-call]
         return results
 
     return run
 
 
-class _Again(torch.autograd.Function):
+class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, segment: Segment, p: Arguments, _: torch.Tensor, *arguments: torch.Tensor) -> Tensors:
-        context.segment, context.p, context.surroundings = segment, p, ForwardContext.now(p)
+        is_narrow = torch.is_autocast_enabled(p.device.type)
+        narrow = torch.get_autocast_dtype(p.device.type) if is_narrow else None
+        context.segment, context.p, context.before = segment, p, (p.random, p.random.state, narrow)
         context.save_for_backward(*arguments)
         flowing, others = segment(p, *arguments)
         torch.clear_autocast_cache()  # Its narrow copies of parameters: they know of no gradient, and are many.
@@ -78,7 +62,7 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         arguments = [each.detach().requires_grad_(each.requires_grad) for each in context.saved_tensors]
-        with torch.enable_grad(), context.surroundings.again():
+        with torch.enable_grad(), _as_before(*context.before):
             context.p.weight_grads.begin(context.segment.__name__)
             ends = [output_edge(each).edge for each in context.segment(context.p, *arguments)[0]]
         seeds = [(edge, gradient) for edge, gradient in zip(ends, gradients, strict=False) if edge is not None]

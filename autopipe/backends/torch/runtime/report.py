@@ -1,25 +1,24 @@
-"""One line a step: loss, time, samples a second, bubble measured and predicted, peak memory.
-
-How long tasks take, on the device that computes them.
-"""
+"""Files and lines that a rank leaves: figures of each step, outputs of inference, gradients for verification."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
+import os
 import resource
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
-from autopipe.backends.torch.runtime.failures import Options
-from autopipe.backends.torch.runtime.heartbeat import Heartbeat
-from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.runtime.manifest import Manifest, OutputEntry, OutputPlace, OutputShard
+from autopipe.backends.torch.runtime.parameters import torch_dtype
+from autopipe.backends.torch.runtime.stage import RankContext
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.program import KINDS, by_kind
@@ -58,9 +57,8 @@ _MOST_STEPS = 16
 """In one report, since steps may turn out longer than those before."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Figures:
-    """Figures of one step on one rank."""
+class _Figures(NamedTuple):
+    """Figures of one step on one rank, and behind them the bytes of its exchanges, by kind (`ir/program.py`)."""
 
     loss: float
     """The rank's share."""
@@ -69,62 +67,20 @@ class _Figures:
     bad_micro_batch: float
     seconds: float
     busy_s: float
-    moved: tuple[float, ...]
-    """Bytes of its exchanges, by kind (`ir/program.py`)."""
-
-    def numbers(self) -> list[float]:
-        """To be exchanged."""
-        return [self.loss, self.bad_stage, self.bad_micro_batch, self.seconds, self.busy_s, *self.moved]
-
-    @staticmethod
-    def of(numbers: Sequence[float]) -> _Figures:
-        """Decode the figures from numbers."""
-        loss, stage, micro_batch, seconds, busy, *moved = numbers
-        return _Figures(loss, stage, micro_batch, seconds, busy, tuple(moved))
 
 
-class LossSource(Protocol):
-    """A stage as reports see it: its share of the losses."""
-
-    @property
-    def losses(self) -> Mapping[int, torch.Tensor]: ...
-    @property
-    def loss_share(self) -> float: ...
-
-
-class ReportContext(Protocol):
-    """The rank as its reports see it."""
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def train(self) -> bool: ...
-    @property
-    def steps_done(self) -> int: ...
-    @property
-    def options(self) -> Options: ...
-    @property
-    def manifest(self) -> Manifest: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def transport(self) -> Transport: ...
-    @property
-    def clock(self) -> Clock: ...
-    @property
-    def heartbeat(self) -> Heartbeat: ...
-    @property
-    def stages(self) -> Mapping[int, LossSource]: ...
+_WIDTH = len(_Figures._fields) + len(KINDS)
+"""Numbers of a step that ranks exchange."""
 
 
 class Reporter:
     """Keeps each step's figures. All ranks exchange them, those of short steps several at a time, and rank 0 prints
     them. Stops all ranks at a loss that is no number."""
 
-    def __init__(self, rank: ReportContext) -> None:
+    def __init__(self, rank: RankContext) -> None:
         self._rank = rank
-        self._kept: dict[int, _Figures] = {}
-        """By step."""
+        self._kept: dict[int, list[float]] = {}
+        """By step, `_WIDTH` numbers."""
         self._together = 1
         """Steps in a report: as many on every rank."""
 
@@ -134,10 +90,13 @@ class Reporter:
         with rank.heartbeat.waiting():  # on a GPU, for what it has not done yet
             spans = rank.clock.spans()
         busy = sum(span.end - span.start for span in spans)
-        moved = tuple(float(rank.transport.traffic[kind]) for kind in KINDS)
-        self._kept[rank.steps_done] = _Figures(*self._loss(), seconds, busy, moved)
-        if rank.options.trace is not None:
-            self._trace([asdict(span) for span in spans])
+        moved = (float(rank.transport.traffic[kind]) for kind in KINDS)
+        self._kept[rank.steps_done] = [*_Figures(*self._loss(), seconds, busy), *moved]
+        if (folder := rank.options.trace) is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            form = {"step": rank.steps_done, "began": rank.clock.began, "spans": [asdict(span) for span in spans]}
+            with (folder / f"rank_{rank.number:03d}.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(form) + "\n")
         if len(self._kept) >= self._together:
             self.report()
 
@@ -149,17 +108,13 @@ class Reporter:
         kept, self._kept = self._kept, {}
         if not kept:
             return
-        numbers = [number for figures in kept.values() for number in figures.numbers()]
+        numbers = [number for own in kept.values() for number in own]
         gathered = self._rank.transport.gather_numbers([float(peak_memory(self._rank.device)), *numbers])
         peaks = tuple(int(peak) for peak, *_ in gathered)
-        width = len(numbers) // len(kept)
-        steps = {
-            step: [_Figures.of(own[1 + index * width :][:width]) for own in gathered] for index, step in enumerate(kept)
-        }
         reports: list[StepReport] = []
         try:
-            for step, by_rank in steps.items():
-                _check(step, by_rank)
+            for index, step in enumerate(kept):
+                by_rank = [own[1 + index * _WIDTH :][:_WIDTH] for own in gathered]
                 reports.append(self._report(step, by_rank, peaks))
         finally:
             self._show(reports)
@@ -192,9 +147,18 @@ class Reporter:
                 total += value * stage.loss_share
         return total, _FINE, _FINE
 
-    def _report(self, step: int, by_rank: Sequence[_Figures], peaks: tuple[int, ...]) -> StepReport:
-        manifest = self._rank.manifest
-        seconds = max(each.seconds for each in by_rank)
+    def _report(self, step: int, numbers: Sequence[Sequence[float]], peaks: tuple[int, ...]) -> StepReport:
+        """From all ranks' numbers. Raises LaunchError for a loss of NaN or infinity."""
+        by_rank = [_Figures(*own[: len(_Figures._fields)]) for own in numbers]
+        for rank, each in enumerate(by_rank):
+            if each.bad_stage != _FINE:
+                raise LaunchError(
+                    f"the loss is not a finite number at step {step}",
+                    hint="lower the learning rate or look at the data",
+                    where=f"rank {rank}, stage {int(each.bad_stage)}, micro-batch {int(each.bad_micro_batch)}",
+                )
+        manifest, seconds = self._rank.manifest, max(each.seconds for each in by_rank)
+        moved = zip(*(own[len(_Figures._fields) :] for own in numbers), strict=True)
         return StepReport(
             step=step,
             loss=sum(each.loss for each in by_rank) if self._rank.train else None,
@@ -203,36 +167,8 @@ class Reporter:
             bubble_rate=1.0 - sum(each.busy_s for each in by_rank) / (len(by_rank) * seconds),
             predicted_bubble_rate=manifest.predicted_bubble,
             peak_memory_bytes=peaks,
-            communication_bytes=_added_up([each.moved for each in by_rank]),
+            communication_bytes=by_kind({kind: int(sum(each)) for kind, each in zip(KINDS, moved, strict=True)}),
         )
-
-    def _trace(self, spans: list[dict[str, object]]) -> None:
-        """Add the step's spans to this rank's file, one JSON object a line."""
-        folder = self._rank.options.trace
-        assert folder is not None
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"rank_{self._rank.number:03d}.jsonl").open("a", encoding="utf-8") as file:
-            form = {"step": self._rank.steps_done, "began": self._rank.clock.began, "spans": spans}
-            file.write(json.dumps(form) + "\n")
-
-
-def _check(step: int, by_rank: Sequence[_Figures]) -> None:
-    """Raises LaunchError for a loss of NaN or infinity."""
-    for rank, each in enumerate(by_rank):
-        if each.bad_stage != _FINE:
-            raise LaunchError(
-                f"the loss is not a finite number at step {step}",
-                hint="lower the learning rate or look at the data",
-                where=f"rank {rank}, stage {int(each.bad_stage)}, micro-batch {int(each.bad_micro_batch)}",
-            )
-
-
-def _added_up(moved: Sequence[Sequence[float]]) -> dict[str, int]:
-    """The sums over ranks, by kind."""
-    return by_kind(dict(zip(KINDS, (int(sum(each)) for each in zip(*moved, strict=True)), strict=True)))
-
-
-_STATUS = Path("/proc/self/status")
 
 
 def _resident_peak() -> int:
@@ -241,7 +177,7 @@ def _resident_peak() -> int:
     What Linux counts as its usage (`getrusage`) begins with what the process that started it had, a launcher's too.
     """
     with contextlib.suppress(OSError):
-        for line in _STATUS.read_text(encoding="utf-8").splitlines():
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):  # "high water mark"
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -258,55 +194,115 @@ def peak_memory(device: torch.device) -> int:
     return _resident_peak() - _INTERPRETER
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredSpan:
-    """A task's compute time, in seconds from the start of the step."""
-
-    task: str
-    start: float
-    end: float
+_TAG = 1 << 20
+"""Above every channel's tag."""
 
 
-Mark = float | torch.cuda.Event
+class OutputCollector:
+    """Keeps this rank's blocks of inference's outputs, micro-batch by micro-batch; in the end rank 0 joins all ranks'
+    and writes them to an `.npz` file."""
+
+    def __init__(self, manifest: Manifest, transport: Transport, path: Path | None) -> None:
+        self._manifest = manifest
+        self._transport = transport
+        self._path = path
+        self._kept: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+        """By output and stage, the results by micro-batch, counted over all steps."""
+
+    def keep(self, stage: int, micro_batch: int, rank: int, results: tuple[torch.Tensor, ...]) -> None:
+        """Keep what a forward gave, if outputs are to be written; micro-batches are counted over all steps."""
+        if self._path is None:
+            return
+        for index, entry in enumerate(self._manifest.outputs):
+            for place in entry.places:
+                if place.stage == stage and any(shard.rank == rank for shard in _needed(place)):
+                    result = results[place.position].detach().cpu().contiguous()
+                    self._kept.setdefault((index, stage), {})[micro_batch] = result
+
+    def finish(self, samples: int) -> None:
+        """Send the blocks to rank 0, which writes the file, whole or not at all: the results of the first `samples`,
+        without those of what filled the last batch up."""
+        if self._path is None or self._manifest.train:
+            return
+        found = {}
+        for index, entry in enumerate(self._manifest.outputs):
+            parts = []
+            for place in entry.places:
+                for shard in _needed(place) if self._manifest.micro_batches_of(place.stage) else ():
+                    if (part := self._fetch(index, entry, place, shard)) is not None:
+                        parts.append((place, shard, part))
+            if self._transport.rank == 0:
+                whole = self._whole(entry, parts)
+                found[f"output_{index}"] = self._joined(entry, whole, samples)
+        if self._transport.rank == 0:
+            names = np.array([entry.name for entry in self._manifest.outputs])
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            made = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+            try:
+                with made.open("wb") as file:
+                    np.savez(file, names=names, **found)  # type: ignore[arg-type]
+                os.replace(made, self._path)
+            finally:
+                made.unlink(missing_ok=True)
+
+    def _fetch(self, index: int, entry: OutputEntry, place: OutputPlace, shard: OutputShard) -> torch.Tensor | None:
+        """A rank's blocks of all micro-batches that a place had, stacked, on rank 0; None elsewhere."""
+        own, tag = self._transport.rank, _TAG + index
+        if own not in (shard.rank, 0):
+            return None
+        if own == shard.rank:
+            stacked = torch.stack([block for _, block in sorted(self._kept[index, place.stage].items())])
+            if own == 0:
+                return stacked
+            with self._transport.heartbeat.waiting():
+                dist.send(torch.tensor([len(stacked)]), 0, tag=tag)
+                dist.send(stacked, 0, tag=tag)
+            return None
+        count = torch.empty(1, dtype=torch.int64)
+        with self._transport.heartbeat.waiting():
+            dist.recv(count, shard.rank, tag=tag)
+            shape = tuple(stop - start for start, stop in zip(shard.starts, shard.stops, strict=True))
+            stacked = torch.empty((int(count), *shape), dtype=torch_dtype(entry.dtype))
+            dist.recv(stacked, shard.rank, tag=tag)
+        return stacked
+
+    def _whole(self, entry: OutputEntry, parts: list[tuple[OutputPlace, OutputShard, torch.Tensor]]) -> torch.Tensor:
+        """The output of every micro-batch, of the stage that gives it, of every step, one after the other."""
+        place, _, part = parts[0]
+        steps = len(part) // len(self._manifest.micro_batches_of(place.stage))
+        whole = torch.zeros((steps, self._manifest.micro_batches_at(place.stage), *entry.shape), dtype=part.dtype)
+        for place, shard, part in parts:
+            own = self._manifest.micro_batches_of(place.stage)
+            region = (slice(start, stop) for start, stop in zip(shard.starts, shard.stops, strict=True))
+            block = whole[(slice(None), slice(own.start, None, own.step), *region)]
+            found = part.reshape(block.shape)
+            if place.combine == "concat":
+                block.copy_(found)
+            else:
+                block.add_(found / place.copies)
+        return whole.flatten(0, 1)
+
+    def _joined(self, entry: OutputEntry, whole: torch.Tensor, samples: int) -> np.ndarray:
+        """Micro-batches as users get them: rows of the first `samples`, one after the other; values without samples
+        stacked in front."""
+        axis, stage = entry.batch_axis, entry.places[0].stage
+        size = self._manifest.batch_size // self._manifest.micro_batches_at(stage)
+        length = -(-samples // size) if axis is None else entry.shape[axis] * samples // size
+        joined = whole if axis is None else torch.cat(list(whole), dim=axis)
+        joined = joined.narrow(axis or 0, 0, length)
+        return joined.float().numpy() if joined.dtype is torch.bfloat16 else joined.numpy()
 
 
-class Clock:
-    """Marks in time: the host's clock on the CPU, events on a CUDA stream, which cost the stream nothing."""
+def _needed(place: OutputPlace) -> tuple[OutputShard, ...]:
+    """One holder for each block; all of them where each holds a share of a sum."""
+    if place.combine != "concat":
+        return place.shards
+    return tuple({(shard.starts, shard.stops): shard for shard in reversed(place.shards)}.values())
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._begin: Mark = 0.0
-        self.began = 0.0
-        """When the step began, in seconds since 1970: what puts the steps of several ranks on one axis."""
-        self._spans: list[tuple[str, Mark, Mark]] = []
 
-    def mark(self) -> Mark:
-        """Now."""
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def begin_step(self) -> None:
-        """Start a step's measurements anew."""
-        self._spans = []
-        self.began = time.time()
-        self._begin = self.mark()
-
-    def add(self, task: str, start: Mark) -> None:
-        """A task that started at `start` and ends now."""
-        self._spans.append((task, start, self.mark()))
-
-    def spans(self) -> list[MeasuredSpan]:
-        """The step's tasks; waits for the device to have done them."""
-        if self._cuda:
-            torch.cuda.synchronize()
-        return [MeasuredSpan(task, self._since(start), self._since(end)) for task, start, end in self._spans]
-
-    def _since(self, mark: Mark) -> float:
-        if isinstance(mark, float):
-            assert isinstance(self._begin, float)
-            return mark - self._begin
-        assert not isinstance(self._begin, float)
-        return float(self._begin.elapsed_time(mark)) / 1000.0
+def dump_gradients(folder: Path, rank: int, gradients: dict[int, torch.Tensor]) -> None:
+    """Write the gradients of the rank's blocks to `gradients_<rank>.npz` by parameter index, as float32 or float64."""
+    folder.mkdir(parents=True, exist_ok=True)
+    wide = {i: each if each.dtype is torch.float64 else each.float() for i, each in gradients.items()}
+    found = {str(index): gradient.cpu().numpy() for index, gradient in wide.items()}
+    np.savez(folder / f"gradients_{rank:03d}.npz", **found)  # type: ignore[arg-type]

@@ -1,37 +1,27 @@
-"""Process groups and messages: NCCL where each rank has a GPU of its own, gloo elsewhere.
+"""Process groups and messages of a rank: NCCL where each rank has a GPU of its own, gloo elsewhere.
 
-Messages that are being sent, each held until it is gone and no longer.
-
-Messages under way.
-
-Collectives of tensors in host memory over gloo, in one step: every rank sends to all others at once.
-
-Gloo's own go round a ring, and its reduce-scatter sets one up each time. Where ranks share processors, each step of a
-ring waits until the next rank has one. `benchmarks/gloo_collectives.py` holds both ways against each other.
-
-Tensors that travel in blocks.
-
-Receive buffers that are used again and again.
-
-Where a backward starts: results without their numbers, which autograd keeps itself where it needs them.
+Collectives of tensors in host memory go in one step: every rank sends to all others at once. Gloo's own go round a
+ring, and its reduce-scatter sets one up each time. Where ranks share processors, each step of a ring waits until the
+next rank has one. `benchmarks/gloo_collectives.py` holds both ways against each other.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autopipe.backends.torch.runtime.control_group import ControlGroup
 from autopipe.backends.torch.runtime.heartbeat import DEFAULTS, Heartbeat, Timeouts
 from autopipe.backends.torch.runtime.host import (
     give_way,
@@ -42,62 +32,10 @@ from autopipe.backends.torch.runtime.host import (
 )
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
 from autopipe.backends.torch.runtime.signed_store import KEY, SignedStore, Signer
-from autopipe.backends.torch.runtime.stage_io import Slices
-from autopipe.ir.errors import LaunchError
-
-
-@dataclass(frozen=True, slots=True)
-class OutputEdge:
-    """A result's place in autograd's graph, and its shape."""
-
-    edge: GradientEdge | None
-    """None where no gradient flows through it."""
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
-def output_edge(result: torch.Tensor) -> OutputEdge:
-    """The root that a result is."""
-    edge = get_gradient_edge(result) if result.requires_grad else None
-    return OutputEdge(edge, result.shape, result.dtype, result.device)
-
-
-Block = tuple[torch.Tensor, Slices | None]
-"""A block of a tensor, and where in it; None for all of it."""
+from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
 
 Form = tuple[torch.dtype, tuple[int, ...]]
 """A tensor's type and shape."""
-
-
-def extents(box: Slices) -> tuple[int, ...]:
-    """The shape of a block."""
-    return tuple(stop - start for start, stop in box)
-
-
-def part(tensor: torch.Tensor, box: Slices | None) -> torch.Tensor:
-    """The block of a tensor, as a view."""
-    return tensor if box is None else tensor[tuple(slice(*each) for each in box)]
-
-
-def joined(pieces: list[Block], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor that pieces make up."""
-    if len(pieces) == 1 and pieces[0][1] is None:
-        return pieces[0][0]
-    whole = torch.empty(shape, dtype=dtype, device=pieces[0][0].device)
-    for tensor, box in pieces:
-        part(whole, box).copy_(tensor)
-    return whole
-
-
-def added(pieces: list[Block], root: OutputEdge) -> torch.Tensor:
-    """The sum of a result's gradients, each of a block; blocks that no one uses have gradient zero."""
-    if len(pieces) == 1 and pieces[0][1] is None:
-        return pieces[0][0]
-    total = torch.zeros(root.shape, dtype=root.dtype, device=root.device)
-    for tensor, box in pieces:
-        part(total, box).add_(tensor)
-    return total
 
 
 @dataclass(slots=True)
@@ -146,7 +84,6 @@ class PendingSend:
         self.bytes = 0 if self.tensor is None else self.tensor.nbytes
 
     def is_gone(self) -> bool:
-        """True if it has been sent."""
         return self.work is None or self.work.is_completed()
 
     def wait(self) -> None:
@@ -181,30 +118,27 @@ class SendQueue:
         self._waiting = 0
         self._error: RuntimeError | None = None
 
-    def add(self, departure: PendingSend) -> None:
+    def add(self, message: PendingSend) -> None:
         """Hold a message until it is gone. Raises what an earlier one ended with."""
         self._check()
-        self._under_way.append(departure)
-        self._held_bytes += departure.bytes
+        self._under_way.append(message)
+        self._held_bytes += message.bytes
         if not self._watched:
             while self._under_way and self._under_way[0].is_gone():
                 self._earliest()
             return
         while self._held_bytes > self._most_bytes:
-            self._watch(self._earliest())
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._wait_for_each, name="sends", daemon=True)
+                self._thread.start()
+            with self._changed:
+                self._waiting += 1
+            self._given.put(self._earliest())
 
     def _earliest(self) -> PendingSend:
         earliest = self._under_way.popleft()
         self._held_bytes -= earliest.bytes
         return earliest
-
-    def _watch(self, departure: PendingSend) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._wait_for_each, name="departures", daemon=True)
-            self._thread.start()
-        with self._changed:
-            self._waiting += 1
-        self._given.put(departure)
 
     def finish(self) -> None:
         """Wait until all are gone. Raises what one ended with."""
@@ -226,15 +160,12 @@ class SendQueue:
             raise self._error
 
     def _wait_for_each(self) -> None:
-        while True:
-            departure = self._given.get()
-            if departure is None:
-                return
+        while (message := self._given.get()) is not None:
             try:
-                departure.wait()
+                message.wait()
             except RuntimeError as error:  # The rank's own thread shall end with it.
                 self._error = error
-            del departure
+            del message
             with self._changed:
                 self._waiting -= 1
                 self._changed.notify()
@@ -243,7 +174,7 @@ class SendQueue:
 class RecvBufferPool:
     """The buffers of one channel in one direction, all of one shape; made when first needed.
 
-    A buffer is free when nothing but the ring holds its memory: no view of it, no operator that keeps it for backward,
+    A buffer is free when nothing but the pool holds its memory: no view of it, no operator that keeps it for backward,
     no message that forwards it. `size` is how many a step holds at once; where a view lives longer, what comes
     meanwhile has memory of its own. On a GPU the stream that writes a message first waits for all that was launched
     before its receive was posted, so for the last reader too.
@@ -256,7 +187,8 @@ class RecvBufferPool:
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A free buffer, as a tensor of its own without history."""
         for place, buffer in enumerate(self._buffers):
-            if _holders(buffer) == 1:
+            storage = buffer.untyped_storage()
+            if torch._C._storage_Use_Count(storage._cdata) == 2:  # The buffer, and the storage's own object.
                 self._buffers.append(self._buffers.pop(place))
                 return buffer.detach()
         found = torch.empty(shape, dtype=dtype, device=device)
@@ -264,13 +196,6 @@ class RecvBufferPool:
             self._buffers.append(found)
             return found.detach()
         return found
-
-
-def _holders(tensor: torch.Tensor) -> int:
-    """How many tensors share the memory of one."""
-    storage = tensor.untyped_storage()
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count - 1  # The storage's own object is one more.
 
 
 _SMALL_BYTES = 1 << 17
@@ -318,6 +243,67 @@ def _swap(rows: torch.Tensor, group: dist.ProcessGroup | None) -> PendingRecv:
     return PendingRecv(work, received, received.device, rows)
 
 
+class ControlGroup:
+    """All ranks of a world, or the only one, on a process group that nothing else uses.
+
+    So it may go on beside a step, on another thread, without its messages getting between those of the step.
+    """
+
+    def __init__(self, rank: int, world_size: int, patience_s: float, heartbeat: Heartbeat) -> None:
+        """All ranks make it together. Who has not come after `patience_s` seconds is given up."""
+        self.rank = rank
+        self.world_size = world_size
+        self.waits = False
+        """True if this rank has come and others have not."""
+        self._heartbeat = heartbeat
+        self._group = None
+        if world_size > 1:
+            with heartbeat.waiting(), patient_threads():
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank."""
+        if self.world_size == 1:
+            return [data]
+        # The heartbeat is the main thread's: who waits for another thread says so there.
+        with self._heartbeat.waiting() if threading.current_thread() is threading.main_thread() else nullcontext():
+            self.waits = True
+            sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world_size)]
+            dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+            own = torch.zeros(max(1, *(int(size) for size in sizes)), dtype=torch.uint8)
+            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
+            parts = [torch.empty_like(own) for _ in range(self.world_size)]
+            dist.all_gather(parts, own, group=self._group)
+            self.waits = False
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+    def run_collectively(self, task: str, act: Callable[[], Any]) -> list[Any]:
+        """Every rank does its part of a task; what came of each, by rank, as JSON carries it.
+
+        Where a rank's part ends in an AutopipeError, all ranks raise it, the first by rank, as that rank's.
+        """
+        try:
+            outcome = {"done": act()}
+        except AutopipeError as error:
+            words = {"message": error.message, "hint": error.hint, "where": error.where}
+            outcome = {"failed": words | {"exit_code": error.exit_code}}
+        outcomes = [json.loads(each) for each in self.gather(json.dumps(outcome).encode())]
+        for rank, each in enumerate(outcomes):
+            if "failed" in each:
+                failed = each["failed"]
+                if failed["exit_code"] == ConfigurationError.exit_code:
+                    raise ConfigurationError(failed["message"], failed["hint"], failed["where"])
+                where = f"rank {rank}, task {task}" + (f": {failed['where']}" if failed["where"] else "")
+                raise LaunchError(failed["message"], failed["hint"], where)
+        return [each["done"] for each in outcomes]
+
+    def close(self) -> None:
+        """Leave; all ranks together."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
 ATTEMPT = "AUTOPIPE_ATTEMPT"
 """Environment variable that tells apart the attempts of one launch, where the launcher keeps the store."""
 
@@ -343,11 +329,11 @@ class Transport:
         self._gives_way = not self.nccl and not has_more_ranks_than_cores(self._local_world)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._channels: dict[tuple[int, bool], dist.ProcessGroup] = {}
-        self._rings: dict[tuple[int, bool], RecvBufferPool] = {}
-        self._departures = SendQueue(watched=not self.nccl)
+        self._buffers: dict[tuple[int, bool], RecvBufferPool] = {}
+        self._sends = SendQueue(watched=not self.nccl)
         self.traffic: Counter[str] = Counter()
         """Bytes moved by this step's exchanges so far, by kind (`ir/program.py`)."""
-        self._meetings: list[ControlGroup] = []
+        self._control_groups: list[ControlGroup] = []
         self._joined = False
         self._store: Store | None = None
         """Kept here, as `SignedStore` wants it."""
@@ -373,10 +359,10 @@ class Transport:
         self._joined = True
 
     def make_control_group(self) -> ControlGroup:
-        """A meeting of all ranks that waits for the slowest one's files to be on the disk."""
+        """It waits for the slowest rank's files to be on the disk."""
         patience_s = self.timeouts.checkpoint_s + self.timeouts.step_s
         control_group = ControlGroup(self.rank, self.world_size, patience_s, self.heartbeat)
-        self._meetings.append(control_group)
+        self._control_groups.append(control_group)
         return control_group
 
     def make_groups(self, members: Iterable[tuple[int, ...]]) -> None:
@@ -391,7 +377,7 @@ class Transport:
         own there; gloo tells them apart by tag."""
         for each in channels:
             for gradient, buffers in ((False, each.buffers), (True, each.gradient_buffers)):
-                self._rings[each.number, gradient] = RecvBufferPool(buffers)
+                self._buffers[each.number, gradient] = RecvBufferPool(buffers)
                 if self.nccl:
                     with self.heartbeat.waiting():
                         self._channels[each.number, gradient] = dist.new_group([each.source, each.target])
@@ -408,21 +394,23 @@ class Transport:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             host.copy_(tensor)
             tensor = host
-        work = dist.isend(tensor, rank, group=self._channels.get((channel, gradient)), tag=_tag(channel, gradient))
-        departure = PendingSend(work, tensor)
-        self._departures.add(departure)
+        tag = 2 * channel + int(gradient)
+        work = dist.isend(tensor, rank, group=self._channels.get((channel, gradient)), tag=tag)
+        pending = PendingSend(work, tensor)
+        self._sends.add(pending)
         if self._gives_way:
             give_way()
-        return departure
+        return pending
 
     def receive(self, like: Form, rank: int, channel: int, gradient: bool) -> PendingRecv:
-        """Post a receive; the arrival is waited for where the tensor is used."""
+        """Post a receive; it is waited for where the tensor is used."""
         dtype, shape = like
         if self.staged:  # Torch keeps pinned memory for its next use, once copies from it are done.
             buffer = torch.empty(shape, dtype=dtype, pin_memory=True)
         else:
-            buffer = self._rings[channel, gradient].take(shape, dtype, self.device)
-        work = dist.irecv(buffer, rank, group=self._channels.get((channel, gradient)), tag=_tag(channel, gradient))
+            buffer = self._buffers[channel, gradient].take(shape, dtype, self.device)
+        tag = 2 * channel + int(gradient)
+        work = dist.irecv(buffer, rank, group=self._channels.get((channel, gradient)), tag=tag)
         if work is None:
             raise LaunchError(f"rank {self.rank} cannot receive from rank {rank}")
         if self._gives_way:
@@ -483,14 +471,14 @@ class Transport:
 
     def finish(self) -> None:
         """Wait for every message sent."""
-        self._departures.finish()
+        self._sends.finish()
 
     def stop(self) -> None:
         """Leave all groups, and the world if `start` joined it.
 
         All ranks together: gloo aborts a rank whose peer goes away while it closes its threads.
         """
-        self._departures.close()
+        self._sends.close()
         if not dist.is_initialized():
             return
         with self.heartbeat.waiting():
@@ -500,11 +488,11 @@ class Transport:
         else:
             for group in (*self._groups.values(), *self._channels.values()):
                 dist.destroy_process_group(group)
-            for control_group in self._meetings:
+            for control_group in self._control_groups:
                 control_group.close()
         self._groups.clear()
         self._channels.clear()
-        self._meetings.clear()
+        self._control_groups.clear()
 
 
 def _launchers_store(patience: timedelta, signed: bool) -> Store | None:
@@ -519,10 +507,6 @@ def _launchers_store(patience: timedelta, signed: bool) -> Store | None:
     if not signed or not key:
         return store
     return SignedStore(store, Signer(bytes.fromhex(key), os.environ["TORCHELASTIC_RUN_ID"]), patience)
-
-
-def _tag(channel: int, gradient: bool) -> int:
-    return 2 * channel + int(gradient)
 
 
 def _choose_device(wanted: str) -> torch.device:

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer, HostCopies
 from autopipe.backends.torch.runtime.checkpoint_state import OptimizerState, TrainingState
-from autopipe.backends.torch.runtime.control_group import ControlGroup
 from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.gradients import make_optimizer
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
 from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry, Storage
+from autopipe.backends.torch.runtime.transport import ControlGroup
 
 ADAMW = {
     "name": "adamw",

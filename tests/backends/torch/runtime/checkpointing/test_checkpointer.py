@@ -20,11 +20,11 @@ from autopipe.backends.torch.checkpoint import format as shard_file
 from autopipe.backends.torch.checkpoint.format import MANIFEST, committed_steps, rank_file, read_checkpoint, text_of
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer, HostCopies
 from autopipe.backends.torch.runtime.checkpoint_state import OptimizerState, TrainingState
-from autopipe.backends.torch.runtime.control_group import ControlGroup
 from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.gradients import make_optimizer
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
 from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry, Storage
+from autopipe.backends.torch.runtime.transport import ControlGroup
 from autopipe.ir.errors import ConfigurationError, LaunchError
 
 ADAMW = {
