@@ -1,6 +1,6 @@
-"""The door to OR-tools' CP-SAT: what a run found, what it proved, and how long it may take.
+"""OR-tools' CP-SAT on one worker: what a run found, what it proved, and how long it may take.
 
-An answer's values are claims of the solver. Whoever asked checks them against its own problem before using them.
+An answer's values are claims of the solver. Callers check them against their own problem before using them.
 """
 
 from __future__ import annotations
@@ -8,28 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from autopipe.ir.errors import AutopipeError
+from autopipe.passes.solvers.milp import Status
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, CpSolverSolutionCallback, IntVar
 
+__all__ = ["CpResult", "Limit", "OnSolution", "Status", "solve"]
+
 OnSolution = Callable[[int, int], None]
 """Called with the objective and its bound at every solution that is better than those before."""
-
-
-class Status(Enum):
-    """End of a run."""
-
-    OPTIMAL = "optimal"
-    """Values whose objective is proven to be the least; any values where there is no objective."""
-    FEASIBLE = "feasible"
-    INFEASIBLE = "infeasible"
-    """Proven: there are no values."""
-    UNKNOWN = "unknown"
-    """Stopped by its limit before it found values or a proof."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +35,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class CpResult:
-    """Result and bound of a minimisation."""
+    """Result and bound of a minimisation; optimal, too, are any values where there is no objective."""
 
     status: Status
     values: tuple[int, ...] = ()
@@ -58,7 +48,7 @@ class CpResult:
     @property
     def found(self) -> bool:
         """True if there are values."""
-        return self.status in (Status.OPTIMAL, Status.FEASIBLE)
+        return self.status.found
 
 
 def solve(
@@ -85,8 +75,7 @@ def solve(
     solver.parameters.random_seed = limit.seed
     solver.parameters.num_workers = 1
     solver.parameters.linearization_level = int(relax)
-    watcher = _watcher(on_solution) if on_solution else None
-    code = solver.solve(model, watcher)
+    code = solver.solve(model, _watcher(on_solution) if on_solution else None)
     if code == cp_model.MODEL_INVALID:
         raise AutopipeError(f"the solver does not accept the model: {model.validate()}")
     statuses = {
@@ -97,7 +86,7 @@ def solve(
     status = statuses.get(code, Status.UNKNOWN)
     work = float(solver.response_proto.deterministic_time)
     bound = _whole(solver.best_objective_bound) if model.has_objective() else None
-    if status in (Status.OPTIMAL, Status.FEASIBLE):
+    if status.found:
         return CpResult(status, tuple(int(solver.value(variable)) for variable in variables), bound, work)
     return CpResult(status, (), bound if status is Status.UNKNOWN else None, work)
 

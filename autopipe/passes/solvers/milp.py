@@ -1,18 +1,6 @@
-"""The door to integer linear programs: CBC through PuLP, and HiGHS through scipy.
+"""Integer linear programs, solved by HiGHS (through scipy) or CBC (through PuLP).
 
 No solver is taken at its word: every answer's constraints are checked again, with the program's own numbers.
-
-An integer linear program: minimise cost · x under bounds on x and on each row of a sparse matrix.
-
-One call for an integer program, whichever solver runs; what it claims is checked before it is believed.
-
-CBC, the solver that PuLP brings: PuLP writes the program and reads the answer.
-
-CBC is started here, not by PuLP: its time limit does not hold in the first relaxation, which may last minutes.
-
-HiGHS as scipy has it inside, which gets along with OR-tools in one process (the package highspy does not).
-
-Unchecked result of a solver.
 """
 
 from __future__ import annotations
@@ -23,15 +11,15 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from autopipe.ir.errors import AutopipeError, InfeasibleError
+from autopipe.ir.errors import AutopipeError
 
 if TYPE_CHECKING:
     from pulp import LpProblem
@@ -63,32 +51,14 @@ class Model:
 
     @property
     def variables(self) -> int:
-        """Number of variables."""
         return len(self.cost)
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return len(self.row_lower)
 
     def objective(self, x: NDArray[np.float64]) -> float:
-        """Cost of `x`."""
         return float(self.cost @ x)
-
-    def row_of(self) -> NDArray[np.int64]:
-        """For each entry of A its row."""
-        return np.repeat(np.arange(self.rows), np.diff(self.starts))
-
-    def activity(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
-        """A x."""
-        found: NDArray[np.float64] = np.zeros(self.rows)
-        np.add.at(found, self.row_of(), self.values * x[self.columns])
-        return found
-
-    def settled(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
-        """`x` with whole numbers made exactly whole, and within the variables' bounds."""
-        close = self.integral & (np.abs(x - np.rint(x)) <= _INTEGRAL)
-        return np.clip(np.where(close, np.rint(x), x), self.lower, self.upper)
 
     def violation(self, x: NDArray[np.float64]) -> str:
         """The first row that `x` violates, in words; "" if none but by rounding errors."""
@@ -100,9 +70,11 @@ class Model:
         broken = np.flatnonzero((x < self.lower) | (x > self.upper))
         if len(broken):
             return f"variable {broken[0]} is {x[broken[0]]:g}, out of its bounds"
-        scale = np.ones(self.rows)
-        np.maximum.at(scale, self.row_of(), np.abs(self.values * x[self.columns]))
-        done = self.activity(x)
+        row = np.repeat(np.arange(self.rows), np.diff(self.starts))
+        terms = self.values * x[self.columns]
+        scale, done = np.ones(self.rows), np.zeros(self.rows)
+        np.maximum.at(scale, row, np.abs(terms))
+        np.add.at(done, row, terms)
         missed = np.maximum(self.row_lower - done, done - self.row_upper)
         broken = np.flatnonzero(missed > _FEASIBLE * scale)
         return f"row {broken[0]} is missed by {missed[broken[0]]:g}" if len(broken) else ""
@@ -151,10 +123,7 @@ class Builder:
         self._rows += count
 
     def model(self) -> Model:
-        """The model as collected.
-
-        Raises AutopipeError for a row that names no variable of it, or figures that are none.
-        """
+        """Raises AutopipeError for a row that names no variable of it, or figures that are none."""
         cost, lower, upper, integral = _joined(self._variables, 4)
         rows, variables, values = _joined(self._entries, 3)
         row_lower, row_upper = _joined(self._bounds, 2)
@@ -169,17 +138,8 @@ class Builder:
         np.add.at(sums, entry, values)
         row, columns = np.divmod(places, width)
         starts = np.concatenate(([0], np.cumsum(np.bincount(row, minlength=self._rows))))
-        return Model(
-            cost,
-            lower,
-            upper,
-            integral.astype(bool),
-            starts.astype(np.int64),
-            columns,
-            sums,
-            row_lower,
-            row_upper,
-        )
+        matrix = starts.astype(np.int64), columns, sums
+        return Model(cost, lower, upper, integral.astype(bool), *matrix, row_lower, row_upper)
 
 
 def _filled(figures: ArrayLike, count: int) -> NDArray[np.float64]:
@@ -193,14 +153,13 @@ def _joined(parts: Sequence[tuple[NDArray[Any], ...]], width: int) -> list[NDArr
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SolverReport:
-    """The end of a run as the solver tells it."""
+    """The end of a run as the solver tells it, unchecked."""
 
     values: NDArray[np.float64] | None = None
     """One figure a variable, as the solver left them; None where it has none."""
     bound: float = -np.inf
     """No values cost less."""
     infeasible: bool = False
-    """There are no values."""
     unbounded: bool = False
 
 
@@ -211,7 +170,7 @@ class Limits:
     seconds: float
     """Of the clock."""
     nodes: int | None = None
-    """Of the search tree; the same answer on every machine that is fast enough."""
+    """Of the search tree: what gives the same answer on every machine that is fast enough."""
     gap: float = 0.0
     """A cost is least enough that is at most this share above the bound."""
     seed: int = 0
@@ -225,7 +184,8 @@ _LOWER_BOUND = re.compile(r"^Lower bound:\s*(\S+)", re.MULTILINE)
 def by_cbc(model: Model, limits: Limits, start: NDArray[np.float64] | None) -> SolverReport:
     """Run CBC on one thread, begun from the values `start` where there are some.
 
-    Raises AutopipeError where PuLP has no CBC for this machine.
+    PuLP writes the program and reads the answer. CBC is started here: PuLP's time limit does not hold in the first
+    relaxation, which may last minutes. Raises AutopipeError where PuLP has no CBC for this machine.
     """
     import pulp
 
@@ -242,8 +202,7 @@ def by_cbc(model: Model, limits: Limits, start: NDArray[np.float64] | None) -> S
             command += ["-mips", str(begun)]
         command += f"-sec {limits.seconds} -timeMode elapsed -threads 1 -randomSeed {limits.seed + 1}".split()
         command += f"-randomCbcSeed {limits.seed + 1} -ratio {limits.gap} -allow 0".split()
-        if limits.nodes is not None:
-            command += f"-maxNodes {limits.nodes}".split()
+        command += [] if limits.nodes is None else ["-maxNodes", str(limits.nodes)]
         log = _run([*command, "-solve", "-printingOptions", "all", "-solution", str(answer)], limits.seconds)
         if not answer.exists():
             return SolverReport()
@@ -322,7 +281,8 @@ _OPTIMAL, _INFEASIBLE, _UNBOUNDED, _OTHER = 0, 2, 3, 4
 def by_highs(model: Model, limits: Limits) -> SolverReport:
     """Run HiGHS on one thread; it takes no values to start from, and its seed is its own.
 
-    Raises AutopipeError for a model that HiGHS does not accept.
+    The one inside scipy gets along with OR-tools in one process; the package highspy does not. Raises
+    AutopipeError for a model that HiGHS does not accept.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
@@ -372,23 +332,28 @@ class Status(Enum):
     UNKNOWN = "unknown"
     """Neither values nor a proof within the limits."""
 
+    @property
+    def found(self) -> bool:
+        """True if there are values."""
+        return self in (Status.OPTIMAL, Status.FEASIBLE)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MilpResult:
     """Result and bound of a run."""
 
     status: Status
-    values: NDArray[np.float64]
+    values: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     """One figure a variable, checked against every row; of length 0 where there are none."""
-    objective: float
+    objective: float = np.inf
     """Cost of the values; infinite where there are none."""
-    bound: float
+    bound: float = -np.inf
     """No values cost less, within the solver's tolerance; -infinity where nothing is known."""
 
     @property
     def found(self) -> bool:
         """True if there are values."""
-        return self.status in (Status.OPTIMAL, Status.FEASIBLE)
+        return self.status.found
 
     @property
     def proven(self) -> bool:
@@ -401,14 +366,6 @@ class MilpResult:
         if not self.found or self.bound == -np.inf:
             return np.inf
         return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-300)
-
-    def required(self, what: str) -> Self:
-        """This answer, which has values. Raises InfeasibleError, saying of `what`, where it has none."""
-        if self.status is Status.INFEASIBLE:
-            raise InfeasibleError(f"{what}: no choice keeps every constraint")
-        if not self.found:
-            raise InfeasibleError(f"{what}: no choice was found within the time limit", hint="allow more time")
-        return self
 
 
 def solve(
@@ -426,13 +383,14 @@ def solve(
     search there. One thread and one seed: the same answer again unless the clock ends a run.
     Raises AutopipeError for a `start` that breaks a constraint, and where costs have no least.
     """
-    best = MilpResult(Status.UNKNOWN, np.zeros(0), np.inf, -np.inf)
+    best = MilpResult(Status.UNKNOWN)
     if start is not None:
         if broken := model.violation(start):
             raise AutopipeError(f"the values to start an integer program from do not hold: {broken}")
-        best = MilpResult(Status.FEASIBLE, start, model.objective(start), -np.inf)
+        best = MilpResult(Status.FEASIBLE, start, model.objective(start))
     if not model.variables:
-        return _of_nothing(model, gap)
+        claim = SolverReport(np.zeros(0), 0.0)
+        return _checked(model, claim, gap) or MilpResult(Status.INFEASIBLE)
     end = time.monotonic() + time_limit
     scale = float(2.0 ** np.floor(np.log2(_LARGEST_COST / (np.abs(model.cost).max() or 1.0))))
     scaled = replace(model, cost=model.cost * scale)
@@ -444,23 +402,27 @@ def solve(
         answer = _checked(model, replace(claim, bound=claim.bound / scale), gap)
         if answer is None or (answer.status is Status.INFEASIBLE and best.found):
             continue
-        return _better(best, answer, gap)
+        if best.found and best.objective <= answer.objective:
+            return _judged(replace(best, bound=answer.bound), gap)
+        return answer
     return best
 
 
 def _checked(model: Model, claim: SolverReport, gap: float) -> MilpResult | None:
-    """The checked part of a result; None where its values do not hold.
+    """The result that a claim proves; None where its values do not hold.
 
     Raises AutopipeError for costs without a least.
     """
-    nothing = MilpResult(Status.UNKNOWN, np.zeros(0), np.inf, -np.inf)
     if claim.unbounded:
         raise AutopipeError("the integer program has no least cost: some variable lacks a bound")
     if claim.infeasible:
-        return replace(nothing, status=Status.INFEASIBLE)
+        return MilpResult(Status.INFEASIBLE)
     if claim.values is None:
-        return replace(nothing, bound=claim.bound)
-    values = model.settled(claim.values)
+        return MilpResult(Status.UNKNOWN, bound=claim.bound)
+    # Whole numbers made exactly whole, and all within their bounds.
+    whole = np.rint(claim.values)
+    close = model.integral & (np.abs(claim.values - whole) <= _INTEGRAL)
+    values = np.clip(np.where(close, whole, claim.values), model.lower, model.upper)
     if model.violation(values):
         return None
     return _judged(MilpResult(Status.FEASIBLE, values, model.objective(values), claim.bound), gap)
@@ -471,17 +433,3 @@ def _judged(answer: MilpResult, gap: float) -> MilpResult:
     if answer.objective - answer.bound <= _SAME * abs(answer.objective) + 1e-300:
         answer = replace(answer, bound=answer.objective)
     return replace(answer, status=Status.OPTIMAL if answer.gap <= gap else Status.FEASIBLE)
-
-
-def _better(start: MilpResult, answer: MilpResult, gap: float) -> MilpResult:
-    if start.objective <= answer.objective and start.found:
-        return _judged(replace(start, bound=answer.bound), gap)
-    return answer
-
-
-def _of_nothing(model: Model, gap: float) -> MilpResult:
-    """The answer of a program without variables."""
-    values = np.zeros(0)
-    if model.violation(values):
-        return MilpResult(Status.INFEASIBLE, values, np.inf, -np.inf)
-    return _judged(MilpResult(Status.FEASIBLE, values, 0.0, 0.0), gap)

@@ -1,15 +1,8 @@
-"""A min-sum model as one integer linear program: a binary a configuration, and one a pair of them on an edge.
+"""A min-sum model as one integer linear program, made small before it is written.
 
-One configuration a variable; the pairs of an edge add up, along either side, to what its ends choose. Pairs need not be
-declared whole: they are, where their ends' are. Forbidden ones are left out.
-
-Configurations that no best choice has are dropped where an integer program would be too large to be written.
-
-The dual of the program's relaxation (`solvers/min_sum/dual`) says of each configuration what a choice with it costs at
-least; those above a choice that is known are dropped, as solvers of integer programs do by reduced costs. Where that is
-not enough, only the most promising are kept, and what was left out bounds what is proven.
-
-One integer program over a whole min-sum model.
+The dual of the program's relaxation (`min_sum.branch_and_bound.Dual`) says of each configuration what a choice with it
+costs at least; those above a choice that is known are dropped, as solvers of integer programs do by reduced costs.
+Where that is not enough, only the most promising are kept, and what was left out bounds what is proven.
 """
 
 from __future__ import annotations
@@ -24,7 +17,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.solvers import milp
 from autopipe.passes.solvers.min_sum import Assignment, MinSum
 from autopipe.passes.solvers.min_sum.branch_and_bound import Subproblem
-from autopipe.passes.solvers.min_sum.model import Array, chosen, conditioned, everything, priced, restricted
+from autopipe.passes.solvers.min_sum.model import Array, chosen, conditioned, everything, no_choice, priced, restricted
 
 CLOSE = 1e-4
 """Gap that is none, within a memory limit."""
@@ -77,7 +70,19 @@ class Programs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Program:
-    """An integer program, and where in it a model's choices are."""
+    """An integer program of a model: a binary a configuration, and one a pair of them on an edge.
+
+    With x[v, i] for "variable v has configuration i" and y[e, i, j] for "the ends of edge e have i and j":
+
+        minimise    sum of costs[v][i] x[v, i]  +  sum of costs[e][i, j] y[e, i, j]
+        subject to  sum over i of x[v, i] = 1                     one configuration a variable
+                    sum over j of y[e, i, j] = x[source, i]       the pairs of an edge add up, along either side,
+                    sum over i of y[e, i, j] = x[target, j]       to what its ends choose
+                    sum of memory x + sum of memory y <= limit    where there is one
+
+    Pairs need not be declared whole: they are, where their ends' are. Forbidden ones are left out. Costs are counted
+    from the least of their array, so that the relaxation is scaled well; a variable fixed at 1 costs the sum of these.
+    """
 
     model: MinSum
     """With no edges at variables of one configuration."""
@@ -93,9 +98,9 @@ class _Program:
         model = conditioned(model)
         builder = milp.Builder()
         constant = 0.0
-        places, pairs, bytes_ = [], [], []
-        memory = model.memory or (None,) * len(model.costs)
-        for costs, needs in zip(model.costs, memory, strict=True):
+        places, pairs = [], []
+        bytes_: list[tuple[Array, Array | None]] = []
+        for costs, needs in zip(model.costs, model.node_memory, strict=True):
             least, own = _above_least(costs)
             constant += least
             columns = builder.add_variables(len(own), cost=own, upper=np.isfinite(costs))
@@ -120,8 +125,12 @@ class _Program:
                 )
             pairs.append(columns)
             bytes_.append((columns[allowed], None if edge.memory is None else edge.memory[allowed]))
-        if limit is not None:
-            _limit(builder, bytes_, limit)
+        if limit is not None:  # In shares of the limit.
+            known = [(each, needs.ravel()) for each, needs in bytes_ if needs is not None and needs.any()]
+            columns = np.concatenate([np.zeros(0, np.int64), *(each for each, _ in known)])
+            needs = np.concatenate([np.zeros(0), *(each for _, each in known)])
+            unit = max(limit, 1.0)
+            builder.add_rows(np.zeros_like(columns), columns, needs / unit, upper=limit / unit, count=1)
         # Gaps are shares of all that is paid.
         builder.add_variables(1, cost=constant, lower=1.0)
         return cls(model, builder.model(), tuple(places), tuple(pairs))
@@ -144,16 +153,8 @@ def _above_least(costs: Array) -> tuple[float, Array]:
     """The least of some costs, and what each is above it; 0 for forbidden ones."""
     least = float(costs.min())
     if math.isinf(least):
-        raise InfeasibleError("every choice of configurations has a forbidden one, or a forbidden pair")
+        raise no_choice()
     return least, np.where(np.isfinite(costs), costs - least, 0.0)
-
-
-def _limit(builder: milp.Builder, parts: Sequence[tuple[Array, Array | None]], limit: float) -> None:
-    """One row: the bytes of all that is chosen, in shares of the limit."""
-    known = [(columns, needs) for columns, needs in parts if needs is not None and needs.any()]
-    columns = np.concatenate([np.zeros(0, np.int64), *(each for each, _ in known)])
-    needs = np.concatenate([np.zeros(0), *(each.ravel() for _, each in known)])
-    builder.add_rows(np.zeros_like(columns), columns, needs / max(limit, 1.0), upper=limit / max(limit, 1.0), count=1)
 
 
 ROUNDS = 60
@@ -198,8 +199,10 @@ def fix_by_reduced_cost(
 ) -> ReducedModel:
     """Reduce a merged model until it has at most `most` pairs of configurations, or bounds get no better.
 
-    A configuration stays if it may be in a choice that costs no more than `cutoff`; or, where none is given, than the
-    best choice that is met or `known`. Raises InfeasibleError where every choice is forbidden, as far as pairs show it.
+    A choice with a configuration costs no less than its reach (`Dual.reach`); so one whose reach is above a cost that
+    is known is in no choice of that cost. A configuration stays if it may be in a choice that costs no more than
+    `cutoff`; or, where none is given, than the best choice that is met or `known`. Raises InfeasibleError where every
+    choice is forbidden, as far as pairs show it.
     """
     part = Subproblem(model, everything(model))
     choice, cost = tuple(known), float(model.cost_of(known)) if known else np.inf

@@ -1,33 +1,6 @@
-"""A model cut into segments at its critical nodes; what reaches across many of them is set apart.
-
-A mask or a tied table is read in every layer: no node parts the graph as long as it is there. Such wide variables are
-given before segments are searched (`whole.py`), so that nothing that leads past a critical node is left out.
-
-Cones filled: for each strategy of a root, and of the root that it reads from, the best of what lies between them.
-
-With one filling for each strategy of a root alone, a cone could not go along with what its operand offers; with one for
-both ends, a choice for the roots costs what the best choice for everything around it does.
-
-Critical nodes: variables of the heaviest path through which every other way leads, too.
-
-On the heaviest path a node has no freedom: its rank is the same as soon and as late as possible. Where another way
-leads past it, as a residual does past a product, what is before and behind it would still know of one another; so only
-those are critical that part the graph.
-
-Cost of a segment for each pair of strategies of its head and its tail: an integer program over its cones a pair.
-
-Not every pair is solved: all begin with bounds, and the dynamic programming settles those on its best path. Equal
-segments are one object, so that a pair settled for one is settled for all.
-
-The whole graph: dynamic programming over segments by the strategies of the critical nodes that they share.
-
-Segments that are equal are one: their pairs of strategies are solved once for all of them.
-
-Cones: a root, and the non-roots whose results only it and they read.
-
-Roots are operators with several users, tails, operators of several operands, and heavy computation; so is a value that
-several operators read. All others have one operand at most and one user: together with the operand's root they are a
-line. (TePDist, "SPMD Strategy: Cone Structure".)
+"""The three levels of TePDist's search for splits, on a model whose edges lead from operands to users: cones of
+operators around a root, segments of cones between critical nodes, and the path through all segments
+(TePDist, "SPMD Strategy").
 """
 
 from __future__ import annotations
@@ -36,6 +9,7 @@ import math
 import time
 from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -44,8 +18,8 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.placement.tepdist.integer_programs import Programs, least_by_program
 from autopipe.passes.solvers.min_sum import Edge, MinSum
 from autopipe.passes.solvers.min_sum.branch_and_bound import Subproblem
-from autopipe.passes.solvers.min_sum.elimination import Neighbours, neighbours
-from autopipe.passes.solvers.min_sum.model import Array, blocks, conditioned, everything, merged, restricted
+from autopipe.passes.solvers.min_sum.elimination import Contraction, Neighbours, neighbours
+from autopipe.passes.solvers.min_sum.model import Array, Once, blocks, conditioned, everything, merged, restricted
 
 
 def least_costs(model: MinSum) -> Array:
@@ -54,21 +28,125 @@ def least_costs(model: MinSum) -> Array:
     return np.array([known[id(costs)] for costs in model.costs])
 
 
-def is_heavy(model: MinSum) -> Array:
-    """True if a variable takes more than all of them do on average, of [variables]."""
-    least = least_costs(model)
-    heavy: Array = least > least.mean()
-    return heavy
-
-
 def is_root(model: MinSum) -> Array:
-    """True if a variable is the root of a cone, of [variables]. Edges lead from operands to users."""
+    """True if a variable is the root of a cone, of [variables].
+
+    Roots are operators with several users or none, of several operands, and heavy ones, which take more than all do on
+    average; so is a value that several operators read. All others have one operand at most and one user: together with
+    the operand's root they are a line. (TePDist, "SPMD Strategy: Cone Structure".)
+    """
     users, operands = (np.zeros(len(model.costs), dtype=np.int64) for _ in range(2))
     for edge in model.edges:
         users[edge.source] += 1
         operands[edge.target] += 1
-    roots: Array = (users != 1) | (operands > 1) | is_heavy(model)
+    least = least_costs(model)
+    roots: Array = (users != 1) | (operands > 1) | (least > least.mean())
     return roots
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sums:
+    """Cost of choices, and the bytes that they need."""
+
+    costs: Array
+    memory: Array
+
+    @property
+    def turned(self) -> Sums:
+        """The same with both axes exchanged."""
+        return Sums(self.costs.T, self.memory.T)
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(self.costs + other.costs, self.memory + other.memory)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FilledVariable:
+    """A non-root, its one or two neighbours, and its best configuration for each of theirs, an axis a neighbour."""
+
+    variable: int
+    ends: tuple[int, ...]
+    best: Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cones:
+    """A model of roots alone; without a price for memory its least cost is that of the whole."""
+
+    model: MinSum
+    roots: tuple[int, ...]
+    """Of the model's variables: those that they were."""
+    filled: tuple[FilledVariable, ...] = ()
+    """In the order in which they were."""
+
+    def expanded(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """The choice for all variables that goes with one for the roots."""
+        best = dict(zip(self.roots, choice, strict=True))
+        for each in reversed(self.filled):
+            best[each.variable] = int(each.best[tuple(best[end] for end in each.ends)])
+        return tuple(best[variable] for variable in range(len(best)))
+
+
+def unfilled(model: MinSum, _rate: float = 0.0) -> Cones:
+    """Every variable as a root."""
+    return Cones(merged(model), tuple(range(len(model.costs))))
+
+
+def fill_cones(model: MinSum, rate: float = 0.0) -> Cones:
+    """`model` with its cones filled so that cost, and `rate` for each byte, are least.
+
+    A cone's non-roots are filled for each strategy of its root and of the root that it reads from. With one filling for
+    each strategy of its own root alone a cone could not go along with what its operand offers; with one for both ends,
+    a choice for the roots costs what the best choice for everything around it does.
+    """
+    once, simple = Once(), merged(model)
+
+    def sums(costs: Array, memory: Array | None) -> Sums:
+        return Sums(costs, np.zeros(costs.shape, np.int64) if memory is None else memory)
+
+    def turn(each: Sums) -> Sums:
+        return each.turned
+
+    left = Contraction(
+        [once(sums, *each) for each in zip(simple.costs, simple.node_memory, strict=True)],
+        [(edge.source, edge.target, once(sums, edge.costs, edge.memory)) for edge in simple.edges],
+        partial(once, turn),
+        partial(once, Sums.__add__),
+    )
+    filling = partial(_filling, rate)
+    filled = []
+    for variable in np.flatnonzero(~is_root(model)).tolist():
+        if left.around[variable]:
+            least, best = once(filling, *left.tables(variable))
+            filled.append(FilledVariable(variable, left.take(variable, least), best))
+    roots, edges = left.left()
+    own = left.own.values()
+    made = MinSum(
+        tuple(each.costs for each in own),
+        tuple(Edge(one, other, each.costs, each.memory) for one, other, each in edges),
+        tuple(each.memory for each in own),
+    )
+    return Cones(made, roots, tuple(filled))
+
+
+def _filling(rate: float, own: Sums, *ends: Sums) -> tuple[Sums, Array]:
+    """Of a variable's own sums and those with its one or two ends the least, and which configuration that is."""
+    nothing = Sums(np.zeros((len(own.costs), 1)), np.zeros((len(own.costs), 1), np.int64))
+    first, second = (*ends, nothing)[:2]
+    shape = first.costs.shape[1], second.costs.shape[1]
+    costs, memory, best = np.empty(shape), np.empty(shape, np.int64), np.empty(shape, np.int64)
+    columns = np.arange(shape[1])
+    behind = own.costs[:, None] + second.costs, own.memory[:, None] + second.memory
+    priced = behind[0] + rate * behind[1]
+    ahead = first.costs + rate * first.memory
+    for rows in blocks(shape[0], priced.size):
+        best[rows] = (ahead[:, rows].T[:, :, None] + priced[None]).argmin(axis=1)
+    which = np.arange(shape[0])[:, None]
+    costs[:] = first.costs.T[which, best] + behind[0][best, columns]
+    memory[:] = first.memory.T[which, best] + behind[1][best, columns]
+    if len(ends) == 1:
+        return Sums(costs[:, 0], memory[:, 0]), best[:, 0]
+    return Sums(costs, memory), best
 
 
 def ranks(model: MinSum) -> Array:
@@ -102,7 +180,6 @@ class RankedVariables:
 
     @staticmethod
     def of(model: MinSum, around: Neighbours, rank: Array) -> RankedVariables:
-        """The ways of a model whose edges lead from lower to higher `rank`."""
         ranked = rank.tolist()
         behind = (
             sorted(other for other in near if ranked[other] < own) for near, own in zip(around, ranked, strict=True)
@@ -131,25 +208,25 @@ def heaviest_path(ways: RankedVariables, without: Set[int]) -> tuple[int, ...]:
     return tuple(reversed(path))
 
 
-def parting(path: Sequence[int], around: Neighbours, without: Set[int]) -> tuple[int, ...]:
-    """Of a path's variables those that no way leads past but through `without`."""
+def critical_nodes(path: Sequence[int], around: Neighbours, without: Set[int]) -> tuple[int, ...]:
+    """Of the heaviest path's variables those that no way leads past but through `without`.
+
+    On the heaviest path a node has no freedom: its rank is the same as soon and as late as possible. Where another way
+    leads past it, as a residual does past a product, what is before and behind it would still know of one another; so
+    only those are critical that part the graph.
+    """
     place = {variable: number for number, variable in enumerate(path)}
+    # Places of the path that are joined by one edge, or by variables beside it.
+    ways = [{place[one], place[other]} for one in place for other in around[one] if other in place]
+    for part in parts(around, place.keys() | without):
+        ways.append({place[other] for variable in part for other in around[variable] if other in place})
     jumps = np.zeros(len(path) + 1, dtype=np.int64)
-    for ends in _ways(place, around, without):
+    for ends in filter(None, ways):
         first, last = min(ends), max(ends)
         if last > first + 1:
             jumps[first + 1] += 1
             jumps[last] -= 1
     return tuple(variable for variable, passing in zip(path, np.cumsum(jumps), strict=False) if not passing)
-
-
-def _ways(place: dict[int, int], around: Neighbours, without: Set[int]) -> list[set[int]]:
-    """The places of a path that are joined by one edge, or by variables beside it."""
-    found = [{place[one], place[other]} for one in place for other in around[one] if other in place]
-    for part in parts(around, place.keys() | without):
-        ends = {place[other] for variable in part for other in around[variable] if other in place}
-        found += [ends] if ends else []
-    return found
 
 
 def parts(around: Neighbours, without: Set[int]) -> list[tuple[int, ...]]:
@@ -196,9 +273,11 @@ class SegmentedModel:
 
 
 def cut(model: MinSum, rank: Array) -> SegmentedModel:
-    """The cut with small segments; of such the one with fewest wide variables.
+    """The cut with small segments; of such the one with fewest wide variables. Edges lead from lower to higher `rank`.
 
-    Edges lead from lower to higher `rank`.
+    A mask or a tied table is read in every layer: no node parts the graph as long as it is there. Such wide variables
+    are given before segments are searched (`levels.by_segments`), so that nothing that leads past a critical node is
+    left out.
     """
     around = neighbours(model)
     widest = _widest(around, rank)
@@ -234,7 +313,7 @@ def _cut(ways: RankedVariables, around: Neighbours, wide: tuple[int, ...]) -> Se
     without = set(wide)
     if len(without) == len(around):
         return SegmentedModel(wide, (), ())
-    critical = parting(heaviest_path(ways, without), around, without)
+    critical = critical_nodes(heaviest_path(ways, without), around, without)
     place = {variable: number for number, variable in enumerate(critical)}
     segments = [
         Segment((number, number + 1), ())
@@ -245,160 +324,6 @@ def _cut(ways: RankedVariables, around: Neighbours, wide: tuple[int, ...]) -> Se
         ends = {place[other] for variable in inner for other in around[variable] if other in place}
         segments.append(Segment(tuple(sorted(ends)), inner))
     return SegmentedModel(wide, critical, tuple(segments))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Cones:
-    """A model of roots alone; without a price for memory its least cost is that of the whole."""
-
-    model: MinSum
-    roots: tuple[int, ...]
-    """Of the model's variables: those that they were."""
-    filled: tuple[FilledVariable, ...]
-    """In the order in which they were."""
-
-    def expanded(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """The choice for all variables that goes with one for the roots."""
-        chosen = dict(zip(self.roots, choice, strict=True))
-        for each in reversed(self.filled):
-            chosen[each.variable] = int(each.best[tuple(chosen[end] for end in each.ends)])
-        return tuple(chosen[variable] for variable in range(len(chosen)))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FilledVariable:
-    """A non-root, and its best configuration for each of its neighbours'."""
-
-    variable: int
-    ends: tuple[int, ...]
-    """One or two."""
-    best: Array
-    """An axis for each of `ends`."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sums:
-    """Cost of choices, and the bytes that they need."""
-
-    costs: Array
-    memory: Array
-
-    @property
-    def turned(self) -> Sums:
-        """The same with both axes exchanged."""
-        return Sums(self.costs.T, self.memory.T)
-
-
-def fill_cones(model: MinSum, rate: float = 0.0) -> Cones:
-    """`model` with its cones filled so that cost, and `rate` for each byte, are least."""
-    roots = is_root(model)
-    filler = _Filler.of(merged(model), rate)
-    filled = tuple(filler.fill(variable) for variable in np.flatnonzero(~roots).tolist() if filler.around[variable])
-    return Cones(*filler.left(), filled)
-
-
-@dataclass(eq=False, slots=True)
-class _Filler:
-    """A model on its way; equal sums are formed once."""
-
-    rate: float
-    own: dict[int, Sums]
-    around: dict[int, dict[int, Sums]]
-    """Of every variable left: its neighbours, and sums [own configurations, theirs]."""
-    known: dict[Hashable, tuple[tuple[Sums, ...], Sums, Array]] = field(default_factory=dict)
-    """By what was added, which is held so that its place stays its own."""
-    added: dict[Hashable, tuple[tuple[Sums, Sums], Sums]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, model: MinSum, rate: float) -> _Filler:
-        """Begins with a merged model."""
-        made: dict[Hashable, Sums] = {}
-
-        def sums(costs: Array, memory: Array | None) -> Sums:
-            key = id(costs), id(memory)
-            if key not in made:
-                made[key] = Sums(costs, np.zeros(costs.shape, np.int64) if memory is None else memory)
-            return made[key]
-
-        memory = model.memory or (None,) * len(model.costs)
-        own = {place: sums(*each) for place, each in enumerate(zip(model.costs, memory, strict=True))}
-        around: dict[int, dict[int, Sums]] = {place: {} for place in own}
-        turned: dict[int, Sums] = {}
-        for edge in model.edges:
-            both = sums(edge.costs, edge.memory)
-            around[edge.source][edge.target] = both
-            around[edge.target][edge.source] = turned.setdefault(id(both), both.turned)
-        return cls(rate, own, around)
-
-    def fill(self, variable: int) -> FilledVariable:
-        """Take a variable of one or two neighbours away."""
-        ends = tuple(sorted(self.around[variable]))
-        parts = (self.own.pop(variable), *(self.around[variable][end] for end in ends))
-        del self.around[variable]
-        for end in ends:
-            del self.around[end][variable]
-        key = tuple(map(id, parts))
-        if key not in self.known:
-            self.known[key] = (parts, *_least(parts, self.rate))
-        _, least, best = self.known[key]
-        if len(ends) == 1:
-            self.own[ends[0]] = self._sum(self.own[ends[0]], least)
-        else:
-            self._link(ends[0], ends[1], least)
-        return FilledVariable(variable, ends, best)
-
-    def left(self) -> tuple[MinSum, tuple[int, ...]]:
-        """The remaining model, and its variables."""
-        roots = tuple(self.own)
-        number = {root: place for place, root in enumerate(roots)}
-        edges = tuple(
-            Edge(number[one], number[other], sums.costs, sums.memory)
-            for one in roots
-            for other, sums in self.around[one].items()
-            if one < other
-        )
-        costs, memory = (tuple(getattr(each, name) for each in self.own.values()) for name in ("costs", "memory"))
-        return MinSum(costs, edges, memory), roots
-
-    def _link(self, one: int, other: int, sums: Sums) -> None:
-        if other in self.around[one]:
-            sums = self._sum(self.around[one][other], sums)
-        self.around[one][other] = sums
-        self.around[other][one] = self._turned(sums)
-
-    def _turned(self, sums: Sums) -> Sums:
-        key = "turned", id(sums)
-        if key not in self.added:
-            self.added[key] = (sums, sums), sums.turned
-        return self.added[key][1]
-
-    def _sum(self, one: Sums, other: Sums) -> Sums:
-        key = id(one), id(other)
-        if key not in self.added:
-            self.added[key] = (one, other), Sums(one.costs + other.costs, one.memory + other.memory)
-        return self.added[key][1]
-
-
-def _least(parts: Sequence[Sums], rate: float) -> tuple[Sums, Array]:
-    """Of a variable's own sums and those with its one or two ends the least, and which configuration that is."""
-    own, *ends = parts
-    if len(ends) == 1:
-        ends = [ends[0], Sums(np.zeros((len(own.costs), 1)), np.zeros((len(own.costs), 1), np.int64))]
-    first, second = ends
-    shape = first.costs.shape[1], second.costs.shape[1]
-    costs, memory, best = np.empty(shape), np.empty(shape, np.int64), np.empty(shape, np.int64)
-    columns = np.arange(shape[1])
-    behind = own.costs[:, None] + second.costs, own.memory[:, None] + second.memory
-    priced = behind[0] + rate * behind[1]
-    ahead = first.costs + rate * first.memory
-    for rows in blocks(shape[0], priced.size):
-        best[rows] = (ahead[:, rows].T[:, :, None] + priced[None]).argmin(axis=1)
-    which = np.arange(shape[0])[:, None]
-    costs[:] = first.costs.T[which, best] + behind[0][best, columns]
-    memory[:] = first.memory.T[which, best] + behind[1][best, columns]
-    if len(parts) == 2:
-        return Sums(costs[:, 0], memory[:, 0]), best[:, 0]
-    return Sums(costs, memory), best
 
 
 ROUNDS = 5
@@ -412,7 +337,11 @@ Ends = tuple[int, ...]
 
 @dataclass(eq=False, slots=True)
 class Pairs:
-    """A segment as a merged model of its own: its inner variables first, then its ends, which cost nothing here."""
+    """A segment as a merged model of its own: its inner variables first, then its ends, which cost nothing here.
+
+    Not every pair of strategies of its ends is solved: all begin with bounds, and the dynamic programming settles those
+    on its best path by an integer program over the segment's cones.
+    """
 
     model: MinSum
     inner: int
@@ -422,9 +351,9 @@ class Pairs:
     bounds: Array
     """Of the same shape: nothing costs less."""
     settled: Array
-    """Of the same shape: whether it is."""
+    """Of the same shape."""
     choices: dict[Ends, tuple[int, ...]] = field(default_factory=dict)
-    """The best inside, where that is settled."""
+    """The best inside, where there is one and it is settled."""
     headed: set[int] = field(default_factory=set)
     """Strategies of the head of which there are bounds of their own."""
 
@@ -438,27 +367,18 @@ class Pairs:
         costs = model.edges[0].costs if model.edges else np.zeros([len(end) for end in model.costs])
         return cls(model, inner, costs, costs, np.ones(costs.shape, dtype=bool))
 
-    def inside(self, ends: Ends) -> tuple[int, ...]:
-        """The best choice of the inner variables, where that is settled."""
-        return self.choices[ends] if self.inner else ()
-
     def approach(self, ends: Ends, programs: Programs) -> None:
-        """Come closer to what the inside costs: by a bound for the head's strategy, and then for good."""
+        """Come closer to what the inside costs: by bounds for the head's strategy and all of the tail's, and then by
+        the integer program for one strategy of each end.
+        """
         if len(ends) == 2 and ends[0] not in self.headed:
-            self._bound(ends[0])
-        else:
-            self._settle(ends, programs)
-
-    def _bound(self, head: int) -> None:
-        """Bounds for one strategy of the head and all of the tail."""
-        self.headed.add(head)
-        bounds = np.maximum(self.bounds[head], _bounds(self._given((head,)), self.inner)[0])
-        self.bounds[head] = bounds
-        self.costs[head] = np.where(self.settled[head], self.costs[head], bounds)
-        self.settled[head] |= np.isinf(bounds)
-
-    def _settle(self, ends: Ends, programs: Programs) -> None:
-        """Solve the integer program for one strategy of each end."""
+            head = ends[0]
+            self.headed.add(head)
+            bounds = np.maximum(self.bounds[head], _bounds(self._given((head,)), self.inner)[0])
+            self.bounds[head] = bounds
+            self.costs[head] = np.where(self.settled[head], self.costs[head], bounds)
+            self.settled[head] |= np.isinf(bounds)
+            return
         self.settled[ends] = True
         try:
             found = least_by_program(self._given(ends), programs, MOST_PAIRS)
@@ -490,8 +410,7 @@ def _bounds(model: MinSum, inner: int) -> Array:
     except InfeasibleError:
         return found
     for _ in range(ROUNDS):
-        part.dual.tighten(forward=True)
-        part.dual.tighten(forward=False)
+        part.dual.tighten()
     if len(ends) == 2:
         reach = part.dual.pairs()[-1]
     else:
@@ -518,7 +437,8 @@ def shortest(
 ) -> Path:
     """The path that costs least, where that is less than `known`; what is found by `end` of the clock otherwise.
 
-    Segments on the best path are settled until all of them are: then no other can cost less.
+    Dynamic programming over segments by the strategies of the critical nodes that they share. Segments on the best path
+    are settled until all of them are: then no other can cost less, as what is not settled stands with its bound.
     """
     own = [model.costs[variable] for variable in cut.critical]
     while True:
@@ -542,7 +462,7 @@ def choice_of(path: Path, cut: SegmentedModel, pairs: Sequence[Pairs], wide: Seq
     chosen = dict(zip(cut.wide, wide, strict=True)) | dict(zip(cut.critical, path.strategies, strict=True))
     for segment, each in zip(cut.segments, pairs, strict=True):
         ends = tuple(path.strategies[place] for place in segment.ends)
-        chosen.update(zip(segment.inner, each.inside(ends), strict=True))
+        chosen.update(zip(segment.inner, each.choices.get(ends, ()), strict=True))
     return tuple(chosen[variable] for variable in range(len(chosen)))
 
 
@@ -576,7 +496,7 @@ def _path_least(own: Sequence[Array], cut: SegmentedModel, tables: Sequence[Arra
 
 @dataclass(eq=False, slots=True)
 class EqualSegments:
-    """Segments by what they are made of; equal layers have the same arrays."""
+    """Segments by what they are made of: equal layers have the same arrays, and pairs settled once for all of them."""
 
     known: dict[Hashable, Pairs] = field(default_factory=dict)
     """By where their arrays lie, all of which they hold."""
@@ -593,26 +513,18 @@ class EqualSegments:
         ends = [cut.critical[place] for place in segment.ends]
         own = [model.costs[variable] for variable in segment.inner]
         free = [len(model.costs[end]) for end in ends]
-        edges = _edges(around, (*segment.inner, *ends), len(own))
-        key = (*map(id, own), *free, *((edge.source, edge.target, id(edge.costs)) for edge in edges))
+        place = {variable: number for number, variable in enumerate((*segment.inner, *ends))}
+        # The edges of the inner variables; without any the one between the two ends.
+        edges = {
+            (place[edge.source], place[edge.target]): edge.costs
+            for variable in list(place)[: len(own) or 1]
+            for edge in around[variable]
+            if edge.source in place and edge.target in place
+        }
+        joined = sorted(edges.items(), key=lambda item: item[0])
+        key = (*map(id, own), *free, *((*both, id(costs)) for both, costs in joined))
         if key not in self.known:
-            made = MinSum((*own, *map(np.zeros, free)), tuple(map(_forward, edges)))
-            self.known[key] = Pairs.of(made, len(own))
+            forward = (Edge(*both, costs) for both, costs in joined)
+            links = tuple(edge if edge.source < edge.target else edge.reversed for edge in forward)
+            self.known[key] = Pairs.of(MinSum((*own, *map(np.zeros, free)), links), len(own))
         return self.known[key]
-
-
-def _edges(around: Sequence[Sequence[Edge]], variables: Sequence[int], inner: int) -> list[Edge]:
-    """The edges of a segment's inner variables, the first `inner` ones; without any the one between its two ends."""
-    place = {variable: number for number, variable in enumerate(variables)}
-    found = {
-        (place[edge.source], place[edge.target]): edge
-        for variable in variables[: inner or 1]
-        for edge in around[variable]
-        if edge.source in place and edge.target in place
-    }
-    return [Edge(*ends, edge.costs) for ends, edge in sorted(found.items(), key=lambda item: item[0])]
-
-
-def _forward(edge: Edge) -> Edge:
-    """The same from the lower to the higher place."""
-    return edge if edge.source < edge.target else Edge(edge.target, edge.source, edge.costs.T)

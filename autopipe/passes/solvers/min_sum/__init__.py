@@ -18,13 +18,14 @@
   every choice is forbidden, InfeasibleError is raised; where none was found in time, the cost is inf.
 - `eliminate` refuses, with TableTooLargeError, what would need too much memory.
 
-The default solver: the least cost, or the least within a memory limit.
+It imports numpy and `ir/errors` alone.
 """
 
 from __future__ import annotations
 
-from autopipe.passes.solvers.min_sum.branch_and_bound import solve_unlimited, solve_within
+from autopipe.passes.solvers.min_sum.branch_and_bound import ReducedStart
 from autopipe.passes.solvers.min_sum.elimination import TableTooLargeError, eliminate
+from autopipe.passes.solvers.min_sum.memory_limit import solve_within
 from autopipe.passes.solvers.min_sum.model import PATIENCE_S, Assignment, Budget, Edge, MinSum, Number, counted, merged
 
 __all__ = ["Assignment", "Edge", "MinSum", "TableTooLargeError", "eliminate", "solve"]
@@ -44,7 +45,7 @@ def solve(
     """
     budget = Budget(time_limit, patience)
     simple = merged(model)
-    answer = solve_unlimited(simple, budget)
+    answer = ReducedStart(simple, budget).solve(budget)
     if memory_limit is not None and answer.memory > memory_limit:
         answer = solve_within(simple, memory_limit, answer, budget)
     return counted(answer, model)

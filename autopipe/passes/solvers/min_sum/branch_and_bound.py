@@ -1,37 +1,18 @@
-"""A lower bound by reparametrisation: sequential message passing (TRW-S: Kolmogorov 2006; SRMP: Kolmogorov 2015).
-
-What an edge costs can be moved to its ends without changing any sum. A sweep visits nodes in order: each collects from
-the edges behind it all that they surely cost, sets its own least aside as part of the bound, and hands the rest on in
-equal shares to the edges ahead of it. On a chain one sweep forth and one back give the least cost of any choice with a
-configuration exactly.
-
-Objective of a search: the least cost of all, or the least within a memory limit.
-
-The least cost within a memory limit.
-
-A price for each byte turns the limit into costs; the least cost at any price bounds the least cost within the limit
-(Lagrangian relaxation). The price is moved to where the bound is highest. What remains between the bound and the best
-choice that fits is searched with lists of labels, cost and memory, in place of tables.
-
-A part of the search: for each node, the configurations that may still be in a better choice than the best known.
-
-The search of the default solver: dual bound, pruning, elimination of what is left, and branching.
+"""The default solver: dual bound, pruning, elimination of what is left, and branching.
 
 Sweeps of the dual raise what each configuration surely costs; those above the best choice known are dropped.
 Eliminating the configurations up to a threshold gives a choice, and a proof where it costs no more than the threshold:
 whatever was left out costs more. A part that resists is cut in two, and the part with the least bound is next.
-
-The least cost, whatever memory it needs.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from heapq import heappop, heappush
-from typing import Protocol
 
 import numpy as np
 
@@ -60,19 +41,24 @@ from autopipe.passes.solvers.min_sum.model import (
     chosen,
     conditioned,
     everything,
-    memory_alone,
-    priced,
+    no_choice,
     restricted,
 )
-from autopipe.passes.solvers.min_sum.pareto import Sieve, eliminate_within, least_memory
 
 ROUNDING = 1e-11
 """Of all that is added up; each sum of two loses at most 1e-16."""
 
 
 class Dual:
-    """A model in float64 whose costs are moved about. Every configuration and edge left must be part of some choice
-    without forbidden pairs of neighbours (`restriction.Support`)."""
+    """A lower bound by reparametrisation: sequential message passing (TRW-S: Kolmogorov 2006; SRMP: Kolmogorov 2015).
+
+    What an edge costs can be moved to its ends without changing any sum. A sweep visits nodes in order: each collects
+    from the edges behind it all that they surely cost, sets its own least aside as part of the bound, and hands the
+    rest on in equal shares to the edges ahead of it. On a chain one sweep forth and one back give the least cost of any
+    choice with a configuration exactly.
+
+    Every configuration and edge left must be part of some choice without forbidden pairs of neighbours (`Support`).
+    """
 
     bound: float
     """No choice costs less, but for rounding."""
@@ -126,10 +112,11 @@ class Dual:
             self._visit(node, behind, ahead, forward)
         return tuple(chosen)
 
-    def tighten(self, forward: bool) -> None:
-        """Visit all nodes as `sweep` does, for the bounds alone."""
-        for node, behind, ahead in self._visits(forward):
-            self._visit(node, behind, ahead, forward)
+    def tighten(self) -> None:
+        """Sweep forth and back for the bounds alone."""
+        for forward in (True, False):
+            for node, behind, ahead in self._visits(forward):
+                self._visit(node, behind, ahead, forward)
 
     def pairs(self) -> list[Array]:
         """For every edge a matrix: no choice with these two configurations costs less. Takes a sweep backwards."""
@@ -300,31 +287,38 @@ class Subproblem:
 
 SHARES = (1.0, 0.3, 0.1, 0.03, 0.01)
 """Of the gap: configurations are eliminated up to the first of these thresholds whose work is allowed."""
-LABEL = 100
-"""Sums that could be compared in the time that a label takes."""
-MAX_CELLS = 1e7
-"""Pairs of configurations that are looked at one by one."""
-MAX_ROOM = 200_000
-"""Labels that a list may keep."""
 
 
-class Objective(Protocol):
-    """Judges choices, and knows how to find the best one of a few configurations."""
+class Incumbent:
+    """The best choice known of a merged model within a memory limit (bytes)."""
 
-    choice: tuple[int, ...]
-    """The best known; () before there is one."""
-    cost: Number
-    """Of that choice, inf before there is one."""
-    bound: float
-    """No choice costs less in the model that is searched."""
+    def __init__(self, model: MinSum, limit: Number = math.inf, bound: float = -math.inf) -> None:
+        self.model, self.limit, self.bound = model, limit, bound
+        self.choice: tuple[int, ...] = ()
+        """() before there is one."""
+        self.cost: Number = math.inf
+        self.memory: Number = 0
+        """Bytes of the choice, where they are limited."""
+
+    def offer(self, choice: Sequence[int]) -> None:
+        """Take the choice if it fits and costs less."""
+        cost = self.model.cost_of(choice)
+        if self.choice and cost >= self.cost:
+            return
+        memory = 0 if self.limit == math.inf else self.model.memory_of(choice)
+        if memory <= self.limit:
+            self.choice, self.cost, self.memory = tuple(choice), cost, memory
+
+
+class Objective(Incumbent, ABC):
+    """The goal of a search; no choice costs less than `bound` in the model that is searched."""
 
     @property
     def cutoff(self) -> float:
         """A part in whose model everything costs as much holds nothing better."""
+        return float(self.cost)
 
-    def offer(self, choice: Sequence[int]) -> None:
-        """Take the choice if it is better."""
-
+    @abstractmethod
     def eliminate(self, part: Subproblem, low: float, work: float) -> tuple[float, float]:
         """Offer the best choice of as many of the part's cheapest configurations as can be eliminated with the work.
 
@@ -333,25 +327,8 @@ class Objective(Protocol):
         """
 
 
-class CostObjective:
-    """The least cost of a merged model."""
-
-    def __init__(self, model: MinSum) -> None:
-        self._model = model
-        self.bound = -float("inf")
-        self.choice: tuple[int, ...] = ()
-        self.cost: Number = float("inf")
-
-    @property
-    def cutoff(self) -> float:
-        """The least cost known."""
-        return float(self.cost)
-
-    def offer(self, choice: Sequence[int]) -> None:
-        """Take the choice if it costs less."""
-        cost = self._model.cost_of(choice)
-        if not self.choice or cost < self.cost:
-            self.choice, self.cost = tuple(choice), cost
+class CostObjective(Objective):
+    """The least cost of a merged model, whatever memory it needs."""
 
     def eliminate(self, part: Subproblem, low: float, work: float) -> tuple[float, float]:
         """By tables: those up to a threshold. Where none of their choices costs as little, none of the part's does."""
@@ -362,73 +339,14 @@ class CostObjective:
             sizes = [len(places) for places in positions]
             around = with_choice(part.around, sizes)
             order = smallest_table(around, sizes)
-            takes = size(around, sizes, order)
-            if takes.work <= work and 8 * takes.entries <= MAX_BYTES:
+            entries, needed = size(around, sizes, order)
+            if needed <= work and 8 * entries <= MAX_BYTES:
                 kept = part.at(positions)
                 with suppress(InfeasibleError):
-                    found = eliminate_in(conditioned(restricted(self._model, kept)), order)
+                    found = eliminate_in(conditioned(restricted(self.model, kept)), order)
                     self.offer(chosen(kept, found.choice))
-                return self.cutoff if share == 1.0 else min(threshold, self.cutoff), takes.work
+                return self.cutoff if share == 1.0 else min(threshold, self.cutoff), needed
         return low, 0.0
-
-
-class MemoryLimitedObjective:
-    """The least cost of a merged model within a memory limit; what is searched is the model with a price for bytes."""
-
-    def __init__(self, model: MinSum, limit: Number, bound: float) -> None:
-        self._model = model
-        self.limit = limit
-        """Bytes."""
-        self.rate = 0.0
-        """Cost of a byte in the model that is searched."""
-        self.bound = bound
-        self.choice: tuple[int, ...] = ()
-        self.cost: Number = float("inf")
-        self.memory: Number = 0
-
-    @property
-    def cutoff(self) -> float:
-        """The least cost known, and the price of all bytes there are."""
-        return float(self.cost) + self.rate * self.limit
-
-    def offer(self, choice: Sequence[int]) -> None:
-        """Take the choice if it fits and costs less."""
-        cost = self._model.cost_of(choice)
-        memory = self._model.memory_of(choice)
-        if cost < self.cost and memory <= self.limit:
-            self.choice, self.cost, self.memory = tuple(choice), cost, memory
-
-    def eliminate(self, part: Subproblem, low: float, work: float) -> tuple[float, float]:
-        """By lists of labels: those up to a threshold, which is lowered where lists become too long."""
-        for share in SHARES:
-            threshold = low + share * (self.cutoff - low)
-            positions = part.within(threshold)
-            if part.dual.cells([len(places) for places in positions]) <= min(MAX_CELLS, work / LABEL):
-                break
-        else:
-            return low, 0.0
-        try:
-            few = part.cut(positions)
-        except InfeasibleError:
-            return threshold, 0.0
-        model = conditioned(restricted(self._model, few.kept))
-        sizes = [len(keep) for keep in few.kept]
-        sieve = Sieve(
-            sizes=sizes,
-            limit=self.limit,
-            least=sum(least_memory(model)),
-            rate=self.rate,
-            floors=few.dual.reach,
-            bound=self.bound,
-            room=min(MAX_ROOM, max(1, round(work / LABEL / len(sizes)))),
-            threshold=threshold + 2 * part.dual.rounding,
-        )
-        pairs = [pair for pair in few.dual.pairs() if 1 not in pair.shape]
-        order = smallest_table(with_choice(few.around, sizes), sizes)
-        found = eliminate_within(model, order, sieve, pairs)
-        if found:
-            self.offer(chosen(few.kept, found))
-        return max(low, min(sieve.threshold - part.dual.rounding, self.cutoff)), LABEL * sieve.formed
 
 
 PROGRESS = 0.1
@@ -485,7 +403,7 @@ def _refine(part: Subproblem, bound: float, goal: Objective, budget: Budget) -> 
 
 
 class ReducedStart:
-    """A merged model made smaller, and all of that as a part to be searched."""
+    """A merged model without its nodes of few neighbours, and all that is left as a part to be searched."""
 
     def __init__(self, model: MinSum, budget: Budget) -> None:
         """Raises InfeasibleError where every choice is forbidden, as far as pairs show it."""
@@ -495,7 +413,7 @@ class ReducedStart:
         self.part = Subproblem(self.reduction.model, everything(self.reduction.model))
 
     def solve(self, budget: Budget) -> Assignment:
-        """The best choice; with bound and gap where the budget ends first.
+        """The best choice, whatever memory it needs; with bound and gap where the budget ends first.
 
         Raises InfeasibleError where every choice is forbidden. Where none was found in time, the answer's cost is inf.
         """
@@ -503,117 +421,7 @@ class ReducedStart:
         bound = search(self.part, goal, budget)
         proven = bound >= goal.cutoff
         if proven and math.isinf(goal.cost):
-            raise InfeasibleError("every choice of configurations has a forbidden one, or a forbidden pair")
+            raise no_choice()
         choice = self.reduction.expanded(goal.choice)
         cost = self._model.cost_of(choice)
         return Assignment(choice, cost, bound_of(bound, cost, proven), proven, self._model.memory_of(choice))
-
-
-def solve_unlimited(model: MinSum, budget: Budget) -> Assignment:
-    """The best choice of a merged model, whatever memory it needs; as `ReducedStart.solve` otherwise."""
-    return ReducedStart(model, budget).solve(budget)
-
-
-FLAT = 1e-9
-"""Of a cost: a price whose best choice is better by less tells nothing new."""
-FEW = 4
-"""A reduced model is searched alone once it is this many times smaller; until then equal layers stay equal."""
-ONE_PRICE = 0.1
-"""Of the work left: what the search at one price may take; its bound is one even where its answer is not proven."""
-COARSE = 0.02
-"""Of the cost: as long as the gap is wider, two more sweeps at a price must do."""
-ROUNDS = 3
-"""Pairs of sweeps of the smaller model before the whole one is searched."""
-
-
-def solve_within(model: MinSum, limit: Number, free: Assignment, budget: Budget) -> Assignment:
-    """The best choice of a merged model that needs no more than `limit` bytes; where none fits, that of least memory.
-
-    `free` is the best without a limit.
-    Raises InfeasibleError where every choice is forbidden.
-    """
-    least = solve_unlimited(memory_alone(model), budget)
-    if least.cost > limit:
-        cost = model.cost_of(least.choice)
-        return Assignment(least.choice, cost, cost, least.proven, least.cost, fits=False)
-    goal = MemoryLimitedObjective(model, limit, float(free.bound))
-    goal.offer(least.choice)
-    kept = _fitting(model, limit)
-    bound, kept = _price(model, goal, kept, free, budget)
-    proven = bound >= goal.cost
-    if not proven and budget.left:
-        reached = _close(model, goal, kept, budget)
-        proven = reached >= goal.cutoff
-        bound = max(bound, reached - goal.rate * limit)
-    return Assignment(goal.choice, goal.cost, bound_of(bound, goal.cost, proven), proven, goal.memory)
-
-
-def _fitting(model: MinSum, limit: Number) -> list[Array]:
-    """Of every node: configurations that fit beside the least of all others."""
-    if model.memory is None:
-        return everything(model)
-    spare = limit - sum(least_memory(model))
-    return [np.flatnonzero(memory - memory.min() <= spare) for memory in model.memory]
-
-
-def _price(
-    model: MinSum, goal: MemoryLimitedObjective, kept: list[Array], free: Assignment, budget: Budget
-) -> tuple[float, list[Array]]:
-    """The highest bound of any price, which the goal takes for its own, and what may be in a better choice.
-
-    The best choice at a price lies on the lower hull of all pairs of memory and cost. Of a point on either side of the
-    limit, the next price is the slope between them; the last is the slope of the hull's edge above the limit.
-    """
-    over, under = (free.cost, free.memory), (goal.cost, goal.memory)
-    bound = float(free.bound)
-    while budget.left and bound < goal.cost and over[0] < under[0]:
-        rate = (under[0] - over[0]) / (over[1] - under[1])
-        begun = ReducedStart(priced(restricted(model, kept), rate), budget)
-        left = _swept(begun, goal, rate, kept, budget)
-        if left is None:
-            return float(goal.cost), kept
-        line = over[0] + rate * over[1]
-        line -= FLAT * abs(line)
-        found = begun.solve(budget.share(0.0 if goal.cost - bound > COARSE * abs(goal.cost) else ONE_PRICE))
-        if found.cost >= line and not found.proven:
-            found = begun.solve(budget.share(ONE_PRICE))
-        choice = chosen(kept, found.choice)
-        goal.offer(choice)
-        if found.bound - rate * goal.limit > bound:
-            bound = float(found.bound) - rate * goal.limit
-            goal.rate, goal.bound = rate, float(found.bound)
-        point = (model.cost_of(choice), found.memory)
-        if found.cost >= line:
-            break
-        over, under = (over, point) if point[1] <= goal.limit else (point, under)
-        if FEW * _cells(model, left) < _cells(model, kept):
-            kept = left
-    return bound, kept
-
-
-def _close(model: MinSum, goal: MemoryLimitedObjective, kept: list[Array], budget: Budget) -> float:
-    """Search what may cost no more than the best choice known at the goal's price; the bound at that price."""
-    begun = ReducedStart(priced(restricted(model, kept), goal.rate), budget)
-    left: list[Array] | None = kept
-    for _ in range(ROUNDS):
-        left = _swept(begun, goal, goal.rate, kept, budget)
-    return goal.cutoff if left is None else search(Subproblem(priced(model, goal.rate), left), goal, budget)
-
-
-def _swept(
-    begun: ReducedStart, goal: MemoryLimitedObjective, rate: float, kept: list[Array], budget: Budget
-) -> list[Array] | None:
-    """Configurations left of `kept` after a sweep forth and one back; None if there are none."""
-    part, reduction = begun.part, begun.reduction
-    for forward in (True, False):
-        goal.offer(chosen(kept, reduction.expanded(part.sweep(forward))))
-        budget.spend(part.dual.work)
-    cutoff = float(goal.cost) + rate * goal.limit
-    left = list(kept)
-    for node, keep in zip(reduction.nodes, part.at(part.within(cutoff)), strict=True):
-        left[node] = kept[node][keep]
-    return left if all(len(keep) for keep in left) else None
-
-
-def _cells(model: MinSum, kept: list[Array]) -> int:
-    return sum(len(kept[edge.source]) * len(kept[edge.target]) for edge in model.edges)

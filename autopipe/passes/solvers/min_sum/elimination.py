@@ -3,28 +3,36 @@
 Eliminating a node adds up all factors that know it and takes the least over its configurations; what is left is a
 factor over its dependent set. Backwards, each node's best configuration follows from those of its dependent set.
 
-Nodes of at most two neighbours are eliminated before anything else; what is left is a smaller model.
-
-In a network most operators lie on a way between two others. Where layers repeat, the tables of one serve all of them,
-as long as nothing has told the layers apart; and bounds of what is left are closer.
-
-In which order nodes are eliminated.
+The order decides the work: a table has an axis for every node of a dependent set, so an elimination costs about
+K^(1 + largest dependent set). Nodes of one or two neighbours leave no table larger than a matrix, whatever the order:
+`reduced` takes them away before anything else, and the tables of one of several equal layers serve all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import combinations
-from operator import itemgetter
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 
-from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError
-from autopipe.passes.solvers.min_sum.model import Array, Assignment, Edge, MinSum, blocks, conditioned, counted, merged
+from autopipe.ir.errors import AutopipeError, ConfigurationError
+from autopipe.passes.solvers.min_sum.model import (
+    Array,
+    Assignment,
+    Edge,
+    MinSum,
+    Once,
+    blocks,
+    conditioned,
+    counted,
+    merged,
+    no_choice,
+)
 
 Neighbours: TypeAlias = list[set[int]]
 """Of every node: the nodes it shares an edge with."""
@@ -119,13 +127,6 @@ ORDERINGS: dict[str, Callable[[Neighbours], tuple[int, ...]]] = {
 }
 
 
-def sequence(model: MinSum, ordering: str) -> tuple[int, ...]:
-    """All nodes in the order of that name. Raises ConfigurationError for a name that is none."""
-    if ordering not in ORDERINGS:
-        raise ConfigurationError(f"there is no ordering {ordering!r}; there are {', '.join(ORDERINGS)}")
-    return ORDERINGS[ordering](neighbours(model))
-
-
 MAX_BYTES = 2 << 30
 """Of all tables together."""
 
@@ -134,14 +135,21 @@ class TableTooLargeError(AutopipeError):
     """The tables of an elimination would need more memory than they may."""
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Work and memory of an elimination."""
-
-    entries: int
-    """Of all tables: 8 bytes each, held until the end."""
-    work: int
-    """Sums that are compared."""
+def size(around: Neighbours, configurations: Sequence[int], order: Sequence[int]) -> tuple[int, int]:
+    """Entries of all tables (8 bytes each, held until the end) and sums that are compared, for nodes of these numbers
+    of configurations eliminated in this order.
+    """
+    rest = [set(near) for near in around]
+    entries = work = 0
+    for node in order:
+        joined = rest[node]
+        table = math.prod(configurations[other] for other in joined)
+        entries += table
+        work += table * configurations[node]
+        for other in joined:
+            rest[other] |= joined
+            rest[other] -= {node, other}
+    return entries, work
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,34 +161,26 @@ class Factor:
     table: Array
 
 
-def size(around: Neighbours, configurations: Sequence[int], order: Sequence[int]) -> Size:
-    """Work and memory of eliminating nodes of these numbers of configurations in this order."""
-    rest = [set(near) for near in around]
-    entries = work = 0
-    for node in order:
-        joined = rest[node]
-        table = math.prod(configurations[other] for other in joined)
-        entries += table
-        work += table * configurations[node]
-        for other in joined:
-            rest[other] |= joined
-            rest[other] -= {node, other}
-    return Size(entries, work)
-
-
 def eliminate(model: MinSum, ordering: str = "generate_seq", max_bytes: int = MAX_BYTES) -> Assignment:
-    """The best choice, by eliminating nodes in an ordering of `ordering.ORDERINGS`. Memory is not limited.
+    """The best choice, by eliminating nodes in an ordering of `ORDERINGS`. Memory is not limited.
 
     Raises TableTooLargeError before anything is computed where all tables need more than `max_bytes`; InfeasibleError
     where every choice is forbidden; ConfigurationError for an unknown ordering.
     """
     simple = conditioned(merged(model))
-    return counted(eliminate_in(simple, sequence(simple, ordering), max_bytes), model)
+    if ordering not in ORDERINGS:
+        raise ConfigurationError(f"there is no ordering {ordering!r}; there are {', '.join(ORDERINGS)}")
+    return counted(eliminate_in(simple, ORDERINGS[ordering](neighbours(simple)), max_bytes), model)
 
 
 def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYTES) -> Assignment:
-    """The best choice of a merged model, by eliminating its nodes in this order; raises as `eliminate` does."""
-    needed = 8 * size(neighbours(model), [len(costs) for costs in model.costs], order).entries
+    """The best choice of a merged model, by eliminating its nodes in this order; raises as `eliminate` does.
+
+    A factor waits in the bucket of the first of its nodes to go. So a node's bucket holds all that its configuration is
+    part of once all nodes before it are gone, and its dependent set is what these factors know beside it (D(i) of
+    PaSE): by induction the least over the node is the least over all that went before it, too.
+    """
+    needed = 8 * size(neighbours(model), model.sizes, order)[0]
     if needed > max_bytes:
         # Of hundreds of operators the number is too large for a float.
         asked = f"{needed / 2**30:.3g}" if needed < 2**1000 else f"2^{needed.bit_length() - 31} or more"
@@ -191,58 +191,40 @@ def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYT
     position = {node: index for index, node in enumerate(order)}
     buckets: dict[int, list[Factor]] = {node: [Factor((node,), model.costs[node])] for node in order}
     for edge in model.edges:
-        if position[edge.source] < position[edge.target]:
-            buckets[edge.source].append(Factor((edge.source, edge.target), edge.costs))
-        else:
-            buckets[edge.target].append(Factor((edge.target, edge.source), edge.costs.T))
+        ahead = edge if position[edge.source] < position[edge.target] else edge.reversed
+        buckets[ahead.source].append(Factor((ahead.source, ahead.target), ahead.costs))
     known: dict[tuple[object, ...], Array] = {}
     for node in order:
         scope = tuple(sorted({n for f in buckets[node] for n in f.scope if n != node}, key=position.__getitem__))
         if scope:
-            buckets[scope[0]].append(Factor(scope, _least(buckets[node], node, scope, known)))
-    choice = _choose(buckets, order)
+            buckets[scope[0]].append(Factor(scope, _least(buckets[node], (node, *scope), known)))
+    best: dict[int, int] = {}
+    for node in reversed(order):
+        given = []
+        for factor in buckets[node]:
+            index: list[slice | int] = [slice(None), *(best[other] for other in factor.scope[1:])]
+            given.append(factor.table[tuple(index)])
+        best[node] = int(np.argmin(np.sum(given, axis=0)))
+    choice = tuple(best[node] for node in range(len(order)))
     cost = model.cost_of(choice)
     if math.isinf(cost):
-        raise InfeasibleError("every choice of configurations has a forbidden one, or a forbidden pair")
+        raise no_choice()
     return Assignment(choice, cost, cost, proven=True, memory=model.memory_of(choice))
 
 
-def _choose(buckets: dict[int, list[Factor]], order: tuple[int, ...]) -> tuple[int, ...]:
-    """Every node's best configuration, those of its dependent set being chosen before it."""
-    chosen: dict[int, int] = {}
-    for node in reversed(order):
-        sums = np.sum([_given(factor, chosen) for factor in buckets[node]], axis=0)
-        chosen[node] = int(np.argmin(sums))
-    return tuple(chosen[node] for node in range(len(order)))
-
-
-def _given(factor: Factor, chosen: dict[int, int]) -> Array:
-    """The factor over its first node alone, the others being chosen."""
-    table = factor.table
-    for other in reversed(factor.scope[1:]):
-        table = table[..., chosen[other]]
-    return table
-
-
-def _least(factors: list[Factor], node: int, scope: tuple[int, ...], known: dict[tuple[object, ...], Array]) -> Array:
-    """The least sum of the factors over the node's configurations, a table over `scope`; equal sums are formed once.
+def _least(factors: list[Factor], axes: tuple[int, ...], known: dict[tuple[object, ...], Array]) -> Array:
+    """The least sum of the factors over the first node of `axes`, a table over the others; equal sums are formed once.
 
     `known` tells tables apart by where they lie: all of them are held until the end.
     """
-    axes = {other: axis for axis, other in enumerate((node, *scope))}
-    tables = [_spread(factor, axes) for factor in factors]
+    tables = []
+    for factor in factors:
+        lengths = dict(zip(factor.scope, factor.table.shape, strict=True))
+        tables.append(factor.table.reshape([lengths.get(node, 1) for node in axes]))
     key = tuple(sorted(place(table) for table in tables))
     if key not in known:
         known[key] = summed_least(tables)
     return known[key]
-
-
-def _spread(factor: Factor, axes: dict[int, int]) -> Array:
-    """The factor's table with an axis for each of `axes`, of length 1 where it does not know the node."""
-    shape = [1] * len(axes)
-    for other, length in zip(factor.scope, factor.table.shape, strict=True):
-        shape[axes[other]] = length
-    return factor.table.reshape(shape)
 
 
 def place(table: Array) -> tuple[object, ...]:
@@ -251,17 +233,22 @@ def place(table: Array) -> tuple[object, ...]:
 
 
 def summed_least(tables: list[Array]) -> Array:
-    """The least over the first axis of the sum of tables that are broadcast against each other."""
+    """The least over the first axis of the sum of tables that are broadcast against each other, block by block."""
     shape = np.broadcast_shapes(*(table.shape for table in tables))
     tables = sorted(tables, key=lambda table: table.size)
     least = np.empty(shape[1:], np.result_type(*tables))
     inner = math.prod(shape[2:])
+
+    def part(table: Array) -> Array:
+        """These rows and this block, where the table has their axis."""
+        return table[rows if table.shape[0] > 1 else slice(None), block if table.shape[1] > 1 else slice(None)]
+
     for block in blocks(shape[1], inner):
         best = least[block]
         for rows in blocks(shape[0], inner * (block.stop - block.start)):
-            total = _part(tables[0], rows, block)
+            total = part(tables[0])
             for table in tables[1:]:
-                total = total + _part(table, rows, block)
+                total = total + part(table)
             if rows.start == 0:
                 np.min(total, axis=0, out=best)
             else:
@@ -269,19 +256,70 @@ def summed_least(tables: list[Array]) -> Array:
     return least
 
 
-def _part(table: Array, rows: slice, block: slice) -> Array:
-    """Some indices of the first two axes, where the table has them."""
-    return table[rows if table.shape[0] > 1 else slice(None), block if table.shape[1] > 1 else slice(None)]
+Table = TypeVar("Table")
+
+
+class Contraction(Generic[Table]):
+    """A merged model from which nodes of one or two neighbours are taken away, one after the other.
+
+    What is known of a node or an edge may be any table that can be turned (axes exchanged) and added up.
+    """
+
+    def __init__(
+        self,
+        own: Iterable[Table],
+        edges: Iterable[tuple[int, int, Table]],
+        turn: Callable[[Table], Table],
+        add: Callable[[Table, Table], Table],
+    ) -> None:
+        self.own = dict(enumerate(own))
+        self.around: dict[int, dict[int, Table]] = {node: {} for node in self.own}
+        """Of every node left: its neighbours, and tables [own configurations, theirs]."""
+        self._turn, self._add = turn, add
+        for one, other, table in edges:
+            self._link(one, other, table)
+
+    def tables(self, node: int) -> list[Table]:
+        """All that a node's configuration is part of: its own table, and that with each neighbour, ascending."""
+        around = self.around[node]
+        return [self.own[node], *(around[end] for end in sorted(around))]
+
+    def take(self, node: int, least: Table) -> tuple[int, ...]:
+        """Take a node away, whose one or two neighbours (returned, ascending) then bear `least` of it."""
+        ends = tuple(sorted(self.around.pop(node)))
+        del self.own[node]
+        for end in ends:
+            del self.around[end][node]
+        if len(ends) == 1:
+            self.own[ends[0]] = self._add(self.own[ends[0]], least)
+        else:
+            known = self.around[ends[0]].get(ends[1])
+            self._link(ends[0], ends[1], least if known is None else self._add(known, least))
+        return ends
+
+    def left(self) -> tuple[tuple[int, ...], list[tuple[int, int, Table]]]:
+        """The remaining nodes, and their edges by places among them."""
+        nodes = tuple(self.own)
+        number = {node: index for index, node in enumerate(nodes)}
+        return nodes, [
+            (number[node], number[other], table)
+            for node in nodes
+            for other, table in self.around[node].items()
+            if node < other
+        ]
+
+    def _link(self, one: int, other: int, table: Table) -> None:
+        self.around[one][other] = table
+        self.around[other][one] = self._turn(table)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Eliminated:
-    """A node that is gone, and what it knew."""
+    """A node that is gone, its neighbours, and its tables as `Contraction.tables` has them."""
 
     node: int
-    costs: Array
-    around: tuple[tuple[int, Array], ...]
-    """Neighbours, and matrices [own configurations, theirs]."""
+    ends: tuple[int, ...]
+    tables: list[Array]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -298,13 +336,13 @@ class Reduction:
 
     def expanded(self, choice: Sequence[int]) -> tuple[int, ...]:
         """The choice for all nodes that follows from one for the model's."""
-        chosen = dict(zip(self.nodes, choice, strict=True))
+        best = dict(zip(self.nodes, choice, strict=True))
         for each in reversed(self.gone):
-            seen = each.costs
-            for other, matrix in each.around:
-                seen = seen + matrix[:, chosen[other]]
-            chosen[each.node] = int(np.argmin(seen))
-        return tuple(chosen[node] for node in range(len(chosen)))
+            seen, *matrices = each.tables
+            for end, matrix in zip(each.ends, matrices, strict=True):
+                seen = seen + matrix[:, best[end]]
+            best[each.node] = int(np.argmin(seen))
+        return tuple(best[node] for node in range(len(best)))
 
 
 def reduced(model: MinSum, work: float) -> Reduction:
@@ -313,97 +351,40 @@ def reduced(model: MinSum, work: float) -> Reduction:
     Those that no other has changed go first, of them the cheapest, so that equal layers stay equal as long as they can;
     all of them together take no more than `work`.
     """
-    reducer = _Reducer(model)
-    turn = {node: (0, reducer.work(node)) for node in range(len(model.costs))}
-    heap = [(*turn[node], node) for node in turn]
+    once = Once(place)
+    edges = ((edge.source, edge.target, edge.costs) for edge in model.edges)
+    left = Contraction(model.costs, edges, np.transpose, partial(once, np.add))
+
+    def sums(node: int) -> int:
+        return math.prod(len(left.own[other]) for other in (node, *left.around[node]))
+
+    priority = {node: (0, sums(node)) for node in range(len(model.costs))}
+    heap = [(*priority[node], node) for node in priority]
     heapify(heap)
     spent = 0
     gone: list[Eliminated] = []
     while heap:
         changes, known, node = heappop(heap)
-        if turn.get(node) != (changes, known) or not 1 <= len(reducer.around[node]) <= 2:
+        if priority.get(node) != (changes, known) or not 1 <= len(left.around[node]) <= 2:
             continue
-        more = reducer.new_work(node)
+        tables = left.tables(node)
+        more = 0 if once.knows(_least_over_ends, *tables) else sums(node)
         if spent + more > work:
             break
         spent += more
-        del turn[node]
-        each = reducer.eliminate(node)
-        gone.append(each)
-        for other, _ in each.around:
-            turn[other] = (max(changes, turn[other][0]) + 1, reducer.work(other))
-            heappush(heap, (*turn[other], other))
-    return Reduction(*reducer.left(), tuple(gone), spent)
+        del priority[node]
+        ends = left.take(node, once(_least_over_ends, *tables))
+        gone.append(Eliminated(node, ends, tables))
+        for end in ends:
+            priority[end] = (max(changes, priority[end][0]) + 1, sums(end))
+            heappush(heap, (*priority[end], end))
+    nodes, links = left.left()
+    smaller = MinSum(tuple(left.own.values()), tuple(Edge(*each) for each in links))
+    return Reduction(smaller, nodes, tuple(gone), spent)
 
 
-class _Reducer:
-    """A model on its way; equal sums are formed once."""
-
-    def __init__(self, model: MinSum) -> None:
-        self.costs = dict(enumerate(model.costs))
-        self.around: dict[int, dict[int, Array]] = {node: {} for node in self.costs}
-        """Of every node left: its neighbours, and matrices [own configurations, theirs]."""
-        self._known: dict[Hashable, tuple[list[Array], Array]] = {}
-        """Sums by what was added, which is held so that its place stays its own."""
-        for edge in model.edges:
-            self._link(edge.source, edge.target, edge.costs)
-
-    def work(self, node: int) -> int:
-        """Sums to be compared when a node goes."""
-        return math.prod(len(self.costs[other]) for other in (node, *self.around[node]))
-
-    def new_work(self, node: int) -> int:
-        """The same, none where they have been formed for another."""
-        return 0 if _key(self._tables(node)) in self._known else self.work(node)
-
-    def eliminate(self, node: int) -> Eliminated:
-        """Take a node of one or two neighbours away."""
-        least = self._formed(self._tables(node), summed_least)
-        each = Eliminated(node, self.costs.pop(node), tuple(sorted(self.around.pop(node).items(), key=itemgetter(0))))
-        ends = [other for other, _ in each.around]
-        for other in ends:
-            del self.around[other][node]
-        if len(ends) == 1:
-            self.costs[ends[0]] = self._formed([self.costs[ends[0]], least], _both)
-        else:
-            known = self.around[ends[0]].get(ends[1])
-            self._link(ends[0], ends[1], least if known is None else self._formed([known, least], _both))
-        return each
-
-    def left(self) -> tuple[MinSum, tuple[int, ...]]:
-        """The remaining model, and its nodes."""
-        nodes = tuple(self.costs)
-        number = {node: index for index, node in enumerate(nodes)}
-        edges = [
-            Edge(number[node], number[other], matrix)
-            for node in nodes
-            for other, matrix in self.around[node].items()
-            if node < other
-        ]
-        return MinSum(tuple(self.costs.values()), tuple(edges)), nodes
-
-    def _link(self, one: int, other: int, matrix: Array) -> None:
-        self.around[one][other] = matrix
-        self.around[other][one] = matrix.T
-
-    def _tables(self, node: int) -> list[Array]:
-        """Tables that a node's elimination adds up, an axis for the node and one for each neighbour in order."""
-        tables = [self.costs[node]] + [matrix for _, matrix in sorted(self.around[node].items(), key=itemgetter(0))]
-        if len(tables) == 2:
-            return [tables[0][:, None], tables[1]]
-        return [tables[0][:, None, None], tables[1][:, :, None], tables[2][:, None, :]]
-
-    def _formed(self, tables: list[Array], form: Callable[[list[Array]], Array]) -> Array:
-        key = _key(tables)
-        if key not in self._known:
-            self._known[key] = tables, form(tables)
-        return self._known[key][1]
-
-
-def _both(tables: list[Array]) -> Array:
-    total: Array = tables[0] + tables[1]
-    return total
-
-
-def _key(tables: list[Array]) -> Hashable:
-    return tuple(place(table) for table in tables)
+def _least_over_ends(own: Array, first: Array, second: Array | None = None) -> Array:
+    """For every choice of a node's one or two ends the least sum of what the node is part of."""
+    if second is None:
+        return summed_least([own[:, None], first])
+    return summed_least([own[:, None, None], first[:, :, None], second[:, None, :]])

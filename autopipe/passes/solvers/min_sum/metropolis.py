@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.solvers.min_sum.model import Array, Assignment, MinSum, merged
+from autopipe.passes.solvers.min_sum.model import Assignment, Edge, MinSum, merged
 
 
 def walk(
@@ -32,7 +31,7 @@ def walk(
     taken only where it needs less memory than the one before. No bound is known: the answer's is minus infinity.
     Raises InfeasibleError where the start is forbidden.
     """
-    here = _walker(model, start, len(model.costs) - followers, math.inf if memory_limit is None else memory_limit)
+    here = _Walker(model, start, len(model.costs) - followers, math.inf if memory_limit is None else memory_limit)
     if here.cost == math.inf:
         raise InfeasibleError("a walk cannot begin with a choice that is forbidden")
     heat = temperature * here.cost / max(1, here.free)
@@ -49,21 +48,20 @@ def walk(
     return Assignment(best, model.cost_of(best), -math.inf, proven=False, memory=memory, fits=memory <= here.limit)
 
 
-_Near = tuple[tuple[int, Array, Array | None], ...]
-"""A node's neighbours, each with costs and memory by the node's own configuration and the neighbour's."""
-
-
-@dataclass(slots=True)
 class _Walker:
     """Where a walk stands, with what that costs; nodes from `free` on follow."""
 
-    model: MinSum
-    near: tuple[_Near, ...]
-    choice: list[int]
-    free: int
-    limit: float
-    cost: float = 0.0
-    memory: float = 0.0
+    def __init__(self, model: MinSum, start: Sequence[int], free: int, limit: float) -> None:
+        self.model = merged(model)
+        self.choice, self.free, self.limit = list(start), free, limit
+        self.around: list[list[Edge]] = [[] for _ in model.costs]
+        """Of every node: its edges, each from it."""
+        for edge in self.model.edges:
+            self.around[edge.source].append(edge)
+            self.around[edge.target].append(edge.reversed)
+        for node in range(free, len(model.costs)):
+            self.choice[node] = self._follow(node, {})
+        self.cost, self.memory = float(model.cost_of(self.choice)), float(model.memory_of(self.choice))
 
     @property
     def rank(self) -> tuple[bool, float]:
@@ -74,7 +72,10 @@ class _Walker:
         """Give a node the proposed configuration if `chance`, from 0 to 1, allows; whether it did."""
         if proposed == self.choice[node]:
             return False
-        changed = self._changed(node, proposed)
+        changed = {node: proposed}
+        for edge in self.around[node]:
+            if edge.target >= self.free:
+                changed[edge.target] = self._follow(edge.target, changed)
         cost, memory = self._difference(changed)
         if self.memory + memory > self.limit:
             taken = memory < 0 and cost < math.inf
@@ -86,20 +87,12 @@ class _Walker:
             self.cost, self.memory = self.cost + cost, self.memory + memory
         return taken
 
-    def follow(self, node: int, changed: dict[int, int]) -> int:
+    def _follow(self, node: int, changed: dict[int, int]) -> int:
         """The cheapest configuration of a node, given those that the others have or change to."""
         total = self.model.costs[node]
-        for other, costs, _ in self.near[node]:
-            total = total + costs[:, changed.get(other, self.choice[other])]
+        for edge in self.around[node]:
+            total = total + edge.costs[:, changed.get(edge.target, self.choice[edge.target])]
         return int(total.argmin())
-
-    def _changed(self, node: int, proposed: int) -> dict[int, int]:
-        """The configurations of a node and of the followers beside it, once the node changes."""
-        changed = {node: proposed}
-        for other, _, _ in self.near[node]:
-            if other >= self.free:
-                changed[other] = self.follow(other, changed)
-        return changed
 
     def _difference(self, changed: dict[int, int]) -> tuple[float, float]:
         """How much more the changed choice costs, and how many bytes more it needs."""
@@ -109,25 +102,12 @@ class _Walker:
             cost += float(self.model.costs[node][number] - self.model.costs[node][before])
             if self.model.memory is not None:
                 memory += float(self.model.memory[node][number] - self.model.memory[node][before])
-            for other, costs, bytes_ in self.near[node]:
-                if other in changed and other < node:
+            for edge in self.around[node]:
+                if edge.target in changed and edge.target < node:
                     continue  # Counted from the other end.
-                was, now = (before, self.choice[other]), (number, changed.get(other, self.choice[other]))
-                cost += float(costs[now] - costs[was])
-                if bytes_ is not None:
-                    memory += float(bytes_[now] - bytes_[was])
+                there = self.choice[edge.target]
+                was, now = (before, there), (number, changed.get(edge.target, there))
+                cost += float(edge.costs[now] - edge.costs[was])
+                if edge.memory is not None:
+                    memory += float(edge.memory[now] - edge.memory[was])
         return cost, memory
-
-
-def _walker(model: MinSum, start: Sequence[int], free: int, limit: float) -> _Walker:
-    """A walk at `start`, followers where it costs them least."""
-    simple = merged(model)
-    near: list[list[tuple[int, Array, Array | None]]] = [[] for _ in model.costs]
-    for edge in simple.edges:
-        near[edge.source].append((edge.target, edge.costs, edge.memory))
-        near[edge.target].append((edge.source, edge.costs.T, None if edge.memory is None else edge.memory.T))
-    found = _Walker(simple, tuple(map(tuple, near)), list(start), free, limit)
-    for node in range(free, len(model.costs)):
-        found.choice[node] = found.follow(node, {})
-    found.cost, found.memory = float(model.cost_of(found.choice)), float(model.memory_of(found.choice))
-    return found

@@ -1,24 +1,14 @@
-"""Pairwise min-sum models: nodes that choose a configuration each, and edges on which two choices cost something.
-
-Models in which nodes keep only some of their configurations.
-
-Memory as a cost: what a byte is worth, and least memory alone.
-
-Result of a solver, and its proof.
-
-How much a search may do: counted, so that equal requests give equal answers; the clock only ends what a slow machine
-cannot do in time.
-
-Large tables are worked on in blocks that a core's cache holds.
+"""Pairwise min-sum models (nodes that choose a configuration each, and edges on which two choices cost something),
+models made from models, the answer of a solver with its proof, and the budget of a search.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +18,33 @@ from autopipe.ir.errors import AutopipeError, InfeasibleError
 Array: TypeAlias = NDArray[Any]
 """Of int64 or float64. Float64 holds whole numbers below 2^53 exactly, and inf for what is forbidden."""
 Number: TypeAlias = int | float
+Kept: TypeAlias = Sequence[Array]
+"""Of every node: ascending indices of configurations."""
+_Made = TypeVar("_Made")
+
+
+class Once:
+    """Results of functions of arrays; where layers repeat, equal ones are formed once and stay one object.
+
+    An argument is known by `mark`: which object it is, or where it lies. All are held, so that their marks stay theirs.
+    """
+
+    def __init__(self, mark: Callable[[Any], Hashable] = id) -> None:
+        self._mark = mark
+        self._known: dict[Hashable, tuple[tuple[Any, ...], Any]] = {}
+
+    def key(self, form: Callable[..., object], *arguments: object) -> Hashable:
+        return form, *map(self._mark, arguments)
+
+    def knows(self, form: Callable[..., object], *arguments: object) -> bool:
+        return self.key(form, *arguments) in self._known
+
+    def __call__(self, form: Callable[..., _Made], *arguments: object) -> _Made:
+        key = self.key(form, *arguments)
+        if key not in self._known:
+            self._known[key] = arguments, form(*arguments)
+        made: _Made = self._known[key][1]
+        return made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +57,10 @@ class Edge:
     """[configurations of source, configurations of target]"""
     memory: Array | None = None
     """Bytes, of the same shape, not negative; None is none."""
+
+    @property
+    def reversed(self) -> Edge:
+        return Edge(self.target, self.source, self.costs.T, None if self.memory is None else self.memory.T)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,16 +85,22 @@ class MinSum:
         if self.memory is not None and [a.shape for a in self.memory] != [a.shape for a in self.costs]:
             raise AutopipeError("min-sum: memory needs one vector for every node, each as long as the node's costs")
         for edge in self.edges:
-            shape = (self.configurations(edge.source), self.configurations(edge.target))
+            shape = (len(self.costs[edge.source]), len(self.costs[edge.target]))
             for array in (edge.costs, edge.memory):
                 if array is not None and array.shape != shape:
                     raise AutopipeError(
                         f"min-sum: edge {edge.source}-{edge.target} needs a matrix of shape {shape}, not {array.shape}"
                     )
 
-    def configurations(self, node: int) -> int:
-        """How many configurations a node has."""
-        return len(self.costs[node])
+    @property
+    def node_memory(self) -> tuple[Array | None, ...]:
+        """`memory`, None for every node where there is none."""
+        return self.memory or (None,) * len(self.costs)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Configurations of every node."""
+        return [len(costs) for costs in self.costs]
 
     def cost_of(self, choice: Sequence[int]) -> Number:
         """Cost of one configuration for every node: an int, exactly, where all costs are integers."""
@@ -91,6 +118,14 @@ class MinSum:
             parts += [memory[x] for memory, x in zip(self.memory, choice, strict=True)]
         return _total(parts)
 
+    def least_memory(self) -> list[Number]:
+        """Of every node: the least bytes of its configurations."""
+        return [0 if memory is None else memory.min().item() for memory in self.node_memory]
+
+    def cells(self, sizes: Sequence[int]) -> int:
+        """Pairs of configurations on all edges when the nodes have these numbers of them."""
+        return sum(sizes[edge.source] * sizes[edge.target] for edge in self.edges)
+
 
 def _total(parts: list[Any]) -> Number:
     if all(isinstance(part, np.integer) for part in parts):
@@ -98,26 +133,21 @@ def _total(parts: list[Any]) -> Number:
     return math.fsum(float(part) for part in parts)
 
 
+def no_choice() -> InfeasibleError:
+    return InfeasibleError("every choice of configurations has a forbidden one, or a forbidden pair")
+
+
 def merged(model: MinSum) -> MinSum:
     """The same sums with at most one edge between two nodes, from the lower to the higher, and none from one to itself.
 
     Arrays that need no change stay the objects they are; what is changed equally is changed once.
     """
+    once = Once()
+
+    def added(one: Array | None, other: Array | None) -> Array | None:
+        return once(np.add, one, other) if one is not None and other is not None else (other if one is None else one)
+
     costs, memory = list(model.costs), list(model.memory or ())
-    arrays: dict[tuple[object, ...], Array] = {}
-
-    def turned(array: Array) -> Array:
-        return arrays.setdefault((id(array),), array.T)
-
-    def added(one: Array, other: Array) -> Array:
-        key = (id(one), id(other))
-        if key not in arrays:
-            arrays[key] = one + other
-        return arrays[key]
-
-    def added_memory(one: Array | None, other: Array | None) -> Array | None:
-        return added(one, other) if one is not None and other is not None else (other if one is None else one)
-
     if any(edge.memory is not None and edge.source == edge.target for edge in model.edges) and not memory:
         memory = [np.zeros(len(vector), np.int64) for vector in costs]
     pairs: dict[tuple[int, int], Edge] = {}
@@ -129,12 +159,93 @@ def merged(model: MinSum) -> MinSum:
                 memory[low] = memory[low] + np.diagonal(edge.memory)
             continue
         if edge.source != low:
-            edge = Edge(low, high, turned(edge.costs), None if edge.memory is None else turned(edge.memory))
-        if (low, high) in pairs:
-            known = pairs[low, high]
-            edge = Edge(low, high, added(known.costs, edge.costs), added_memory(known.memory, edge.memory))
+            turned = None if edge.memory is None else once(np.transpose, edge.memory)
+            edge = Edge(low, high, once(np.transpose, edge.costs), turned)
+        if known := pairs.get((low, high)):
+            edge = Edge(low, high, once(np.add, known.costs, edge.costs), added(known.memory, edge.memory))
         pairs[low, high] = edge
     return MinSum(tuple(costs), tuple(pairs.values()), tuple(memory) or None)
+
+
+def restricted(model: MinSum, kept: Kept) -> MinSum:
+    """The model of what is kept; arrays that were shared and are restricted equally are shared again."""
+    once = Once()
+    alike: dict[bytes, Array] = {}
+    some = [
+        None if len(keep) == len(costs) else alike.setdefault(keep.tobytes(), keep)
+        for keep, costs in zip(kept, model.costs, strict=True)
+    ]
+
+    def vector(array: Array, node: int) -> Array:
+        return array if some[node] is None else once(np.take, array, some[node])
+
+    def part(array: Array, rows: Array | None, columns: Array | None) -> Array:
+        found = array if rows is None else array.take(rows, 0)
+        return found if columns is None else found.take(columns, 1)
+
+    return MinSum(
+        tuple(vector(costs, node) for node, costs in enumerate(model.costs)),
+        tuple(
+            Edge(
+                edge.source,
+                edge.target,
+                once(part, edge.costs, some[edge.source], some[edge.target]),
+                None if edge.memory is None else once(part, edge.memory, some[edge.source], some[edge.target]),
+            )
+            for edge in model.edges
+        ),
+        None if model.memory is None else tuple(vector(memory, node) for node, memory in enumerate(model.memory)),
+    )
+
+
+def conditioned(model: MinSum) -> MinSum:
+    """A merged model whose nodes of one configuration have no edges: the others bear what those cost."""
+    once = Once()
+    costs = list(model.costs)
+    memory = None if model.memory is None else list(model.memory)
+    kept: list[Edge] = []
+
+    def bear(vector: Array, array: Array) -> Array:
+        total: Array = vector + array.reshape(-1)
+        return total
+
+    for edge in model.edges:
+        if 1 not in edge.costs.shape:
+            kept.append(edge)
+            continue
+        node = edge.source if edge.costs.shape[1] == 1 else edge.target
+        costs[node] = once(bear, costs[node], edge.costs)
+        if edge.memory is not None:
+            memory = memory or [np.zeros(len(vector), np.int64) for vector in model.costs]
+            memory[node] = once(bear, memory[node], edge.memory)
+    return MinSum(tuple(costs), tuple(kept), None if memory is None else tuple(memory))
+
+
+def priced(model: MinSum, rate: float) -> MinSum:
+    """The model in which every byte costs `rate` on top (Lagrangian relaxation of a memory limit)."""
+    return _with_costs(model, lambda costs, memory: costs if memory is None else costs + rate * memory)
+
+
+def memory_alone(model: MinSum) -> MinSum:
+    """The model whose cost is the memory; what is forbidden stays so. Edges without a say are left out."""
+
+    def needs(costs: Array, memory: Array | None) -> Array:
+        forbidden = np.isinf(costs)
+        bytes_ = np.zeros(costs.shape, np.int64) if memory is None else memory
+        return np.where(forbidden, np.inf, bytes_) if forbidden.any() else bytes_
+
+    found = _with_costs(model, needs)
+    return replace(found, edges=tuple(edge for edge in found.edges if edge.costs.any()))
+
+
+def _with_costs(model: MinSum, form: Callable[[Array, Array | None], Array]) -> MinSum:
+    """The model whose costs are made of the costs and the memory of each node and edge."""
+    once = Once()
+    return replace(
+        model,
+        costs=tuple(once(form, *each) for each in zip(model.costs, model.node_memory, strict=True)),
+        edges=tuple(replace(edge, costs=once(form, edge.costs, edge.memory)) for edge in model.edges),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +296,9 @@ PATIENCE_S = 60.0
 
 
 class Budget:
-    """Rest of a time limit."""
+    """Rest of a time limit: sums to be compared, so that equal requests give equal answers. The clock only ends what a
+    slow machine cannot do in time.
+    """
 
     def __init__(self, seconds: float | None, patience: float = PATIENCE_S) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
@@ -201,7 +314,6 @@ class Budget:
         return max(0.0, self._work - self._spent)
 
     def spend(self, sums: float) -> None:
-        """So many sums are compared."""
         self._spent += sums
         if self._whole is not None:
             self._whole.spend(sums)
@@ -219,60 +331,20 @@ ENTRIES = 1 << 15
 
 
 def blocks(length: int, width: int) -> Iterator[slice]:
-    """Ranges of indices that together are all, of as many as have ENTRIES entries when each index has `width`."""
+    """Ranges of indices, each of as many as have ENTRIES entries (a core's cache) when each index has `width`."""
     step = max(1, ENTRIES // max(1, width))
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
 
 
-Kept: TypeAlias = Sequence[Array]
-"""Of every node: ascending indices of configurations."""
-
-
 def everything(model: MinSum) -> list[Array]:
     """All configurations of every node."""
-    return [np.arange(len(costs)) for costs in model.costs]
+    return [np.arange(size) for size in model.sizes]
 
 
 def chosen(kept: Kept, positions: Sequence[int]) -> tuple[int, ...]:
     """The configurations at these positions among what is kept."""
     return tuple(int(keep[x]) for keep, x in zip(kept, positions, strict=True))
-
-
-def restricted(model: MinSum, kept: Kept) -> MinSum:
-    """The model of what is kept; arrays that were shared and are restricted equally are shared again."""
-    known: dict[tuple[object, ...], Array] = {}
-    marks = [None if len(keep) == model.configurations(node) else keep.tobytes() for node, keep in enumerate(kept)]
-
-    def vector(array: Array, node: int) -> Array:
-        if marks[node] is None:
-            return array
-        key = (id(array), marks[node])
-        if key not in known:
-            known[key] = array[kept[node]]
-        return known[key]
-
-    def matrix(array: Array, source: int, target: int) -> Array:
-        if marks[source] is None and marks[target] is None:
-            return array
-        key = (id(array), marks[source], marks[target])
-        if key not in known:
-            known[key] = array.take(kept[source], 0).take(kept[target], 1)
-        return known[key]
-
-    return MinSum(
-        tuple(vector(costs, node) for node, costs in enumerate(model.costs)),
-        tuple(
-            Edge(
-                edge.source,
-                edge.target,
-                matrix(edge.costs, edge.source, edge.target),
-                None if edge.memory is None else matrix(edge.memory, edge.source, edge.target),
-            )
-            for edge in model.edges
-        ),
-        None if model.memory is None else tuple(vector(memory, node) for node, memory in enumerate(model.memory)),
-    )
 
 
 class Support:
@@ -307,71 +379,5 @@ class Support:
                         left[node] = left[node][beside]
                         changed = True
         if not all(len(keep) for keep in left):
-            raise InfeasibleError("every choice of configurations has a forbidden one, or a forbidden pair")
+            raise no_choice()
         return left
-
-
-def conditioned(model: MinSum) -> MinSum:
-    """A merged model whose nodes of one configuration have no edges: the others bear what those cost."""
-    costs = list(model.costs)
-    memory = None if model.memory is None else list(model.memory)
-    sums: dict[tuple[int, int], tuple[Array, Array]] = {}
-    kept: list[Edge] = []
-
-    def bear(vectors: list[Array], node: int, array: Array) -> None:
-        key = (id(vectors[node]), id(array))
-        if key not in sums:
-            sums[key] = vectors[node], vectors[node] + array.reshape(-1)
-        vectors[node] = sums[key][1]
-
-    for edge in model.edges:
-        if 1 not in edge.costs.shape:
-            kept.append(edge)
-            continue
-        node = edge.source if edge.costs.shape[1] == 1 else edge.target
-        bear(costs, node, edge.costs)
-        if edge.memory is not None:
-            memory = memory or [np.zeros(len(vector), np.int64) for vector in model.costs]
-            bear(memory, node, edge.memory)
-    return MinSum(tuple(costs), tuple(kept), None if memory is None else tuple(memory))
-
-
-def priced(model: MinSum, rate: float) -> MinSum:
-    """The model in which every byte costs `rate` on top (Lagrangian relaxation of a memory limit)."""
-    known: dict[tuple[int, int], Array] = {}
-
-    def both(costs: Array, memory: Array | None) -> Array:
-        if memory is None:
-            return costs
-        key = (id(costs), id(memory))
-        if key not in known:
-            known[key] = costs + rate * memory
-        return known[key]
-
-    memory = model.memory or (None,) * len(model.costs)
-    return replace(
-        model,
-        costs=tuple(both(costs, needs) for costs, needs in zip(model.costs, memory, strict=True)),
-        edges=tuple(replace(edge, costs=both(edge.costs, edge.memory)) for edge in model.edges),
-    )
-
-
-def memory_alone(model: MinSum) -> MinSum:
-    """The model whose cost is the memory; what is forbidden stays so. Edges without a say are left out."""
-    known: dict[tuple[int, int], Array] = {}
-
-    def needs(costs: Array, memory: Array | None) -> Array:
-        key = (id(costs), id(memory))
-        if key not in known:
-            forbidden = np.isinf(costs)
-            bytes_ = np.zeros(costs.shape, np.int64) if memory is None else memory
-            known[key] = np.where(forbidden, np.inf, bytes_) if forbidden.any() else bytes_
-        return known[key]
-
-    memory = model.memory or (None,) * len(model.costs)
-    edges = tuple(replace(edge, costs=needs(edge.costs, edge.memory)) for edge in model.edges)
-    return replace(
-        model,
-        costs=tuple(needs(costs, bytes_) for costs, bytes_ in zip(model.costs, memory, strict=True)),
-        edges=tuple(edge for edge in edges if edge.costs.any()),
-    )

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.ir.errors import AutopipeError, InfeasibleError
+from autopipe.ir.errors import AutopipeError
 from autopipe.passes.solvers.milp import Builder, Limits, Model, SolverName, SolverReport, Status, solve
 
 # `autopipe.passes.solvers.milp` names the function.
@@ -89,8 +89,6 @@ def test_costs_of_any_size_are_told_apart(solver: SolverName) -> None:
 def test_no_values_are_told_as_proven(solver: SolverName) -> None:
     answer = solve(knapsack(-1.0), 60.0, solver=solver)
     assert (answer.status, answer.found, len(answer.values)) == (Status.INFEASIBLE, False, 0)
-    with pytest.raises(InfeasibleError, match="stages: no choice keeps every constraint"):
-        answer.required("stages")
 
 
 @both
@@ -157,8 +155,6 @@ def test_no_time_leaves_the_start_or_nothing() -> None:
     model = knapsack()
     nothing = solve(model, 0.0)
     assert nothing.status is Status.UNKNOWN
-    with pytest.raises(InfeasibleError, match="no choice was found within the time limit"):
-        nothing.required("stages")
     answer = solve(model, 0.0, start=np.array([1.0, 1.0]))
     assert (answer.status, answer.objective) == (Status.FEASIBLE, -8)
     assert answer.gap == np.inf
