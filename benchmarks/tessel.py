@@ -43,17 +43,17 @@ from autopipe.passes.placement.tessel_shapes.cuts import (
 from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes, shared_out
 from autopipe.passes.registry import Scheduler
 from autopipe.passes.runner import NullObserver, Runner
-from autopipe.passes.schedule.block_shapes import SHAPES, shape
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.published.base import GPipe
 from autopipe.passes.schedule.published.bidirectional import Chimera
-from autopipe.passes.schedule.published.blocks import schedule_blocks
+from autopipe.passes.schedule.published.blocks import SHAPES, schedule_blocks, shape
 from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward, OneForwardOneBackwardPlus
 from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.schedule.tessel.model import SearchOptions, turn_of
 from autopipe.passes.schedule.tessel.scheduler import Tessel
-from autopipe.passes.schedule.tessel.search import search, search_in_flight, search_whole
+from autopipe.passes.schedule.tessel.search import search
 from benchmarks.table import Case, Row, cases_of
+from benchmarks.tessel_baselines import search_in_flight, search_whole
 
 # What the paper states as numbers, on four devices.
 BUBBLE_RATES: Final = {

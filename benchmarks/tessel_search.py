@@ -18,7 +18,7 @@ from command_line import parse_arguments
 from ortools.sat.python import cp_model  # noqa: F401 - imported before anything is timed
 
 from autopipe.ir.block_schedule import BlockGraph
-from autopipe.passes.schedule.block_shapes import SHAPES, shape
+from autopipe.passes.schedule.published.blocks import SHAPES, shape
 from autopipe.passes.schedule.tessel.model import Budget, SearchOptions
 from autopipe.passes.schedule.tessel.search import least_steady_period, search
 

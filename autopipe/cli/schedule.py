@@ -83,7 +83,7 @@ def _graph(
 ) -> BlockGraph:
     """The blocks that were asked for."""
     from autopipe.configs.placement_file import read_placement
-    from autopipe.passes.schedule import block_shapes
+    from autopipe.passes.schedule.published import blocks
 
     if (placement is None) == (shape is None):
         what = "both a file and --shape are given" if shape is not None else "nothing to schedule is given"
@@ -94,15 +94,14 @@ def _graph(
                 raise ConfigurationError(f"{flag} is for --shape; {placement} says its own", hint=f"leave out {flag}")
         return read_placement(placement)
     assert shape is not None, "either a file or a shape is given"
-    return block_shapes.shape(shape, devices or 4, train=mode != "infer", memory=memory)
+    return blocks.shape(shape, devices or 4, train=mode != "infer", memory=memory)
 
 
 def _scheduled(output: Output, graph: BlockGraph, units: int, name: str, time_limit: float, seed: int) -> BlockSchedule:
     """The schedule, which has been checked."""
     from autopipe.ir.block_schedule import check_blocks
-    from autopipe.passes.schedule.block_shapes import require_room
     from autopipe.passes.schedule.published.blocks import schedule_blocks
-    from autopipe.passes.schedule.tessel.model import SearchOptions
+    from autopipe.passes.schedule.tessel.model import SearchOptions, require_room
     from autopipe.passes.schedule.tessel.search import search
 
     require_room(graph, units)

@@ -89,27 +89,45 @@ class BlockGraph:
     @cached_property
     def order(self) -> tuple[int, ...]:
         """Indices of the blocks, each after all that it waits for; without those in or behind a circle."""
-        waits = [len(set(block.after)) for block in self.blocks]
-        following: list[list[int]] = [[] for _ in self.blocks]
-        for index, block in enumerate(self.blocks):
-            for other in set(block.after):
-                following[other].append(index)
-        found = [index for index, count in enumerate(waits) if count == 0]
+        left = [len(set(block.after)) for block in self.blocks]
+        found = [index for index, count in enumerate(left) if count == 0]
         for index in found:
-            for other in following[index]:
-                waits[other] -= 1
-                if waits[other] == 0:
+            for other in self.following[index]:
+                left[other] -= 1
+                if left[other] == 0:
                     found.append(other)
         return tuple(found)
 
     @cached_property
+    def following(self) -> tuple[tuple[int, ...], ...]:
+        """For each block those that wait for it, ascending."""
+        found: list[list[int]] = [[] for _ in self.blocks]
+        for index, block in enumerate(self.blocks):
+            for other in set(block.after):
+                found[other].append(index)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def waits(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each block (other, time): it starts no earlier than that time after the other's start."""
+        return tuple(
+            tuple((other, self.blocks[other].time + block.delay(at)) for at, other in enumerate(block.after))
+            for block in self.blocks
+        )
+
+    @cached_property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """The blocks of each device, ascending."""
+        found: list[list[int]] = [[] for _ in range(self.devices)]
+        for index, block in enumerate(self.blocks):
+            for device in block.devices:
+                found[device].append(index)
+        return tuple(map(tuple, found))
+
+    @cached_property
     def loads(self) -> tuple[int, ...]:
         """Time of one unit on each device."""
-        found = [0] * self.devices
-        for block in self.blocks:
-            for device in block.devices:
-                found[device] += block.time
-        return tuple(found)
+        return tuple(sum(self.blocks[index].time for index in members) for members in self.members)
 
 
 def _names(blocks: Iterable[Block]) -> list[str]:

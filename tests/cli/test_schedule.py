@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autopipe.ir.schedule_file import read_block_schedule
-from autopipe.passes.schedule.block_shapes import shape
+from autopipe.passes.schedule.published.blocks import shape
 from tests.cli.command_line import CommandLine
 
 GOOD = """\

@@ -1,7 +1,4 @@
-"""The order that a file in PyTorch's CSV asks for.
-
-Reading an order from the CSV of `torch.distributed.pipelining`: a row a rank, computation alone.
-"""
+"""The order that a file in the CSV of `torch.distributed.pipelining` asks for: a row a rank, computation alone."""
 
 from __future__ import annotations
 
@@ -51,26 +48,23 @@ def _row(line: str, where: str) -> Iterator[Cell]:
     column = 1
     for cell in line.split(","):
         place = f"{where}:{column + len(cell) - len(cell.lstrip())}"
-        yield from (Cell(task, place) for task in _tasks(cell.strip().strip('"').strip(), place))
+        text = cell.strip().strip('"').strip()
+        overlapped = _OVERLAPPED.fullmatch(text)
+        for part in overlapped[1].split(";") if overlapped else [text] if text else []:
+            found = _TASK.fullmatch(part.strip())
+            if found is None:
+                raise _refusal(part.strip(), place)
+            yield Cell(Task(int(found[1]), Phase(found[2]), int(found[3])), place)
         column += len(cell) + 1
 
 
-def _tasks(text: str, place: str) -> Iterator[Task]:
-    overlapped = _OVERLAPPED.fullmatch(text)
-    for part in overlapped[1].split(";") if overlapped else [text] if text else []:
-        found = _TASK.fullmatch(part.strip())
-        if found is None:
-            raise _refusal(part.strip(), place)
-        yield Task(int(found[1]), Phase(found[2]), int(found[3]))
-
-
 def _refusal(text: str, place: str) -> ConfigurationError:
-    shown = text if len(text) <= 40 else text[:40] + "..."
+    quoted = repr(text if len(text) <= 40 else text[:40] + "...")
     if _ACTION.fullmatch(text):
         hint = "autopipe finds out itself what is sent when; let torch write the file as compute_only"
-        return ConfigurationError(f"{shown!r} is no computation", hint, place)
+        return ConfigurationError(f"{quoted} is no computation", hint, place)
     hint = "tasks are written like 2F0: stage, F, B, I or W, micro-batch"
-    return ConfigurationError(f"{shown!r} is not a task", hint, place)
+    return ConfigurationError(f"{quoted} is not a task", hint, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +81,6 @@ class CsvOrder:
     """The file, relative to the working folder."""
 
     def requires(self, problem: Problem, placement: Placement) -> None:
-        """Raise ConfigurationError where no file is given, InfeasibleError where micro-batches differ."""
         if not self.file:
             raise ConfigurationError("schedule csv follows a file, and none is given", "--set schedule.file=order.csv")
         require_equal_micro_batches(self.name, problem, placement)
@@ -105,7 +98,13 @@ def fitted_order(rows: list[list[Cell]], file: str, graph: StageGraph, micro_bat
             hint = f"a row each for {graph.devices} devices"
             raise ConfigurationError(f"there is no device {rank}", hint, row[0].place)
     rows = [*rows[: graph.devices], *([] for _ in range(graph.devices - len(rows)))]
-    _check_micro_batches(rows, file, micro_batches)
+    last = max((cell for row in rows for cell in row), key=lambda cell: cell.task.micro_batch, default=None)
+    if last is None:
+        raise ConfigurationError("the file has no tasks", where=file)
+    if last.task.micro_batch + 1 != micro_batches:
+        count = last.task.micro_batch + 1
+        reason = f"the order is for {count} micro-batches, the step has {micro_batches}"
+        raise ConfigurationError(reason, f"plan with --micro-batches {count}", last.place)
     tasks = tuple(tuple(cell.task for cell in row) for row in rows)
     schedule = Schedule(micro_batches, tasks, find_repetends(tasks))
     try:
@@ -115,15 +114,3 @@ def fitted_order(rows: list[list[Cell]], file: str, graph: StageGraph, micro_bat
         place = row[error.position].place if row else f"{file}:{error.device + 1}"
         raise ConfigurationError(error.reason, "write the file for this placement", place) from error
     return schedule
-
-
-def _check_micro_batches(rows: list[list[Cell]], file: str, micro_batches: int) -> None:
-    last = max((cell for row in rows for cell in row), key=lambda cell: cell.task.micro_batch, default=None)
-    if last is None:
-        raise ConfigurationError("the file has no tasks", where=file)
-    count = last.task.micro_batch + 1
-    if count != micro_batches:
-        hint = f"plan with --micro-batches {count}"
-        raise ConfigurationError(
-            f"the order is for {count} micro-batches, the step has {micro_batches}", hint, last.place
-        )

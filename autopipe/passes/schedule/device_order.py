@@ -1,7 +1,4 @@
-"""In which order the groups of a mixed cluster stand along a pipeline: all orders of few kinds are tried.
-
-One size of micro-batches for all stages, found by trying all that there may be.
-"""
+"""Placements by trial: orders of a mixed cluster's groups along the pipeline, and sizes of micro-batches."""
 
 from __future__ import annotations
 
@@ -48,10 +45,10 @@ def best_order(problem: Problem, place: Callable[[Problem], Placement], parts: b
     named = any(each.devices is not None for each in problem.constraints)
     orders = [*(parts_of(problem.cluster) if parts and not named else ()), *orders_of(problem.cluster)]
     end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
-    for tried, order in enumerate(orders):
+    for position, order in enumerate(orders):
         ordered, old = _reordered(problem, order)
         if end is not None:
-            ordered = replace(ordered, time_limit=max(0.0, (end - time.monotonic()) / (len(orders) - tried)))
+            ordered = replace(ordered, time_limit=max(0.0, (end - time.monotonic()) / (len(orders) - position)))
         if best is not None:
             ordered = replace(ordered, known_s=min(problem.known_s, best[0]))
             if ideal_s(ordered) >= best[0] or ordered.time_limit == 0:
@@ -59,13 +56,15 @@ def best_order(problem: Problem, place: Callable[[Problem], Placement], parts: b
         try:
             found = place(ordered)
             check_kinds(ordered, found)
-            seconds = _step_s(ordered, found)
+            sized = resized(ordered, max(stage.micro_batch_size for stage in found.stages))
+            seconds = quick_step_seconds(sized, found, stage_costs(sized, found))
         except REFUSALS as error:
             if refused is None or order == given:
                 refused = error
             continue
         if best is None or seconds < best[0]:
-            best = seconds, _on_devices(found, old)
+            stages = (replace(stage, devices=tuple(old[device] for device in stage.devices)) for stage in found.stages)
+            best = seconds, replace(found, stages=tuple(stages))
     if best is None:
         assert refused is not None, "there is the order that is given"
         raise refused
@@ -79,9 +78,9 @@ def orders_of(cluster: Cluster) -> Iterator[tuple[int, ...]]:
     orders = _permuted(kinds, every) if len(every) <= _FEW_KINDS else [given[::-1]]
     seen = set()
     for order in (given, *orders):
-        alike = tuple((kinds[each], cluster.groups[each]) for each in order)
-        if alike not in seen:
-            seen.add(alike)
+        content = tuple((kinds[each], cluster.groups[each]) for each in order)
+        if content not in seen:
+            seen.add(content)
             yield order
 
 
@@ -113,7 +112,11 @@ def ideal_s(problem: Problem) -> float:
     that is least; shares of it are counted as that part of what it takes, and launches as nothing.
     """
     counts = Counter(problem.cluster.devices)
-    work = [problem.work[node] for node in _live_nodes(problem)]
+    # The nodes that a step runs.
+    model = Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size)
+    wanted = (problem.loss,) if problem.train and problem.loss is not None else problem.graph.outputs
+    (plan,) = assign_nodes(problem.graph, Placement((model,)), wanted)
+    work = [problem.work[node] for node, _ in plan.nodes]
     seconds = []
     for kind in counts:
         forward, backward = node_seconds(work, replace(kind, launch_latency_s=0.0), problem.precision)
@@ -124,14 +127,6 @@ def ideal_s(problem: Problem) -> float:
     rate = sum(count / whole for count, whole in zip(counts.values(), wholes, strict=True))
     least = np.minimum.reduce([each / (whole * rate) for each, whole in zip(seconds, wholes, strict=True)])
     return problem.micro_batches * float(least.sum())
-
-
-def _live_nodes(problem: Problem) -> list[int]:
-    """The nodes that a step runs."""
-    whole = Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size)
-    wanted = (problem.loss,) if problem.train and problem.loss is not None else problem.graph.outputs
-    (plan,) = assign_nodes(problem.graph, Placement((whole,)), wanted)
-    return [node for node, _ in plan.nodes]
 
 
 def _reordered(problem: Problem, order: Sequence[int]) -> tuple[Problem, tuple[int, ...]]:
@@ -145,17 +140,6 @@ def _reordered(problem: Problem, order: Sequence[int]) -> tuple[Problem, tuple[i
         return replace(constraint, devices=tuple(new.get(device, device) for device in constraint.devices))
 
     return replace(problem, cluster=cluster, constraints=tuple(map(moved, problem.constraints))), old
-
-
-def _on_devices(placement: Placement, devices: Sequence[int]) -> Placement:
-    stages = (replace(stage, devices=tuple(devices[device] for device in stage.devices)) for stage in placement.stages)
-    return replace(placement, stages=tuple(stages))
-
-
-def _step_s(problem: Problem, placement: Placement) -> float:
-    """Seconds of a step under 1F1B. Raises InfeasibleError where memory does not hold it."""
-    sized = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
-    return quick_step_seconds(sized, placement, stage_costs(sized, placement))
 
 
 @dataclass(frozen=True, slots=True)

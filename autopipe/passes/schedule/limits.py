@@ -1,21 +1,24 @@
-"""Limits of a simulated step: the memory there is, and the least time it could take.
+"""Limits of a step: the memory there is, the least time it could take, and how long it takes under 1F1B.
 
-A step of a placement, as it is simulated.
+Searches ask for thousands of steps under 1F1B: those of chains are worked out without a list of tasks.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autopipe.ir.errors import OutOfMemoryError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule, StageGraph
-from autopipe.ir.timeline import Prediction, Timeline
+from autopipe.ir.timeline import Message, Prediction, StagePrediction, Timeline
 from autopipe.passes.cost.memory_check import size_text
 from autopipe.passes.cost.stages import StageCost, step_seconds
-from autopipe.passes.schedule.chain_step import Step, chain_step, is_chain
 from autopipe.passes.schedule.predict import predicted, ticks_of
 from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
 from autopipe.passes.schedule.simulate import simulate
@@ -27,6 +30,20 @@ SAME = 1e-9
 
 _TICK_S = 1e-15
 """Seconds of a tick: small enough that rounding down to it is no more than rounding of floats."""
+
+_Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of which no tasks are held."""
+
+    end: float
+    """Seconds."""
+    peak_memory: tuple[int, ...]
+    """Most bytes in use on each device."""
+    static_memory: tuple[int, ...]
+    """Bytes there all through the step, a device each."""
 
 
 def check_memory(problem: Problem, placement: Placement, timeline: Timeline | Step) -> None:
@@ -111,8 +128,80 @@ def quick_step_seconds(problem: Problem, placement: Placement, costs: Sequence[S
 
 def _step(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> Timeline | Step:
     graph, prediction = StageGraph.of(problem, placement), predicted(problem, placement, costs)
-    if is_chain(graph, prediction):
+    if is_chain(graph):
         return chain_step(graph, prediction, problem.micro_batches, problem.train)
     ks = (1,) * len(placement.stages)
     schedule = order_kfkb(graph, problem.micro_batches, ks, problem.train, ticks_of(prediction.stages))
     return simulate(schedule, graph.stage_devices, prediction)
+
+
+def is_chain(graph: StageGraph) -> bool:
+    """True if stages have devices of their own, each sends to the next at least, and all run whole micro-batches."""
+    groups = [device for group in graph.stage_devices for device in group]
+    return (
+        len(set(groups)) == len(groups)
+        and set(graph.edges) >= set(itertools.pairwise(range(len(graph.stage_devices))))
+        and not graph.turns
+        and graph.pipeline_count == 1
+    )
+
+
+def chain_step(graph: StageGraph, prediction: Prediction, micro_batches: int, train: bool) -> Step:
+    """The step that `simulate` gives for kFkB's order with k = 1, to the last bit, where `is_chain`.
+
+    With tasks of one length, stage s of p runs forward m in slot s + m (warming up) or s + 2m, and its backward in slot
+    2p - 1 - s + 2m. Whatever the lengths, a task waits only for tasks of earlier slots, so slots are gone through in
+    order, all stages of a slot at once.
+    """
+    stages = prediction.stages
+    ends = _ends(stages, prediction.messages, micro_batches, train)
+    last = max(
+        float(end + stage.gradient_s) + stage.update_s for end, stage in zip(ends, stages, strict=True)
+    )  # In the order in which a simulation adds them.
+    peak, static = [0] * graph.devices, [0] * graph.devices
+    for index, (stage, group) in enumerate(zip(stages, graph.stage_devices, strict=True)):
+        kept = min(len(stages) - index, micro_batches) * stage.kept_bytes if train else 0
+        for device in group:
+            static[device] = stage.static_bytes
+            peak[device] = stage.static_bytes + kept + stage.transient_bytes
+    return Step(last, tuple(peak), tuple(static))
+
+
+def _ends(stages: Sequence[StagePrediction], messages: Sequence[Message], count: int, train: bool) -> _Floats:
+    """When each stage's last task ends."""
+    size = len(stages)
+    # Of each pair of stages the slowest messages there and back: a link has one a micro-batch, in order. A message of
+    # no bytes is there at once, whatever the link does.
+    slowest: dict[tuple[int, int], tuple[float, float]] = {}
+    for each in messages:
+        there, back = slowest.get((each.source_stage, each.target_stage), (0.0, 0.0))
+        there = max(there, each.forward_s if each.forward_bytes else 0.0)
+        back = max(back, each.backward_s if each.backward_bytes else 0.0)
+        slowest[each.source_stage, each.target_stage] = there, back
+    ends = np.array(list(slowest), dtype=np.intp).reshape(-1, 2).T.copy()
+    seconds = np.array(list(slowest.values())).reshape(-1, 2).T.copy()
+    link_free = np.zeros_like(seconds)
+    # When all is there that a micro-batch waits for: of each way (forward, backward) a row a stage.
+    arrived = np.zeros((2, size, count))
+    lengths = np.array([[stage.forward_s, stage.backward_s] for stage in stages]).T.copy()
+    done = np.zeros(size)
+
+    def run(way: int, runs: NDArray[np.bool_], number: NDArray[np.intp]) -> None:
+        """One task of each stage that `runs`, with its messages."""
+        done[runs] = np.maximum(done[runs], arrived[way][runs, number[runs]]) + lengths[way][runs]
+        sent, free = runs[ends[way]], link_free[way]
+        at = ends[way][sent]
+        free[sent] = np.maximum(done[at], free[sent]) + seconds[way][sent]
+        np.maximum.at(arrived[way], (ends[1 - way][sent], number[at]), free[sent])
+
+    every = np.arange(size)
+    warm_up = np.minimum(size - every, count) if train else np.full(size, count)
+    for slot in range(2 * (size + count) - 1 if train else size + count - 1):
+        early, late = slot - every, (slot - every) // 2
+        is_early = (early >= 0) & (early < warm_up)
+        is_late = ((slot - every) % 2 == 0) & (late >= warm_up) & (late < count)
+        run(0, is_early | is_late, np.where(is_early, early, late))
+        if train:
+            twice = slot - 2 * size + 1 + every
+            run(1, (twice % 2 == 0) & (twice >= 0) & (twice < 2 * count), twice // 2)
+    return done

@@ -1,9 +1,4 @@
-"""List scheduling: the orders of stages merged into one order a device.
-
-Finding the steady state of a device's list of tasks.
-
-The demand of most schedulers that a step has one size of micro-batch.
-"""
+"""List scheduling: the orders of stages merged into one order a device; and the steady state of a device's order."""
 
 from __future__ import annotations
 
@@ -38,7 +33,9 @@ def merge_orders(
     of it: the result can always run.
     """
     if len({device for group in graph.stage_devices for device in group}) == sum(map(len, graph.stage_devices)):
-        return _own_orders(stage_orders, graph)
+        orders = zip(map(tuple, stage_orders), graph.stage_devices, strict=True)
+        found = {device: order for order, group in orders for device in group}
+        return tuple(found.get(device, ()) for device in range(graph.devices))
     # Devices of the same stages are free and busy together: one of them stands for all.
     lanes = lanes_of(graph.stage_devices, ((),) * graph.devices)
     state = _State(stage_orders, graph, lane_groups(graph.stage_devices, lanes), len(lanes))
@@ -52,13 +49,6 @@ def merge_orders(
         now = running[0][0]
         while running and running[0][0] == now:
             state.finish(heapq.heappop(running)[2])
-
-
-def _own_orders(stage_orders: Sequence[Sequence[Task]], graph: StageGraph) -> tuple[tuple[Task, ...], ...]:
-    """For each device the order of its only stage; () where it has none."""
-    orders = zip(map(tuple, stage_orders), graph.stage_devices, strict=True)
-    found = {device: order for order, group in orders for device in group}
-    return tuple(found.get(device, ()) for device in range(graph.devices))
 
 
 class _State:
@@ -87,15 +77,24 @@ class _State:
 
     def start_ready(self) -> list[Task]:
         """Start what can start now, and return it."""
+
+        def preference(task: Task) -> tuple[bool, int, int]:
+            return task.phase is Phase.FORWARD, task.micro_batch * self.samples[task.stage], -task.stage
+
         reserved: set[int] = set()
         started = []
-        for task in sorted((self.rest[stage][0] for stage in self.waiting), key=self._preference):
+        for task in sorted((self.rest[stage][0] for stage in self.waiting), key=preference):
             group = self.devices[task.stage]
-            if all(self.free[device] and device not in reserved for device in group):
-                self._start(task)
-                started.append(task)
-            else:
+            if not all(self.free[device] and device not in reserved for device in group):
                 reserved.update(group)
+                continue
+            self.waiting.discard(task.stage)
+            self.running.add(task.stage)
+            self.rest[task.stage].popleft()
+            for device in group:
+                self.free[device] = False
+                self.lists[device].append(task)
+            started.append(task)
         return started
 
     def finish(self, task: Task) -> None:
@@ -105,14 +104,6 @@ class _State:
             self.free[device] = True
         following = self.after if task.phase is Phase.FORWARD else self.before
         self.waiting.update(stage for stage in (task.stage, *following[task.stage]) if self._ready(stage))
-
-    def _start(self, task: Task) -> None:
-        self.waiting.discard(task.stage)
-        self.running.add(task.stage)
-        self.rest[task.stage].popleft()
-        for device in self.devices[task.stage]:
-            self.free[device] = False
-            self.lists[device].append(task)
 
     def _ready(self, stage: int) -> bool:
         """True if a stage is idle and all that its next task needs is done."""
@@ -127,9 +118,6 @@ class _State:
         )
         return all(need in self.done for need in needs if need in self.given)
 
-    def _preference(self, task: Task) -> tuple[bool, int, int]:
-        return task.phase is Phase.FORWARD, task.micro_batch * self.samples[task.stage], -task.stage
-
 
 _PHASES = list(Phase)
 _LARGEST_STRIDE = 8
@@ -139,11 +127,11 @@ _LARGEST_STRIDE = 8
 def find_repetends(orders: Sequence[Sequence[Task]]) -> tuple[Repetend, ...]:
     """The repetition of each list; those of devices that share one are found once."""
     known = {id(order): order for order in orders}
-    found = {number: find_repetend(order) for number, order in known.items()}
+    found = {number: _find_repetend(order) for number, order in known.items()}
     return tuple(found[id(order)] for order in orders)
 
 
-def find_repetend(order: Sequence[Task]) -> Repetend:
+def _find_repetend(order: Sequence[Task]) -> Repetend:
     """The repetition that leaves the fewest lines when it is written once; the shortest, then the earliest of equals.
 
     The list is warm-up, `count` repetitions of `length` tasks that move on by `stride` micro-batches, cool-down.
@@ -156,24 +144,15 @@ def find_repetend(order: Sequence[Task]) -> Repetend:
     for length in range(1, longest + 1):
         strides = micro_batches[length:] - micro_batches[:-length]
         strides = np.where((kinds[length:] == kinds[:-length]) & (strides > 0), strides, 0)
-        for start, size, stride in _runs(strides):
-            count = 1 + size // length
+        # Runs of one stride: n tasks in a row that come again `length` further make 1 + n // length repetitions.
+        edges = np.flatnonzero(np.diff(strides)) + 1
+        starts, ends = np.concatenate(([0], edges)), np.concatenate((edges, [len(strides)]))
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            count = 1 + (end - start) // length
             lines = len(order) - length * (count - 1)
-            if count > 1 and lines < fewest:
-                best, fewest = Repetend(start, length, count, stride), lines
+            if count > 1 and lines < fewest and strides[start] > 0:
+                best, fewest = Repetend(start, length, count, int(strides[start])), lines
     return best
-
-
-def _runs(strides: np.ndarray) -> list[tuple[int, int, int]]:
-    """Maximal runs of one stride above 0 as (start, length, stride)."""
-    edges = np.flatnonzero(np.diff(strides)) + 1
-    starts = np.concatenate(([0], edges))
-    ends = np.concatenate((edges, [len(strides)]))
-    return [
-        (int(start), int(end - start), int(strides[start]))
-        for start, end in zip(starts, ends, strict=True)
-        if strides[start] > 0
-    ]
 
 
 def require_equal_micro_batches(scheduler: str, problem: Problem, placement: Placement) -> None:

@@ -1,18 +1,13 @@
-"""Predict the times of a placement's stages by the cost model.
-
-Messages from the devices of one stage to those of another for each micro-batch.
-"""
+"""Predict the times of a placement's stages by the cost model, and the messages from stage to stage."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
 from autopipe.ir.batch import BatchAxes, batch_axes_of
-from autopipe.ir.cluster import Cluster
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import MicroBatchSlice, Task, micro_batch_ratios
@@ -23,17 +18,8 @@ from autopipe.passes.cost.stage_work import StageWork, stage_work
 from autopipe.passes.cost.stages import StageCost, stage_costs
 from autopipe.passes.schedule.orders import Ticks
 
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Way:
-    """The ends of a message; turns as (index, of how many)."""
-
-    source_stage: int
-    target_stage: int
-    source_turn: tuple[int, int]
-    target_turn: tuple[int, int]
-    source: int
-    target: int
+_Way = tuple[int, int, tuple[int, int], tuple[int, int], int, int]
+"""The ends of a message: stages, turns as (index, of how many), devices; of each the source's and the target's."""
 
 
 def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...]:
@@ -56,36 +42,29 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
             source = held.get((work.stage.pipeline, name))
             if source is None:
                 continue
-            sides = [(each.stage.micro_batch_size, _shape(each, name)) for each in (works[source], work)]
-            for block in shared(name, *sides):
-                turns = _pair(block.source_turn), _pair(block.target_turn)
+            sizes = (
+                (each.stage.micro_batch_size, each.problem.graph.type_of(name).shape) for each in (works[source], work)
+            )
+            for block in shared(name, *sizes):
+                turns = [(turn.index, turn.of) for turn in (block.source_turn, block.target_turn)]
                 for sender, receiver, size in _parts(works[source], work, name, block):
-                    way = _Way(source, target, *turns, sender, receiver)
+                    way = (source, target, turns[0], turns[1], sender, receiver)
                     forward[way].append(size)
                     if name in gradients:
                         backward[way].append(size)
-    return tuple(_message(problem.cluster, way, forward[way], backward[way]) for way in sorted(forward))
 
+    def seconds(source: int, target: int, sizes: list[int]) -> float:
+        """Of sending values of these sizes, each a message of its own; a device sends itself nothing."""
+        return 0.0 if source == target else sum(problem.cluster.link(source, target).seconds(size) for size in sizes)
 
-def _message(cluster: Cluster, way: _Way, forward: list[int], backward: list[int]) -> Message:
-    source, target = way.source, way.target
-    seconds = _seconds(cluster, source, target, forward), _seconds(cluster, target, source, backward)
-    turns = MicroBatchSlice(*way.source_turn), MicroBatchSlice(*way.target_turn)
-    return Message(way.source_stage, way.target_stage, source, target, sum(forward), sum(backward), *seconds, *turns)
-
-
-def _seconds(cluster: Cluster, source: int, target: int, sizes: list[int]) -> float:
-    """Seconds of sending values of these sizes, each a message of its own; a device sends itself nothing."""
-    return 0.0 if source == target else sum(cluster.link(source, target).seconds(size) for size in sizes)
-
-
-def _pair(turn: MicroBatchSlice) -> tuple[int, int]:
-    return turn.index, turn.of
-
-
-def _shape(work: StageWork, name: str) -> tuple[int, ...]:
-    """A value's shape in the stage's own micro-batches."""
-    return work.problem.graph.type_of(name).shape
+    messages = []
+    for way in sorted(forward):
+        source, target, source_turn, target_turn, sender, receiver = way
+        there, back = forward[way], backward[way]
+        times = seconds(sender, receiver, there), seconds(receiver, sender, back)
+        slices = MicroBatchSlice(*source_turn), MicroBatchSlice(*target_turn)
+        messages.append(Message(source, target, sender, receiver, sum(there), sum(back), *times, *slices))
+    return tuple(messages)
 
 
 def _parts(sender: StageWork, receiver: StageWork, name: str, shared: Shared) -> Iterator[tuple[int, int, int]]:
@@ -137,7 +116,7 @@ def predicted(problem: Problem, placement: Placement, costs: Sequence[StageCost]
 
 def task_ticks(problem: Problem, placement: Placement) -> Ticks:
     """The length of each task by the cost model. Whole numbers, so that a steady state repeats exactly."""
-    return ticks_of(_stages(problem, placement))
+    return ticks_of([_stage(cost) for cost in stage_costs(problem, placement)])
 
 
 def ticks_of(stages: Sequence[StagePrediction]) -> Ticks:
@@ -147,10 +126,6 @@ def ticks_of(stages: Sequence[StagePrediction]) -> Ticks:
         return max(1, round(stages[task.stage].seconds(task.phase) * 1e9))
 
     return ticks
-
-
-def _stages(problem: Problem, placement: Placement) -> tuple[StagePrediction, ...]:
-    return tuple(_stage(cost) for cost in stage_costs(problem, placement))
 
 
 def _stage(cost: StageCost) -> StagePrediction:

@@ -1,14 +1,8 @@
-"""A step of a schedule, event by event: compute, messages, gradient all-reduce, update.
+"""A step of a schedule, event by event: compute, messages, gradient all-reduce, update; and memory over time.
 
-Messages after each task of a step, and the number that each task waits for.
-
-A step with one device for all that do the same, and one link for all that carry the same.
-
-The devices of a stage's group with equal orders start and end each task together, whatever a message takes; so do
-messages on links between such devices whose messages take equally long. What is left out says nothing new: times are
-those of the whole step, to the last bit.
-
-Memory over time on every device, from the spans of a step.
+Of devices that do the same one is simulated, and of links that carry the same one: the devices of a stage's group with
+equal orders start and end each task together, whatever a message takes; so do messages on links between such devices
+whose messages take equally long. What is left out says nothing new: times are those of the whole step, to the last bit.
 """
 
 from __future__ import annotations
@@ -20,21 +14,19 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.ir.schedule import Lanes, MicroBatchSlice, Phase, Schedule, Task, lane_groups, lanes_of, on_each_device
+from autopipe.ir.schedule import Lanes, Phase, Schedule, Task, lane_groups, lanes_of, on_each_device
 from autopipe.ir.timeline import Links, Message, Prediction, Span, StagePrediction, Timeline, Transfer
 
-PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
-WHOLE = PHASES.index(Phase.BACKWARD)
-HALF = PHASES.index(Phase.INPUT_GRADIENT) - WHOLE
+StageDevices = Sequence[Sequence[int]]
+"""The device group of each stage."""
+
+_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
+_WHOLE = _PHASES.index(Phase.BACKWARD)
+_HALF = _PHASES.index(Phase.INPUT_GRADIENT) - _WHOLE
 """From the number of a backward's kind to that of its first half, which receives in its place."""
 
 
-def kind_of(stage: int, phase: Phase) -> int:
-    """The number of a stage's phase."""
-    return stage * len(PHASES) + PHASES.index(phase)
-
-
-class MessageEdge(NamedTuple):
+class _MessageEdge(NamedTuple):
     """One message after a task, in the direction in which it goes."""
 
     kind: int
@@ -49,56 +41,35 @@ class MessageEdge(NamedTuple):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class MessageEdges:
-    """By kind of task, then by micro-batch: number m does as m mod the length of the kind's list says."""
+def _message_edges(messages: Sequence[Message], stages: int) -> tuple[list[list[list[_MessageEdge]]], list[list[int]]]:
+    """The messages that a task sends, there and back, and the number that it waits for.
 
-    sends: list[list[list[MessageEdge]]]
-    awaited: list[list[int]]
-    """Number of messages that a task waits for."""
-
-
-def message_edges(messages: Sequence[Message], stages: int) -> MessageEdges:
-    """The messages of a step, there and back.
-
-    Gradients go to whole backwards here, and come from whole ones and first halves alike.
+    Both by kind of task (a stage's number times the number of phases, plus its phase), then by micro-batch: number m
+    does as m mod the length of the kind's list says. Gradients go to whole backwards here, and come from whole ones and
+    first halves alike.
     """
-    periods = [1] * (stages * len(PHASES))
+    periods = [1] * stages
     for each in messages:
         for stage, turn in ((each.source_stage, each.source_turn), (each.target_stage, each.target_turn)):
-            for phase in PHASES:
-                kind = kind_of(stage, phase)
-                periods[kind] = math.lcm(periods[kind], turn.of)
-    wires = MessageEdges([[[] for _ in range(period)] for period in periods], [[0] * period for period in periods])
+            periods[stage] = math.lcm(periods[stage], turn.of)
+    sends: list[list[list[_MessageEdge]]] = [[[] for _ in range(period)] for period in periods for _ in _PHASES]
+    awaited = [[0] * period for period in periods for _ in _PHASES]
     for each in messages:
-        source, target = (
-            [kind_of(stage, phase) for phase in PHASES[:2]] for stage in (each.source_stage, each.target_stage)
-        )
         there = (each.source, each.target, each.forward_bytes, each.forward_s)
         back = (each.target, each.source, each.backward_bytes, each.backward_s)
-        _send(wires, source[0], target[0], each.source_turn, each.target_turn, there)
-        _await(wires, target[0], each.target_turn)
-        for half in (0, HALF):
-            _send(wires, target[1] + half, source[1], each.target_turn, each.source_turn, back)
-            _await(wires, source[1] + half, each.source_turn)
-    return wires
-
-
-def _send(
-    wires: MessageEdges,
-    kind: int,
-    receiver: int,
-    own: MicroBatchSlice,
-    other: MicroBatchSlice,
-    sent: tuple[int, int, int, float],
-) -> None:
-    for place in range(own.index, len(wires.sends[kind]), own.of):
-        wires.sends[kind][place].append(MessageEdge(receiver, own.of, other.of, other.index, *sent))
-
-
-def _await(wires: MessageEdges, kind: int, turn: MicroBatchSlice) -> None:
-    for place in range(turn.index, len(wires.awaited[kind]), turn.of):
-        wires.awaited[kind][place] += 1
+        source, target = each.source_stage * len(_PHASES), each.target_stage * len(_PHASES)
+        own, other = each.source_turn, each.target_turn
+        ways = [(source, target, own, other, there, target)]
+        for half in (0, _HALF):
+            gradient = source + _WHOLE
+            ways.append((target + _WHOLE + half, gradient, other, own, back, gradient + half))
+        for sender, receiver, sending, receiving, sent, waiting in ways:
+            edge = _MessageEdge(receiver, sending.of, receiving.of, receiving.index, *sent)
+            for place in range(sending.index, len(sends[sender]), sending.of):
+                sends[sender][place].append(edge)
+            for place in range(receiving.index, len(awaited[waiting]), receiving.of):
+                awaited[waiting][place] += 1
+    return sends, awaited
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,53 +85,40 @@ class DeviceSymmetry:
     links: Links
 
 
-def device_symmetry(
-    schedule: Schedule, stage_devices: Sequence[Sequence[int]], prediction: Prediction
-) -> DeviceSymmetry:
-    """The lanes and links of a step."""
+def device_symmetry(schedule: Schedule, stage_devices: StageDevices, prediction: Prediction) -> DeviceSymmetry:
+    """The lanes and links of a step: pairs of devices by what they exchange.
+
+    Both directions count: a link carries activations one way, of some stages, and gradients of others.
+    """
     lanes = lanes_of(stage_devices, schedule.tasks)
-    links, messages = _links(lanes, prediction.messages)
+    between: dict[tuple[int, int], list[Message]] = {}
+    for each in prediction.messages:
+        between.setdefault((min(each.source, each.target), max(each.source, each.target)), []).append(each)
+    lane = {device: index for index, devices in enumerate(lanes) for device in devices}
+    links: dict[Hashable, list[tuple[int, int]]] = {}
+    for (low, high), carried in between.items():
+        # The first message's sender comes first, so that pairs of either order are compared.
+        ends = (low, high) if carried[0].source == low else (high, low)
+        content = tuple((replace(each, source=0, target=0), each.source == ends[0]) for each in carried)
+        # A device without tasks is like no other.
+        links.setdefault((*(lane.get(end, ~end) for end in ends), content), []).append(ends)
+    firsts = {pairs[0] for pairs in links.values()}
+    messages = tuple(
+        each for each in prediction.messages if firsts & {(each.source, each.target), (each.target, each.source)}
+    )
     return DeviceSymmetry(
         Schedule(schedule.micro_batches, tuple(schedule.tasks[devices[0]] for devices in lanes)),
         lane_groups(stage_devices, lanes),
         replace(prediction, messages=messages),
         lanes,
-        links,
+        tuple(map(tuple, links.values())),
     )
-
-
-def _links(lanes: Lanes, messages: Sequence[Message]) -> tuple[Links, tuple[Message, ...]]:
-    """The pairs of devices by what they exchange, and the messages of the first pair of each kind.
-
-    Both directions count: a link carries activations one way, of some stages, and gradients of others.
-    """
-    between: dict[tuple[int, int], list[Message]] = {}
-    for each in messages:
-        between.setdefault((min(each.source, each.target), max(each.source, each.target)), []).append(each)
-    lane = {device: index for index, devices in enumerate(lanes) for device in devices}
-    found: dict[Hashable, list[tuple[int, int]]] = {}
-    for (low, high), carried in between.items():
-        # The first message's sender comes first, so that pairs of either order are compared.
-        ends = (low, high) if carried[0].source == low else (high, low)
-        # A device without tasks is like no other.
-        key = *(lane.get(end, ~end) for end in ends), tuple(_content(each, ends[0]) for each in carried)
-        found.setdefault(key, []).append(ends)
-    firsts = {pairs[0] for pairs in found.values()}
-    kept = tuple(each for each in messages if firsts & {(each.source, each.target), (each.target, each.source)})
-    return tuple(map(tuple, found.values())), kept
-
-
-def _content(message: Message, first: int) -> Hashable:
-    """A message but for its devices."""
-    return replace(message, source=0, target=0), message.source == first
 
 
 Curve = tuple[tuple[float, int], ...]
 
 
-def static_memory(
-    devices: int, stage_devices: Sequence[Sequence[int]], costs: Sequence[StagePrediction]
-) -> tuple[int, ...]:
+def static_memory(devices: int, stage_devices: StageDevices, costs: Sequence[StagePrediction]) -> tuple[int, ...]:
     """Bytes in use all through a step, a device each: parameters, gradients, optimizer state, message buffers."""
     static = [0] * devices
     for stage, cost in enumerate(costs):
@@ -169,25 +127,35 @@ def static_memory(
     return tuple(static)
 
 
-def memory_curves(
+def _memory_curves(
     static: Sequence[int], costs: Sequence[StagePrediction], spans: Sequence[Span], train: bool
 ) -> tuple[Curve, ...]:
     """(time, bytes in use from then on), a device each.
 
     What a forward keeps is held from its start to the end of its backward; where that is split, to the end of its first
     half, and what the second half needs from there to the end of that one. What comes and goes within a task is held
-    while a backward (of a split one the first half) runs or, without training, a forward.
+    while a backward (of a split one the first half) runs or, without training, a forward. What is freed at an instant
+    is free for what is taken at that instant.
     """
     changes: list[list[tuple[float, int]]] = [[] for _ in static]
     for span in spans:
-        cost = costs[span.task.stage]
-        start, end = _changes(cost, span.task.phase, train)
+        start, end = _allocated_and_freed(costs[span.task.stage], span.task.phase, train)
         changes[span.device] += [(span.start, start), (span.end, end)]
-    return tuple(_accumulate(base, each) for base, each in zip(static, changes, strict=True))
+    curves = []
+    for used, changed in zip(static, changes, strict=True):
+        curve = [(0.0, used)]
+        for time, change in sorted(changed):
+            used += change
+            if curve[-1][0] == time:
+                curve[-1] = (time, used)
+            elif curve[-1][1] != used:
+                curve.append((time, used))
+        curves.append(tuple(curve))
+    return tuple(curves)
 
 
-def _changes(cost: StagePrediction, phase: Phase, train: bool) -> tuple[int, int]:
-    """Bytes that a task allocates as it starts and frees as it ends."""
+def _allocated_and_freed(cost: StagePrediction, phase: Phase, train: bool) -> tuple[int, int]:
+    """Bytes that a task allocates as it starts and, below 0, frees as it ends."""
     match phase:
         case Phase.FORWARD:
             return (cost.kept_bytes, 0) if train else (cost.transient_bytes, -cost.transient_bytes)
@@ -198,22 +166,6 @@ def _changes(cost: StagePrediction, phase: Phase, train: bool) -> tuple[int, int
         case Phase.WEIGHT_GRADIENT:
             return 0, -cost.weight_kept_bytes
 
-
-def _accumulate(base: int, changes: list[tuple[float, int]]) -> Curve:
-    """The sum of changes over time; what is freed at an instant is free for what is taken at that instant."""
-    curve = [(0.0, base)]
-    used = base
-    for time, change in sorted(changes):
-        used += change
-        if curve[-1][0] == time:
-            curve[-1] = (time, used)
-        elif curve[-1][1] != used:
-            curve.append((time, used))
-    return tuple(curve)
-
-
-StageDevices = Sequence[Sequence[int]]
-"""The device group of each stage."""
 
 _ARRIVES, _ENDS = range(2)
 """Events: a message for a task arrives, a task ends."""
@@ -235,7 +187,7 @@ def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Predic
     spans = tuple(sorted(run.spans, key=lambda span: (span.device, span.start, span.end)))
     train = any(task.phase is not Phase.FORWARD for order in one.schedule.tasks for task in order)
     static = static_memory(schedule.devices, stage_devices, costs)
-    curves = memory_curves(static, costs, spans, train)
+    curves = _memory_curves(static, costs, spans, train)
     memory = on_each_device(one.lanes, [curves[devices[0]] for devices in one.lanes])
     return Timeline(spans, tuple(run.transfers), memory, static, run.end, one.lanes, one.links)
 
@@ -257,16 +209,18 @@ class _Run:
         stages = prediction.stages
         last = max((task.micro_batch for order in schedule.tasks for task in order), default=0)
         self.count = max(schedule.micro_batches, last + 1)
-        kinds = [(stage, phase) for stage in range(len(stages)) for phase in PHASES]
+        kinds = [(stage, phase) for stage in range(len(stages)) for phase in _PHASES]
         self.phases = len(kinds)
         """Kinds that are phases of stages."""
         self.devices = [stage_devices[stage] for stage, _ in kinds]
         self.seconds = [stages[stage].seconds(phase) for stage, phase in kinds]
-        wires = message_edges(prediction.messages, len(stages))
-        self.sends, self.awaited = [*wires.sends], [*wires.awaited]
-        self.orders = [[self._number(task) for task in order] for order in schedule.tasks]
-        half = PHASES.index(Phase.INPUT_GRADIENT)
-        self.split = {task for order in self.orders for task in order if task // self.count % len(PHASES) == half}
+        self.sends, self.awaited = _message_edges(prediction.messages, len(stages))
+        number = {kind: index * self.count for index, kind in enumerate(kinds)}
+        self.orders = [
+            [number[task.stage, task.phase] + task.micro_batch for task in order] for order in schedule.tasks
+        ]
+        half = _PHASES.index(Phase.INPUT_GRADIENT)
+        self.split = {task for order in self.orders for task in order if task // self.count % len(_PHASES) == half}
         self._add_end(stage_devices, prediction)
         self.position = [0] * schedule.devices
         self.ready: dict[int, int] = {}
@@ -275,9 +229,8 @@ class _Run:
         self.began: dict[int, float] = {}
         self.link_free: dict[tuple[int, int], float] = {}
         self.events: list[tuple[float, int, int, int]] = []
-        """(time, number of events made before, task, event)."""
+        """(time, number of events made before, task, event): those of one instant in the order of their making."""
         self.made = 0
-        """Number of events so far: those of one instant are handled in the order in which they were made."""
         self.spans: list[Span] = []
         self.transfers: list[Transfer] = []
         self.end = 0.0
@@ -339,7 +292,7 @@ class _Run:
         self.began[task] = now
         for member in group:
             self.position[member] += 1
-        self._schedule(now + self.seconds[kind], task, _ENDS)
+        self._add_event(now + self.seconds[kind], task, _ENDS)
 
     def _finish(self, task: int, now: float) -> None:
         kind = task // self.count
@@ -355,24 +308,21 @@ class _Run:
     def _send(self, task: int, now: float) -> None:
         kind, micro_batch = divmod(task, self.count)
         sends = self.sends[kind]
-        for wire in sends[micro_batch % len(sends)]:
-            source, target = wire.source, wire.target
-            receiver = wire.kind * self.count + micro_batch // wire.own_turns * wire.turns + wire.turn
-            if receiver + HALF * self.count in self.split and wire.kind % len(PHASES) == WHOLE:
-                receiver += HALF * self.count
-            if source == target or wire.bytes == 0:
-                self._schedule(now, receiver, _ARRIVES)
+        for edge in sends[micro_batch % len(sends)]:
+            source, target = edge.source, edge.target
+            receiver = edge.kind * self.count + micro_batch // edge.own_turns * edge.turns + edge.turn
+            if receiver + _HALF * self.count in self.split and edge.kind % len(_PHASES) == _WHOLE:
+                receiver += _HALF * self.count
+            if source == target or edge.bytes == 0:
+                self._add_event(now, receiver, _ARRIVES)
                 continue
             start = max(now, self.link_free.get((source, target), 0.0))
-            end = start + wire.seconds
+            end = start + edge.seconds
             self.link_free[source, target] = end
-            named = Task(kind // len(PHASES), PHASES[kind % len(PHASES)], micro_batch)
-            self.transfers.append(Transfer(source, target, named, wire.bytes, start, end))
-            self._schedule(end, receiver, _ARRIVES)
+            named = Task(kind // len(_PHASES), _PHASES[kind % len(_PHASES)], micro_batch)
+            self.transfers.append(Transfer(source, target, named, edge.bytes, start, end))
+            self._add_event(end, receiver, _ARRIVES)
 
-    def _number(self, task: Task) -> int:
-        return kind_of(task.stage, task.phase) * self.count + task.micro_batch
-
-    def _schedule(self, time: float, number: int, event: int) -> None:
+    def _add_event(self, time: float, number: int, event: int) -> None:
         self.made += 1
         heapq.heappush(self.events, (time, self.made, number, event))

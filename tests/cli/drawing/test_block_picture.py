@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopipe.cli.drawing.picture import block_kinds, block_picture
 from autopipe.ir.block_schedule import Block
 from autopipe.ir.schedule import Phase
-from autopipe.passes.schedule.block_shapes import SHAPES, shape
+from autopipe.passes.schedule.published.blocks import SHAPES, shape
 from tests.cli.drawing.examples import split_embedding
 
 

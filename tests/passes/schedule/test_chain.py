@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.schedule import StageGraph
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
-from autopipe.passes.schedule.chain_step import chain_step, is_chain
+from autopipe.passes.schedule.limits import chain_step, is_chain
 from autopipe.passes.schedule.predict import ticks_of
 from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
 from autopipe.passes.schedule.simulate import simulate
@@ -49,7 +49,7 @@ def chains(draw):
 @given(chains(), st.integers(1, 9), st.booleans())
 def test_it_is_the_simulated_step_to_the_last_bit(drawn, micro_batches, train):
     graph, prediction = drawn
-    assert is_chain(graph, prediction)
+    assert is_chain(graph)
     ks = (1,) * len(prediction.stages)
     schedule = order_kfkb(graph, micro_batches, ks, train, ticks_of(prediction.stages))
     timeline = simulate(schedule, graph.stage_devices, prediction)
@@ -59,10 +59,9 @@ def test_it_is_the_simulated_step_to_the_last_bit(drawn, micro_batches, train):
 
 
 def test_what_is_no_chain_is_told():
-    prediction = Prediction((StagePrediction(1.0),) * 2)
     line = StageGraph(2, ((0,), (1,)), ((0, 1),))
-    assert is_chain(line, prediction)
-    assert not is_chain(StageGraph(2, ((0,), (1,)), ()), prediction), "branches run beside one another"
-    assert not is_chain(StageGraph(2, ((0,), (0,)), ((0, 1),)), prediction), "a device with two stages"
-    assert not is_chain(StageGraph(2, ((0,), (1,)), ((0, 1),), turns=(1, 2)), prediction)
-    assert not is_chain(StageGraph(2, ((0,), (1,)), ((0, 1),), pipelines=(0, 1)), prediction)
+    assert is_chain(line)
+    assert not is_chain(StageGraph(2, ((0,), (1,)), ())), "branches run beside one another"
+    assert not is_chain(StageGraph(2, ((0,), (0,)), ((0, 1),))), "a device with two stages"
+    assert not is_chain(StageGraph(2, ((0,), (1,)), ((0, 1),), turns=(1, 2)))
+    assert not is_chain(StageGraph(2, ((0,), (1,)), ((0, 1),), pipelines=(0, 1)))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from autopipe.ir.block_schedule import Block, BlockGraph
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.schedule.block_shapes import LeastRoom, least_room, require_room, shape
+from autopipe.passes.schedule.published.blocks import shape
+from autopipe.passes.schedule.tessel.model import LeastRoom, least_room, require_room
 
 
 def peaks(graph, order):

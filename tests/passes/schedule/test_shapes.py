@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.passes.schedule.block_shapes import SHAPES, shape
+from autopipe.passes.schedule.published.blocks import SHAPES, shape
 
 
 def chain(graph):

@@ -1,23 +1,9 @@
-"""Which stages share devices, and in which order a pipeline passes them.
+"""Parts of published schedules: the form of a placement, the grid of slots, split backwards; and GPipe.
 
-A lane is a device, or a group of devices that run the same stages together.
-
-Where the second halves of split backwards go: into slots in which a lane would wait, or where memory is full.
-
-Common parts of schedules that are published for one form of placement.
-
-GPipe: all forwards, then all backwards.
-
-The grid of slots that many published schedules are drawn on: a forward and a backward take one slot each.
-
-A unit of work goes down a pipeline of depth p in slots f, f + 1, ..., f + p - 1 and comes back in the next p slots. A
-slot's number says only who comes first on a device: when tasks really start follows from their times. Every
-task stands in a later slot than all that it waits for, so any order by slots can run.
-
-A device's order spelled as it is drawn: F0 F1 B1 W ...
-
-A letter is a phase; the digit behind it says on which of the device's stages. W stands alone: the oldest weight
-gradient that is owed.
+The grid is the one that papers draw: a forward and a backward take one slot each, and a micro-batch goes down a
+pipeline of depth p in slots f, f + 1, ..., f + p - 1 and comes back in the next p slots. A slot's number says only who
+comes first on a device: when tasks really start follows from their times. Every task stands in a later slot than all
+that it waits for, so any order by slots can run. A lane is a device, or a group that runs the same stages together.
 """
 
 from __future__ import annotations
@@ -26,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar, TypeVar
 
 from autopipe.ir.errors import InfeasibleError
@@ -47,32 +34,29 @@ class GPipe:
     name: ClassVar[str] = "gpipe"
 
     def requires(self, problem: Problem, placement: Placement) -> None:
-        """Raise InfeasibleError where micro-batches differ from stage to stage."""
         require_equal_micro_batches(self.name, problem, placement)
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
-        """The schedule, for any DAG of stages."""
         graph = StageGraph.of(problem, placement)
         return order_gpipe(graph, problem.micro_batches, problem.train, task_ticks(problem, placement))
 
 
 def order_gpipe(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks) -> Schedule:
-    """All forwards, list-scheduled, then (in training) all backwards, list-scheduled."""
-    phases = (Phase.FORWARD, Phase.BACKWARD) if train else (Phase.FORWARD,)
+    """All forwards, list-scheduled, then (in training) all backwards, list-scheduled; for any DAG of stages."""
+    stages = range(len(graph.stage_devices))
+    merged = [
+        merge_orders(
+            [[Task(s, phase, m) for m in graph.micro_batches_of(s, micro_batches)] for s in stages], graph, ticks
+        )
+        for phase in ((Phase.FORWARD, Phase.BACKWARD) if train else (Phase.FORWARD,))
+    ]
     lanes = lanes_of(graph.stage_devices, ((),) * graph.devices)
-    lists: list[tuple[Task, ...]] = [()] * len(lanes)
-    for phase in phases:
-        orders = [
-            [Task(stage, phase, micro_batch) for micro_batch in graph.micro_batches_of(stage, micro_batches)]
-            for stage in range(len(graph.stage_devices))
-        ]
-        merged = merge_orders(orders, graph, ticks)
-        lists = [before + merged[devices[0]] for before, devices in zip(lists, lanes, strict=True)]
-    tasks = on_each_device(lanes, lists)
+    orders = [tuple(chain.from_iterable(phase[devices[0]] for phase in merged)) for devices in lanes]
+    tasks = on_each_device(lanes, orders)
     return Schedule(micro_batches, tasks, find_repetends(tasks))
 
 
-Lanes = tuple[tuple[int, ...], ...]
+LaneStages = tuple[tuple[int, ...], ...]
 """The stages of each lane, ascending; lanes in the order in which the first pipeline reaches them."""
 
 _MOST = 16
@@ -84,19 +68,19 @@ _WAVES = "strategy tessel_shapes places stages so with shape: v, chunks: 2 and w
 _OPPOSITE = "strategy tessel_shapes places stages so with shape: x, manual by its constraints"
 
 
-def round_robin(schedule: str, graph: StageGraph) -> Lanes:
+def round_robin(schedule: str, graph: StageGraph) -> LaneStages:
     """Lanes of a pipeline that passes all of them in turn, once or again and again: 0 1 2 0 1 2.
 
     Raises InfeasibleError where it does otherwise.
     """
     (path,) = _paths(schedule, graph, 1)
-    count = max(path) + 1
-    if len(path) % count or path != tuple(range(count)) * (len(path) // count):
+    once = tuple(range(max(path) + 1))
+    if len(path) % len(once) or path != once * (len(path) // len(once)):
         raise _refusal(schedule, "pass all devices in turn, like 0 1 2 0 1 2", path, _LOOPS)
     return _stages_of(path)
 
 
-def one_each(schedule: str, graph: StageGraph) -> Lanes:
+def one_each(schedule: str, graph: StageGraph) -> LaneStages:
     """Lanes of one stage each. Raises InfeasibleError where some have several."""
     (path,) = _paths(schedule, graph, 1)
     if path != tuple(range(len(path))):
@@ -104,7 +88,7 @@ def one_each(schedule: str, graph: StageGraph) -> Lanes:
     return _stages_of(path)
 
 
-def waves(schedule: str, graph: StageGraph) -> Lanes:
+def waves(schedule: str, graph: StageGraph) -> LaneStages:
     """Lanes of a pipeline that goes down and comes up again, once or several times: 0 1 2 2 1 0.
 
     Raises InfeasibleError where it does otherwise.
@@ -116,7 +100,7 @@ def waves(schedule: str, graph: StageGraph) -> Lanes:
     return _stages_of(path)
 
 
-def one_wave(schedule: str, graph: StageGraph) -> Lanes:
+def one_wave(schedule: str, graph: StageGraph) -> LaneStages:
     """Lanes of two stages each, as of a V: 0 1 2 2 1 0. Raises InfeasibleError where they are otherwise."""
     lanes = waves(schedule, graph)
     if len(lanes[0]) > 2:
@@ -125,29 +109,19 @@ def one_wave(schedule: str, graph: StageGraph) -> Lanes:
     return lanes
 
 
-def opposite(schedule: str, graph: StageGraph) -> Lanes:
+def opposite(schedule: str, graph: StageGraph) -> LaneStages:
     """Lanes of two pipelines that pass the same devices, one stage each, in opposite directions; an even number.
 
     On each lane stands first the stage of pipeline 0. Raises InfeasibleError where they are otherwise.
     """
     down, up = _paths(schedule, graph, 2)
     if down != tuple(range(len(down))) or up != down[::-1]:
-        raise _refusal(
-            schedule, "form two pipelines that pass the devices in opposite directions", down + up, _OPPOSITE
-        )
+        wanted = "form two pipelines that pass the devices in opposite directions"
+        raise _refusal(schedule, wanted, down + up, _OPPOSITE)
     if len(down) % 2:
         raise InfeasibleError(f"schedule {schedule} runs on an even number of devices, but a pipeline has {len(down)}")
     stages = _by_pipeline(graph)
     return tuple(zip(stages[0], reversed(stages[1]), strict=True))
-
-
-def on_devices(graph: StageGraph, micro_batches: int, orders: Sequence[Sequence[Task]]) -> Schedule:
-    """The schedule in which all devices of a lane follow its order."""
-    lists: list[tuple[Task, ...]] = [()] * graph.devices
-    for order in map(tuple, orders):
-        for device in graph.stage_devices[order[0].stage]:
-            lists[device] = order
-    return Schedule(micro_batches, tuple(lists), find_repetends(lists))
 
 
 def _paths(schedule: str, graph: StageGraph, pipelines: int) -> tuple[tuple[int, ...], ...]:
@@ -156,15 +130,14 @@ def _paths(schedule: str, graph: StageGraph, pipelines: int) -> tuple[tuple[int,
         wanted = "one pipeline" if pipelines == 1 else f"{pipelines} pipelines"
         reason = f"schedule {schedule} runs {wanted}, but the placement has {graph.pipeline_count}"
         raise InfeasibleError(reason, hint=_CHAIN if pipelines == 1 else _OPPOSITE)
-    groups = list(dict.fromkeys(frozenset(group) for group in graph.stage_devices))
-    for place, group in enumerate(groups):
-        for other in groups[:place]:
-            if group & other:
-                raise InfeasibleError(
-                    f"schedule {schedule} runs stages on the same devices or on different ones, but here are stages on "
-                    f"devices {_listed(other)} and on {_listed(group)}",
-                    hint="1f1b_plus takes stages on several devices beside stages on one",
-                )
+    groups = list(dict.fromkeys(map(frozenset, graph.stage_devices)))
+    for pair in ((other, group) for place, group in enumerate(groups) for other in groups[:place] if group & other):
+        listed = " and on ".join(", ".join(map(str, sorted(group))) for group in pair)
+        raise InfeasibleError(
+            f"schedule {schedule} runs stages on the same devices or on different ones, but here are stages on "
+            f"devices {listed}",
+            hint="1f1b_plus takes stages on several devices beside stages on one",
+        )
     lane = {group: place for place, group in enumerate(groups)}
     return tuple(
         tuple(lane[frozenset(graph.stage_devices[stage])] for stage in stages) for stages in _by_pipeline(graph)
@@ -172,27 +145,19 @@ def _paths(schedule: str, graph: StageGraph, pipelines: int) -> tuple[tuple[int,
 
 
 def _by_pipeline(graph: StageGraph) -> list[list[int]]:
-    """The stages of each pipeline, ascending."""
     found: list[list[int]] = [[] for _ in range(graph.pipeline_count)]
     for stage in range(len(graph.stage_devices)):
         found[graph.pipelines[stage] if graph.pipelines else 0].append(stage)
     return found
 
 
-def _stages_of(path: Sequence[int]) -> Lanes:
-    found: list[list[int]] = [[] for _ in range(max(path) + 1)]
-    for stage, lane in enumerate(path):
-        found[lane].append(stage)
-    return tuple(map(tuple, found))
+def _stages_of(path: Sequence[int]) -> LaneStages:
+    return tuple(tuple(s for s, lane in enumerate(path) if lane == each) for each in range(max(path) + 1))
 
 
 def _refusal(schedule: str, wanted: str, path: Sequence[int], hint: str) -> InfeasibleError:
     lies = " ".join(map(str, path[:_MOST])) + (" ..." if len(path) > _MOST else "")
     return InfeasibleError(f"schedule {schedule} wants stages that {wanted}, but they lie on {lies}", hint=hint)
-
-
-def _listed(devices: frozenset[int]) -> str:
-    return ", ".join(map(str, sorted(devices)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,13 +171,11 @@ class Published(ABC):
     name: ClassVar[str]
 
     def requires(self, problem: Problem, placement: Placement) -> None:
-        """Raise InfeasibleError where micro-batches differ from stage to stage, or the form is another one."""
         require_equal_micro_batches(self.name, problem, placement)
         if problem.train:
             self.lanes(StageGraph.of(problem, placement), problem.micro_batches)
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
-        """The schedule."""
         graph = StageGraph.of(problem, placement)
         if not problem.train:
             return order_gpipe(graph, problem.micro_batches, False, task_ticks(problem, placement))
@@ -220,14 +183,18 @@ class Published(ABC):
 
     def order(self, graph: StageGraph, micro_batches: int) -> Schedule:
         """The schedule of a training step. Raises InfeasibleError where the form is another one."""
-        return on_devices(graph, micro_batches, self.orders(self.lanes(graph, micro_batches), micro_batches))
+        lists: list[tuple[Task, ...]] = [()] * graph.devices
+        for order in map(tuple, self.orders(self.lanes(graph, micro_batches), micro_batches)):
+            for device in graph.stage_devices[order[0].stage]:
+                lists[device] = order
+        return Schedule(micro_batches, tuple(lists), find_repetends(lists))
 
     @abstractmethod
-    def lanes(self, graph: StageGraph, micro_batches: int) -> Lanes:
+    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
         """The placement's lanes. Raises InfeasibleError, saying what is wanted, where it is not for this schedule."""
 
     @abstractmethod
-    def orders(self, lanes: Lanes, micro_batches: int) -> Sequence[Sequence[Task]]:
+    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         """Each lane's tasks in order."""
 
 
@@ -252,13 +219,21 @@ def there_and_back(forwards: Sequence[Item], backwards: Sequence[Item], first: i
 
 def on_grid(pipeline: Sequence[int], micro_batches: Iterable[int], group: int) -> Iterator[tuple[int, Task]]:
     """(slot, task) of all micro-batches that a pipeline of these stages runs, in groups of `group`."""
-    for index, each in enumerate(micro_batches):
-        forwards = [Task(stage, Phase.FORWARD, each) for stage in pipeline]
-        backwards = [Task(stage, Phase.BACKWARD, each) for stage in pipeline]
+    for index, m in enumerate(micro_batches):
+        forwards = [Task(s, Phase.FORWARD, m) for s in pipeline]
+        backwards = [Task(s, Phase.BACKWARD, m) for s in pipeline]
         yield from there_and_back(forwards, backwards, first_slot(index, len(pipeline), group))
 
 
-def by_lane(lanes: Sequence[Sequence[int]], slots: Iterable[tuple[int, Task]]) -> list[list[Task]]:
+def one_in_turn(forwards: Sequence[Task], backwards: Sequence[Task], warm_up: int) -> list[Task]:
+    """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    order = list(forwards[:warm_up])
+    for index, backward in enumerate(backwards):
+        order += [*forwards[warm_up + index : warm_up + index + 1], backward]
+    return order
+
+
+def by_lane(lanes: LaneStages, slots: Iterable[tuple[int, Task]]) -> list[list[Task]]:
     """Tasks by slot, on the lane of their stage."""
     lane_of = {stage: place for place, stages in enumerate(lanes) for stage in stages}
     orders: list[list[Task]] = [[] for _ in lanes]
@@ -268,10 +243,11 @@ def by_lane(lanes: Sequence[Sequence[int]], slots: Iterable[tuple[int, Task]]) -
 
 
 def spell(words: Iterable[str], stages: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> list[Task]:
-    """The tasks that words stand for.
+    """A device's order spelled as it is drawn: F0 F1 B1 W ...
 
-    `stages` are the device's, `micro_batches` those that each of them runs, in order: a word takes the first one that
-    has not had its forward, or its backward. One that finds none left says nothing.
+    A letter is a phase; the digit behind it says on which of the device's `stages`. W stands alone: the oldest weight
+    gradient that is owed. A word takes the first of the stage's `micro_batches` that has not had its forward, or its
+    backward. One that finds none left says nothing.
     """
     forwards, backwards = ([deque(each) for each in micro_batches] for _ in range(2))
     owed: deque[Task] = deque()
@@ -284,10 +260,9 @@ def spell(words: Iterable[str], stages: Sequence[int], micro_batches: Sequence[S
         left = (forwards if phase is Phase.FORWARD else backwards)[place]
         if not left:
             continue
-        task = Task(stages[place], phase, left.popleft())
-        order.append(task)
+        order.append(Task(stages[place], phase, left.popleft()))
         if phase is Phase.INPUT_GRADIENT:
-            owed.append(Task(task.stage, Phase.WEIGHT_GRADIENT, task.micro_batch))
+            owed.append(Task(stages[place], Phase.WEIGHT_GRADIENT, order[-1].micro_batch))
     return order
 
 
@@ -296,48 +271,39 @@ _CHANGE = {Phase.FORWARD: 1, Phase.INPUT_GRADIENT: 0, Phase.WEIGHT_GRADIENT: -1}
 
 
 def fill_weights(orders: Sequence[Sequence[Task]], stages: int, room: int) -> list[list[Task]]:
-    """Orders of forwards and input gradients on lanes, with all weight gradients put in.
+    """Orders of F and I on lanes, with all W put in.
 
     All is laid out in slots of equal length, stage after stage as in a chain. A lane that cannot go on (its next task
     waits for another lane, or is a forward for which its `room` for activations is used up) runs the oldest weight
     gradient that it owes. Raises InfeasibleError where the room is too small for the orders.
     """
-    lanes = [_Lane(deque(order), room) for order in orders]
     done: set[Task] = set()
-    while any(lane.rest or lane.owed for lane in lanes):
-        ran = [lane.run_slot(done, stages) for lane in lanes]
-        if not any(ran):
-            raise InfeasibleError(f"room for {room} activations is too small for this order")
-        done.update(task for task in ran if task is not None)
-    return [lane.order for lane in lanes]
 
-
-class _Lane:
-    """State of a lane: tasks to do, deferred weight gradients, and activations kept."""
-
-    def __init__(self, rest: deque[Task], room: int) -> None:
-        self.rest, self.room, self.kept = rest, room, 0
-        self.owed: deque[Task] = deque()
-        self.order: list[Task] = []
-
-    def run_slot(self, done: set[Task], stages: int) -> Task | None:
-        """The task of the next slot, if there is one to run."""
-        if self.rest and self._may_start(self.rest[0], done, stages):
-            task = self.rest.popleft()
-        elif self.owed:
-            task = self.owed.popleft()
-        else:
-            return None
-        self.kept += _CHANGE[task.phase]
-        self.order.append(task)
-        if task.phase is Phase.INPUT_GRADIENT:
-            self.owed.append(Task(task.stage, Phase.WEIGHT_GRADIENT, task.micro_batch))
-        return task
-
-    def _may_start(self, task: Task, done: set[Task], stages: int) -> bool:
+    def may_start(task: Task, kept: int) -> bool:
+        s, m = task.stage, task.micro_batch
         if task.phase is Phase.FORWARD:
-            before = task.stage == 0 or Task(task.stage - 1, Phase.FORWARD, task.micro_batch) in done
-            return before and self.kept < self.room
-        last = task.stage == stages - 1
-        after = Task(task.stage, Phase.FORWARD, task.micro_batch)
-        return after in done and (last or Task(task.stage + 1, Phase.INPUT_GRADIENT, task.micro_batch) in done)
+            return kept < room and (s == 0 or Task(s - 1, Phase.FORWARD, m) in done)
+        ready = s == stages - 1 or Task(s + 1, Phase.INPUT_GRADIENT, m) in done
+        return ready and Task(s, Phase.FORWARD, m) in done
+
+    rest = [deque(order) for order in orders]
+    owed: list[deque[Task]] = [deque() for _ in orders]
+    filled: list[list[Task]] = [[] for _ in orders]
+    kept = [0] * len(orders)
+    while any(rest) or any(owed):
+        slot = []
+        for lane, order in enumerate(filled):
+            ready = rest[lane] and may_start(rest[lane][0], kept[lane])
+            queue = rest[lane] if ready else owed[lane]
+            if not queue:
+                continue
+            task = queue.popleft()
+            order.append(task)
+            slot.append(task)
+            kept[lane] += _CHANGE[task.phase]
+            if task.phase is Phase.INPUT_GRADIENT:
+                owed[lane].append(Task(task.stage, Phase.WEIGHT_GRADIENT, task.micro_batch))
+        if not slot:
+            raise InfeasibleError(f"room for {room} activations is too small for this order")
+        done.update(slot)
+    return filled

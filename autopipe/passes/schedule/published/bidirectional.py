@@ -1,9 +1,4 @@
-"""DualPipe: two pipelines in opposite directions, some backwards in halves.
-
-DualPipeV: DualPipe folded in the middle, with parameters once.
-
-Chimera: two pipelines in opposite directions.
-"""
+"""Two pipelines in opposite directions: Chimera, DualPipe, and DualPipeV, which is DualPipe folded in the middle."""
 
 from __future__ import annotations
 
@@ -13,7 +8,7 @@ from typing import ClassVar
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.schedule import StageGraph, Task
-from autopipe.passes.schedule.published.base import Lanes, Published, by_lane, on_grid, one_wave, opposite, spell
+from autopipe.passes.schedule.published.base import LaneStages, Published, by_lane, on_grid, one_wave, opposite, spell
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +22,10 @@ class Chimera(Published):
 
     name: ClassVar[str] = "chimera"
 
-    def lanes(self, graph: StageGraph, micro_batches: int) -> Lanes:
-        """Lanes of two opposite pipelines."""
+    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
         return opposite(self.name, graph)
 
-    def orders(self, lanes: Lanes, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Each lane's tasks by their slots."""
+    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         down, up = [stages[0] for stages in lanes], [stages[1] for stages in reversed(lanes)]
         half = len(lanes) // 2
         slots = (*on_grid(down, range(0, micro_batches, 2), half), *on_grid(up, range(1, micro_batches, 2), half))
@@ -50,7 +43,7 @@ class DualPipe(Published):
 
     name: ClassVar[str] = "dualpipe"
 
-    def lanes(self, graph: StageGraph, micro_batches: int) -> Lanes:
+    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
         """Lanes of two opposite pipelines, and as many micro-batches for each as keep the middle busy."""
         lanes = opposite(self.name, graph)
         if micro_batches % 2 or micro_batches < 2 * len(lanes):
@@ -61,24 +54,21 @@ class DualPipe(Published):
             )
         return lanes
 
-    def orders(self, lanes: Lanes, micro_batches: int) -> Sequence[Sequence[Task]]:
+    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         """The same on both ends; on each the direction that begins there comes first."""
         directions = range(0, micro_batches, 2), range(1, micro_batches, 2)
         half = len(lanes) // 2
-        near = [
-            spell(dual_words(place, half, micro_batches // 2), stages, directions)
-            for place, stages in enumerate(lanes[:half])
-        ]
+        words = [tuple(_words(place, half, micro_batches // 2)) for place in range(half)]
+        near = [spell(*each, directions) for each in zip(words, lanes[:half], strict=True)]
         far = [
-            spell(dual_words(place, half, micro_batches // 2), stages[::-1], directions[::-1])
-            for place, stages in enumerate(reversed(lanes[half:]))
+            spell(each, stages[::-1], directions[::-1]) for each, stages in zip(words[::-1], lanes[half:], strict=True)
         ]
-        return near + far[::-1]
+        return near + far
 
 
-def dual_words(place: int, depth: int, micro_batches: int) -> Iterator[str]:
-    """Tasks of the device `place` steps from one end, of `depth` devices up to the middle, in eight phases. 0 is the
-    direction that begins at this end. `micro_batches` are those of one direction.
+def _words(place: int, depth: int, micro_batches: int) -> Iterator[str]:
+    """Tasks of the device `place` steps from one end, of `depth` devices up to the middle, in the eight phases of
+    DeepSeek-AI's figure 5. 0 is the direction that begins at this end; `micro_batches` are those of one direction.
     """
     inner = depth - 1 - place
     yield from ("F0",) * (2 * inner)
@@ -101,7 +91,7 @@ class DualPipeV(Published):
 
     name: ClassVar[str] = "dualpipe_v"
 
-    def lanes(self, graph: StageGraph, micro_batches: int) -> Lanes:
+    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
         """Lanes of a V, and enough micro-batches to keep it busy."""
         lanes = one_wave(self.name, graph)
         if micro_batches < 2 * len(lanes):
@@ -112,10 +102,10 @@ class DualPipeV(Published):
             )
         return lanes
 
-    def orders(self, lanes: Lanes, micro_batches: int) -> Sequence[Sequence[Task]]:
+    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         """DualPipe's order, the two directions being a device's two stages."""
         every = range(micro_batches)
         return [
-            spell(dual_words(place, len(lanes), micro_batches), stages, (every, every))
+            spell(_words(place, len(lanes), micro_batches), stages, (every, every))
             for place, stages in enumerate(lanes)
         ]

@@ -1,17 +1,92 @@
-"""Published schedules on blocks: each device's order by the schedule's own grid, every block as soon as that allows.
+"""Blocks as Tessel's paper has them: its five placements, and published schedules on any blocks.
 
-Reading a pipeline out of blocks: which of them are its stages, forwards and backwards, in which direction.
+A published schedule gives each device's order by its own grid of slots; every block runs as soon as that allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from autopipe.ir.block_schedule import BlockGraph, BlockSchedule
+from autopipe.ir.block_schedule import Block, BlockGraph, BlockSchedule
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.passes.schedule.published.base import first_slot, there_and_back
 from autopipe.passes.schedule.tessel.model import in_order, observed_state
+
+SHAPES = ("v", "x", "m", "nn", "k")
+"""Their names; case does not matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of a unit's forward, with the indices of the parts that it waits for."""
+
+    name: str
+    devices: tuple[int, ...]
+    after: tuple[int, ...]
+    memory: int = 1
+
+
+def shape(
+    name: str, devices: int, train: bool, memory: int | None = None, forward: int = 1, backward: int = 3
+) -> BlockGraph:
+    """The blocks of one unit of a shape on an even number of devices.
+
+    The shapes are the placements of Lin et al., "Tessel" (HPCA 2024), section VI: GPT on a V, Chimera's X, GPT and mT5
+    with large embeddings split over all devices (M and NN), and Flava's two branches that meet in a cross encoder split
+    over all devices (K).
+
+    A stage's forward takes `forward` and adds 1 to the memory in use, its backward takes `backward` and frees it. A
+    block on all devices takes 1, forward and backward, and changes no memory but on K, whose cross encoder adds 1 and
+    frees it. Without training there are forwards alone, and memory does not change. `memory` is the room on each
+    device. A unit of X is two micro-batches. Raises ConfigurationError.
+    """
+    if name.lower() not in SHAPES:
+        raise ConfigurationError(f"there is no shape called {name!r}", hint=f"there are: {', '.join(SHAPES)}")
+    if devices < 2 or devices % 2:
+        raise ConfigurationError(f"shapes stand on an even number of devices, not on {devices}")
+    pieces = _pieces(name.lower(), devices)
+    blocks = []
+    for piece in pieces:
+        wide = len(piece.devices) > 1
+        own = f"TPf{piece.name}" if wide else f"F{piece.name}"
+        blocks.append(Block(own, piece.devices, 1 if wide else forward, piece.memory if train else 0, piece.after))
+    # Backwards in reverse: each after the backwards of what its forward feeds and, at the end, after its forward.
+    last = 2 * len(pieces) - 1
+    for index, piece in reversed(list(enumerate(pieces))) if train else ():
+        wide = len(piece.devices) > 1
+        own = f"TPb{piece.name}" if wide else f"B{piece.name}"
+        after = sorted(last - other for other, each in enumerate(pieces) if index in each.after) or [index]
+        blocks.append(Block(own, piece.devices, 1 if wide else backward, -piece.memory, tuple(after)))
+    graph = BlockGraph(devices, tuple(blocks), (memory,) * devices, 2 if name.lower() == "x" else 1)
+    graph.verify()
+    return graph
+
+
+def _pieces(name: str, devices: int) -> list[_Piece]:
+    every, half = tuple(range(devices)), devices // 2
+    if name == "k":  # Two branches, each on half of the devices, that meet in a block on all.
+        branches = [_Piece(str(d), (d,), () if d in (0, half) else (d - 1,)) for d in every]
+        return [*branches, _Piece("0", every, (half - 1, devices - 1))]
+    if (
+        name == "x"
+    ):  # Two independent chains; stages from `devices` on belong to the one that begins on the last device.
+        mirrored = [_Piece(str(devices + d), (devices - 1 - d,), (devices + d - 1,) if d else ()) for d in every]
+        return [*_chain(devices, ()), *mirrored]
+    return _chain(devices, {"v": (), "m": (0,), "nn": (0, half)}[name])
+
+
+def _chain(devices: int, splits: Sequence[int]) -> list[_Piece]:
+    """A stage a device, one after the other; before those of `splits` a block on all devices."""
+    pieces: list[_Piece] = []
+    for device in range(devices):
+        if device in splits:
+            wide = _Piece(
+                str(splits.index(device)), tuple(range(devices)), (len(pieces) - 1,) if pieces else (), memory=0
+            )
+            pieces.append(wide)
+        pieces.append(_Piece(str(device), (device,), (len(pieces) - 1,) if pieces else ()))
+    return pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +99,11 @@ class Pipe:
     """The forward of each stage, as an index into the graph's blocks."""
     backwards: tuple[int, ...]
     """The backward of each stage; () without training."""
-    shared: tuple[tuple[int, int, bool], ...] = ()
-    """(block on several devices, block of a stage that it stands beside, whether it comes before that one)."""
+    shared: tuple[tuple[int, int, bool], ...]
+    """(block on several devices, block of a stage that it stands beside, True where it comes before that one)."""
 
 
-def pipes_of(graph: BlockGraph, schedule: str) -> tuple[Pipe, ...]:
+def _pipes_of(graph: BlockGraph, schedule: str) -> tuple[Pipe, ...]:
     """The pipes of a graph, in the order of their first blocks. Raises InfeasibleError where it is anything else."""
     chains: list[list[int]] = []
     for index in graph.order:
@@ -50,21 +125,13 @@ def _pipe(graph: BlockGraph, chain: list[int], schedule: str) -> Pipe:
     devices, back = path[:there], path[there:]
     if not path or len(set(devices)) < there or back not in ([], devices[::-1]):
         raise _refusal(schedule, f"devices {path} are not passed once there and once back")
-    forwards, backwards = tuple(stages[:there]), tuple(reversed(stages[there:]))
-    return Pipe(tuple(devices), forwards, backwards, tuple(_beside(graph, chain, forwards[-1])))
-
-
-def _beside(graph: BlockGraph, chain: list[int], turn: int) -> list[tuple[int, int, bool]]:
-    """Each block on several devices with its neighbour: up to the last forward the next stage, then the one before."""
-    single = {index for index in chain if len(graph.blocks[index].devices) == 1}
-    found = []
+    # A block on several devices stands beside a neighbour: up to the last forward the next stage, then the one before.
+    turn, shared = chain.index(stages[there - 1]), []
     for place, index in enumerate(chain):
-        if index in single:
-            continue
-        before = place < chain.index(turn)
-        near = chain[place:] if before else chain[place::-1]
-        found.append((index, next(other for other in near if other in single), before))
-    return found
+        if index not in stages:
+            near = chain[place:] if place < turn else chain[place::-1]
+            shared.append((index, next(other for other in near if other in stages), place < turn))
+    return Pipe(tuple(devices), tuple(stages[:there]), tuple(reversed(stages[there:])), tuple(shared))
 
 
 def _refusal(schedule: str, reason: str) -> InfeasibleError:
@@ -129,7 +196,7 @@ def _one_f_one_b_plus(graph: BlockGraph, units: int) -> Slots:
 
     Lin et al., "Tessel" (HPCA 2024), section VI-A. Forwards alone follow one another closely.
     """
-    pipes = pipes_of(graph, "1f1b_plus")
+    pipes = _pipes_of(graph, "1f1b_plus")
     if len(pipes) > 1:
         raise InfeasibleError("schedule 1f1b runs one chain of stages, but these blocks are several", where="blocks")
     for unit in range(units):
@@ -142,7 +209,7 @@ def _one_f_one_b_plus(graph: BlockGraph, units: int) -> Slots:
 def _chimera(graph: BlockGraph, units: int) -> Slots:
     """Two opposite pipes on the grid, in groups of half as many units as there are devices: see `Chimera`."""
     _refuse_shared(graph, "chimera")
-    pipes = pipes_of(graph, "chimera")
+    pipes = _pipes_of(graph, "chimera")
     if len(pipes) != 2 or pipes[0].devices != pipes[1].devices[::-1] or len(pipes[0].devices) % 2:
         raise InfeasibleError(
             "schedule chimera runs two chains over the same even number of devices, in opposite directions",

@@ -1,15 +1,4 @@
-"""1F1B: after a warm-up, one forward and one backward in turn.
-
-1F1B+: 1F1B with stages on several devices between its slots.
-
-kFkB: after a warm-up, k backwards and k forwards in turn, on micro-batches of each stage's own size.
-
-Interleaved 1F1B: several stages a device, passed round robin.
-
-Breadth-first looped pipeline: all micro-batches through a stage before the device's next one.
-
-Hanayo: one pipeline in waves, down the devices and up again.
-"""
+"""1F1B and its kin: 1F1B+, kFkB, interleaved 1F1B, the breadth-first loop and Hanayo's waves."""
 
 from __future__ import annotations
 
@@ -26,11 +15,12 @@ from autopipe.passes.cost.memory import stages_in_flight
 from autopipe.passes.schedule.orders import Ticks, find_repetends, merge_orders, require_equal_micro_batches
 from autopipe.passes.schedule.predict import task_ticks
 from autopipe.passes.schedule.published.base import (
-    Lanes,
+    LaneStages,
     Published,
     by_lane,
     first_slot,
     on_grid,
+    one_in_turn,
     order_gpipe,
     round_robin,
     there_and_back,
@@ -50,41 +40,25 @@ class OneForwardOneBackward:
     name: ClassVar[str] = "1f1b"
 
     def requires(self, problem: Problem, placement: Placement) -> None:
-        """Raise InfeasibleError where micro-batches differ from stage to stage."""
         require_equal_micro_batches(self.name, problem, placement)
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
-        """The schedule, for any DAG of stages."""
         graph = StageGraph.of(problem, placement)
         return order_1f1b(graph, problem.micro_batches, problem.train, task_ticks(problem, placement))
 
 
 def order_1f1b(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks) -> Schedule:
-    """The stages' orders, merged where a device has several stages.
+    """The stages' orders, for any DAG of stages; merged where a device has several stages.
 
     Stages' orders never wait in a circle: F(s, m) at 2m - depth(s) and B(s, m) at 2m + depth(s) - 1 is a numbering in
     which every task comes after all that it waits for, since depth falls along every edge.
     """
     depths = depths_to_end(len(graph.stage_devices), graph.edges)
     orders = [
-        _stage_order(stage, depths[stage], graph.micro_batches_of(stage, micro_batches), train)
-        for stage in range(len(depths))
+        stage_order(s, depth, 1, graph.micro_batches_of(s, micro_batches), train) for s, depth in enumerate(depths)
     ]
     lists = merge_orders(orders, graph, ticks)
     return Schedule(micro_batches, lists, find_repetends(lists))
-
-
-def _stage_order(stage: int, in_flight: int, micro_batches: Sequence[int], train: bool) -> list[Task]:
-    """Forwards until `in_flight` micro-batches are kept, then a backward and a forward in turn, then backwards."""
-    forwards = [Task(stage, Phase.FORWARD, micro_batch) for micro_batch in micro_batches]
-    if not train:
-        return forwards
-    warm_up = min(in_flight - 1, len(forwards))
-    order = forwards[:warm_up]
-    for index, micro_batch in enumerate(micro_batches):
-        order += forwards[warm_up + index : warm_up + index + 1]
-        order.append(Task(stage, Phase.BACKWARD, micro_batch))
-    return order
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +72,11 @@ class OneForwardOneBackwardPlus:
     name: ClassVar[str] = "1f1b_plus"
 
     def requires(self, problem: Problem, placement: Placement) -> None:
-        """Raise InfeasibleError where micro-batches differ, or stages of one device share it."""
         require_equal_micro_batches(self.name, problem, placement)
         if problem.train:
             _own_stages(StageGraph.of(problem, placement))
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
-        """The schedule. Inference runs forwards alone, as soon as possible."""
         graph = StageGraph.of(problem, placement)
         if not problem.train:
             return order_gpipe(graph, problem.micro_batches, False, task_ticks(problem, placement))
@@ -114,7 +86,7 @@ class OneForwardOneBackwardPlus:
 def order_1f1b_plus(graph: StageGraph, micro_batches: int) -> Schedule:
     """The schedule of a training step. Raises InfeasibleError where stages of one device share it."""
     own = _own_stages(graph)
-    placed = [pair for each in range(micro_batches) for pair in _placed(graph, own, each)]
+    placed = [pair for m in range(micro_batches) for pair in _placed(graph, own, m)]
     lists: list[list[Task]] = [[] for _ in range(graph.devices)]
     for _, task in sorted(placed, key=lambda each: each[0]):
         for device in graph.stage_devices[task.stage]:
@@ -140,18 +112,16 @@ def _own_stages(graph: StageGraph) -> list[int]:
     return own
 
 
-def _placed(graph: StageGraph, own: list[int], micro_batch: int) -> Iterator[tuple[tuple[int, int, bool, int], Task]]:
-    """A micro-batch's tasks, with keys that sort those of all: twice the slot on the grid, odd between slots."""
-    forwards = [Task(stage, Phase.FORWARD, micro_batch) for stage in own]
-    backwards = [Task(stage, Phase.BACKWARD, micro_batch) for stage in own]
-    first = first_slot(micro_batch, len(own), len(own))
-    slots = {task: slot for slot, task in there_and_back(forwards, backwards, first)}
+def _placed(graph: StageGraph, own: list[int], m: int) -> Iterator[tuple[tuple[int, int, bool, int], Task]]:
+    """Micro-batch m's tasks, with keys that sort those of all: twice the slot on the grid, odd between slots."""
+    forwards, backwards = ([Task(s, phase, m) for s in own] for phase in (Phase.FORWARD, Phase.BACKWARD))
+    slots = {task: slot for slot, task in there_and_back(forwards, backwards, first_slot(m, len(own), len(own)))}
     for stage in range(len(graph.stage_devices)):
         near = next((other for other in own if other >= stage), own[-1])
         side = (near < stage) - (near > stage)
         for phase, way in ((Phase.FORWARD, 1), (Phase.BACKWARD, -1)):
-            key = 2 * slots[Task(near, phase, micro_batch)] + way * side
-            yield (key, micro_batch, phase is Phase.BACKWARD, way * stage), Task(stage, phase, micro_batch)
+            key = 2 * slots[Task(near, phase, m)] + way * side
+            yield (key, m, phase is Phase.BACKWARD, way * stage), Task(stage, phase, m)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +139,6 @@ class KForwardsKBackwards:
     """Forwards, and backwards, in a row: one number, or one for each stage. 1 keeps the fewest samples."""
 
     def requires(self, problem: Problem, placement: Placement) -> None:
-        """Raise ConfigurationError where `k` is no number, or no list of them, for these stages."""
         stages = len(placement.stages)
         if len(self.ks(stages)) != stages:
             raise ConfigurationError(
@@ -180,7 +149,6 @@ class KForwardsKBackwards:
             raise ConfigurationError(f"schedule.k is {min(self.ks(stages))}", hint="it must be at least 1")
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
-        """The schedule, for any DAG of stages."""
         graph, ks = StageGraph.of(problem, placement), self.ks(len(placement.stages))
         return order_kfkb(graph, problem.micro_batches, ks, problem.train, task_ticks(problem, placement))
 
@@ -209,12 +177,12 @@ def kept_micro_batches(graph: StageGraph, ks: Sequence[int]) -> tuple[int, ...]:
 
 def stage_order(stage: int, warm_up: int, k: int, micro_batches: Sequence[int], train: bool) -> list[Task]:
     """Forwards until `warm_up` micro-batches are kept, then k backwards and k forwards in turn, then backwards."""
-    forwards = [Task(stage, Phase.FORWARD, micro_batch) for micro_batch in micro_batches]
+    forwards = [Task(stage, Phase.FORWARD, m) for m in micro_batches]
     if not train:
         return forwards
     order = forwards[:warm_up]
     for first in range(0, len(micro_batches), k):
-        order += [Task(stage, Phase.BACKWARD, micro_batch) for micro_batch in micro_batches[first : first + k]]
+        order += [Task(stage, Phase.BACKWARD, m) for m in micro_batches[first : first + k]]
         order += forwards[warm_up + first : warm_up + first + k]
     return order
 
@@ -229,7 +197,7 @@ class InterleavedOneForwardOneBackward(Published):
 
     name: ClassVar[str] = "interleaved_1f1b"
 
-    def lanes(self, graph: StageGraph, micro_batches: int) -> Lanes:
+    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
         """Lanes of several stages, round robin, and whole groups of micro-batches."""
         lanes = round_robin(self.name, graph)
         if len(lanes[0]) < 2:
@@ -244,29 +212,19 @@ class InterleavedOneForwardOneBackward(Published):
             )
         return lanes
 
-    def orders(self, lanes: Lanes, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Forwards until the first backward can arrive, then one forward and one backward in turn."""
-        devices = len(lanes)
-        found = []
+    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """Forwards until the first backward can arrive, then one forward and one backward in turn.
+
+        A device runs a group of p micro-batches through stage after stage of its own, then the next group.
+        """
+        p, found = len(lanes), []
+        groups = [range(first, first + p) for first in range(0, micro_batches, p)]
         for place, stages in enumerate(lanes):
-            forwards = _in_groups(Phase.FORWARD, stages, devices, micro_batches)
-            backwards = _in_groups(Phase.BACKWARD, stages[::-1], devices, micro_batches)
-            ahead = min((len(stages) - 1) * devices + 2 * (devices - 1 - place), len(forwards))
-            order = forwards[:ahead]
-            for index, backward in enumerate(backwards):
-                order += [*forwards[ahead + index : ahead + index + 1], backward]
-            found.append(order)
+            forwards = [Task(s, Phase.FORWARD, m) for group in groups for s in stages for m in group]
+            backwards = [Task(s, Phase.BACKWARD, m) for group in groups for s in stages[::-1] for m in group]
+            warm_up = min((len(stages) - 1) * p + 2 * (p - 1 - place), len(forwards))
+            found.append(one_in_turn(forwards, backwards, warm_up))
         return found
-
-
-def _in_groups(phase: Phase, stages: Sequence[int], group: int, micro_batches: int) -> list[Task]:
-    """All of a device's tasks of a phase: a group of micro-batches through stage after stage, then the next group."""
-    return [
-        Task(stage, phase, micro_batch)
-        for first in range(0, micro_batches, group)
-        for stage in stages
-        for micro_batch in range(first, first + group)
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,15 +237,14 @@ class LoopedBreadthFirst(Published):
 
     name: ClassVar[str] = "looped_bfs"
 
-    def lanes(self, graph: StageGraph, micro_batches: int) -> Lanes:
-        """Lanes of any number of stages, round robin."""
+    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
         return round_robin(self.name, graph)
 
-    def orders(self, lanes: Lanes, micro_batches: int) -> Sequence[Sequence[Task]]:
+    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         """Forwards stage by stage, then backwards in the opposite order of stages."""
         return [
-            [Task(stage, Phase.FORWARD, each) for stage in stages for each in range(micro_batches)]
-            + [Task(stage, Phase.BACKWARD, each) for stage in reversed(stages) for each in range(micro_batches)]
+            [Task(s, Phase.FORWARD, m) for s in stages for m in range(micro_batches)]
+            + [Task(s, Phase.BACKWARD, m) for s in reversed(stages) for m in range(micro_batches)]
             for stages in lanes
         ]
 
@@ -304,10 +261,8 @@ class Hanayo(Published):
 
     name: ClassVar[str] = "hanayo"
 
-    def lanes(self, graph: StageGraph, micro_batches: int) -> Lanes:
-        """Lanes of waves."""
+    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
         return waves(self.name, graph)
 
-    def orders(self, lanes: Lanes, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Each lane's tasks by their slots."""
+    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         return by_lane(lanes, on_grid(range(len(lanes) * len(lanes[0])), range(micro_batches), len(lanes)))

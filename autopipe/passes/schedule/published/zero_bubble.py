@@ -1,24 +1,26 @@
-"""ZB-V: no bubble where F = I = W, in 1F1B's memory, with two stages a device.
+"""Zero-bubble schedules (ZB-H1, ZB-H2, ZB-V) and V schedules of controllable memory (V-Half, V-Min).
 
-ZB-H1: 1F1B with backwards in halves, in 1F1B's memory.
-
-V-Half: half of 1F1B's memory.
-
-V-Min: a third of 1F1B's memory.
-
-ZB-H2: no bubble where F = I = W, for about twice 1F1B's memory.
-
-V schedules made by repeating one micro-batch's pattern.
+A backward is split into I, the gradients of inputs, which other devices wait for, and W, those of weights, which fill
+what would be bubbles: B and W in the papers, where F = B = W.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from autopipe.ir.schedule import Phase, StageGraph, Task
-from autopipe.passes.schedule.published.base import Lanes, Published, fill_weights, one_each, one_wave, spell
+from autopipe.passes.schedule.published.base import (
+    LaneStages,
+    Published,
+    fill_weights,
+    one_each,
+    one_in_turn,
+    one_wave,
+    spell,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +33,12 @@ class ZeroBubbleH1(Published):
 
     name: ClassVar[str] = "zb_h1"
 
-    def lanes(self, graph: StageGraph, micro_batches: int) -> Lanes:
-        """Lanes of one stage."""
+    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
         return one_each(self.name, graph)
 
-    def orders(self, lanes: Lanes, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """1F1B's order of forwards and input gradients, with weight gradients in its gaps."""
-        count = len(lanes)
-        orders = [halves_in_turn(stage, count - 1 - stage, micro_batches) for stage in range(count)]
-        return fill_weights(orders, count, count)
-
-
-def halves_in_turn(stage: int, ahead: int, micro_batches: int) -> list[Task]:
-    """So many forwards, then a forward and an input gradient in turn."""
-    forwards = [Task(stage, Phase.FORWARD, each) for each in range(micro_batches)]
-    order = forwards[:ahead]
-    for each in range(micro_batches):
-        order += [*forwards[ahead + each : ahead + each + 1], Task(stage, Phase.INPUT_GRADIENT, each)]
-    return order
+    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """1F1B's order of F and I, which keeps p activations, with W in its gaps."""
+        return _fill_one_in_turn(len(lanes), micro_batches, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +52,23 @@ class ZeroBubbleH2(Published):
 
     name: ClassVar[str] = "zb_h2"
 
-    def lanes(self, graph: StageGraph, micro_batches: int) -> Lanes:
-        """Lanes of one stage."""
+    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
         return one_each(self.name, graph)
 
-    def orders(self, lanes: Lanes, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Twice as many forwards ahead as in 1F1B, with weight gradients in the gaps."""
-        count = len(lanes)
-        orders = [halves_in_turn(stage, 2 * (count - 1 - stage), micro_batches) for stage in range(count)]
-        return fill_weights(orders, count, 2 * count - 1)
+    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """Twice as many F before the first I as in 1F1B, with W in the gaps."""
+        return _fill_one_in_turn(len(lanes), micro_batches, 2)
+
+
+def _fill_one_in_turn(p: int, micro_batches: int, factor: int) -> list[list[Task]]:
+    """On stage s of p, `factor` (p - 1 - s) forwards of warm-up and room for `factor` (p - 1) + 1 activations."""
+    orders = []
+    for s in range(p):
+        forwards, gradients = (
+            [Task(s, phase, m) for m in range(micro_batches)] for phase in (Phase.FORWARD, Phase.INPUT_GRADIENT)
+        )
+        orders.append(one_in_turn(forwards, gradients, factor * (p - 1 - s)))
+    return fill_weights(orders, p, factor * (p - 1) + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,56 +82,71 @@ class ZeroBubbleV(Published):
 
     name: ClassVar[str] = "zb_v"
 
-    def lanes(self, graph: StageGraph, micro_batches: int) -> Lanes:
-        """Lanes of a V."""
+    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
         return one_wave(self.name, graph)
 
-    def orders(self, lanes: Lanes, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """The published order of forwards and input gradients, with weight gradients in its gaps."""
-        count, every = len(lanes), range(micro_batches)
-        orders = [
-            spell(_words(place, count, micro_batches), stages, (every, every)) for place, stages in enumerate(lanes)
-        ]
-        return fill_weights(orders, 2 * count, 2 * count)
+    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """The published order of F and I, with W in its gaps."""
+        p, every = len(lanes), range(micro_batches)
+        orders = [spell(_words(place, p, micro_batches), stages, (every, every)) for place, stages in enumerate(lanes)]
+        return fill_weights(orders, 2 * p, 2 * p)
 
 
-def _words(place: int, devices: int, micro_batches: int) -> Iterator[str]:
-    """Tasks of a device without weight gradients: 0 is its stage on the way down, 1 the one on the way up."""
-    yield from ("F0",) * (2 * (devices - place) - 1)
+def _words(place: int, p: int, micro_batches: int) -> Iterator[str]:
+    """Tasks of a device without W: 0 is its stage on the way down, 1 the one on the way up."""
+    yield from ("F0",) * (2 * (p - place) - 1)
     yield from ("F1", "F0") * place
-    yield from ("F1", "I1") * (devices - place)
-    yield from ("F0", "I0", "F1", "I1") * max(micro_batches - devices, 0)
+    yield from ("F1", "I1") * (p - place)
+    yield from ("F0", "I0", "F1", "I1") * max(micro_batches - p, 0)
     yield from ("I0", "I1") * micro_batches
 
-
-Pattern = tuple[int, int, int, int]
-"""Slots of a micro-batch on one device: forward going down and coming up, input gradient going down and coming up."""
 
 _PERIOD = 6
 """Slots between micro-batches: a device runs F, I and W of two stages for each."""
 
 
-def repeat(lanes: Lanes, micro_batches: int, pattern: Callable[[int, int], Pattern], room: int) -> list[list[Task]]:
-    """Lanes' orders for `pattern(place, devices)`, repeated every six slots and then moved together.
+class _RepeatedPattern(Published):
+    """One micro-batch's pattern, repeated every six slots and then moved together.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), section 3: how long a pattern holds activations
-    says how many are kept. Weight gradients stand where a device would wait, and where more than `room` activations
-    would be kept.
+    says how many are kept. W stands where a device would wait, and where more than `room` would be kept.
     """
-    orders = []
-    for place, (down, up) in enumerate(lanes):
-        tasks = ((down, Phase.FORWARD), (up, Phase.FORWARD), (up, Phase.INPUT_GRADIENT), (down, Phase.INPUT_GRADIENT))
-        slots = [
-            (slot + _PERIOD * each, Task(stage, phase, each))
-            for slot, (stage, phase) in zip(pattern(place, len(lanes)), tasks, strict=True)
-            for each in range(micro_batches)
-        ]
-        orders.append([task for _, task in sorted(slots, key=lambda each: each[0])])
-    return fill_weights(orders, 2 * len(lanes), room)
+
+    __slots__ = ()
+
+    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
+        return one_wave(self.name, graph)
+
+    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        orders = []
+        for place, (down, up) in enumerate(lanes):
+            phases = (
+                (down, Phase.FORWARD),
+                (up, Phase.FORWARD),
+                (up, Phase.INPUT_GRADIENT),
+                (down, Phase.INPUT_GRADIENT),
+            )
+            slots = [
+                (slot + _PERIOD * m, Task(s, phase, m))
+                for slot, (s, phase) in zip(self.pattern(place, len(lanes)), phases, strict=True)
+                for m in range(micro_batches)
+            ]
+            orders.append([task for _, task in sorted(slots, key=lambda each: each[0])])
+        return fill_weights(orders, 2 * len(lanes), self.room(len(lanes)))
+
+    @staticmethod
+    @abstractmethod
+    def pattern(place: int, p: int) -> tuple[int, int, int, int]:
+        """A micro-batch's slots on one of p devices: F going down and coming up, I going down and coming up."""
+
+    @staticmethod
+    @abstractmethod
+    def room(p: int) -> int:
+        """Activations that a device keeps at most."""
 
 
 @dataclass(frozen=True, slots=True)
-class VHalf(Published):
+class VHalf(_RepeatedPattern):
     """A V whose micro-batches come up twice as fast as they go down.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), section 3.2. With F = I = W the bubble is about
@@ -142,24 +155,19 @@ class VHalf(Published):
 
     name: ClassVar[str] = "v_half"
 
-    def lanes(self, graph: StageGraph, micro_batches: int) -> Lanes:
-        """Lanes of a V."""
-        return one_wave(self.name, graph)
+    @staticmethod
+    def pattern(place: int, p: int) -> tuple[int, int, int, int]:
+        """Two slots a device on the way down, one on the way up; a gap keeps repetitions of even depth apart."""
+        turn = 3 * p + (0 if p % 2 else 3)
+        return 2 * place, 3 * p - 2 - place, turn - 1 + 2 * place, turn + 3 * p - 2 - place
 
-    def orders(self, lanes: Lanes, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """The pattern, repeated."""
-        return repeat(lanes, micro_batches, _pattern, 2 * ((len(lanes) + 2) // 2))
-
-
-def _pattern(place: int, devices: int) -> Pattern:
-    """Two slots a device on the way down, one on the way up; a gap keeps repetitions of even depth apart."""
-    gap = 0 if devices % 2 else 3
-    turn = 3 * devices + gap
-    return 2 * place, 3 * devices - 2 - place, turn - 1 + 2 * place, turn + 3 * devices - 2 - place
+    @staticmethod
+    def room(p: int) -> int:
+        return 2 * ((p + 2) // 2)
 
 
 @dataclass(frozen=True, slots=True)
-class VMin(Published):
+class VMin(_RepeatedPattern):
     """A V whose micro-batches pass as fast as they can: the shorter they are under way, the less is kept.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), section 3.2. With F = I = W the bubble is about
@@ -168,17 +176,12 @@ class VMin(Published):
 
     name: ClassVar[str] = "v_min"
 
-    def lanes(self, graph: StageGraph, micro_batches: int) -> Lanes:
-        """Lanes of a V."""
-        return one_wave(self.name, graph)
+    @staticmethod
+    def pattern(place: int, p: int) -> tuple[int, int, int, int]:
+        """One slot a device, both ways; a gap keeps repetitions apart where 3 divides the number of devices."""
+        turn = 2 * p + (0 if p % 3 else 2)
+        return place, 2 * p - 1 - place, turn + place, turn + 2 * p - 1 - place
 
-    def orders(self, lanes: Lanes, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """The pattern, repeated."""
-        return repeat(lanes, micro_batches, _v_min_pattern, 2 * ((len(lanes) + 4) // 3))
-
-
-def _v_min_pattern(place: int, devices: int) -> Pattern:
-    """One slot a device, both ways; a gap keeps repetitions apart where a third of the devices is a whole number."""
-    gap = 0 if devices % 3 else 2
-    turn = 2 * devices + gap
-    return place, 2 * devices - 1 - place, turn + place, turn + 2 * devices - 1 - place
+    @staticmethod
+    def room(p: int) -> int:
+        return 2 * ((p + 4) // 3)

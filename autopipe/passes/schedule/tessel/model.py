@@ -1,25 +1,17 @@
-"""Lower bounds on any schedule, from the blocks alone.
-
-Budget and callbacks of a search.
-
-A cyclic schedule: one unit's starts, repeated every period; and whether it keeps all rules.
-
-Start times of every block of all units, from a steady state or any order.
-
-The steady state that the starts of blocks show.
-
-Memory changes of a unit that frees as much as it allocates, whatever the blocks given do.
-"""
+"""Facts of any schedule of blocks: bounds on period and makespan, memory, starts, and when they repeat."""
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
+from typing import Any
 
-from autopipe.ir.block_schedule import BlockGraph, BlockRepetend, BlockSchedule
+from autopipe.ir.block_schedule import Block, BlockGraph, BlockRepetend, BlockSchedule
+from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.solvers.cp_sat import Limit
 
 Progress = Callable[[int | None, int, float], None]
@@ -32,7 +24,6 @@ that the work runs out before the clock does and the answer depends on the seed 
 _USABLE = 0.95
 """Share of the seconds that is searched; the rest is for completing and checking what was found."""
 _BETWEEN_REPORTS_S = 0.1
-"""Seconds between two calls of `progress`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +49,12 @@ class SearchOptions:
 
 @dataclass(slots=True)
 class Budget:
-    """Rest of a search's budget."""
+    """Rest of a search's budget: seconds of the clock, and `work` in the solver's deterministic time."""
 
     options: SearchOptions
     start: float = field(default_factory=time.perf_counter)
     work: float = 0.0
-    """Deterministic time spent so far."""
+    """Spent so far."""
     reported: float = float("-inf")
 
     @property
@@ -72,53 +63,36 @@ class Budget:
         return time.perf_counter() - self.start
 
     @property
-    def over(self) -> bool:
-        """True if the seconds are used up but for what it takes to finish."""
-        return self.used > self._usable
+    def left(self) -> float:
+        """Seconds, but for what it takes to finish."""
+        return _USABLE * self.options.time_limit * self.options.patience - self.used
 
     def limit(self, share: float) -> Limit:
         """A limit of a share of the work that is left, and of all seconds that are."""
         work = self.options.time_limit * WORK_PER_SECOND - self.work
-        return Limit(self._usable - self.used, work * share, self.options.seed)
-
-    @property
-    def _usable(self) -> float:
-        return _USABLE * self.options.time_limit * self.options.patience
-
-    def spend(self, work: float) -> None:
-        """Count work that was done."""
-        self.work += work
+        return Limit(self.left, work * share, self.options.seed)
 
     def report(self, value: int | None, bound: int) -> None:
-        """Tell whoever wants to know."""
         if self.options.progress and self.used >= self.reported + _BETWEEN_REPORTS_S:
             self.reported = self.used
             self.options.progress(value, bound, self.used)
-
-
-def period_bound(graph: BlockGraph) -> int:
-    """No steady state has a shorter period: the largest load of a device, and Little's law where memory is limited."""
-    return max(*graph.loads, *(_little(graph, device) for device in range(graph.devices)), 1)
 
 
 def heads(graph: BlockGraph) -> tuple[int, ...]:
     """Earliest start of each block in a unit that is alone and has all devices to itself."""
     found = [0] * len(graph.blocks)
     for index in graph.order:
-        block = graph.blocks[index]
-        for position, other in enumerate(block.after):
-            found[index] = max(found[index], found[other] + graph.blocks[other].time + block.delay(position))
+        found[index] = max((found[other] + wait for other, wait in graph.waits[index]), default=0)
     return tuple(found)
 
 
 def tails(graph: BlockGraph) -> tuple[int, ...]:
     """Least time from the end of each block to the end of its unit."""
-    found = [0] * len(graph.blocks)
+    found = [block.time for block in graph.blocks]  # From its start.
     for index in reversed(graph.order):
-        block = graph.blocks[index]
-        for position, other in enumerate(block.after):
-            found[other] = max(found[other], found[index] + block.time + block.delay(position))
-    return tuple(found)
+        for other, wait in graph.waits[index]:
+            found[other] = max(found[other], wait + found[index])
+    return tuple(least - block.time for least, block in zip(found, graph.blocks, strict=True))
 
 
 def unit_bound(graph: BlockGraph) -> int:
@@ -130,54 +104,66 @@ def makespan_bound(graph: BlockGraph, units: int) -> int:
     """Lower bound on the makespan of `units` units: one unit's longest way, and each device's load between its ends."""
     first, last = heads(graph), tails(graph)
     found = unit_bound(graph)
-    on_device: list[list[int]] = [[] for _ in range(graph.devices)]
-    for index, block in enumerate(graph.blocks):
-        for device in block.devices:
-            on_device[device].append(index)
-    for members, load in zip(on_device, graph.loads, strict=True):
+    for members, load in zip(graph.members, graph.loads, strict=True):
         if members:
             ends = min(first[index] for index in members) + min(last[index] for index in members)
             found = max(found, units * load + ends)
     return found
 
 
-def distances(graph: BlockGraph, source: int) -> dict[int, int]:
-    """Least time from the start of a block to the start of each that waits for it, itself included."""
-    found = {source: 0}
-    for index in graph.order:
-        block = graph.blocks[index]
-        for position, other in enumerate(block.after):
-            if other in found:
-                way = found[other] + graph.blocks[other].time + block.delay(position)
-                found[index] = max(found.get(index, 0), way)
-    return found
+def period_bound(graph: BlockGraph) -> int:
+    """No steady state has a shorter period: the largest load of a device, and Little's law where memory is limited."""
+    return max(*graph.loads, *(_little(graph, device) for device in range(graph.devices)), 1)
 
 
 def _little(graph: BlockGraph, device: int) -> int:
-    """Little's law: memory in use on average is what a unit holds times how long it holds it, over the period."""
+    """Little's law: memory in use on average is what a unit holds times how long it holds it, over the period.
+
+    The least that a unit holds is the minimum of -sum(memory x start) under the dependencies. Each way of sending what
+    is allocated to where it is freed is a solution of the dual problem and so gives a lower bound: here the longest
+    ways first. 0 where nothing can be said.
+    """
     limit = graph.memory[device]
-    step = math.gcd(*(block.memory for block in graph.blocks if device in block.devices))
+    left = {index: graph.blocks[index].memory for index in graph.members[device]}
+    step = math.gcd(*left.values())
     if limit is None or step == 0 or limit < step:
         return 0
-    return math.ceil(_held(graph, device) / (limit // step * step))
-
-
-def _held(graph: BlockGraph, device: int) -> int:
-    """Least sum over the memory of one unit on a device of the time that it is held; 0 where nothing can be said.
-
-    The least of -sum(memory x start) under the dependencies. Each way of sending what is allocated to where it is freed
-    is a solution of the dual problem and so gives a lower bound: here the longest ways first.
-    """
-    left = {index: block.memory for index, block in enumerate(graph.blocks) if device in block.devices}
     held = 0
     for index in [index for index, memory in left.items() if memory > 0]:
-        away = distances(graph, index)
+        away = {index: 0}  # Least time from the block's start to the start of each that waits for it.
+        for later in graph.order:
+            ways = [away[other] + wait for other, wait in graph.waits[later] if other in away]
+            if ways:
+                away[later] = max(ways)
         for other in sorted((each for each in away if left.get(each, 0) < 0), key=lambda each: -away[each]):
             amount = min(left[index], -left[other])
             left[index] -= amount
             left[other] += amount
             held += amount * away[other]
-    return held if not any(left.values()) else 0
+    return 0 if any(left.values()) else math.ceil(held / (limit // step * step))
+
+
+def topological(graph: BlockGraph, rank: Callable[[int, int], Any]) -> tuple[int, ...]:
+    """The blocks, each after all that it waits for; of those that may start, the one of least rank(block, started).
+
+    `started` is how many had started when the block might.
+    """
+    left = [len(set(block.after)) for block in graph.blocks]
+    ready = [(rank(index, 0), index) for index, count in enumerate(left) if count == 0]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        order.append(heapq.heappop(ready)[1])
+        for other in graph.following[order[-1]]:
+            left[other] -= 1
+            if left[other] == 0:
+                heapq.heappush(ready, (rank(other, len(order)), other))
+    return tuple(order)
+
+
+def kept(graph: BlockGraph, device: int) -> int:
+    """Memory that a unit adds on a device and never frees; negative where it frees more."""
+    return sum(graph.blocks[index].memory for index in graph.members[device])
 
 
 def changes(graph: BlockGraph, device: int) -> dict[int, int]:
@@ -186,7 +172,7 @@ def changes(graph: BlockGraph, device: int) -> dict[int, int]:
     Memory that a unit never frees is taken off its last allocations; memory it frees without having it, off its first
     frees.
     """
-    found = {index: block.memory for index, block in enumerate(graph.blocks) if device in block.devices}
+    found = {index: graph.blocks[index].memory for index in graph.members[device]}
     left = sum(found.values())
     for index in reversed(graph.order) if left > 0 else graph.order:
         if index in found and found[index] * left > 0:
@@ -194,11 +180,6 @@ def changes(graph: BlockGraph, device: int) -> dict[int, int]:
             found[index] -= taken
             left -= taken
     return found
-
-
-def kept(graph: BlockGraph, device: int) -> int:
-    """Memory that a unit adds on a device and never frees; negative where it frees more."""
-    return sum(block.memory for block in graph.blocks if device in block.devices)
 
 
 def frees_all(graph: BlockGraph) -> bool:
@@ -211,6 +192,117 @@ def reserved(graph: BlockGraph, units: int) -> BlockGraph:
     rooms = enumerate(graph.memory)
     memory = (None if room is None else room - units * max(0, kept(graph, device)) for device, room in rooms)
     return replace(graph, memory=tuple(memory))
+
+
+_MOST_STEPS = 1_000_000
+"""Blocks looked at for one question, after which it stays open."""
+
+
+def require_room(graph: BlockGraph, units: int) -> None:
+    """Raise InfeasibleError, naming the device and the least that would do, where no order keeps the memory limits.
+
+    Memory changes when blocks start, so what a device needs depends on the order of starts alone; and units that free
+    no more than they have allocated only add to one another's needs, so that one unit's order decides. The device is
+    one that would not do on its own if there is any, otherwise one that would not do beside the limits of the others.
+    Silence is no promise: questions that take too long stay open.
+    """
+    limited = [(device, room) for device, room in enumerate(graph.memory) if room is not None]
+    for device, room in limited:
+        if units * kept(graph, device) > room:
+            least = units * kept(graph, device)
+            raise _too_little(device, room, least, f"as {units} units leave as much in use")
+    if not limited or (units > 1 and not all(_frees_its_own(graph, device) for device, _ in limited)):
+        return
+    if not least_room(graph, limited[0][0], graph.memory).exceeds(limited[0][1]):
+        return
+    beside = "while the others keep to their limits"
+    for rooms, why in (((None,) * graph.devices, "whatever the order of blocks"), (graph.memory, beside)):
+        for device, room in limited:
+            found = least_room(graph, device, rooms)
+            if found.exists and found.exceeds(room):
+                raise _too_little(device, room, found.peak, why)
+    raise InfeasibleError("no order of the blocks keeps to the memory limits of all devices", hint="raise several")
+
+
+def _too_little(device: int, room: int, least: int, why: str) -> InfeasibleError:
+    message = f"there is room for {room}, but {least} is the least that would do, {why}"
+    return InfeasibleError(message, hint=f"give it a memory of {least} or more", where=f"device {device}")
+
+
+def _frees_its_own(graph: BlockGraph, device: int) -> bool:
+    """True if each block that frees comes after blocks of its own that allocated as much: a unit is never below 0."""
+    left = {index: graph.blocks[index].memory for index in graph.members[device]}
+    earlier: list[int] = [0] * len(graph.blocks)
+    for index in graph.order:
+        earlier[index] = 1 << index
+        for other in graph.blocks[index].after:
+            earlier[index] |= earlier[other]
+        if left.get(index, 0) >= 0:
+            continue
+        for other in [each for each in left if left[each] > 0 and earlier[index] >> each & 1]:
+            taken = min(left[other], -left[index])
+            left[other] -= taken
+            left[index] += taken
+    return all(each >= 0 for each in left.values())
+
+
+@dataclass(frozen=True, slots=True)
+class LeastRoom:
+    """The least peak of a device over all orders of one unit; a lower bound of it where it is not `proven`."""
+
+    peak: int
+    proven: bool = True
+    exists: bool = True
+    """True if there is an order at all that the other devices have room for."""
+
+    def exceeds(self, room: int) -> bool:
+        """True if it is proven that this room does not do."""
+        return self.proven and (not self.exists or self.peak > room)
+
+
+def least_room(graph: BlockGraph, device: int, rooms: Sequence[int | None]) -> LeastRoom:
+    """The least room that `device` needs for one unit, with `rooms` on the other devices (None for no limit).
+
+    Best first over the sets of blocks that have started, as bits: they tell the memory in use. A block that allocates
+    nowhere starts as soon as it can: that never does harm.
+    """
+    blocks, steps = graph.blocks, 0
+    before = [sum(1 << other for other in set(block.after)) for block in blocks]
+
+    def can_start(index: int, started: int) -> bool:
+        nonlocal steps
+        steps += 1
+        return not started >> index & 1 and before[index] & started == before[index]
+
+    def settled(started: int) -> int:
+        """The set with all blocks that can start and allocate nowhere."""
+        for index in graph.order:
+            if blocks[index].memory <= 0 and can_start(index, started):
+                started |= 1 << index
+        return started
+
+    def fits(block: Block, used: Sequence[int]) -> bool:
+        others = [(used[each], rooms[each]) for each in block.devices if each != device]
+        return all(room is None or have + block.memory <= room for have, room in others)
+
+    heap, seen = [(0, 0, settled(0))], set[int]()
+    while heap:
+        peak, _, started = heapq.heappop(heap)
+        if started in seen:
+            continue
+        seen.add(started)
+        if started == (1 << len(blocks)) - 1:
+            return LeastRoom(peak)
+        if steps > _MOST_STEPS:
+            return LeastRoom(peak, proven=False)
+        used = [sum(blocks[index].memory for index in own if started >> index & 1) for own in graph.members]
+        for index, block in enumerate(blocks):
+            if can_start(index, started) and fits(block, used):
+                now = used[device] + (block.memory if device in block.devices else 0)
+                following = settled(started | 1 << index)
+                if following not in seen:
+                    heapq.heappush(heap, (max(peak, now), -following.bit_count(), following))
+    return LeastRoom(0, exists=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +344,10 @@ def steady_peak(graph: BlockGraph, cyclic: PeriodicStarts, device: int) -> int:
 def is_valid(graph: BlockGraph, cyclic: PeriodicStarts) -> bool:
     """True if dependencies are kept, no two blocks of any units overlap on a device, and memory suffices."""
     starts, period = cyclic.starts, cyclic.period
-    for index, block in enumerate(graph.blocks):
-        for position, other in enumerate(block.after):
-            if starts[index] < starts[other] + graph.blocks[other].time + block.delay(position):
-                return False
-        if block.time > period:
-            return False
+    if any(starts[index] < starts[other] + wait for index, waits in enumerate(graph.waits) for other, wait in waits):
+        return False
+    if any(block.time > period for block in graph.blocks):
+        return False
     for first, second in sharing_pairs(graph):
         gap = (starts[second] - starts[first]) % period
         if gap < graph.blocks[first].time or period - gap < graph.blocks[second].time:
@@ -268,11 +358,7 @@ def is_valid(graph: BlockGraph, cyclic: PeriodicStarts) -> bool:
 
 def sharing_pairs(graph: BlockGraph) -> list[tuple[int, int]]:
     """Pairs of blocks that share a device, each once."""
-    pairs: set[tuple[int, int]] = set()
-    for device in range(graph.devices):
-        members = [index for index, block in enumerate(graph.blocks) if device in block.devices]
-        pairs.update(combinations(members, 2))
-    return sorted(pairs)
+    return sorted({pair for members in graph.members for pair in combinations(members, 2)})
 
 
 Starts = tuple[tuple[int, ...], ...]
@@ -284,12 +370,10 @@ def unroll(graph: BlockGraph, cyclic: PeriodicStarts, units: int) -> Starts:
 
     Memory is as in the steady state or less: it depends on the order of starts alone.
     """
-    return compact(
-        graph, tuple(tuple(start + cyclic.period * unit for start in cyclic.starts) for unit in range(units))
-    )
+    return compact(graph, [[start + cyclic.period * unit for start in cyclic.starts] for unit in range(units)])
 
 
-def compact(graph: BlockGraph, starts: Starts) -> Starts:
+def compact(graph: BlockGraph, starts: Sequence[Sequence[int]]) -> Starts:
     """The same order of starts on each device, each block as early as it allows."""
     order = sorted((start, unit, index) for unit, each in enumerate(starts) for index, start in enumerate(each))
     return in_order(graph, len(starts), ((unit, index) for _, unit, index in order))
@@ -297,23 +381,22 @@ def compact(graph: BlockGraph, starts: Starts) -> Starts:
 
 def in_order(graph: BlockGraph, units: int, order: Iterable[tuple[int, int]]) -> Starts:
     """Starts as early as possible for (unit, block) in an order in which each comes after all that it waits for."""
-    blocks = graph.blocks
     free = [0] * graph.devices
-    starts = [[0] * len(blocks) for _ in range(units)]
+    starts = [[0] * len(graph.blocks) for _ in range(units)]
     for unit, index in order:
-        block = blocks[index]
+        block, own = graph.blocks[index], starts[unit]
         start = max(free[device] for device in block.devices)
-        for position, other in enumerate(block.after):
-            start = max(start, starts[unit][other] + blocks[other].time + block.delay(position))
-        starts[unit][index] = start
+        for other, wait in graph.waits[index]:
+            start = max(start, own[other] + wait)
+        own[index] = start
         for device in block.devices:
             free[device] = start + block.time
-    return tuple(tuple(each) for each in starts)
+    return tuple(map(tuple, starts))
 
 
 def makespan(graph: BlockGraph, starts: Starts) -> int:
     """End of the last block."""
-    return max(start + block.time for unit in starts for start, block in zip(unit, graph.blocks, strict=True))
+    return BlockSchedule(graph, starts).makespan
 
 
 def peaks(graph: BlockGraph, starts: Starts) -> tuple[int, ...]:
@@ -342,7 +425,8 @@ def observed_state(graph: BlockGraph, starts: Starts) -> BlockSchedule:
         period = distance // group
         if group > 1:
             return BlockSchedule(graph, starts, period, busiest * count)
-        return BlockSchedule(graph, starts, period, busiest, period == busiest, _repetend(starts[first], period))
+        repetend = repetend_of(PeriodicStarts(period, starts[first]))
+        return BlockSchedule(graph, starts, period, busiest, period == busiest, repetend)
     return BlockSchedule(graph, starts, None, busiest * count)
 
 
@@ -356,12 +440,12 @@ def turn_of(starts: Starts, group: int, first: int, last: int) -> int | None:
     return distances.pop() if len(distances) == 1 else None
 
 
-def _repetend(starts: tuple[int, ...], period: int) -> BlockRepetend:
-    """One repetition: starts of a unit brought to within a period of the first one's start.
+def repetend_of(cyclic: PeriodicStarts) -> BlockRepetend:
+    """One repetition, with starts counted from the first of a unit's.
 
     A block that starts k periods after its unit's first one stands, beside that first one, for a unit k earlier.
     """
-    first = min(starts)
-    turns = [(start - first) // period for start in starts]
-    offsets = tuple(max(turns) - turn for turn in turns)
-    return BlockRepetend(tuple((start - first) % period for start in starts), offsets)
+    first = min(cyclic.starts)
+    turns = [divmod(start - first, cyclic.period) for start in cyclic.starts]
+    last = max(turn for turn, _ in turns)
+    return BlockRepetend(tuple(phase for _, phase in turns), tuple(last - turn for turn, _ in turns))

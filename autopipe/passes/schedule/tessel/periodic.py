@@ -1,28 +1,15 @@
-"""The steady state as a model for CP-SAT: cyclic scheduling.
+"""The steady state of a block schedule: Tessel's repetend, as a modulo schedule.
 
-Block i of unit n starts at phase(i) + period x (stage(i) + n). Two blocks that share a device are ordered by one
-boolean within the period, wrap-around allowed. This is modulo scheduling, as of loops in Lam, "Software pipelining"
-(PLDI 1988), with the memory limit of Lin et al., "Tessel" (HPCA 2024), section III; the greatest stage less a block's
-is the index of micro-batch that Tessel gives it in the repetend.
+Block i of unit n starts at phase(i) + period x (stage(i) + n). This is modulo scheduling, as of loops in Lam, "Software
+pipelining" (PLDI 1988), with the memory limit of Lin et al., "Tessel" (HPCA 2024), section III; the greatest stage less
+a block's is the index of micro-batch that Tessel gives it in the repetend. Tessel tries assignments of these indices
+one after the other (Algorithm 1) and solves each; here stages are variables, so that one model holds all assignments.
 
-Questions about the steady state, each put to CP-SAT once and its answer checked.
-
-Putting the blocks of one unit into a period, one after the other, without taking any back.
-
-Steady states without a solver: an answer always, and a place to begin from.
-
-A simple form of Rau, "Iterative modulo scheduling" (MICRO 1994): many orders are tried instead of taking blocks back.
-
-The least period and the shortest way of a unit that an order of blocks allows.
-
-Orders in which the blocks of a unit may be put into a period.
-
-Times in coarse steps, for solvers: an order of blocks that is good for rounded times is good for exact ones.
+`construct` finds steady states without a solver: an answer always, and a place for CP-SAT to begin from.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 from collections.abc import Sequence
@@ -32,7 +19,15 @@ from typing import TYPE_CHECKING
 
 from autopipe.ir.block_schedule import BlockGraph
 from autopipe.ir.errors import AutopipeError
-from autopipe.passes.schedule.tessel.model import Budget, PeriodicStarts, changes, is_valid, sharing_pairs, unit_bound
+from autopipe.passes.schedule.tessel.model import (
+    Budget,
+    PeriodicStarts,
+    changes,
+    is_valid,
+    sharing_pairs,
+    topological,
+    unit_bound,
+)
 from autopipe.passes.solvers.cp_sat import Limit, OnSolution, Status, solve
 
 if TYPE_CHECKING:
@@ -66,7 +61,9 @@ def model_cyclic(graph: BlockGraph, low: int, high: int, in_flight: int | None =
     model = cp_model.CpModel()
     count, widest = len(graph.blocks), _widest(graph)
     furthest = high * (count + 1)
-    most = _most_stages(graph, low) if in_flight is None else in_flight - 1
+    # Where no block can be moved towards the others, a tree of tight dependencies holds them: its gaps are enough.
+    gaps = sorted((_most_gap(wait, low) for waits in graph.waits for _, wait in waits), reverse=True)
+    most = sum(gaps[: count - 1]) if in_flight is None else in_flight - 1
     first, last = (0, high - 1) if in_flight is None else (-furthest, furthest)
     made = CyclicModel(
         model,
@@ -78,10 +75,15 @@ def model_cyclic(graph: BlockGraph, low: int, high: int, in_flight: int | None =
     if low < high and in_flight is None:
         for phase in made.phases:
             model.add(phase < made.period)
-    _order_on_devices(graph, made)
-    for index, block in enumerate(graph.blocks):
-        for position, other in enumerate(block.after):
-            wait = graph.blocks[other].time + block.delay(position)
+    # Two blocks that share a device are in one of two orders within the period; the second ends before the first is
+    # due again, so that neither overlaps the other in any repetition.
+    for (left, right), before in made.before.items():
+        for one, other, holds in ((left, right, before), (right, left, before.negated())):
+            model.add(made.phases[one] + graph.blocks[one].time <= made.phases[other]).only_enforce_if(holds)
+            end = made.phases[other] + graph.blocks[other].time
+            model.add(end <= made.phases[one] + made.period).only_enforce_if(holds)
+    for index, waits in enumerate(graph.waits):
+        for other, wait in waits:
             model.add(made.stages[index] >= made.stages[other])
             if low == high:
                 model.add(made.starts(index, low) >= made.starts(other, low) + wait)
@@ -94,81 +96,15 @@ def model_cyclic(graph: BlockGraph, low: int, high: int, in_flight: int | None =
     return made
 
 
-def anchor(graph: BlockGraph, made: CyclicModel) -> None:
-    """Units are alike, so the first block of each connected part may be put in stage 0, if it is the only first one."""
-    part = list(range(len(graph.blocks)))
-    for index, block in enumerate(graph.blocks):
-        for other in block.after:
-            old, new = part[index], part[other]
-            part = [new if each == old else each for each in part]
-    for name in set(part):
-        sources = [index for index, each in enumerate(part) if each == name and not graph.blocks[index].after]
-        if len(sources) == 1:
-            made.model.add(made.stages[sources[0]] == 0)
-
-
-def hint(graph: BlockGraph, made: CyclicModel, known: PeriodicStarts) -> None:
-    """Let the solver begin from a known answer."""
-    start = known.starts[_widest(graph)]
-    turned = PeriodicStarts(known.period, tuple(each - start for each in known.starts))
-    for index, (stage, phase) in enumerate(zip(turned.stages, turned.phases, strict=True)):
-        made.model.add_hint(made.stages[index], stage)
-        made.model.add_hint(made.phases[index], phase)
-
-
-def memory_in_use(graph: BlockGraph, made: CyclicModel, device: int) -> list[tuple[LinearExprT, int]]:
-    """Memory in use on a device right after each block that allocates there, with the step it is counted in.
-
-    Exact in the steady state, as each unit frees what it allocates.
-    """
-    added = changes(graph, device)
-    step = math.gcd(*added.values()) or 1
-    memory = {index: change // step for index, change in added.items() if change}
-    in_flight = [-memory[index] * made.stages[index] for index in memory]
-    found = []
-    for index, change in memory.items():
-        if change > 0:
-            earlier = [memory[other] * _is_before(made, other, index) for other in memory if other != index]
-            found.append((_total([change, *earlier, *in_flight]), step))
-    return found
-
-
 def _widest(graph: BlockGraph) -> int:
     """The block whose phase is 0: one on most devices, as its place rules out most."""
     blocks = graph.blocks
     return max(range(len(blocks)), key=lambda index: (len(blocks[index].devices), blocks[index].time))
 
 
-def _total(terms: Sequence[LinearExprT]) -> LinearExprT:
-    from ortools.sat.python import cp_model
-
-    return cp_model.LinearExpr.sum(list(terms))
-
-
-def _is_before(made: CyclicModel, first: int, second: int) -> LinearExprT:
-    return made.before[first, second] if first < second else 1 - made.before[second, first]
-
-
-def _most_stages(graph: BlockGraph, period: int) -> int:
-    """Stages that suffice: where no block can be moved towards the others, a tree of tight dependencies holds them."""
-    gaps = []
-    for block in graph.blocks:
-        for position, other in enumerate(block.after):
-            gaps.append(_most_gap(graph.blocks[other].time + block.delay(position), period))
-    return sum(sorted(gaps, reverse=True)[: len(graph.blocks) - 1])
-
-
 def _most_gap(wait: int, period: int) -> int:
     """Stages between two blocks that leave time for the wait whatever their phases."""
     return math.ceil((wait + period - 1) / period)
-
-
-def _order_on_devices(graph: BlockGraph, made: CyclicModel) -> None:
-    for (first, second), before in made.before.items():
-        for one, other, holds in ((first, second, before), (second, first, before.negated())):
-            made.model.add(made.phases[one] + graph.blocks[one].time <= made.phases[other]).only_enforce_if(holds)
-            end = made.phases[other] + graph.blocks[other].time
-            made.model.add(end <= made.phases[one] + made.period).only_enforce_if(holds)
 
 
 def _wait_in_gaps(made: CyclicModel, first: int, second: int, wait: int, most: tuple[int, int | None]) -> None:
@@ -190,8 +126,55 @@ def _wait_in_gaps(made: CyclicModel, first: int, second: int, wait: int, most: t
             model.add(made.phases[second] + size * made.period >= end).only_enforce_if(gap)
 
 
+def memory_in_use(graph: BlockGraph, made: CyclicModel, device: int) -> list[tuple[LinearExprT, int]]:
+    """Memory in use on a device right after each block that allocates there, with the step it is counted in.
+
+    Right after block i of unit n, block j has run for the units up to n + stage(i) - stage(j), the last of them only if
+    its phase is the smaller one or j is i. As the changes c add up to 0 over a unit, what is in use is the sum over j
+    of c(j) (is_before(j, i) - stage(j)), with is_before(i, i) = 1: Tessel's memory constraint for endless repetition.
+    """
+    from ortools.sat.python import cp_model
+
+    added = changes(graph, device)
+    step = math.gcd(*added.values()) or 1
+    memory = {index: change // step for index, change in added.items() if change}
+    in_flight = [-memory[index] * made.stages[index] for index in memory]
+
+    def is_before(first: int, second: int) -> LinearExprT:
+        return made.before[first, second] if first < second else 1 - made.before[second, first]
+
+    found: list[tuple[LinearExprT, int]] = []
+    for index, change in memory.items():
+        if change > 0:
+            earlier = [memory[other] * is_before(other, index) for other in memory if other != index]
+            found.append((cp_model.LinearExpr.sum([change, *earlier, *in_flight]), step))
+    return found
+
+
+def _anchor(graph: BlockGraph, made: CyclicModel) -> None:
+    """Units are alike, so the first block of each connected part may be put in stage 0, if it is the only first one."""
+    part = list(range(len(graph.blocks)))
+    for index, block in enumerate(graph.blocks):
+        for other in block.after:
+            old, new = part[index], part[other]
+            part = [new if each == old else each for each in part]
+    for name in set(part):
+        sources = [index for index, each in enumerate(part) if each == name and not graph.blocks[index].after]
+        if len(sources) == 1:
+            made.model.add(made.stages[sources[0]] == 0)
+
+
+def _hint(graph: BlockGraph, made: CyclicModel, known: PeriodicStarts) -> None:
+    """Let the solver begin from a known answer."""
+    start = known.starts[_widest(graph)]
+    turned = PeriodicStarts(known.period, tuple(each - start for each in known.starts))
+    for index, (stage, phase) in enumerate(zip(turned.stages, turned.phases, strict=True)):
+        made.model.add_hint(made.stages[index], stage)
+        made.model.add_hint(made.phases[index], phase)
+
+
 @dataclass(frozen=True, slots=True)
-class Repetend:
+class SteadyState:
     """A steady state, None where none was found, and what was proven of what the run minimised."""
 
     status: Status
@@ -202,10 +185,10 @@ class Repetend:
     """Of the blocks, as the model counts them."""
 
 
-def with_period(graph: BlockGraph, period: int, limit: Limit, in_flight: int | None = None) -> Repetend:
+def with_period(graph: BlockGraph, period: int, limit: Limit, in_flight: int | None = None) -> SteadyState:
     """Any steady state of this period."""
     made = model_cyclic(graph, period, period, in_flight)
-    anchor(graph, made)
+    _anchor(graph, made)
     return _run(graph, made, limit)
 
 
@@ -216,29 +199,29 @@ def least_period(
     limit: Limit,
     on_solution: OnSolution | None = None,
     in_flight: int | None = None,
-) -> Repetend:
+) -> SteadyState:
     """The steady state of least period from `low` to less than that of `known`, from which the search begins.
 
     INFEASIBLE says that no period is shorter than the known one.
     """
     made = model_cyclic(graph, low, known.period - 1, in_flight)
-    anchor(graph, made)
+    _anchor(graph, made)
     if in_flight is None:
-        hint(graph, made, known)
+        _hint(graph, made, known)
     made.model.minimize(made.period)
     return _run(graph, made, limit, on_solution)
 
 
-def least_latency(graph: BlockGraph, known: PeriodicStarts, limit: Limit) -> Repetend:
+def least_latency(graph: BlockGraph, known: PeriodicStarts, limit: Limit) -> SteadyState:
     """The steady state of the known period with the least time from a unit's first start to its last end."""
     made = model_cyclic(graph, known.period, known.period)
     latency = _latency(graph, made, known)
     made.model.minimize(latency)
-    hint(graph, made, known)
+    _hint(graph, made, known)
     return _run(graph, made, limit)
 
 
-def least_memory(graph: BlockGraph, known: PeriodicStarts, limit: Limit, latency: int | None = None) -> Repetend:
+def least_memory(graph: BlockGraph, known: PeriodicStarts, limit: Limit, latency: int | None = None) -> SteadyState:
     """The steady state of the known period whose fullest device uses least, and `latency` at most; then the others."""
     made = model_cyclic(graph, known.period, known.period)
     model = made.model
@@ -252,7 +235,7 @@ def least_memory(graph: BlockGraph, known: PeriodicStarts, limit: Limit, latency
         for used, step in memory_in_use(graph, made, device):
             model.add(peaks[-1] >= step * used)
     model.minimize(graph.devices * fullest + sum(peaks))
-    hint(graph, made, known)
+    _hint(graph, made, known)
     return _run(graph, made, limit, relax=True)
 
 
@@ -269,26 +252,29 @@ def _latency(graph: BlockGraph, made: CyclicModel, known: PeriodicStarts) -> Int
 
 def _run(
     graph: BlockGraph, made: CyclicModel, limit: Limit, on_solution: OnSolution | None = None, relax: bool = False
-) -> Repetend:
+) -> SteadyState:
     answer = solve(made.model, [made.period, *made.phases, *made.stages], limit, on_solution, relax)
     if not answer.found:
-        return Repetend(answer.status, None, answer.bound, answer.work)
+        return SteadyState(answer.status, None, answer.bound, answer.work)
     period, values = answer.values[0], answer.values[1:]
     count = len(graph.blocks)
     starts = [phase + period * stage for phase, stage in zip(values[:count], values[count:], strict=True)]
     cyclic = PeriodicStarts(period, tuple(start - min(starts) for start in starts))
     if not is_valid(graph, cyclic):
         raise AutopipeError("the solver's steady state breaks a rule of its own model")
-    return Repetend(answer.status, cyclic, answer.bound, answer.work, values[count:])
+    return SteadyState(answer.status, cyclic, answer.bound, answer.work, values[count:])
 
 
-STEPS = 96
+_STEPS = 96
 """Steps of the least period to which times are rounded up. Few make small models, many keep the error small."""
 
 
 def coarse(graph: BlockGraph, bound: int) -> BlockGraph | None:
-    """The same blocks with times in steps of `bound` / STEPS, rounded up; None where times are no finer than that."""
-    step = -(-bound // STEPS)
+    """The same blocks with times in steps of `bound` / 96, rounded up; None where times are no finer than that.
+
+    An order of blocks that is good for rounded times is good for exact ones, and found sooner.
+    """
+    step = -(-bound // _STEPS)
     if step < 4:
         return None
     blocks = (
@@ -298,35 +284,27 @@ def coarse(graph: BlockGraph, bound: int) -> BlockGraph | None:
     return replace(graph, blocks=tuple(blocks))
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementRule:
-    """How blocks are put down."""
-
-    order: tuple[int, ...]
-    """The blocks in turn."""
-    reserve: bool
-    """True if the blocks on most devices have their phases beforehand, one behind the other."""
-    touch: bool
-    """True if blocks stand against a neighbour, so that gaps stay whole."""
+_Way = tuple[tuple[int, ...], bool, bool]
+"""How blocks are put down: their order; True if those on most devices have their phases beforehand, one behind the
+other; True if blocks stand against a neighbour, so that gaps stay whole."""
 
 
-class Placing:
-    """The blocks and who meets whom, for many ways of putting them down."""
+class _Placing:
+    """Puts the blocks of one unit into a period, one after the other, without taking any back.
+
+    A simple form of Rau, "Iterative modulo scheduling" (MICRO 1994): many orders are tried instead.
+    """
 
     def __init__(self, graph: BlockGraph, budget: Budget) -> None:
-        self.budget = budget
+        self.graph, self.budget = graph, budget
         self.blocks = graph.blocks
         sets = [set(block.devices) for block in graph.blocks]
         count = range(len(sets))
         self.neighbours = [
             [other for other in count if other != index and sets[other] & sets[index]] for index in count
         ]
-        self.before = [
-            [(other, graph.blocks[other].time + block.delay(at)) for at, other in enumerate(block.after)]
-            for block in graph.blocks
-        ]
         self.behind: list[list[tuple[int, int]]] = [[] for _ in count]
-        for index, waits in enumerate(self.before):
+        for index, waits in enumerate(graph.waits):
             for other, wait in waits:
                 self.behind[other].append((index, wait))
         most, end = max(len(each) for each in sets), 0
@@ -336,22 +314,21 @@ class Placing:
                 self.reserved[index] = end
                 end += graph.blocks[index].time
 
-    def place(self, period: int, way: PlacementRule) -> PeriodicStarts | None:
+    def place(self, period: int, order: Sequence[int], reserve: bool, touch: bool) -> PeriodicStarts | None:
         """Each block as near as there is a gap to those that it waits for, or else to those that wait for it."""
         starts: dict[int, int] = {}
-        phases = dict(self.reserved) if way.reserve else {}
-        for index in way.order:
-            if self.budget.over:
+        phases = dict(self.reserved) if reserve else {}
+        for index in order:
+            if self.budget.left < 0:
                 return None
-            first = max((starts[other] + wait for other, wait in self.before[index] if other in starts), default=None)
-            last = min((starts[other] - wait for other, wait in self.behind[index] if other in starts), default=None)
+            waits, behind = self.graph.waits[index], self.behind[index]
+            first = max((starts[other] + wait for other, wait in waits if other in starts), default=None)
+            last = min((starts[other] - wait for other, wait in behind if other in starts), default=None)
             onward = first is not None or last is None
             near = first or 0 if onward else last or 0
-            distances = self._distances(phases, index, near, period, onward, way.touch)
             sign = 1 if onward else -1
-            start = next(
-                (near + sign * far for far in distances if self._free(phases, index, near + sign * far, period)), None
-            )
+            starting = (near + sign * far for far in self._distances(phases, index, near, period, onward, touch))
+            start = next((each for each in starting if self._free(phases, index, each, period)), None)
             if start is None or (onward and last is not None and start > last):
                 return None
             starts[index], phases[index] = start, start % period
@@ -366,8 +343,8 @@ class Placing:
             return [(phases[index] - near) % period if onward else (near - phases[index]) % period]
         time = self.blocks[index].time
         taken = [(phases[other], self.blocks[other].time) for other in self.neighbours[index] if other in phases]
-        meeting = {phase + other for phase, other in taken} | {phase - time for phase, _ in taken}
-        found = {(phase - near) % period if onward else (near - phase) % period for phase in meeting}
+        edges = {phase + other for phase, other in taken} | {phase - time for phase, _ in taken}
+        found = {(phase - near) % period if onward else (near - phase) % period for phase in edges}
         return sorted(found if touch and taken else found | {0})
 
     def _free(self, phases: dict[int, int], index: int, start: int, period: int) -> bool:
@@ -383,48 +360,6 @@ class Placing:
         return True
 
 
-def following(graph: BlockGraph) -> list[list[int]]:
-    """For each block those that wait for it."""
-    found: list[list[int]] = [[] for _ in graph.blocks]
-    for index, block in enumerate(graph.blocks):
-        for other in set(block.after):
-            found[other].append(index)
-    return found
-
-
-def forward_order(graph: BlockGraph, draw: random.Random) -> tuple[int, ...]:
-    """Any order in which each block comes after all that it waits for."""
-    behind, rank = following(graph), [draw.random() for _ in graph.blocks]
-    waits = [len(set(block.after)) for block in graph.blocks]
-    ready = [(rank[index], index) for index, count in enumerate(waits) if count == 0]
-    heapq.heapify(ready)
-    order: list[int] = []
-    while ready:
-        order.append(heapq.heappop(ready)[1])
-        for other in behind[order[-1]]:
-            waits[other] -= 1
-            if waits[other] == 0:
-                heapq.heappush(ready, (rank[other], other))
-    return tuple(order)
-
-
-def outward_order(graph: BlockGraph, draw: random.Random) -> tuple[int, ...]:
-    """Any order in which each block waits for one before it or is waited for, as far as there is one.
-
-    What is put down first stands close together, so that little memory is held between: as in Llosa and others, "Swing
-    modulo scheduling" (PACT 1996).
-    """
-    near = [set(others) | set(block.after) for others, block in zip(following(graph), graph.blocks, strict=True)]
-    left, edge, order = set(range(len(near))), list[int](), list[int]()
-    while left:
-        index = edge.pop(draw.randrange(len(edge))) if edge else draw.choice(sorted(left))
-        if index in left:
-            left.discard(index)
-            order.append(index)
-            edge += sorted(near[index] & left)
-    return tuple(order)
-
-
 _Wait = tuple[int, int, int, int]
 """(before, after, time, periods): `after` starts no earlier than `before` plus time, less that many periods."""
 
@@ -433,32 +368,25 @@ def tighten(graph: BlockGraph, order: PeriodicStarts, low: int) -> PeriodicStart
     """The blocks in the order of `order`, at the least period of `low` or more that this order allows.
 
     Each block starts as early as it can, so that no other starts in this order and period make a unit's way shorter.
-    Memory in use is that of `order`, whose times may be those of another graph. The period is raised to what the
-    slowest circle of waits needs until there is none left that takes longer than its periods.
+    Memory in use is that of `order`, whose times may be those of another graph. An order and a period fix all waits;
+    starts keep them exactly if no circle of waits takes longer than its periods. So the period is raised to what the
+    slowest circle needs until there is none left: the recurrence bound of modulo scheduling.
     """
-    waits, period = _waits(graph, order), low
+    waits: list[_Wait] = []
+    for index, before in enumerate(graph.waits):
+        waits += [(other, index, wait, 0) for other, wait in before]
+    stages, phases = order.stages, order.phases
+    for own in graph.members:
+        members = sorted(own, key=lambda index: phases[index])
+        for one, next_one in zip(members, [*members[1:], *members[:1]], strict=True):
+            periods = stages[one] - stages[next_one] + (next_one == members[0])
+            waits.append((one, next_one, graph.blocks[one].time, periods))
+    waits, period = list(dict.fromkeys(waits)), low
     while True:
         starts, circle = _earliest(len(graph.blocks), waits, period)
         if circle is None:
             return PeriodicStarts(period, starts)
-        time = sum(wait[2] for wait in circle)
-        periods = sum(wait[3] for wait in circle)
-        period = -(-time // periods)
-
-
-def _waits(graph: BlockGraph, order: PeriodicStarts) -> list[_Wait]:
-    waits: list[_Wait] = []
-    for index, block in enumerate(graph.blocks):
-        for position, other in enumerate(block.after):
-            waits.append((other, index, graph.blocks[other].time + block.delay(position), 0))
-    stages, phases = order.stages, order.phases
-    for device in range(graph.devices):
-        members = [index for index, block in enumerate(graph.blocks) if device in block.devices]
-        members.sort(key=lambda index: phases[index])
-        for before, after in zip(members, [*members[1:], *members[:1]], strict=True):
-            wraps = after == members[0]
-            waits.append((before, after, graph.blocks[before].time, stages[before] - stages[after] + wraps))
-    return list(dict.fromkeys(waits))
+        period = -(-sum(wait[2] for wait in circle) // sum(wait[3] for wait in circle))
 
 
 def _earliest(count: int, waits: Sequence[_Wait], period: int) -> tuple[tuple[int, ...], list[_Wait] | None]:
@@ -509,17 +437,20 @@ _HALVINGS = 4
 
 def construct(graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget) -> PeriodicStarts:
     """A steady state of a period of `low` or more. `serial` is an order of one unit's blocks that fits memory."""
-    best, placing = one_at_a_time(graph, serial), Placing(graph, budget)
+    best, placing = one_at_a_time(graph, serial), _Placing(graph, budget)
     ways = _ways([tuple(serial), graph.order])
     period: float = low
     while period < best.period:
-        best = _best_of(graph, placing, round(period), ways, budget) or best
+        best = _best_of(placing, round(period), ways) or best
         period *= _STEP
     best = tighten(graph, best, low)
-    ways += _random_ways(graph, budget.options.seed)
+    draw = random.Random(budget.options.seed)
+    count = max(4, min(_MOST_ORDERS, 4000 // len(graph.blocks)))
+    forward = [_forward_order(graph, draw) for _ in range(count)]
+    ways += _ways(forward + [_outward_order(graph, draw) for _ in range(count)])
     period, known = low, low
     for _ in range(1 + _HALVINGS):
-        found = _best_of(graph, placing, period, ways, budget)
+        found = _best_of(placing, period, ways)
         if found is None:
             known = period
         elif (found.period, found.latency(graph)) < (best.period, best.latency(graph)):
@@ -534,22 +465,19 @@ def one_at_a_time(graph: BlockGraph, serial: Sequence[int]) -> PeriodicStarts:
     """One block at a time on all devices together, and each unit after the one before."""
     starts, now = [0] * len(graph.blocks), 0
     for index in serial:
-        block = graph.blocks[index]
-        ends = (starts[other] + graph.blocks[other].time + block.delay(at) for at, other in enumerate(block.after))
-        starts[index] = max(now, *ends, 0)
-        now = starts[index] + block.time
+        starts[index] = max(now, *(starts[other] + wait for other, wait in graph.waits[index]), 0)
+        now = starts[index] + graph.blocks[index].time
     return PeriodicStarts(now, tuple(starts))
 
 
-def _best_of(
-    graph: BlockGraph, placing: Placing, period: int, ways: Sequence[PlacementRule], budget: Budget
-) -> PeriodicStarts | None:
+def _best_of(placing: _Placing, period: int, ways: Sequence[_Way]) -> PeriodicStarts | None:
     """Of all steady states of this period that these ways lead to the one with the shortest way of a unit."""
     best: PeriodicStarts | None = None
+    graph = placing.graph
     for way in ways:
-        if budget.over:
+        if placing.budget.left < 0:
             break
-        found = placing.place(period, way)
+        found = placing.place(period, *way)
         if found is not None and is_valid(graph, found):
             found = tighten(graph, found, period)
             if best is None or found.latency(graph) < best.latency(graph):
@@ -557,13 +485,29 @@ def _best_of(
     return best
 
 
-def _random_ways(graph: BlockGraph, seed: int) -> list[PlacementRule]:
-    draw = random.Random(seed)
-    count = max(4, min(_MOST_ORDERS, 4000 // len(graph.blocks)))
-    forward = [forward_order(graph, draw) for _ in range(count)]
-    return _ways(forward + [outward_order(graph, draw) for _ in range(count)])
-
-
-def _ways(orders: Sequence[tuple[int, ...]]) -> list[PlacementRule]:
+def _ways(orders: Sequence[tuple[int, ...]]) -> list[_Way]:
     """All ways with these orders, each once."""
-    return [PlacementRule(*way) for way in product(dict.fromkeys(orders), (False, True), (False, True))]
+    return list(product(dict.fromkeys(orders), (False, True), (False, True)))
+
+
+def _forward_order(graph: BlockGraph, draw: random.Random) -> tuple[int, ...]:
+    """Any order in which each block comes after all that it waits for."""
+    rank = [draw.random() for _ in graph.blocks]
+    return topological(graph, lambda index, _: rank[index])
+
+
+def _outward_order(graph: BlockGraph, draw: random.Random) -> tuple[int, ...]:
+    """Any order in which each block waits for one before it or is waited for, as far as there is one.
+
+    What is put down first stands close together, so that little memory is held between: as in Llosa and others, "Swing
+    modulo scheduling" (PACT 1996).
+    """
+    near = [{*others, *block.after} for others, block in zip(graph.following, graph.blocks, strict=True)]
+    left, edge, order = set(range(len(near))), list[int](), list[int]()
+    while left:
+        index = edge.pop(draw.randrange(len(edge))) if edge else draw.choice(sorted(left))
+        if index in left:
+            left.discard(index)
+            order.append(index)
+            edge += sorted(near[index] & left)
+    return tuple(order)

@@ -14,13 +14,12 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Proof, Schedule, StageGraph
 from autopipe.ir.timeline import Prediction
 from autopipe.passes.registry import Scheduler
-from autopipe.passes.schedule.block_shapes import require_room
 from autopipe.passes.schedule.limits import SAME, least_end, lower_bound
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.published.base import GPipe
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards, OneForwardOneBackward
 from autopipe.passes.schedule.simulate import simulate, static_memory
-from autopipe.passes.schedule.tessel.model import SearchOptions
+from autopipe.passes.schedule.tessel.model import SearchOptions, require_room
 from autopipe.passes.schedule.tessel.search import search
 from autopipe.passes.schedule.tessel.stage_blocks import (
     StageBlocks,

@@ -1,26 +1,21 @@
 """Schedule search: the steady state of least period, its ends, and all units at once where they are few.
 
 Lin et al., "Tessel" (HPCA 2024), sections IV and V, with the repetend as a modulo schedule instead of one problem for
-each assignment of micro-batches.
-
-The steady state: least period first, then the shortest way of a unit, then least memory.
-
-The best repetend of few units: what Tessel's own search looks for at each number of micro-batches in turn.
-
-All units at once: the schedule of least makespan, for few of them.
-
-The whole schedule at once, without a steady state to begin from: what search by repetends is measured against.
+each assignment of micro-batches. Where they are shorter, list schedules take the place of the ends: blocks that others
+wait for first, and what nothing waits for wherever a device idles. Where backwards are split, weight gradients fill the
+ends so well that these are often the shortest that can be, as in Qi et al., "Zero Bubble Pipeline Parallelism" (2024),
+section 3, which a search for the steady state alone does not see.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import heapq
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autopipe.ir.block_schedule import BlockGraph, BlockRepetend, BlockSchedule, check_blocks
+from autopipe.ir.block_schedule import BlockGraph, BlockSchedule, check_blocks
 from autopipe.ir.errors import ConfigurationError
-from autopipe.passes.schedule.tessel.list_schedule import shortest_greedy
 from autopipe.passes.schedule.tessel.model import (
     Budget,
     PeriodicStarts,
@@ -34,13 +29,14 @@ from autopipe.passes.schedule.tessel.model import (
     makespan_bound,
     observed_state,
     period_bound,
+    repetend_of,
     reserved,
     tails,
     turn_of,
     unroll,
 )
 from autopipe.passes.schedule.tessel.periodic import (
-    Repetend,
+    SteadyState,
     coarse,
     construct,
     least_latency,
@@ -66,13 +62,17 @@ class PeriodicResult:
 
 
 def steady_state(graph: BlockGraph, units: int, budget: Budget) -> PeriodicResult:
-    """The best steady state found in the budget, for `units` units.
+    """The best steady state found in the budget, for `units` units: least period, then way of a unit, then memory.
 
     Raises InfeasibleError where memory does not suffice for them even one after the other.
     """
     found = least_steady_period(graph, units, budget)
     budget.report(found.cyclic.period, found.bound)
-    best = _shorter(reserved(graph, units), found.cyclic, budget)
+    roomy = reserved(graph, units)
+    best = tighten(roomy, found.cyclic, found.cyclic.period)
+    best = _ask(roomy, budget, 0.2, lambda limit: least_latency(roomy, best, limit)).cyclic or best
+    latency = best.latency(roomy)
+    best = _ask(roomy, budget, 0.1, lambda limit: least_memory(roomy, best, limit, latency)).cyclic or best
     budget.report(best.period, found.bound)
     return PeriodicResult(best, found.bound)
 
@@ -124,22 +124,13 @@ def _exact(graph: BlockGraph, best: PeriodicStarts, bound: int, budget: Budget) 
     return best, min(best.period, max(low, found.bound or 0))
 
 
-def _shorter(graph: BlockGraph, best: PeriodicStarts, budget: Budget) -> PeriodicStarts:
-    """The same period with a shorter way of a unit, and then with less memory."""
-    best = tighten(graph, best, best.period)
-    best = _ask(graph, budget, 0.2, lambda limit: least_latency(graph, best, limit)).cyclic or best
-    latency = best.latency(graph)
-    return _ask(graph, budget, 0.1, lambda limit: least_memory(graph, best, limit, latency)).cyclic or best
-
-
-def _ask(graph: BlockGraph, budget: Budget, share: float, question: Callable[[Limit], Repetend]) -> Repetend:
+def _ask(graph: BlockGraph, budget: Budget, share: float, question: Callable[[Limit], SteadyState]) -> SteadyState:
     """The answer to a question that may take a share of what is left; none where its model alone would take long."""
-    shares = [sum(device in block.devices for block in graph.blocks) for device in range(graph.devices)]
-    pairs = sum(count * (count - 1) // 2 for count in shares)
-    if budget.over or pairs > _PAIRS_PER_SECOND * budget.options.time_limit:
-        return Repetend(Status.UNKNOWN, None, None, 0.0)
+    pairs = sum(math.comb(len(members), 2) for members in graph.members)
+    if budget.left < 0 or pairs > _PAIRS_PER_SECOND * budget.options.time_limit:
+        return SteadyState(Status.UNKNOWN, None, None, 0.0)
     found = question(budget.limit(share))
-    budget.spend(found.work)
+    budget.work += found.work
     return found
 
 
@@ -153,7 +144,7 @@ class FullSolve:
 
 
 def shortest(graph: BlockGraph, known: Starts, limit: Limit, on_solution: OnSolution | None = None) -> FullSolve:
-    """The schedule of least makespan for the units of `known`, which it is no longer than."""
+    """The schedule of least makespan for the units of `known`, which it is no longer than: all in one problem."""
     horizon, low = makespan(graph, known), makespan_bound(graph, len(known))
     if low >= horizon:
         return FullSolve(known, horizon, 0.0)
@@ -169,15 +160,12 @@ def shortest(graph: BlockGraph, known: Starts, limit: Limit, on_solution: OnSolu
         made.model.add(start + graph.blocks[index].time + last[index] <= end)
     made.model.minimize(end)
     answer = solve(made.model, made.variables, limit, on_solution)
+    bound = max(low, answer.bound or 0)
     if not answer.found:
-        return FullSolve(
-            known, max(low, answer.bound or 0) if answer.status is Status.UNKNOWN else horizon, answer.work
-        )
+        return FullSolve(known, bound if answer.status is Status.UNKNOWN else horizon, answer.work)
     count = len(graph.blocks)
-    found = compact(graph, tuple(answer.values[at : at + count] for at in range(0, len(answer.values), count)))
-    return FullSolve(
-        min(known, found, key=lambda each: makespan(graph, each)), max(low, answer.bound or 0), answer.work
-    )
+    found = compact(graph, [answer.values[at : at + count] for at in range(0, len(answer.values), count)])
+    return FullSolve(min(known, found, key=lambda each: makespan(graph, each)), bound, answer.work)
 
 
 _FEW_BLOCKS = 64
@@ -210,7 +198,7 @@ def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) 
         cyclic = one_at_a_time(graph, serial_order(graph, units, budget.limit(1.0)))
         starts = unroll(graph, cyclic, units)
     proven = cyclic.period == steady.bound
-    schedule = BlockSchedule(graph, starts, cyclic.period, steady.bound, proven, _repetend(cyclic))
+    schedule = BlockSchedule(graph, starts, cyclic.period, steady.bound, proven, repetend_of(cyclic))
     schedule = _shortened(schedule, cyclic, budget)
     check_blocks(schedule)
     return replace(schedule, search_time_s=budget.used)
@@ -219,13 +207,19 @@ def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) 
 def _shortened(schedule: BlockSchedule, cyclic: PeriodicStarts, budget: Budget) -> BlockSchedule:
     """A shorter schedule that repeats later or not at all, where there is one and few enough units do not repeat."""
     graph, units = schedule.graph, schedule.units
-    bound, few = makespan_bound(graph, units), _few(graph, cyclic, units)
+    bound, count = makespan_bound(graph, units), units * len(graph.blocks)
+    # So few units that all of them at once may do better, and so few blocks that they can be solved.
+    few = count <= _FEW_BLOCKS or (count <= _MOST_BLOCKS and units <= 2 * max(cyclic.stages) + 2)
     early, all_early = _written_out(graph, units, budget.options.unrolled)
     single = all(len(block.devices) == 1 for block in graph.blocks)  # Lists leave the devices of wide blocks waiting.
-    if schedule.makespan > bound and not budget.over and early and single:
+    if schedule.makespan > bound and budget.left >= 0 and early and single:
         schedule = _list_schedule(schedule, few or all_early, early) or schedule
-    if schedule.makespan > bound and not budget.over and few:
-        schedule = _all_at_once(schedule, budget)
+    if schedule.makespan > bound and budget.left >= 0 and few:
+        whole = shortest(graph, schedule.starts, budget.limit(0.8))
+        budget.work += whole.work
+        length = makespan(graph, whole.starts)
+        if length < schedule.makespan:
+            return BlockSchedule(graph, whole.starts, None, whole.bound, length == whole.bound)
     return schedule
 
 
@@ -234,8 +228,7 @@ def _written_out(graph: BlockGraph, units: int, unrolled: int | None) -> tuple[i
     early = _SETTLED_AFTER * graph.devices
     if unrolled is None:
         return early, units * len(graph.blocks) <= _MOST_UNROLLED
-    counts = Counter(device for block in graph.blocks for device in block.devices)
-    most = unrolled // max(counts.values())
+    most = unrolled // max(map(len, graph.members))
     return min(early, most), units <= most
 
 
@@ -261,79 +254,115 @@ def _settles(starts: Starts, early: int, group: int) -> bool:
     return early + group < middle and turn_of(starts, group, early, middle) is not None
 
 
-def _few(graph: BlockGraph, cyclic: PeriodicStarts, units: int) -> bool:
-    """True if so few units repeat that all of them at once may do better, and so few blocks that they can be solved."""
-    count = units * len(graph.blocks)
-    return count <= _FEW_BLOCKS or (count <= _MOST_BLOCKS and units <= 2 * max(cyclic.stages) + 2)
+_TRIED = 8
+"""Numbers of units in flight that are tried."""
+_TRIAL_UNITS = 6
+"""Units of a trial, as a multiple of those in flight."""
 
 
-def _all_at_once(schedule: BlockSchedule, budget: Budget) -> BlockSchedule:
-    """The shortest schedule of all units, where that is shorter than the steady state with its ends."""
-    graph = schedule.graph
-    whole = shortest(graph, schedule.starts, budget.limit(0.8))
-    budget.spend(whole.work)
-    length = makespan(graph, whole.starts)
-    if length >= schedule.makespan:
-        return schedule
-    return BlockSchedule(graph, whole.starts, None, whole.bound, length == whole.bound)
+def shortest_greedy(graph: BlockGraph, units: int) -> Starts | None:
+    """The shortest of the list schedules, and of equal ones that with fewest units in flight; None where none fits.
 
-
-def _repetend(cyclic: PeriodicStarts) -> BlockRepetend:
-    """Each block's start within the period, and its unit in that repetition."""
-    last = max(cyclic.stages)
-    return BlockRepetend(cyclic.phases, tuple(last - stage for stage in cyclic.stages))
-
-
-def search_whole(graph: BlockGraph, units: int, options: SearchOptions | None = None) -> BlockSchedule:
-    """The schedule of least makespan, all units in one problem: the time-optimal search of Tessel's Figure 9.
-
-    Begins from a steady state that is constructed without a solver. Raises ConfigurationError for blocks that make no
-    sense, InfeasibleError where memory does not suffice for one unit.
+    Numbers in flight go from what one unit's length needs at full load to more than twice that; they are compared by
+    fewer units where there are many.
     """
-    graph.verify()
-    if units < 1:
-        raise ConfigurationError(f"{units} units; there must be at least one")
-    budget = Budget(options or SearchOptions())
-    roomy = reserved(graph, units)
-    known = construct(roomy, period_bound(roomy), serial_order(graph, units, budget.limit(0.2)), budget)
-    found = shortest(graph, unroll(graph, known, units), budget.limit(1.0), budget.report)
-    optimal = makespan(graph, found.starts) == found.bound
-    schedule = BlockSchedule(graph, found.starts, None, found.bound, optimal, None, budget.used)
-    check_blocks(schedule)
-    return schedule
+    least = math.ceil(max(tails(graph)) / max(graph.loads))
+    best: tuple[int, int] | None = None
+    for in_flight in range(least, 2 * least + 2, max(1, math.ceil((least + 2) / _TRIED))):
+        trial = min(units, _TRIAL_UNITS * in_flight)
+        starts = greedy(graph, trial, in_flight)
+        if starts is None:
+            continue
+        excess = makespan(graph, starts) - makespan_bound(graph, trial)
+        if best is None or excess < best[0]:
+            best = excess, in_flight
+        if not excess:
+            break
+    return greedy(graph, units, best[1]) if best is not None else None
 
 
-def search_in_flight(
-    graph: BlockGraph, units: int, in_flight: int, options: SearchOptions | None = None
-) -> BlockSchedule:
-    """The schedule whose repetend has blocks of at most `in_flight` units and the least period of all such.
+def greedy(graph: BlockGraph, units: int, in_flight: int) -> Starts | None:
+    """A list schedule with at most `in_flight` units begun and not ended on any device.
 
-    This is N_R of Lin et al., "Tessel" (HPCA 2024), Algorithm 1 and Figure 11: each device may begin its repetition at
-    a time of its own. `optimal` and `lower_bound` are said of such repetends alone. The ends are as early as the order
-    of blocks allows. Raises ConfigurationError for blocks that make no sense, InfeasibleError where memory does not
-    suffice.
+    None where limits leave units waiting for each other.
     """
-    graph.verify()
-    if units < 1 or in_flight < 1:
-        raise ConfigurationError(f"{units} units, {in_flight} of them in flight; there must be at least one")
-    budget, roomy = Budget(options or SearchOptions()), reserved(graph, units)
-    known = one_at_a_time(graph, serial_order(graph, units, budget.limit(0.2)))
-    bound = period_bound(roomy)
-    best = Repetend(Status.FEASIBLE, known, None, 0.0, (0,) * len(graph.blocks))
-    if known.period > bound:
-        found = with_period(roomy, bound, budget.limit(0.4), in_flight)
-        budget.spend(found.work)
-        if found.cyclic is None:
-            found = least_period(roomy, bound, known, budget.limit(1.0), budget.report, in_flight)
-            if frees_all(graph):
-                bound = known.period if found.status is Status.INFEASIBLE else max(bound, found.bound or 0)
-        best = found if found.cyclic is not None else best
-    cyclic = best.cyclic or known
-    phases = tuple(start - cyclic.period * stage for start, stage in zip(cyclic.starts, best.stages, strict=True))
-    repetend = BlockRepetend(
-        tuple(phase - min(phases) for phase in phases), tuple(max(best.stages) - stage for stage in best.stages)
-    )
-    starts, least = unroll(graph, cyclic, units), cyclic.period == bound
-    schedule = BlockSchedule(graph, starts, cyclic.period, bound, least, repetend, budget.used)
-    check_blocks(schedule)
-    return schedule
+    state = _ListState(graph, units, in_flight)
+    while state.moments:
+        now = state.moments[0][0]
+        devices: set[int] = set()
+        while state.moments and state.moments[0][0] == now:
+            devices.add(heapq.heappop(state.moments)[1])
+        state.start_ready(now, devices)
+    return None if state.left else tuple(map(tuple, state.starts))
+
+
+class _ListState:
+    """State of a list schedule: the blocks started, and when devices are looked at again.
+
+    Units are equal, so of each block only the oldest unit that has not started it is looked at.
+    """
+
+    def __init__(self, graph: BlockGraph, units: int, in_flight: int) -> None:
+        count = len(graph.blocks)
+        self.graph, self.units, self.in_flight = graph, units, in_flight
+        self.starts = [[-1] * count for _ in range(units)]
+        self.left = units * count
+        self.next_unit = [0] * count
+        self.moments = [(0, device) for device in range(graph.devices)]
+        self.free, self.used = [0] * graph.devices, [0] * graph.devices
+        self.waiting = [[len(members)] * units for members in graph.members]
+        """Of each device and unit, how many of its blocks have not started."""
+        self.open = [0] * graph.devices
+        """Units begun and not ended on each device."""
+        self.ranks: list[tuple[int, int]] = []
+        for index, (block, tail) in enumerate(zip(graph.blocks, tails(graph), strict=True)):
+            # Blocks that others wait for come before blocks that allocate, and these before the rest.
+            rank = 1 if block.memory > 0 or not block.after else 0 if graph.following[index] else 2
+            self.ranks.append((rank, -tail))
+
+    def start_ready(self, now: int, devices: set[int]) -> None:
+        """Start what can on some devices; what waits for one of several keeps the others from what comes behind it."""
+        kept: set[int] = set()
+        choices = {index for device in devices if self.free[device] <= now for index in self.graph.members[device]}
+        for index in sorted(choices, key=lambda each: (self.ranks[each][0], self.next_unit[each], self.ranks[each][1])):
+            unit, block = self.next_unit[index], self.graph.blocks[index]
+            if unit == self.units or not self._ready(unit, index, now):
+                continue
+            if any(self.free[device] > now or device in kept for device in block.devices):
+                kept.update(block.devices)
+            elif self._has_room(unit, index):
+                self._start(unit, index, now)
+
+    def _ready(self, unit: int, index: int, now: int) -> bool:
+        starts = self.starts[unit]
+        return all(0 <= starts[other] <= now - wait for other, wait in self.graph.waits[index])
+
+    def _has_room(self, unit: int, index: int) -> bool:
+        """True if memory and the number of units in flight allow it."""
+        for device in self.graph.blocks[index].devices:
+            room = self.graph.memory[device]
+            if room is not None and self.used[device] + self.graph.blocks[index].memory > room:
+                return False
+            begins = self.waiting[device][unit] == len(self.graph.members[device])
+            if begins and self.open[device] == self.in_flight:
+                return False
+        return True
+
+    def _start(self, unit: int, index: int, now: int) -> None:
+        block = self.graph.blocks[index]
+        end = now + block.time
+        self.starts[unit][index] = now
+        self.next_unit[index] += 1
+        self.left -= 1
+        for device in block.devices:
+            self.free[device] = end
+            self.used[device] += block.memory
+            self.open[device] += self.waiting[device][unit] == len(self.graph.members[device])
+            self.waiting[device][unit] -= 1
+            self.open[device] -= self.waiting[device][unit] == 0
+            heapq.heappush(self.moments, (end, device))
+        for follower in self.graph.following[index]:
+            after = self.graph.blocks[follower]
+            delay = after.delay(after.after.index(index))
+            for device in after.devices:
+                heapq.heappush(self.moments, (end + delay, device))

@@ -43,12 +43,8 @@ class StageBlocks:
     @property
     def rounding(self) -> float:
         """Share by which a period may be overstated, as each of a device's blocks takes up to a tick more than said."""
-        counts = [0] * self.graph.devices
-        for block in self.graph.blocks:
-            for device in block.devices:
-                counts[device] += 1
-        loads = self.graph.loads
-        return max(count / load for count, load in zip(counts, loads, strict=True) if load == max(loads))
+        pairs, busiest = zip(self.graph.members, self.graph.loads, strict=True), max(self.graph.loads)
+        return max(len(members) / load for members, load in pairs if load == busiest)
 
 
 def stage_blocks(
@@ -67,7 +63,12 @@ def stage_blocks(
         for turn in range(stages.micro_batch_ratio_at(stage))
     )
     index = {kind: position for position, kind in enumerate(kinds)}
-    delays = _delays(stages, prediction.messages)
+    delays: dict[tuple[Turned, Turned], float] = {}
+    # Seconds from the end of a stage's task to when another may start: its slowest message, forward or backward.
+    for each, source, target in _in_unit(stages, prediction.messages):
+        if each.source != each.target:
+            for pair, seconds in (((source, target), each.forward_s), ((target, source), each.backward_s)):
+                delays[pair] = max(delays.get(pair, 0.0), seconds)
     whole = math.ceil if up else math.floor
     blocks = []
     for stage, phase, turn in kinds:
@@ -126,18 +127,15 @@ def with_memory(blocks: StageBlocks, costs: Sequence[StagePrediction], free: Seq
     unit = max(1, min((max(0, free[device]) for device in used), default=0) // _SHARES)
     changed = [_change(costs[stage], phase, unit) for stage, phase, _ in blocks.kinds]
     changed += [0] * (len(blocks.graph.blocks) - len(changed))
-    graph = replace(
-        blocks.graph,
-        blocks=tuple(replace(block, memory=change) for block, change in zip(blocks.graph.blocks, changed, strict=True)),
-    )
-    rooms: list[int | None] = [None] * graph.devices
+    kept = tuple(replace(block, memory=change) for block, change in zip(blocks.graph.blocks, changed, strict=True))
+    rooms: list[int | None] = [None] * blocks.graph.devices
     for device in used:
-        on_it = [index for index in range(len(blocks.kinds)) if device in graph.blocks[index].devices]
-        fleeting = max(costs[blocks.kinds[index][0]].transient_bytes for index in on_it)
+        members = blocks.graph.members[device]
+        fleeting = max(costs[blocks.kinds[index][0]].transient_bytes for index in members)
         room = max(0, free[device] - fleeting) // unit
-        if units * sum(max(0, graph.blocks[index].memory) for index in on_it) > room:
+        if units * sum(max(0, changed[index]) for index in members) > room:
             rooms[device] = room
-    return replace(blocks, graph=replace(graph, memory=tuple(rooms)))
+    return replace(blocks, graph=replace(blocks.graph, blocks=kept, memory=tuple(rooms)))
 
 
 def stage_schedule(blocks: StageBlocks, found: BlockSchedule, stages: StageGraph, micro_batches: int) -> Schedule:
@@ -156,17 +154,13 @@ def stage_schedule(blocks: StageBlocks, found: BlockSchedule, stages: StageGraph
             micro_batch = unit * stages.pipeline_count + pipelines[stage]
             if micro_batch < micro_batches:
                 order.append(Task(stage, phase, micro_batch * stages.micro_batch_ratio_at(stage) + turn))
-        orders.append(_in_order(order))
+        # The same tasks of each stage in the same places, micro-batches ascending.
+        ascending: dict[tuple[int, Phase], list[Task]] = {}
+        for task in sorted(order, key=lambda task: -task.micro_batch):
+            ascending.setdefault((task.stage, task.phase), []).append(task)
+        orders.append(tuple(ascending[task.stage, task.phase].pop() for task in order))
     period = None if found.period is None else found.period * blocks.tick_s
     return Schedule(micro_batches, tuple(orders), find_repetends(orders), period)
-
-
-def _in_order(tasks: Sequence[Task]) -> tuple[Task, ...]:
-    """The same tasks of each stage in the same places, micro-batches ascending."""
-    ascending: dict[tuple[int, Phase], list[Task]] = {}
-    for task in sorted(tasks, key=lambda task: -task.micro_batch):
-        ascending.setdefault((task.stage, task.phase), []).append(task)
-    return tuple(ascending[task.stage, task.phase].pop() for task in tasks)
 
 
 def _in_unit(stages: StageGraph, messages: Sequence[Message]) -> Iterator[tuple[Message, Turned, Turned]]:
@@ -177,29 +171,17 @@ def _in_unit(stages: StageGraph, messages: Sequence[Message]) -> Iterator[tuple[
             yield each, source, (each.target_stage, each.target_turn.micro_batch(number))
 
 
-def _delays(stages: StageGraph, messages: Sequence[Message]) -> dict[tuple[Turned, Turned], float]:
-    """Seconds from the end of a stage's task to when another may start: its slowest message, forward or backward."""
-    found: dict[tuple[Turned, Turned], float] = {}
-    for each, source, target in _in_unit(stages, messages):
-        if each.source != each.target:
-            for pair, seconds in (((source, target), each.forward_s), ((target, source), each.backward_s)):
-                found[pair] = max(found.get(pair, 0.0), seconds)
-    return found
-
-
 def _before(stages: StageGraph, stage: int, phase: Phase, turn: int) -> list[Kind]:
     """Tasks that a task waits for in its unit: its stage's last one of the kind, and those its micro-batch needs."""
     last = [(stage, phase, turn - 1)] if turn else []
     if phase is Phase.WEIGHT_GRADIENT:
         return [(stage, Phase.INPUT_GRADIENT, turn), *last]
     if phase is Phase.FORWARD:
-        around, own = [source for source, target in stages.edges if target == stage], last
+        around = [source for source, target in stages.edges if target == stage]
     else:
-        around, own = (
-            [target for source, target in stages.edges if source == stage],
-            [(stage, Phase.FORWARD, turn), *last],
-        )
-    return [*own, *((other, phase, number) for other in around for number in stages.sharing(stage, turn, other))]
+        around = [target for source, target in stages.edges if source == stage]
+        last = [(stage, Phase.FORWARD, turn), *last]
+    return [*last, *((other, phase, number) for other in around for number in stages.sharing(stage, turn, other))]
 
 
 def _change(cost: StagePrediction, phase: Phase, unit: int) -> int:

@@ -1,23 +1,18 @@
 """Warm-up and cool-down of a steady state, as short as they can be while the repetitions between stand as they are.
 
 Lin et al., "Tessel" (HPCA 2024), section IV.B: each is a small problem of its own. Repetition r holds block i of unit
-r - stage(i); the complete ones are those from the greatest stage to the last unit.
-
-An order of one unit's blocks, one at a time, that memory suffices for: every search begins from it.
-
-Blocks of several units as a model for CP-SAT: some stand where they are, others are to be placed.
+r - stage(i); the complete ones are those from the greatest stage to the last unit. `serial_order` is what every search
+begins from: an order of one unit's blocks, one at a time, that memory suffices for.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autopipe.ir.block_schedule import BlockGraph
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.schedule.block_shapes import require_room
 from autopipe.passes.schedule.tessel.model import (
     Budget,
     PeriodicStarts,
@@ -26,8 +21,10 @@ from autopipe.passes.schedule.tessel.model import (
     makespan,
     makespan_bound,
     peaks,
+    require_room,
     reserved,
     sharing_pairs,
+    topological,
     unroll,
 )
 from autopipe.passes.solvers.cp_sat import Limit, Status, solve
@@ -78,38 +75,25 @@ def model_tasks(
         variable = model.new_int_var(window.first, window.last, "")
         model.add_hint(variable, window.known)
         starts[task] = variable
-    made = TaskModel(model, starts, tuple(free))
     for unit, index in starts:
-        block = graph.blocks[index]
-        for position, other in enumerate(block.after):
-            _follow(made, (unit, other), (unit, index), graph.blocks[other].time + block.delay(position))
-        _follow(made, (unit, index), (unit + 1, index), block.time)
-    for device, room in enumerate(graph.memory):
-        members = [task for task in starts if device in graph.blocks[task[1]].devices]
+        follows = [((unit, other), (unit, index), wait) for other, wait in graph.waits[index]]
+        for before, after, wait in (*follows, ((unit, index), (unit + 1, index), graph.blocks[index].time)):
+            if before in starts and after in starts:
+                first, second = starts[before], starts[after]
+                if not (isinstance(first, int) and isinstance(second, int)):
+                    model.add(second >= first + wait)
+    for device, (room, used) in enumerate(zip(graph.memory, in_use, strict=True)):
+        tasks = [task for task in starts if device in graph.blocks[task[1]].devices]
         model.add_no_overlap(
-            model.new_fixed_size_interval_var(starts[task], graph.blocks[task[1]].time, "") for task in members
+            model.new_fixed_size_interval_var(starts[task], graph.blocks[task[1]].time, "") for task in tasks
         )
-        if room is not None:
-            _keep_memory(graph, made, members, room - in_use[device])
-    return made
-
-
-def _follow(made: TaskModel, before: Task, after: Task, wait: int) -> None:
-    """One task some time after another, where both are in the model and not both given."""
-    if before not in made.starts or after not in made.starts:
-        return
-    first, second = made.starts[before], made.starts[after]
-    if not (isinstance(first, int) and isinstance(second, int)):
-        made.model.add(second >= first + wait)
-
-
-def _keep_memory(graph: BlockGraph, made: TaskModel, members: Sequence[Task], room: int) -> None:
-    """Memory changes at starts, of which no two on a device are at the same time."""
-    changing = [task for task in members if graph.blocks[task[1]].memory]
-    changes = [graph.blocks[index].memory for _, index in changing]
-    least = -sum(abs(change) for change in changes)
-    if changing:
-        made.model.add_reservoir_constraint([made.starts[task] for task in changing], changes, least, room)
+        # Memory changes at starts, of which no two on a device are at the same time.
+        changing = [task for task in tasks if graph.blocks[task[1]].memory]
+        if room is not None and changing:
+            memory = [graph.blocks[index].memory for _, index in changing]
+            least = -sum(map(abs, memory))
+            model.add_reservoir_constraint([starts[task] for task in changing], memory, least, room - used)
+    return TaskModel(model, starts, tuple(free))
 
 
 _MOST = 300
@@ -123,32 +107,26 @@ def complete(graph: BlockGraph, cyclic: PeriodicStarts, units: int, budget: Budg
     early = unroll(graph, cyclic, units)
     stages = cyclic.stages
     sizes = sum(max(stages) - stage for stage in stages), sum(stages)
-    if budget.over or max(stages) >= units or max(sizes) > _MOST:
+    if budget.left < 0 or max(stages) >= units or max(sizes) > _MOST:
         return early
     found, used = [early], peaks(graph, early)
-    found.append(_solved(replace(graph, memory=used), cyclic, units, budget))
+    found.append(_with_ends(replace(graph, memory=used), cyclic, units, budget))
     more_room = any(room is None or room > peak for room, peak in zip(graph.memory, used, strict=True))
     if more_room and makespan(graph, found[-1]) > makespan_bound(graph, units):
-        found.append(_solved(graph, cyclic, units, budget))
+        found.append(_with_ends(graph, cyclic, units, budget))
     return min(
         found, key=lambda starts: (makespan(graph, starts), max(peaks(graph, starts)), sum(peaks(graph, starts)))
     )
 
 
-def _solved(graph: BlockGraph, cyclic: PeriodicStarts, units: int, budget: Budget) -> Starts:
-    """With both ends as short as the solver makes them."""
-    plain = _plain(cyclic, units)
+def _with_ends(graph: BlockGraph, cyclic: PeriodicStarts, units: int, budget: Budget) -> Starts:
+    """The steady state with both ends as short as the solver makes them."""
+    rows = zip(cyclic.stages, cyclic.phases, strict=True)
+    once = [stage * cyclic.period + phase for stage, phase in rows]
+    plain = {(unit, index): start + unit * cyclic.period for unit in range(units) for index, start in enumerate(once)}
     moved = {**plain, **_warm_up(graph, cyclic, plain, budget), **_cool_down(graph, cyclic, plain, budget)}
     first = min(moved.values())
-    rows = (tuple(moved[unit, index] - first for index in range(len(graph.blocks))) for unit in range(units))
-    return compact(graph, tuple(rows))
-
-
-def _plain(cyclic: PeriodicStarts, units: int) -> dict[Task, int]:
-    """Starts that repeat from the first unit to the last."""
-    period, rows = cyclic.period, zip(cyclic.stages, cyclic.phases, strict=True)
-    once = [stage * period + phase for stage, phase in rows]
-    return {(unit, index): start + unit * period for unit in range(units) for index, start in enumerate(once)}
+    return compact(graph, [[moved[unit, index] - first for index in range(len(once))] for unit in range(units)])
 
 
 def _warm_up(graph: BlockGraph, cyclic: PeriodicStarts, plain: Mapping[Task, int], budget: Budget) -> dict[Task, int]:
@@ -169,19 +147,30 @@ def _warm_up(graph: BlockGraph, cyclic: PeriodicStarts, plain: Mapping[Task, int
     return _moved(made, budget)
 
 
+def _latest(graph: BlockGraph, plain: Mapping[Task, int], end: int, period: int) -> dict[Task, int]:
+    """Latest starts of the blocks before `end`: done within a period after it, and for what stands behind it."""
+    free = {task for task, start in plain.items() if start < end}
+    found = {task: end + period - graph.blocks[task[1]].time for task in free}
+    for (unit, index), start in plain.items():
+        for other, wait in graph.waits[index]:
+            if (unit, other) in free and (unit, index) not in free:
+                found[unit, other] = min(found[unit, other], start - wait)
+    return found
+
+
 def _cool_down(graph: BlockGraph, cyclic: PeriodicStarts, plain: Mapping[Task, int], budget: Budget) -> dict[Task, int]:
     """Better starts of the blocks behind the last complete repetition, whose end is as early as can be."""
     period, last = cyclic.period, max(unit for unit, _ in plain)
     given = {task: start for task, start in plain.items() if last - 1 <= start // period <= last}
     horizon = max(start + graph.blocks[index].time for (_, index), start in plain.items())
-    free = {}
+    free, in_use = {}, [0] * graph.devices
     for (unit, index), start in plain.items():
         if start // period > last:
-            earliest = max(last * period, _ready(graph, plain, (unit, index), last * period + period))
-            free[unit, index] = StartWindow(earliest, horizon - graph.blocks[index].time, start)
-    in_use = [0] * graph.devices
-    for (_, index), start in plain.items():
-        if start // period < last - 1:
+            waits = [(plain[unit, other], wait) for other, wait in graph.waits[index]]
+            ready = (began + wait for began, wait in waits if began < (last + 1) * period)
+            window = StartWindow(max(last * period, *ready, 0), horizon - graph.blocks[index].time, start)
+            free[unit, index] = window
+        elif start // period < last - 1:
             for device in graph.blocks[index].devices:
                 in_use[device] += graph.blocks[index].memory
     made = model_tasks(graph, given, free, in_use)
@@ -192,33 +181,10 @@ def _cool_down(graph: BlockGraph, cyclic: PeriodicStarts, plain: Mapping[Task, i
     return _moved(made, budget)
 
 
-def _ready(graph: BlockGraph, plain: Mapping[Task, int], task: Task, end: int) -> int:
-    """When all that a block waits for and that starts before `end` is there."""
-    unit, index = task
-    block, found = graph.blocks[index], 0
-    for position, other in enumerate(block.after):
-        if plain[unit, other] < end:
-            found = max(found, plain[unit, other] + graph.blocks[other].time + block.delay(position))
-    return found
-
-
-def _latest(graph: BlockGraph, plain: Mapping[Task, int], end: int, period: int) -> dict[Task, int]:
-    """Latest starts of the blocks before `end`: done within a period after it, and for what stands behind it."""
-    free = {task for task, start in plain.items() if start < end}
-    found = {task: end + period - graph.blocks[task[1]].time for task in free}
-    for (unit, index), start in plain.items():
-        block = graph.blocks[index]
-        for position, other in enumerate(block.after):
-            if (unit, other) in free and (unit, index) not in free:
-                latest = start - graph.blocks[other].time - block.delay(position)
-                found[unit, other] = min(found[unit, other], latest)
-    return found
-
-
 def _moved(made: TaskModel, budget: Budget) -> dict[Task, int]:
     """The solver's starts of the free blocks; none where it found none."""
     answer = solve(made.model, made.variables, budget.limit(_SHARE))
-    budget.spend(answer.work)
+    budget.work += answer.work
     return dict(zip(made.free, answer.values, strict=True)) if answer.found else {}
 
 
@@ -227,7 +193,9 @@ def serial_order(graph: BlockGraph, units: int, limit: Limit) -> tuple[int, ...]
 
     Raises InfeasibleError, with the device and the least room that would do, where there is none.
     """
-    last, order = reserved(graph, units - 1), _greedy(graph)
+    last = reserved(graph, units - 1)
+    # Of the blocks that may start, one that allocates nothing if there is any, otherwise the one readied last.
+    order = topological(graph, lambda index, started: (graph.blocks[index].memory > 0, -started))
     if _fits(last, order):
         return order
     found = _serial_solved(last, limit)
@@ -243,44 +211,22 @@ def serial_order(graph: BlockGraph, units: int, limit: Limit) -> tuple[int, ...]
 
 def _fits(graph: BlockGraph, order: tuple[int, ...]) -> bool:
     for device, room in enumerate(graph.memory):
-        if room is not None:
-            used = 0
-            for index in order:
-                if device in graph.blocks[index].devices:
-                    used += graph.blocks[index].memory
-                    if used > room:
-                        return False
+        used = 0
+        for index in order if room is not None else ():
+            if device in graph.blocks[index].devices:
+                used += graph.blocks[index].memory
+                if room is not None and used > room:
+                    return False
     return True
-
-
-def _greedy(graph: BlockGraph) -> tuple[int, ...]:
-    """Of the blocks that may start, one that allocates nothing if there is any, otherwise the one readied last."""
-    waits = [len(set(block.after)) for block in graph.blocks]
-    following: list[list[int]] = [[] for _ in graph.blocks]
-    for index, block in enumerate(graph.blocks):
-        for other in set(block.after):
-            following[other].append(index)
-    order: list[int] = []
-    ready = [(block.memory > 0, 0, index) for index, block in enumerate(graph.blocks) if not block.after]
-    heapq.heapify(ready)
-    while ready:
-        index = heapq.heappop(ready)[-1]
-        order.append(index)
-        for other in following[index]:
-            waits[other] -= 1
-            if waits[other] == 0:
-                heapq.heappush(ready, (graph.blocks[other].memory > 0, -len(order), other))
-    return tuple(order)
 
 
 def _serial_solved(graph: BlockGraph, limit: Limit) -> tuple[int, ...] | Status:
     """An order that fits, or how the search for one ended."""
     from ortools.sat.python import cp_model
 
-    model = cp_model.CpModel()
-    count = len(graph.blocks)
-    places = [model.new_int_var(0, count - 1, "") for _ in range(count)]
-    for index, block in enumerate(graph.blocks):
+    model, blocks = cp_model.CpModel(), graph.blocks
+    places = [model.new_int_var(0, len(blocks) - 1, "") for _ in blocks]
+    for index, block in enumerate(blocks):
         for other in block.after:
             model.add(places[other] < places[index])
     before: dict[tuple[int, int], IntVar] = {}
@@ -288,24 +234,17 @@ def _serial_solved(graph: BlockGraph, limit: Limit) -> tuple[int, ...] | Status:
         holds = before[first, second] = model.new_bool_var("")
         model.add(places[first] < places[second]).only_enforce_if(holds)
         model.add(places[second] < places[first]).only_enforce_if(holds.negated())
-    for device, room in enumerate(graph.memory):
-        if room is not None:
-            _serial_keep_memory(graph, model, before, device, room)
+    limited = [(members, room) for members, room in zip(graph.members, graph.memory, strict=True) if room is not None]
+    for members, room in limited:
+        for index in members:
+            if blocks[index].memory > 0:
+                earlier = (
+                    blocks[other].memory * (before[other, index] if other < index else 1 - before[index, other])
+                    for other in members
+                    if other != index
+                )
+                model.add(blocks[index].memory + sum(earlier) <= room)
     answer = solve(model, places, limit)
     if not answer.found:
         return answer.status
-    return tuple(sorted(range(count), key=lambda index: (answer.values[index], index)))
-
-
-def _serial_keep_memory(
-    graph: BlockGraph, model: CpModel, before: dict[tuple[int, int], IntVar], device: int, room: int
-) -> None:
-    members = [index for index, block in enumerate(graph.blocks) if device in block.devices]
-    for index in members:
-        if graph.blocks[index].memory > 0:
-            earlier = (
-                graph.blocks[other].memory * (before[other, index] if other < index else 1 - before[index, other])
-                for other in members
-                if other != index
-            )
-            model.add(graph.blocks[index].memory + sum(earlier) <= room)
+    return tuple(sorted(range(len(blocks)), key=lambda index: (answer.values[index], index)))

@@ -6,8 +6,7 @@ import pytest
 
 from autopipe.ir.block_schedule import Block, BlockGraph
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.passes.schedule.block_shapes import shape
-from autopipe.passes.schedule.published.blocks import block_schedule_names, schedule_blocks
+from autopipe.passes.schedule.published.blocks import block_schedule_names, schedule_blocks, shape
 
 
 def broken_rules(schedule):

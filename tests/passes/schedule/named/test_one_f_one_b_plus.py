@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopipe.ir.schedule import StageGraph
-from autopipe.passes.schedule.block_shapes import shape
-from autopipe.passes.schedule.published.blocks import schedule_blocks
+from autopipe.passes.schedule.published.blocks import schedule_blocks, shape
 from autopipe.passes.schedule.published.one_f_one_b import order_1f1b_plus
 
 

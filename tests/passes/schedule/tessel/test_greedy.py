@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, strategies
 
 from autopipe.ir.block_schedule import Block, BlockGraph, BlockSchedule
-from autopipe.passes.schedule.tessel.list_schedule import greedy, shortest_greedy
-from autopipe.passes.schedule.tessel.search import search
+from autopipe.passes.schedule.tessel.search import greedy, search, shortest_greedy
 from tests.passes.schedule.tessel.random_blocks import block_graphs
 from tests.passes.schedule.tessel.replay import faults
 

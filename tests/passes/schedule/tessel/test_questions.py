@@ -14,7 +14,7 @@ from replay import faults
 
 from autopipe.ir.block_schedule import Block, BlockGraph, BlockSchedule
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.passes.schedule.block_shapes import shape
+from autopipe.passes.schedule.published.blocks import shape
 from autopipe.passes.schedule.tessel.model import (
     Budget,
     PeriodicStarts,
@@ -24,9 +24,10 @@ from autopipe.passes.schedule.tessel.model import (
     period_bound,
 )
 from autopipe.passes.schedule.tessel.periodic import construct, one_at_a_time, tighten
-from autopipe.passes.schedule.tessel.search import search, search_in_flight, search_whole
+from autopipe.passes.schedule.tessel.search import search
 from autopipe.passes.schedule.tessel.warmup_cooldown import serial_order
 from autopipe.passes.solvers.cp_sat import Limit
+from benchmarks.tessel_baselines import search_in_flight, search_whole
 
 
 @pytest.mark.parametrize(("in_flight", "period"), [(1, 16), (2, 8), (3, 8), (4, 4), (5, 4)])

@@ -6,7 +6,7 @@ import pytest
 from replay import faults
 
 from autopipe.ir.block_schedule import Block, BlockGraph
-from autopipe.passes.schedule.block_shapes import SHAPES, shape
+from autopipe.passes.schedule.published.blocks import SHAPES, shape
 from autopipe.passes.schedule.tessel.model import Budget, SearchOptions, steady_peak
 from autopipe.passes.schedule.tessel.periodic import least_memory
 from autopipe.passes.schedule.tessel.search import least_steady_period, search
