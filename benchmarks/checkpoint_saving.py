@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from command_line import parse_arguments
 
-from autopipe.backends.torch.runtime.checkpoint import Checkpointer, HostCopies
-from autopipe.backends.torch.runtime.checkpoint_state import OptimizerState, TrainingState
+from autopipe.backends.torch.runtime.checkpoint import Checkpointer
+from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.gradients import make_optimizer
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
@@ -54,8 +54,8 @@ def checkpointer(folder: Path, mebibytes: int) -> Checkpointer:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     cpu = torch.device("cpu")
-    state = TrainingState(manifest, 0, parameters, OptimizerState(manifest, 0, parameters, optimizer), cpu)
-    return Checkpointer(folder, manifest, state, ControlGroup(0, 1, 60.0, Heartbeat()), HostCopies(cpu), Heartbeat())
+    state = TrainingState(manifest, 0, parameters, optimizer, cpu)
+    return Checkpointer(folder, manifest, state, ControlGroup(0, 1, 60.0, Heartbeat()))
 
 
 def main() -> None:

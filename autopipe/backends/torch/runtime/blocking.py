@@ -45,7 +45,6 @@ class Message:
 
     @property
     def ranks(self) -> tuple[int, int]:
-        """Who sends and who receives."""
         ends = self.end.source_rank, self.end.target_rank
         return (ends[1], ends[0]) if self.gradient else ends
 
@@ -196,7 +195,6 @@ class GlobalOrder:
             self._exchange(event)
 
     def _exchange(self, message: Message) -> None:
-        """Send or receive, and wait for it."""
         end, number = message.end, self._rank.number
         if number == end.source_rank:
             stage = self._rank.stages[end.source_stage]
@@ -214,20 +212,16 @@ class GlobalOrder:
         own = {
             "tasks": [str(task) for task in self._tasks],
             "ends": [
-                (port.channel, stage.number, number, port.stage, port.rank, port.gradient and train)
+                (port.channel, stage.number, number, port.stage, port.rank, port.gradient and train, port.slice)
                 for stage in stages
                 for port in stage.sends
             ],
-            "leaving": [(port.channel, port.slice) for stage in stages for port in stage.sends],
             "arriving": [(port.channel, port.slice) for stage in stages for port in stage.receives],
         }
         every = [json.loads(data) for data in self._rank.control_group.gather(json.dumps(own).encode())]
-        leaving, arriving = (
-            {channel: MicroBatchSlice(*numbers) for each in every for channel, numbers in each[way]}
-            for way in ("leaving", "arriving")
-        )
+        arriving = {channel: MicroBatchSlice(*numbers) for each in every for channel, numbers in each["arriving"]}
         ends = [
-            replace(ChannelEnd(*end), source_turn=leaving[end[0]], target_turn=arriving[end[0]])
-            for end in sorted(end for each in every for end in each["ends"])
+            replace(ChannelEnd(*end), source_turn=MicroBatchSlice(*leaving), target_turn=arriving[end[0]])
+            for *end, leaving in sorted(end for each in every for end in each["ends"])
         ]
         return global_event_order([[Task.parse(task) for task in each["tasks"]] for each in every], ends)[number]

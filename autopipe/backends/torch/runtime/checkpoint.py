@@ -1,12 +1,6 @@
 """Saves all ranks' states as one checkpoint while the steps go on, and restores the newest that was committed.
 
-A rank's part of a checkpoint as it is taken: copies on the host, and the manifest of what they are.
-
-Copies of tensors in the host's memory, so that a step may change the tensors while the copies are written.
-
-Check that a program can resume from a checkpoint: same model and kind of optimizer, whatever the plans are.
-
-One job at a time beside the steps, on a thread of its own.
+A program resumes from a checkpoint of the same model and kind of optimizer, whatever the plans are.
 """
 
 from __future__ import annotations
@@ -15,7 +9,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
@@ -45,12 +39,10 @@ from autopipe.backends.torch.checkpoint.read import FolderLock, Reader, verify_f
 from autopipe.backends.torch.runtime.checkpoint_state import (
     SavedBlock,
     TrainingState,
-    WriteBlock,
     tensor_of,
     write_blocks,
 )
 from autopipe.backends.torch.runtime.data import Position
-from autopipe.backends.torch.runtime.heartbeat import Heartbeat
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.transport import ControlGroup
 from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
@@ -58,7 +50,7 @@ from autopipe.ir.layout import Box
 
 
 class Background:
-    """Runs jobs one after the other. What a job raises comes out of `end`."""
+    """Runs jobs beside the steps, one after the other. What a job raises comes out of `end`."""
 
     def __init__(self) -> None:
         self._job: Future[None] | None = None
@@ -80,13 +72,12 @@ class Background:
         Thread(target=run, name="checkpoint", daemon=True).start()
 
     def end(self, timeout_s: float | None = None) -> bool:
-        """Wait for the job, if there is one; whether it has ended. Raises what the job raised."""
-        if self._job is None:
-            return True
-        if not wait([self._job], timeout_s).done:
-            return False
-        job, self._job = self._job, None
-        job.result()
+        """Wait for the job, if there is one; True if it has ended. Raises what the job raised."""
+        if self._job is not None:
+            if not wait([self._job], timeout_s).done:
+                return False
+            job, self._job = self._job, None
+            job.result()
         return True
 
 
@@ -103,37 +94,29 @@ class HostCopies:
         for key in self._buffers.keys() - tensors.keys():
             del self._buffers[key]
         for key, tensor in tensors.items():
-            self._buffer(key, tensor).copy_(tensor.detach(), non_blocking=True)
+            buffer = self._buffers.get(key)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype is not tensor.dtype:
+                # Pinned pages where a copy runs beside the GPU's work; a generator's state is on the host already.
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._cuda)
+                self._buffers[key] = buffer
+            buffer.copy_(tensor.detach(), non_blocking=True)
         if self._cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
-
-    def _buffer(self, key: str, like: torch.Tensor) -> torch.Tensor:
-        known = self._buffers.get(key)
-        if known is None or known.shape != like.shape or known.dtype is not like.dtype:
-            # Pinned pages where a copy runs beside the GPU's work; a generator's state is on the host already.
-            known = torch.empty(like.shape, dtype=like.dtype, pin_memory=self._cuda)
-            self._buffers[key] = known
-        return known
 
     def contents(self) -> list[Content]:
         """Wait for the copies, and give them as what a file holds."""
         if self._copied is not None:
             self._copied.synchronize()
         return [
-            Content(key, dtype_name(buffer), tuple(buffer.shape), bytes_of(buffer))
-            for key, buffer in self._buffers.items()
+            Content(key, _dtype_name(each), tuple(each.shape), each.reshape(-1).view(torch.uint8).numpy().data)
+            for key, each in self._buffers.items()
         ]
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
+def _dtype_name(tensor: torch.Tensor) -> str:
     """ONNX's name of a tensor's element type, which is torch's."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor on the host that lies in one piece."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 _DIGITS = 12
@@ -174,63 +157,11 @@ def _kind(optimizer: dict[str, Any]) -> str:
     return f"{name} with momentum" if name == "sgd" and optimizer["momentum"] else name
 
 
-def take_snapshot(
-    manifest: Manifest,
-    rank: int,
-    state: TrainingState,
-    pieces: Sequence[WriteBlock],
-    position: Position,
-    seed: int,
-    copies: HostCopies,
-) -> Checkpoint:
-    """Start to copy what the rank writes into `copies`. Returns its manifest, which lacks file and offsets."""
-    blocks = list(state.blocks(pieces))
-    generators = {f"random.{device}": (device, tensor) for device, tensor in state.generators().items()}
-    copies.take(
-        {block.key: block.tensor for block in blocks} | {key: tensor for key, (_, tensor) in generators.items()}
-    )
-    return Checkpoint(
-        model=str(manifest.model),
-        model_digest=manifest.model_digest,
-        plan=manifest.plan,
-        world_size=manifest.world_size,
-        step=position.steps,
-        samples=position.samples,
-        seed=seed,
-        optimizer=manifest.optimizer,
-        files=(),
-        parameters=tuple(_parameters(manifest, state, blocks)),
-        random=tuple(
-            StoredGenerator(rank, device, _stored(key, tensor, tuple(tensor.shape), Box((0,), tuple(tensor.shape))))
-            for key, (device, tensor) in generators.items()
-        ),
-    )
-
-
-def _parameters(manifest: Manifest, state: TrainingState, blocks: Sequence[SavedBlock]) -> Iterable[StoredParameter]:
-    """The parameters of which there are blocks."""
-    by_parameter: dict[int, dict[str, list[SavedBlock]]] = {}
-    for block in blocks:
-        by_parameter.setdefault(block.piece.parameter, {}).setdefault(block.state, []).append(block)
-    for index, found in by_parameter.items():
-        entry = manifest.parameters[index]
-        tensors = {name: _joined(own, entry.shape) for name, own in found.items()}
-        value = tensors.pop("")
-        yield StoredParameter(entry.name, entry.trainable, value, tuple(tensors.items()), state.counters(index))
-
-
-def _joined(blocks: Sequence[SavedBlock], shape: tuple[int, ...]) -> StoredTensor:
-    parts = [_stored(block.key, block.tensor, shape, block.piece.box) for block in blocks]
-    return replace(parts[0], blocks=tuple(block for part in parts for block in part.blocks))
-
-
 def _stored(key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: Box) -> StoredTensor:
-    return StoredTensor(dtype_name(tensor), shape, (Block(box, 0, 0, key),))
+    return StoredTensor(_dtype_name(tensor), shape, (Block(box, 0, 0, key),))
 
 
 def located(part: Checkpoint, file: StoredFile, offsets: Mapping[str, int]) -> Checkpoint:
-    """The manifest, now that the file is written."""
-
     def found(tensor: StoredTensor) -> StoredTensor:
         return replace(tensor, blocks=tuple(replace(block, offset=offsets[block.key]) for block in tensor.blocks))
 
@@ -251,15 +182,7 @@ _LOOK_S = 0.1
 class Checkpointer:
     """One rank's part in the checkpoints of a run; all ranks do the same, together."""
 
-    def __init__(
-        self,
-        folder: Path,
-        manifest: Manifest,
-        state: TrainingState,
-        control_group: ControlGroup,
-        copies: HostCopies,
-        heartbeat: Heartbeat,
-    ) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, state: TrainingState, control_group: ControlGroup) -> None:
         """`control_group` must serve nothing else: a save uses it while the steps go on.
 
         Raises ConfigurationError where another run saves in the folder, LaunchError where it cannot be written.
@@ -268,8 +191,7 @@ class Checkpointer:
         self._manifest = manifest
         self._state = state
         self._control_group = control_group
-        self._copies = copies
-        self._heartbeat = heartbeat
+        self._copies = HostCopies(state.device)
         self._pieces = write_blocks(manifest)[control_group.rank]
         self._background = Background()
         self._lock: FolderLock | None = None
@@ -285,15 +207,56 @@ class Checkpointer:
         Raises what ended that one.
         """
         self.wait()
-        control_group, manifest = self._control_group, self._manifest
-        part = take_snapshot(manifest, control_group.rank, self._state, self._pieces, position, seed, self._copies)
-        self._background.start(partial(self._write, part))
+        self._background.start(partial(self._write, self._take_snapshot(position, seed)))
+
+    def _take_snapshot(self, position: Position, seed: int) -> Checkpoint:
+        """Start to copy what the rank writes. Returns its manifest, which lacks file and offsets."""
+        manifest, blocks = self._manifest, list(self._state.blocks(self._pieces))
+        states = self._state.generators()
+        self._copies.take(
+            {block.key: block.tensor for block in blocks}
+            | {f"random.{device}": tensor for device, tensor in states.items()}
+        )
+        return Checkpoint(
+            model=str(manifest.model),
+            model_digest=manifest.model_digest,
+            plan=manifest.plan,
+            world_size=manifest.world_size,
+            step=position.steps,
+            samples=position.samples,
+            seed=seed,
+            optimizer=manifest.optimizer,
+            files=(),
+            parameters=tuple(self._parameters(blocks)),
+            random=tuple(
+                StoredGenerator(
+                    self._control_group.rank,
+                    device,
+                    _stored(f"random.{device}", tensor, tuple(tensor.shape), Box((0,), tuple(tensor.shape))),
+                )
+                for device, tensor in states.items()
+            ),
+        )
+
+    def _parameters(self, blocks: Iterable[SavedBlock]) -> Iterator[StoredParameter]:
+        by_parameter: dict[int, dict[str, StoredTensor]] = {}
+        for block in blocks:
+            index = block.piece.parameter
+            part = _stored(block.key, block.tensor, self._manifest.parameters[index].shape, block.piece.box)
+            tensors = by_parameter.setdefault(index, {})
+            if block.state in tensors:
+                part = replace(part, blocks=(*tensors[block.state].blocks, *part.blocks))
+            tensors[block.state] = part
+        for index, tensors in by_parameter.items():
+            entry, value = self._manifest.parameters[index], tensors.pop("")
+            counters = self._state.counters(index)
+            yield StoredParameter(entry.name, entry.trainable, value, tuple(tensors.items()), counters)
 
     def wait(self) -> None:
         """Wait until what is being saved is committed. Raises LaunchError where it could not be."""
         while not self._background.end(_LOOK_S):
             if self._control_group.waits:
-                with self._heartbeat.waiting():
+                with self._control_group.heartbeat.waiting():
                     while self._control_group.waits and not self._background.end(_LOOK_S):
                         pass
 

@@ -1,7 +1,4 @@
-"""The batches: random ones, an `.npz` file, or a Python function; each rank reads only the blocks it needs.
-
-Arrays of an `.npz` file, read where they lie: a rank that takes a few rows of a large one reads those only.
-"""
+"""The batches: random ones, an `.npz` file, or a Python function; each rank reads only the blocks it needs."""
 
 from __future__ import annotations
 
@@ -13,12 +10,14 @@ import struct
 import sys
 import zipfile
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Protocol
+from typing import IO
 
 import numpy as np
 
@@ -34,41 +33,44 @@ _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 _DAMAGED = (OSError, ValueError, EOFError, KeyError, struct.error, zlib.error, zipfile.BadZipFile, RuntimeError)
 
 
+@contextmanager
+def _reading(what: str, path: Path) -> Iterator[None]:
+    """Raise ConfigurationError where the file is damaged."""
+    try:
+        yield
+    except _DAMAGED as error:
+        raise ConfigurationError(f"{what} cannot be read: {error}", where=str(path)) from error
+
+
 class Archive:
-    """The arrays of one file by name. Raises ConfigurationError where it is damaged."""
+    """The arrays of an `.npz` file by name, read where they lie: who takes a few rows of a large one reads those only.
+
+    Raises ConfigurationError where it is damaged.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with zipfile.ZipFile(path) as archive:
-                self._members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-        except _DAMAGED as error:
-            raise ConfigurationError(f"data cannot be read: {error}", where=str(path)) from error
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of the arrays."""
-        return frozenset(self._members)
+        with _reading("data", path), zipfile.ZipFile(path) as archive:
+            self._members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+        self.names = frozenset(self._members)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The extents of the array called `name`."""
-        try:
-            with zipfile.ZipFile(self.path) as archive, archive.open(self._members[name]) as file:
-                return _array_header(file)[0]
-        except _DAMAGED as error:
-            raise ConfigurationError(f"{name!r} cannot be read: {error}", where=str(self.path)) from error
+        with (
+            _reading(repr(name), self.path),
+            zipfile.ZipFile(self.path) as archive,
+            archive.open(self._members[name]) as file,
+        ):
+            return _array_header(file)[0]
 
     def array(self, name: str) -> np.ndarray:
         """The array called `name`: mapped where it is stored as it is, in memory where it is compressed."""
         info = self._members[name]
-        try:
+        with _reading(repr(name), self.path):
             if info.compress_type == zipfile.ZIP_STORED:
                 return self._mapped(info)
             with zipfile.ZipFile(self.path) as archive, archive.open(info) as file:
                 loaded: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
                 return loaded
-        except _DAMAGED as error:
-            raise ConfigurationError(f"{name!r} cannot be read: {error}", where=str(self.path)) from error
 
     def _mapped(self, info: zipfile.ZipInfo) -> np.ndarray:
         with self.path.open("rb") as file:
@@ -111,30 +113,45 @@ class Position:
 START = Position()
 
 
-class Source(Protocol):
-    """Where samples come from, in the order of their numbers, which run on from step to step."""
+class Source(ABC):
+    """Where samples come from, in the order of their numbers, which run on from step to step.
+
+    This one has no end; `left_over` are the samples at an epoch's end that fill no batch, which training leaves out.
+    """
+
+    left_over = 0
+
+    def __init__(self, manifest: Manifest, begin: Position) -> None:
+        self._manifest = manifest
+        self._begin = begin
 
     def sample(self, step: int) -> int:
         """The number of a step's first sample."""
+        return self._begin.samples + (step - self._begin.steps) * self._manifest.batch_size
 
     def has(self, step: int) -> bool:
         """True if there is data for a step. In training there is: behind an epoch's end begins the next."""
+        return True
 
     def epoch(self, step: int) -> int:
         """The epoch, counted from 1, of a step whose data was read."""
-
-    @property
-    def left_over(self) -> int:
-        """Samples at an epoch's end that fill no batch, which training leaves out."""
+        return 1
 
     def count(self, step: int) -> int:
-        """How many samples of a step are data; those behind them only fill its batch up."""
+        """Samples of a step that are data; those behind them only fill its batch up."""
+        return self._manifest.batch_size
 
+    @abstractmethod
     def rows(self, entry: InputEntry, start: int, stop: int) -> np.ndarray:
         """Samples [start, stop) of an input, along its batch axis; the whole value where it has none.
 
         `start` says the step either way. Behind the last sample come the first ones again.
         """
+
+    def _extent(self, entry: InputEntry) -> int:
+        """Rows of a sample along the batch axis."""
+        assert entry.batch_axis is not None
+        return entry.shape[entry.batch_axis] // self._manifest.micro_batch_size
 
 
 def open_source(manifest: Manifest, data: str | None, seed: int, begin: Position = START) -> Source:
@@ -170,36 +187,19 @@ def save_samples(manifest: Manifest, target: Path) -> None:
     np.savez(target, **drawn)  # type: ignore[arg-type]
 
 
-class RandomSource:
+class RandomSource(Source):
     """Random values that respect where an input goes, without end; sample i is the same whoever draws it."""
 
     def __init__(self, manifest: Manifest, seed: int, begin: Position = START) -> None:
-        self._manifest = manifest
+        super().__init__(manifest, begin)
         self._seed = seed
-        self._begin = begin
         self._index = {entry.name: index for index, entry in enumerate(manifest.inputs)}
-
-    def sample(self, step: int) -> int:
-        return self._begin.samples + (step - self._begin.steps) * self._manifest.batch_size
-
-    def has(self, step: int) -> bool:
-        return True
-
-    def epoch(self, step: int) -> int:
-        return 1
-
-    @property
-    def left_over(self) -> int:
-        return 0
-
-    def count(self, step: int) -> int:
-        return self._manifest.batch_size
 
     def rows(self, entry: InputEntry, start: int, stop: int) -> np.ndarray:
         axis = entry.batch_axis
         if axis is None:
             return self._draw(entry, 0, entry.shape, None)
-        extent = entry.shape[axis] // self._manifest.micro_batch_size
+        extent = self._extent(entry)
         rest = (*entry.shape[:axis], *entry.shape[axis + 1 :])
         drawn = self._draw(entry, start * extent * math.prod(rest), ((stop - start) * extent, *rest), axis)
         return np.moveaxis(drawn, 0, axis)
@@ -222,7 +222,7 @@ class RandomSource:
         return found.astype(_numpy_dtype(entry))
 
 
-class FileSource:
+class FileSource(Source):
     """An `.npz` file with one array an input, samples along the batch axis, as many in each.
 
     Its end is the end of an epoch: training leaves out the last samples, where they fill no batch, and begins again;
@@ -230,8 +230,7 @@ class FileSource:
     """
 
     def __init__(self, manifest: Manifest, path: Path, begin: Position = START) -> None:
-        self._manifest = manifest
-        self._begin = begin
+        super().__init__(manifest, begin)
         self._archive = Archive(path)
         missing = [entry.name for entry in manifest.inputs if entry.name not in self._archive.names]
         if missing:
@@ -241,7 +240,8 @@ class FileSource:
         self._arrays: dict[str, np.ndarray] = {}
         shapes = {entry.name: self._archive.shape(entry.name) for entry in manifest.inputs}
         self.samples = _samples(manifest, shapes, self._where)
-        """How many there are; none that the file must have where no input has samples."""
+        """How many there are; None where no input has samples."""
+        self.left_over = 0 if self.samples is None else self.samples % manifest.batch_size
         if manifest.train and self.samples is not None and self.samples < manifest.batch_size:
             raise ConfigurationError(
                 f"{self.samples} samples are no batch of {manifest.batch_size}",
@@ -252,10 +252,10 @@ class FileSource:
     def sample(self, step: int) -> int:
         batch, begin, done = self._manifest.batch_size, self._begin.samples, step - self._begin.steps
         if self.samples is None or not self._manifest.train:
-            return begin + done * batch
+            return super().sample(step)
         left = (self.samples - begin % self.samples) // batch
         if done < left:
-            return begin + done * batch
+            return super().sample(step)
         epochs, within = divmod(done - left, self.samples // batch)
         return (begin // self.samples + 1 + epochs) * self.samples + within * batch
 
@@ -265,10 +265,6 @@ class FileSource:
     def epoch(self, step: int) -> int:
         return 1 if self.samples is None else self.sample(step) // self.samples + 1
 
-    @property
-    def left_over(self) -> int:
-        return 0 if self.samples is None else self.samples % self._manifest.batch_size
-
     def count(self, step: int) -> int:
         batch = self._manifest.batch_size
         return batch if self.samples is None else min(batch, self.samples - self.sample(step) % self.samples)
@@ -277,7 +273,7 @@ class FileSource:
         array, axis = self._array(entry), entry.batch_axis
         if axis is None:
             return _taken(array, entry, self._where)
-        extent, length = entry.shape[axis] // self._manifest.micro_batch_size, array.shape[axis]
+        extent, length = self._extent(entry), array.shape[axis]
         first, count = start * extent % length, (stop - start) * extent
         if first + count <= length:
             rows = array[(slice(None),) * axis + (slice(first, first + count),)]
@@ -301,7 +297,7 @@ class FileSource:
             if axis is None:
                 _taken(array, entry, self._where)
                 continue
-            extent = entry.shape[axis] // self._manifest.micro_batch_size
+            extent = self._extent(entry)
             stop = array.shape[axis] if samples is None else min(array.shape[axis], samples * extent)
             piece = max(1, _PIECE * array.shape[axis] // max(array.nbytes, 1))
             for first in range(0, stop, piece):
@@ -332,7 +328,7 @@ class FileSource:
         return f"{samples} are {batches:,} batches of {batch}{padded}{ends}" if padded or ends else ""
 
 
-class FunctionSource:
+class FunctionSource(Source):
     """A Python function `module:function` that returns an iterator of batches, each a mapping of input to array.
 
     Batch i is what step i runs on. The iterator cannot go back: a run that continues takes the batches before it too.
@@ -347,29 +343,20 @@ class FunctionSource:
             self._function = getattr(_module(module), function)
         except (ImportError, AttributeError) as error:
             raise ConfigurationError(f"data function {name!r} cannot be imported: {error}") from error
+        super().__init__(manifest, begin)
         self._name = name
-        self._manifest = manifest
-        self._begin = begin
         self._batches = self._numbered()
         self._step = -1
         self._epoch = 1
         self._batch: Mapping[str, np.ndarray] = {}
         self._count = manifest.batch_size
         """Samples of the batch."""
-        self._left_over = 0
-
-    def sample(self, step: int) -> int:
-        return self._begin.samples + (step - self._begin.steps) * self._manifest.batch_size
 
     def has(self, step: int) -> bool:
         return self._manifest.train or self._advance(step)
 
     def epoch(self, step: int) -> int:
         return self._epoch
-
-    @property
-    def left_over(self) -> int:
-        return self._left_over
 
     def count(self, step: int) -> int:
         return self._count
@@ -384,7 +371,7 @@ class FunctionSource:
         array, axis = np.asarray(self._batch[entry.name]), entry.batch_axis
         if axis is None:
             return _taken(array, entry, where)
-        extent = entry.shape[axis] // self._manifest.micro_batch_size
+        extent = self._extent(entry)
         offset = begin.samples + (self._step - begin.steps) * batch_size
         wanted = np.arange((start - offset) * extent, (stop - offset) * extent)
         rows = np.take(array, wanted % (self._count * extent), axis=axis)
@@ -425,7 +412,7 @@ class FunctionSource:
                 yield epoch, *short
             if not self._manifest.train:
                 return
-            self._left_over = 0 if short is None else short[1]
+            self.left_over = 0 if short is None else short[1]
             if not given:
                 raise ConfigurationError(f"epoch {epoch} has no batch of {batch_size} samples", where=self._name)
 
@@ -447,10 +434,19 @@ def _samples(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], where: s
     not fit the model or one another."""
     found: dict[str, int] = {}
     for entry in manifest.inputs:
-        rows = _rows(shapes[entry.name], entry, where) if entry.name in shapes else None
-        if rows is None or entry.batch_axis is None:
+        if entry.name not in shapes:
             continue
-        extent = entry.shape[entry.batch_axis] // manifest.micro_batch_size
+        shape, axis = shapes[entry.name], entry.batch_axis
+        wanted = ["samples" if index == axis else str(extent) for index, extent in enumerate(entry.shape)]
+        if len(shape) != len(wanted) or any(
+            need not in ("samples", str(have)) for have, need in zip(shape, wanted, strict=True)
+        ):
+            raise ConfigurationError(f"{entry.name!r} is {list(shape)}, not [{', '.join(wanted)}]", where=where)
+        if axis is None:
+            continue
+        if not (rows := shape[axis]):
+            raise ConfigurationError(f"{entry.name!r} has no samples", where=where)
+        extent = entry.shape[axis] // manifest.micro_batch_size
         if rows % extent:
             raise ConfigurationError(f"{entry.name!r} has {rows:,} rows, of which a sample has {extent}", where=where)
         found[entry.name] = rows // extent
@@ -473,25 +469,6 @@ def _module(name: str) -> ModuleType:
         found = sys.modules[first] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(found)
     return importlib.import_module(name)
-
-
-def _rows(shape: tuple[int, ...], entry: InputEntry, where: str) -> int | None:
-    """How many rows an array of this shape has along the input's batch axis; None where there is no such axis.
-
-    Raises ConfigurationError unless it fits the input's shape apart from that.
-    """
-    axis = entry.batch_axis
-    wanted = ["samples" if index == axis else str(extent) for index, extent in enumerate(entry.shape)]
-    fits = len(shape) == len(wanted) and all(
-        need in ("samples", str(have)) for have, need in zip(shape, wanted, strict=True)
-    )
-    if not fits:
-        raise ConfigurationError(f"{entry.name!r} is {list(shape)}, not [{', '.join(wanted)}]", where=where)
-    if axis is None:
-        return None
-    if not shape[axis]:
-        raise ConfigurationError(f"{entry.name!r} has no samples", where=where)
-    return shape[axis]
 
 
 def _taken(rows: np.ndarray, entry: InputEntry, where: str, first: int = 0) -> np.ndarray:
@@ -522,7 +499,6 @@ def _taken(rows: np.ndarray, entry: InputEntry, where: str, first: int = 0) -> n
 
 
 def _region(bounds: Bounds, batch_axis: int | None) -> tuple[slice, ...]:
-    """A block of an input in any number of samples."""
     return tuple(
         slice(None) if axis == batch_axis else slice(start, stop)
         for axis, (start, stop) in enumerate(zip(bounds.starts, bounds.stops, strict=True))
@@ -530,7 +506,6 @@ def _region(bounds: Bounds, batch_axis: int | None) -> tuple[slice, ...]:
 
 
 def _converted(rows: np.ndarray, entry: InputEntry, where: str) -> np.ndarray:
-    """Rows in the input's type. Raises ConfigurationError for what it cannot hold: text, fractions as whole numbers."""
     dtype = _numpy_dtype(entry)
     if rows.dtype == dtype:
         return rows
@@ -543,7 +518,6 @@ def _converted(rows: np.ndarray, entry: InputEntry, where: str) -> np.ndarray:
 
 
 def _convertible(array: np.ndarray, entry: InputEntry, where: str) -> None:
-    """Raise ConfigurationError where an array holds no numbers of the input's kind."""
     dtype = _numpy_dtype(entry)
     if array.dtype != dtype and array.dtype.kind not in ("biufc" if dtype.kind == "c" else "biuf"):
         raise ConfigurationError(f"{entry.name!r} holds {array.dtype}, not {dtype}", where=where)

@@ -73,7 +73,6 @@ class DryTransport(Transport):
         self.messages: Counter[Message] = Counter()
 
     def start(self) -> None:
-        """Join a world in which every exchange returns at once."""
         if self.world_size > 1:
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -86,7 +85,6 @@ class DryTransport(Transport):
         return pending
 
     def receive(self, like: Form, rank: int, channel: int, gradient: bool) -> PendingRecv:
-        """Zeros instead of what would come."""
         pending = super().receive(like, rank, channel, gradient)
         pending.buffer.zero_()
         self._count(pending.buffer, rank, self.rank, channel, gradient)
@@ -134,7 +132,6 @@ class DryReporter(Reporter):
         self._tracker = tracker
 
     def end_step(self, seconds: float) -> None:
-        """Write the report of the step to the report file."""
         rank, messages, tracker = self._rank, self._transport.messages, self._tracker
         sent: Counter[int] = Counter()
         received: Counter[int] = Counter()

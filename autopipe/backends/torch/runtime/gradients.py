@@ -50,7 +50,6 @@ class ReducedBucket:
             self.start()
 
     def start(self) -> None:
-        """Take the parameters' gradients and send them off."""
         self.started = True
         self._pending = self._send()
 
@@ -91,7 +90,6 @@ class ShardedBucket(ReducedBucket):
         return row.chunk(len(self.bucket.ranks))[self.bucket.ranks.index(self._transport.rank)]
 
     def _places(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' parts of a row."""
         return [
             row[start : start + parameter.numel()].view_as(parameter)
             for start, parameter in zip(self.bucket.starts, self.parameters, strict=True)
@@ -170,7 +168,6 @@ class GradientReduction:
             each.finish()
 
     def gather(self) -> None:
-        """Get what the other ranks have updated."""
         for each in self.shared:
             each.gather()
 

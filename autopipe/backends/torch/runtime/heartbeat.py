@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PULSES = "AUTOPIPE_PULSES"
-"""Environment variable with the folder in which the launcher looks for the ranks' pulses."""
+"""Environment variable with the folder in which the launcher looks for the ranks' heartbeats."""
 ENDED = "ended"
 """The task of a rank that has nothing left to do."""
 _BEAT = struct.Struct("<d")
@@ -42,7 +42,6 @@ class Timeouts:
     """Writing or reading a checkpoint."""
 
     def of(self, task: str) -> float:
-        """That of the phase to which a task belongs."""
         return {"start": self.start_s, "step": self.step_s, "checkpoint": self.checkpoint_s}[phase_of(task)]
 
 
@@ -63,17 +62,16 @@ class HeartbeatRecord:
 
 
 class Heartbeat:
-    """This rank's own pulse."""
+    """This rank's own record, kept in `file`, which is made, or for nobody."""
 
     def __init__(self, file: Path | None = None) -> None:
-        """Kept in `file`, which is made, for those who watch; or for nobody."""
         self._record = bytearray(_SIZE) if file is None else _mapped(file)
         self._task = ""
         self.task = "start"
 
     @staticmethod
     def of(rank: int) -> Heartbeat:
-        """The pulse of a rank where its launcher looks for it."""
+        """The heartbeat of a rank where its launcher looks for it."""
         folder = os.environ.get(PULSES)
         return Heartbeat(None if folder is None else heartbeat_file(Path(folder), rank))
 
@@ -89,7 +87,6 @@ class Heartbeat:
         _TASK.pack_into(self._record, _BEAT.size, time.monotonic(), False, task.encode())
 
     def sign_of_life(self) -> None:
-        """Give a sign of life."""
         _BEAT.pack_into(self._record, 0, time.monotonic())
 
     @contextmanager
@@ -103,12 +100,11 @@ class Heartbeat:
 
 
 def heartbeat_file(folder: Path, rank: int) -> Path:
-    """Where a rank keeps its pulse."""
     return folder / f"rank_{rank:03d}.pulse"
 
 
 def read_heartbeat(file: Path) -> HeartbeatRecord | None:
-    """Read a heartbeat record; None where there is none yet."""
+    """None where there is none yet."""
     try:
         record = file.read_bytes()
     except FileNotFoundError:

@@ -1,18 +1,14 @@
-"""Which of a machine's processors run a rank's threads.
+"""How a rank uses its machine: processors, threads of gloo's, memory.
 
 Left to itself the system wakes a thread of gloo's that has a message for one rank on the processor of the rank that
 sent it, behind what that one computes, even where the receiver's processor idles: messages then take a tick of the
 system's, up to four milliseconds. So each rank keeps to processors of its own, its threads of gloo's with it.
 
-How a rank's thread and those in which gloo moves messages share processors.
-
 A thread of gloo's that has something to do for a connection tries its lock, and where another thread holds it asks the
 system for the same event again, at once: it spins. Messages between processes of one machine wake it on the processor
 of the rank's thread, which it preempts, mostly while that one holds the lock. Both then wait for the system's next
-tick, some milliseconds. So gloo's threads shall preempt none, and a rank's thread gives way where it has started an
-exchange. Not where ranks take a processor in turn: there another rank would compute for a turn of the system's.
-
-Memory that stays with the process from step to step.
+tick. So gloo's threads shall preempt none, and a rank's thread gives way where it has started an exchange. Not where
+ranks take a processor in turn: there another rank would compute for a turn of the system's.
 """
 
 from __future__ import annotations
@@ -38,7 +34,6 @@ def patient_threads() -> Iterator[None]:
 
 
 def give_way() -> None:
-    """Let another thread that waits for this one's processor have it."""
     if hasattr(os, "sched_yield"):
         os.sched_yield()
 
@@ -68,14 +63,13 @@ def has_more_ranks_than_cores(ranks: int) -> bool:
 
 
 def processors_of_this_rank() -> int:
-    """How many processors the rank's threads can be sure of."""
+    """Processors that the rank's threads can be sure of."""
     if _has_own():
         return processor_count()
     return max(1, processor_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def processor_count() -> int:
-    """How many processors this thread may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,11 +1,8 @@
 """A rank's parameters: its own blocks only, read from the ONNX file by offset or drawn from the seed.
 
-A rank's block of a parameter, drawn: only its own numbers, a piece at a time, by several threads.
-
-Element i of a parameter is made from word i of the stream that the seed and the parameter's name stand for, whatever
-the plan, the rank and the element type, so that any sharding holds what one device would.
-
-A block of a row-major tensor as runs of neighbouring elements.
+Element i of a drawn parameter is made from word i of the stream that the seed and the parameter's name stand for,
+whatever the plan, the rank and the element type, so that any sharding holds what one device would. A block is runs of
+neighbouring elements, drawn a piece at a time by several threads.
 """
 
 from __future__ import annotations
@@ -88,7 +85,8 @@ def init_shard(entry: ParameterEntry, shard: ShardEntry, seed: int, threads: int
 
     def draw(thread: int) -> None:
         for place, words in _pieces(runs, key, thread, sharing):
-            numbers = _numbers(entry.storage.scheme, words) * entry.storage.scale
+            normal = entry.storage.scheme == "normal"
+            numbers = (box_muller_normal(words) if normal else as_uniform(words) * 2.0 - 1.0) * entry.storage.scale
             flat[place : place + len(numbers)] = torch.from_numpy(numbers.astype(np.float32))
 
     if sharing == 1:
@@ -102,12 +100,6 @@ def init_shard(entry: ParameterEntry, shard: ShardEntry, seed: int, threads: int
 def _number_of(name: str) -> int:
     """A number that only this name has: indices differ from graph to graph, names do not."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:16], "little")
-
-
-def _numbers(scheme: str, words: Words) -> npt.NDArray[np.float64]:
-    if scheme == "normal":
-        return box_muller_normal(words)
-    return as_uniform(words) * 2.0 - 1.0
 
 
 def _pieces(runs: ContiguousRanges, key: Words, thread: int, threads: int) -> Iterator[tuple[int, Words]]:
@@ -141,11 +133,7 @@ def _gathered(reader: WordReader, places: npt.NDArray[np.int64], length: int, ap
     return np.concatenate(found)
 
 
-_NUMPY = {"bfloat16": np.dtype("<u2")}
-
-
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch type of an element type's name."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -183,7 +171,7 @@ def read_block(
     if entry.storage.kind == "draw":
         return init_shard(entry, shard, seed, threads)
     path = folder / entry.storage.file if entry.storage.file else model
-    stored = _NUMPY.get(entry.dtype) or np.dtype(entry.dtype).newbyteorder("<")
+    stored = np.dtype("<u2" if entry.dtype == "bfloat16" else entry.dtype).newbyteorder("<")
     place = entry.storage
     extent = (place.length // stored.itemsize,) if place.rows else entry.shape or (1,)
     try:
@@ -202,23 +190,17 @@ def read_block(
         block = np.array(whole[begins[:, None] + place.step * np.arange(region[1].start, region[1].stop)])
     else:
         block = np.array(whole[region] if entry.shape else whole.reshape(()))
-    return _in_form(_brain_floats(block) if entry.dtype == "bfloat16" else torch.from_numpy(block), place.form)
-
-
-def _in_form(numbers: torch.Tensor, form: str) -> torch.Tensor:
-    """The parameter whose exponential, perhaps negated, is stored."""
-    if not form:
+    numbers = _brain_floats(block) if entry.dtype == "bfloat16" else torch.from_numpy(block)
+    if not place.form:
         return numbers
-    return (-numbers if form == "log of the negative" else numbers).log()
+    return (-numbers if place.form == "log of the negative" else numbers).log()  # Its exponential is stored.
 
 
 def _brain_floats(bits: np.ndarray) -> torch.Tensor:
-    """The bfloat16 numbers of these two bytes each."""
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
 def load_constants(folder: Path, names: set[str], device: torch.device) -> dict[str, torch.Tensor]:
-    """The constants called `names`, on `device`."""
     with np.load(folder / "constants.npz", allow_pickle=False) as stored:
         arrays = {name: stored[name] for name in sorted(names)}
     return {

@@ -2,8 +2,6 @@
 
 Element i of a stream is made from the i-th 64-bit word of Philox (Salmon et al., SC 2011) under the stream's key.
 
-Normal numbers from random words by arithmetic that is exact everywhere.
-
 Box and Muller (1958) need a logarithm and a cosine, of which libraries differ in the last bit: by processor, by
 version, by where a number stands in an array. Here both are polynomials, made of the operations that IEEE 754 rounds in
 one way only (sum, product, quotient, root), so that ranks of different machines hold the same parameters.
@@ -109,7 +107,6 @@ def words(seed: int, stream: tuple[int, ...], start: int, count: int) -> Words:
 
 
 def uniform(seed: int, stream: tuple[int, ...], start: int, count: int) -> np.ndarray:
-    """Numbers in [0, 1), float64."""
     return as_uniform(words(seed, stream, start, count))
 
 
@@ -119,7 +116,6 @@ def normal(seed: int, stream: tuple[int, ...], start: int, count: int) -> np.nda
 
 
 def integers(seed: int, stream: tuple[int, ...], start: int, count: int, below: int) -> np.ndarray:
-    """Whole numbers in [0, below), int64."""
     return (words(seed, stream, start, count) % np.uint64(below)).astype(np.int64)
 
 

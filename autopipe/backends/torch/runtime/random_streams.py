@@ -8,6 +8,7 @@ size has the masks of its samples, and a forward that runs again draws the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,6 @@ _ALL = 1 << 62
 
 
 def philox_4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """The four words of the blocks that `counter` numbers, lowest word first."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for number in range(_ROUNDS):
@@ -74,29 +74,21 @@ class Random:
         """
         key = self.state[0] ^ (node >> 32), self.state[1] ^ (node & _LOW)
         along = tuple(tuple(MeshAxis(*axis) for axis in axes) for axes in cuts)
-        degrees = tuple(_degree(axes) for axes in cuts)
+        degrees = tuple(math.prod(degree for degree, _ in axes) for axes in cuts)
         places = tuple(place_along(axes, self.position) for axes in along)
         counted = (samples, 1, 1) if isinstance(samples, int) else samples
         return Stream(key, self.state[3 if counted is None else 2], places, degrees, counted)
 
 
-def _degree(axes: Axes) -> int:
-    degree = 1
-    for each, _ in axes:
-        degree *= each
-    return degree
-
-
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The numbers of one node in one forward, of which a rank has the block at `places` among `degrees`."""
+    """The numbers of one node in one forward, of which a rank has the block at `places` among `degrees`, by dimension;
+    () where it has all. `sample` is the first sample's number in the step."""
 
     key: tuple[Tensor, Tensor]
     sample: Tensor
-    """The first sample's number in the step."""
     places: tuple[int, ...] = ()
     degrees: tuple[int, ...] = ()
-    """By dimension; () where the rank has all."""
     counted: tuple[int, int, int] | None = None
 
     def draw(self, shape: tuple[int, ...], make: Callable[[Words], Sequence[Tensor]], dtype: torch.dtype) -> Tensor:
@@ -138,16 +130,13 @@ class Stream:
             index, _, counted = self._along(len(outer), last)
             assert counted is not None, "the last dimension counts samples"
             return _Grid(rows, samples + counted, index[None] // 4, picked=index[None] % 4)
-        start = self._start(len(outer), last)
+        start = self.places[len(outer)] * last if self.places else 0
         blocks = torch.arange(start // 4, -(-(start + last) // 4), device=self.sample.device)
         return _Grid(rows, samples, blocks[None], start % 4, last)
 
-    def _start(self, dimension: int, extent: int) -> int:
-        return self.places[dimension] * extent if self.places else 0
-
     def _along(self, dimension: int, extent: int) -> tuple[Tensor, int, Tensor | None]:
         """Of a dimension of which this rank has `extent`: where elements lie in a sample, of how many, and of which."""
-        start = self._start(dimension, extent)
+        start = self.places[dimension] * extent if self.places else 0
         whole = extent * (self.degrees[dimension] if self.degrees else 1)
         index = torch.arange(start, start + extent, device=self.sample.device)
         if self.counted is None or self.counted[0] != dimension:

@@ -14,8 +14,8 @@ import torch
 
 from autopipe.backends.torch.checkpoint.format import check_unused
 from autopipe.backends.torch.runtime.blocking import BlockingStage, GlobalOrder
-from autopipe.backends.torch.runtime.checkpoint import Checkpointer, HostCopies
-from autopipe.backends.torch.runtime.checkpoint_state import OptimizerState, TrainingState
+from autopipe.backends.torch.runtime.checkpoint import Checkpointer
+from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.data import Position, open_source, read_block
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport, MemoryTracker, use_fake_tensors
@@ -82,7 +82,6 @@ class Rank:
         self.heartbeat.task = task
 
     def stage(self, number: int, module: ModuleType, *ports: Port) -> Stage:
-        """Add a stage: its module, and what it takes and gives."""
         arguments = Arguments(device=self.device)
         self._modules[number] = (module, arguments)
         kind = DryStage if self.options.dry_run else Stage if self.global_order is None else BlockingStage
@@ -95,11 +94,9 @@ class Rank:
         return self.global_order.come_to(task)
 
     def arguments_of(self, stage: int) -> Arguments:
-        """The object `p` for the stage's forward."""
         return self._modules[stage][1]
 
     def main(self, step: Callable[[], None]) -> None:
-        """Run as many steps as the command line asks for."""
         if self.options.device == "meta":
             with use_fake_tensors() as self.memory_tracker:
                 self._run_all(step)
@@ -109,7 +106,11 @@ class Rank:
     def _run_all(self, step: Callable[[], None]) -> None:
         self.set_up()
         self._restore()
-        while self.steps_done < self.options.steps and self._has_data():
+        while self.steps_done < self.options.steps:
+            if not self.source.has(self.steps_done):
+                self.reporter.report()
+                self.reporter.say(f"{self.options.data} has ended: there is no step {self.steps_done}")
+                break
             self.run(step)
             self._tell_epoch(self.steps_done - 1)
             self._save()
@@ -160,10 +161,9 @@ class Rank:
         if self.options.checkpoint is None:
             return None
         shards = [each.shard for each in self.reduction.shared]
-        kept = OptimizerState(self.manifest, self.number, self.parameters, self.optimizer, shards)
-        state = TrainingState(self.manifest, self.number, self.parameters, kept, self.device)
-        control_group, copies = self.transport.make_control_group(), HostCopies(self.device)
-        return Checkpointer(self.options.checkpoint, self.manifest, state, control_group, copies, self.heartbeat)
+        state = TrainingState(self.manifest, self.number, self.parameters, self.optimizer, self.device, shards)
+        control_group = self.transport.make_control_group()
+        return Checkpointer(self.options.checkpoint, self.manifest, state, control_group)
 
     def _restore(self) -> None:
         """Go on from the newest checkpoint, where the options ask for it: from its place in the data, and its seed
@@ -194,14 +194,6 @@ class Rank:
         else:
             self.checkpointer.look()
 
-    def _has_data(self) -> bool:
-        """True if there is data for the next step. Where it has ended for good, that is said."""
-        found = self.source.has(self.steps_done)
-        if not found:
-            self.reporter.report()
-            self.reporter.say(f"{self.options.data} has ended: there is no step {self.steps_done}")
-        return found
-
     def _tell_epoch(self, step: int) -> None:
         """Say, the first time, that a step that was run took data again."""
         epoch = self.source.epoch(step)
@@ -216,7 +208,6 @@ class Rank:
         return self.source.sample(self.steps_done)
 
     def run(self, step: Callable[[], None]) -> None:
-        """Run one step and report it."""
         if self.global_order is not None:
             self.global_order.begin(step)
         started = time.perf_counter()
@@ -226,7 +217,15 @@ class Rank:
             self.global_order.end()
         self.task = "update"
         if self.train:
-            self._update()
+            with self.heartbeat.waiting():
+                self.reduction.finish()
+            if self.options.record is not None and self.steps_done == 0:
+                dump_gradients(self.options.record, self.number, self.reduction.gradients())
+            if self.optimizer is not None:
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+            with self.heartbeat.waiting():
+                self.reduction.gather()
         with self.heartbeat.waiting():
             self.transport.finish()
         self.reporter.end_step(time.perf_counter() - started)
@@ -236,32 +235,17 @@ class Rank:
         self._samples += self.source.count(self.steps_done)
         self.steps_done += 1
 
-    def _update(self) -> None:
-        with self.heartbeat.waiting():
-            self.reduction.finish()
-        if self.options.record is not None and self.steps_done == 0:
-            dump_gradients(self.options.record, self.number, self.reduction.gradients())
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        with self.heartbeat.waiting():
-            self.reduction.gather()
-
     def before_last_gradients(self, stage: Stage) -> None:
         """Called as a whole backward starts; the last one of a step sends gradients off as they come."""
-        if self._is_last(stage):
+        if stage.backwards == len(self.manifest.micro_batches_of(stage.number)):
             self.reduction.arm(stage.number, stage.readers)
 
     def after_gradients(self, stage: Stage) -> None:
         """Called when a micro-batch's gradients are there; the last one's are sent off, unless that has begun."""
-        if self._is_last(stage):
+        if stage.backwards == len(self.manifest.micro_batches_of(stage.number)):
             self.reduction.start(stage.number)
 
-    def _is_last(self, stage: Stage) -> bool:
-        return stage.backwards == len(self.manifest.micro_batches_of(stage.number))
-
     def autocast(self) -> AbstractContextManager[object]:
-        """The context in which forwards run."""
         dtype = _AUTOCAST.get(self.manifest.precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 

@@ -40,7 +40,6 @@ class StepReport:
     """Bytes moved by all ranks' exchanges, by kind (`ir/program.py`)."""
 
     def line(self) -> str:
-        """The report as a person reads it."""
         loss = "" if self.loss is None else f"loss {self.loss:.6f}  "
         return (
             f"step {self.step}  {loss}{self.step_time_s * 1e3:.1f} ms  {self.samples_per_s:.1f} samples/s  "
@@ -122,7 +121,6 @@ class Reporter:
         self._together = min(_MOST_STEPS, max(1, int(_EVERY_S / slowest)))
 
     def _show(self, reports: Sequence[StepReport]) -> None:
-        """Once for all ranks."""
         file = self._rank.options.report
         if not reports or self._rank.number:
             return
@@ -148,7 +146,6 @@ class Reporter:
         return total, _FINE, _FINE
 
     def _report(self, step: int, numbers: Sequence[Sequence[float]], peaks: tuple[int, ...]) -> StepReport:
-        """From all ranks' numbers. Raises LaunchError for a loss of NaN or infinity."""
         by_rank = [_Figures(*own[: len(_Figures._fields)]) for own in numbers]
         for rank, each in enumerate(by_rank):
             if each.bad_stage != _FINE:

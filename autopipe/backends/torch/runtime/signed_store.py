@@ -56,7 +56,6 @@ class SignedStore(Store):
         self.set_timeout(patience)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a value, signed."""
         data = value.encode() if isinstance(value, str) else value
         self._store.set(key, self._signer.sign(key, data))  # type: ignore[arg-type]
 
@@ -66,30 +65,23 @@ class SignedStore(Store):
         return self._signer.value(key, self._store.get(key))
 
     def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
-        """Set several."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Several values, when they are there."""
         return [self.get(key) for key in keys]
 
     def add(self, key: str, value: int) -> int:
-        """Add to a number and return the sum."""
         return self._store.add(key, value)
 
     def check(self, keys: list[str]) -> bool:
-        """True if all are there."""
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Until all are there."""
         self._store.wait(keys, timeout or self.timeout)  # type: ignore[attr-defined]
 
     def delete_key(self, key: str) -> bool:
-        """Forget a value."""
         return self._store.delete_key(key)
 
     def num_keys(self) -> int:
-        """How many there are."""
         return self._store.num_keys()

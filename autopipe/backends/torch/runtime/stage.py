@@ -97,12 +97,10 @@ def output_edge(result: torch.Tensor) -> OutputEdge:
 
 
 def _part(tensor: torch.Tensor, box: Slices | None) -> torch.Tensor:
-    """The block of a tensor, as a view."""
     return tensor if box is None else tensor[tuple(slice(*each) for each in box)]
 
 
 def _joined(pieces: list[Block], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor that pieces make up."""
     if len(pieces) == 1 and pieces[0][1] is None:
         return pieces[0][0]
     whole = torch.empty(shape, dtype=dtype, device=pieces[0][0].device)
@@ -251,7 +249,6 @@ class Stage:
         return 0.0 if self._loss is None else self._loss.share
 
     def _due(self, ports: tuple[_Between, ...], micro_batch: int, gradient: bool = False) -> list[_Between]:
-        """The ports that carry something of a micro-batch, or its gradient."""
         return [
             port for port in ports if self._slices[port.channel].has(micro_batch) and (port.gradient or not gradient)
         ]
@@ -436,7 +433,6 @@ class Stage:
         ]
 
     def end_step(self) -> None:
-        """Forget the step's micro-batches."""
         self._kept.clear()
         self._leaving.clear()
         self.losses.clear()
@@ -444,5 +440,4 @@ class Stage:
 
 
 def _with_gradients(arguments: Tensors) -> Tensors:
-    """The arguments whose gradients are needed."""
     return {name: tensor for name, tensor in arguments.items() if tensor.requires_grad}

@@ -40,8 +40,6 @@ Form = tuple[torch.dtype, tuple[int, ...]]
 
 @dataclass(slots=True)
 class PendingRecv:
-    """A tensor that is being received."""
-
     work: dist.Work | None
     buffer: torch.Tensor
     device: torch.device
@@ -149,7 +147,6 @@ class SendQueue:
         self._check()
 
     def close(self) -> None:
-        """Wait for nothing any more."""
         if self._thread is not None:
             self._given.put(None)
             self._thread.join()
@@ -185,7 +182,6 @@ class RecvBufferPool:
         self._buffers: list[torch.Tensor] = []
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A free buffer, as a tensor of its own without history."""
         for place, buffer in enumerate(self._buffers):
             storage = buffer.untyped_storage()
             if torch._C._storage_Use_Count(storage._cdata) == 2:  # The buffer, and the storage's own object.
@@ -255,7 +251,7 @@ class ControlGroup:
         self.world_size = world_size
         self.waits = False
         """True if this rank has come and others have not."""
-        self._heartbeat = heartbeat
+        self.heartbeat = heartbeat
         self._group = None
         if world_size > 1:
             with heartbeat.waiting(), patient_threads():
@@ -266,7 +262,7 @@ class ControlGroup:
         if self.world_size == 1:
             return [data]
         # The heartbeat is the main thread's: who waits for another thread says so there.
-        with self._heartbeat.waiting() if threading.current_thread() is threading.main_thread() else nullcontext():
+        with self.heartbeat.waiting() if threading.current_thread() is threading.main_thread() else nullcontext():
             self.waits = True
             sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world_size)]
             dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
@@ -298,7 +294,6 @@ class ControlGroup:
         return [each["done"] for each in outcomes]
 
     def close(self) -> None:
-        """Leave; all ranks together."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
@@ -387,7 +382,6 @@ class Transport:
         return self._groups.get(ranks)
 
     def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> PendingSend:
-        """Send without waiting."""
         self.traffic["send"] += tensor.nbytes
         tensor = tensor.detach().contiguous()
         if self.staged:
@@ -470,7 +464,6 @@ class Transport:
         return [part.tolist() for part in parts]
 
     def finish(self) -> None:
-        """Wait for every message sent."""
         self._sends.finish()
 
     def stop(self) -> None:

@@ -1,15 +1,13 @@
-"""Gradients of weights by formula: of products, convolutions and lookups, which are most of what a model trains.
-
-The operator runs with its weight cut off, so that autograd's own backward gives what flows and nothing else; a hook on
-its result takes the gradient from which, with the operand kept, the weight's gradient follows later. Between operators
-of a model this code finds nothing of itself in the caches, so there is little of it on the way.
-
-Gradients of parameters that wait: the second half of a split backward.
+"""The second half of a split backward: gradients of parameters that wait until the schedule says so.
 
 Where a schedule splits a stage's backward, its generated forward calls costly operators through `WeightGradQueue`.
 Autograd then gives at once only the gradients of what flows through the stage, as in Qi et al., "Zero Bubble Pipeline
-Parallelism" (2024), section 2; the gradients of the operators' parameters are queued and computed when the schedule
-says so: by formula where there is one, else by a graph of autograd of the operator's own.
+Parallelism" (2024), section 2. The gradients of the operators' parameters are queued: by formula for products,
+convolutions and lookups, which are most of what a model trains, else by a graph of autograd of the operator's own.
+
+By formula, the operator runs with its weight detached, so that autograd's own backward gives what flows and nothing
+else; a hook on its result takes the gradient from which, with the operand kept, the weight's gradient follows. Between
+operators of a model this code finds nothing of itself in the caches, so there is little of it on the way.
 """
 
 from __future__ import annotations
@@ -46,10 +44,6 @@ class Weight:
             return Weight(base, True)
         return None
 
-    def add(self, gradient: torch.Tensor) -> None:
-        """Add to the parameter's gradient."""
-        add_to(self.parameter, gradient)
-
 
 def add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add to a parameter's gradient; the first one is taken as it is."""
@@ -64,15 +58,13 @@ class Formula:
     """How an operator runs without the history of its weight, and how the weight's gradient comes about."""
 
     function: Function
-    cut_off: tuple[torch.Tensor, ...]
+    detached: tuple[torch.Tensor, ...]
     """The weight, and what waits with it, in place of the operands behind the first."""
     add: Add
 
 
 @dataclass(slots=True)
 class FormulaGradient:
-    """A weight's gradient, by formula."""
-
     add: Add
     source: torch.Tensor
     arrived: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
@@ -92,7 +84,6 @@ class FormulaGradient:
         self.arrived.append((gradient,))
 
     def compute(self) -> None:
-        """Add it to `parameter.grad`."""
         for (gradient,) in self.arrived:
             self.add(self.source, gradient)
 
@@ -161,7 +152,7 @@ def _convolution(transposed: bool) -> _Make:
             _, found, shifts = torch.ops.aten.convolution_backward(
                 gradient, source, weight.parameter, sizes, *words, groups, [False, True, trained is not None]
             )
-            weight.add(found)
+            add_to(weight.parameter, found)
             if trained is not None:
                 add_to(trained, shifts)
 
@@ -176,7 +167,7 @@ def _lookup(weight: Weight, operands: Operands, settings: Settings) -> _Found | 
     rows = len(weight.parameter)
 
     def add(source: torch.Tensor, gradient: torch.Tensor) -> None:
-        weight.add(torch.ops.aten.embedding_dense_backward(gradient, source, rows, -1, False))
+        add_to(weight.parameter, torch.ops.aten.embedding_dense_backward(gradient, source, rows, -1, False))
 
     return (operands[1].detach(),), add
 
@@ -196,10 +187,9 @@ _FORMULAS: dict[Function, _Make] = {
 
 
 class DeferredGradients(Protocol):
-    """Gradients of one operator's parameters that may not be computed yet."""
+    """Gradients of one operator's parameters, which `compute` adds to theirs if backward has come to the operator."""
 
-    def compute(self) -> None:
-        """Add them to `parameter.grad`, if backward has come to the operator."""
+    def compute(self) -> None: ...
 
 
 Waiting = list[DeferredGradients]
@@ -230,7 +220,7 @@ class WeightGradQueue:
         """From now on a forward runs, or this part of one."""
         self._formulas, self._calls = self._known.setdefault(part, []), 0
 
-    def __call__(self, function: Callable[..., torch.Tensor], *operands: Any, **settings: Any) -> torch.Tensor:
+    def __call__(self, function: Function, *operands: Any, **settings: Any) -> torch.Tensor:
         """`function(*operands, **settings)`, one tensor. Parameters count as such also through views of them.
 
         Forwards call the same operators with the same parameters in the same order: what is known of a call is looked
@@ -244,30 +234,23 @@ class WeightGradQueue:
         formula = self._formulas[self._calls]
         self._calls += 1
         if formula is None or formula.function is not function:
-            return self._by_graph(function, operands, settings)
-        result = function(operands[0], *formula.cut_off, *operands[1 + len(formula.cut_off) :], **settings)
+            places = self._places(operands)
+            if not places:
+                return function(*operands, **settings)
+            deferred: torch.Tensor = _Deferred.apply(self._waiting, function, settings, places, *operands)  # type: ignore[no-untyped-call]
+            return deferred
+        result = function(operands[0], *formula.detached, *operands[1 + len(formula.detached) :], **settings)
         waits = FormulaGradient(formula.add, operands[0].detach())
         self._waiting.append(waits)
         waits.follow(result)
         return result
 
-    def _by_graph(
-        self, function: Callable[..., torch.Tensor], operands: tuple[Any, ...], settings: dict[str, Any]
-    ) -> torch.Tensor:
-        places = self._places(operands)
-        if not places:
-            return function(*operands, **settings)
-        result: torch.Tensor = _Deferred.apply(self._waiting, function, settings, places, *operands)  # type: ignore[no-untyped-call]
-        return result
-
-    def _places(self, operands: tuple[Any, ...]) -> tuple[int, ...]:
-        """Positions of the operands that are parameters, or views of them."""
+    def _places(self, operands: Operands) -> tuple[int, ...]:
         return tuple(
-            place for place, each in enumerate(operands) if isinstance(each, torch.Tensor) and self._is_weight(each)
+            place
+            for place, each in enumerate(operands)
+            if isinstance(each, torch.Tensor) and id(each if each._base is None else each._base) in self._weights
         )
-
-    def _is_weight(self, tensor: torch.Tensor) -> bool:
-        return id(tensor if tensor._base is None else tensor._base) in self._weights
 
     def take(self) -> Waiting:
         """Deferred gradients of the forward that has just run, for after its backward."""
@@ -287,7 +270,6 @@ class AutogradWeightGradient:
     """The gradient of the result, once backward has come to it."""
 
     def compute(self) -> None:
-        """Add them to `parameter.grad`."""
         for gradients in self.arrived:
             torch.autograd.backward(self.parameters, torch.autograd.grad([self.result], self.operands, gradients))
 
@@ -302,15 +284,21 @@ class _Deferred(torch.autograd.Function):
     def forward(
         context: Any,
         waiting: Waiting,
-        function: Callable[..., torch.Tensor],
+        function: Function,
         settings: dict[str, object],
         places: tuple[int, ...],
         *operands: object,
     ) -> torch.Tensor:
-        copies = tuple(_cut_off(each) for each in operands)
+        copies = [
+            each.detach().requires_grad_(each.requires_grad) if isinstance(each, torch.Tensor) else each
+            for each in operands
+        ]
         with torch.enable_grad():
             result = function(*copies, **settings)
-        edges = [_edge(each) for each in copies]
+        edges = [
+            get_gradient_edge(each) if isinstance(each, torch.Tensor) and each.requires_grad else None
+            for each in copies
+        ]
         weights = [each for place in places if (each := edges[place]) is not None]
         parameters = [operand for place in places if isinstance(operand := operands[place], torch.Tensor)]
         context.waits = AutogradWeightGradient(get_gradient_edge(result), weights, parameters)
@@ -324,15 +312,3 @@ class _Deferred(torch.autograd.Function):
         found = iter(torch.autograd.grad([waits.result], flowing, gradients, retain_graph=True) if flowing else ())
         waits.arrived.append(gradients)
         return (None, None, None, None, *(None if each is None else next(found) for each in context.flowing))
-
-
-def _cut_off(operand: object) -> object:
-    """A tensor without its history, asking for a gradient if the operand does; anything else as it is."""
-    if not isinstance(operand, torch.Tensor):
-        return operand
-    return operand.detach().requires_grad_(operand.requires_grad)
-
-
-def _edge(operand: object) -> GradientEdge | None:
-    """Where an operand's gradient comes out."""
-    return get_gradient_edge(operand) if isinstance(operand, torch.Tensor) and operand.requires_grad else None

@@ -145,7 +145,6 @@ def _window_means(padded: Tensor, kernel: Extents, strides: Extents, dilations: 
 
 
 def lp_pool(x: Tensor, kernel: Extents, strides: Extents, dilations: Extents, pads: Extents, power: int) -> Tensor:
-    """p-norm of each window of x padded by `pads`."""
     windows = _windows(F.pad(x, pads), kernel, strides, dilations)
     norms: Tensor = torch.linalg.vector_norm(windows, power, tuple(range(-len(kernel), 0)))
     return norms
@@ -256,7 +255,6 @@ def _taps(places: Tensor, support: int, coefficient: float, stretch: float) -> t
 
 
 def _weighted(x: Tensor, axis: int, taps: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums of elements of x, which is floating, along an axis."""
     read: Tensor = x.index_select(axis, taps.reshape(-1).to(x.device)).unflatten(axis, taps.shape)
     shape = [1] * axis + list(weights.shape) + [1] * (x.dim() - axis - 1)
     factors = weights.to(x.device, x.dtype).reshape(shape)

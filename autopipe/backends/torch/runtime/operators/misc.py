@@ -215,7 +215,6 @@ def skip_layer_norm(
 def skip_rms_norm(
     x: Tensor, skip: Tensor, scale: Tensor, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, None, None, Tensor]:
-    """Root-mean-square normalisation of `x + skip + bias`, and the sum; statistics are not given."""
     total = x + skip if bias is None else x + skip + bias
     return F.rms_norm(total, scale.shape, scale, epsilon), None, None, total
 
@@ -278,7 +277,6 @@ def matmul_quantized(
     zero_point: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The product of two quantised matrices, quantised."""
     product = torch.matmul(centre(a, a_zero_point, -2), centre(b, b_zero_point, -1))
     ratio = a_scale.double() * b_scale.double() / scale.double()
     return _saturate(torch.round(product * ratio) + zero_point, dtype)
@@ -366,7 +364,6 @@ def dropout_and_mask(
     training: Tensor | None = None,
     mask: torch.dtype = torch.bool,
 ) -> tuple[Tensor, Tensor]:
-    """The same, and the mask of those that stay."""
     if training is not None:
         ratio = training.reshape(()) * ratio
     threshold: int | Tensor
@@ -388,7 +385,6 @@ def bernoulli(probability: Tensor, stream: Stream, dtype: torch.dtype) -> Tensor
 
 
 def uniform(shape: tuple[int, ...], low: float, high: float, stream: Stream, dtype: torch.dtype) -> Tensor:
-    """Numbers between `low` and `high`."""
     return (_words(stream, shape).double() / _WORDS * (high - low) + low).to(dtype)
 
 

@@ -91,7 +91,6 @@ class Layer:
         return apart.select(dim + 1, self.group.position).flatten(dim, dim + 1)
 
     def biases(self, direction: int) -> tuple[Tensor, Tensor]:
-        """Input's and recurrence's bias of one direction."""
         if self.bias is None:
             zeros = self.x.new_zeros(self.weight.shape[1])
             return zeros, zeros

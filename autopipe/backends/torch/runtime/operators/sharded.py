@@ -1,7 +1,8 @@
 """Operators over axes of which each rank has a part: lookups, softmaxes, losses, normalisations, reductions.
 
-Parts are equal and lie in the order of the ranks; they are never gathered. What the ranks tell one another is a number
-or two for each row: see `autopipe.ir.ops.operator`. Where every rank has the result, the gradients of all copies count.
+A function `..._part` gives this rank's part of what its name says. Parts are equal and lie in the order of the ranks;
+they are never gathered. What the ranks tell one another is a number or two for each row: see
+`autopipe.ir.ops.operator`. Where every rank has the result, the gradients of all copies count.
 
 Of the classes of a loss, a rank's share is the loss of the labels among its own (Shoeybi et al., "Megatron-LM: training
 multi-billion parameter language models using model parallelism", 2019, section 3). Normalisations exchange the moments
@@ -100,13 +101,11 @@ def _places(indices: Tensor, rows: int, group: ShardedAxis) -> tuple[Tensor, Ten
 
 
 def softmax_part(scores: Tensor, dim: int, group: ShardedAxis) -> Tensor:
-    """This rank's part of a softmax along `dim`."""
     found: Tensor = _Softmax.apply(precise(scores), dim, group, False)  # type: ignore[no-untyped-call]
     return found
 
 
 def log_softmax_part(scores: Tensor, dim: int, group: ShardedAxis) -> Tensor:
-    """This rank's part of the logarithms of a softmax along `dim`."""
     found: Tensor = _Softmax.apply(precise(scores), dim, group, True)  # type: ignore[no-untyped-call]
     return found
 
@@ -131,7 +130,8 @@ class _Softmax(torch.autograd.Function):
         return product - (result.exp() if context.logarithm else result) * total, None, None, None
 
 
-def cross_entropy_part(
+def _loss_part(
+    losses_of: Callable[[Tensor, Tensor, Tensor, ShardedAxis], Tensor],
     scores: Tensor,
     labels: Tensor,
     weight: Tensor | None = None,
@@ -141,14 +141,41 @@ def cross_entropy_part(
     group: ShardedAxis,
     batch: ShardedAxis | None = None,
 ) -> Tensor:
-    """This rank's share of the softmax cross-entropy over axis 1, of which it has a part: that of labels in its part.
+    """This rank's share of a loss over classes, axis 1, of which it has a part: that of labels in its part.
 
-    `weight` is that of all classes, whole; so are the labels, but where the ranks of `batch` each have a part of them.
+    `weight` is that of all classes, whole; so are the labels, but where the ranks of `batch` each have a part of them:
+    a mean is over the weights of all labels. `losses_of` gives losses by label, from where each label is in this rank's
+    part, and its weight there, 0 for those of other ranks.
     """
-    scores = precise(scores)
-    places, own, weights = _weighed(scores, labels, weight, ignore_index, group)
+    classes = scores.shape[1]
+    known = labels.masked_fill(labels == ignore_index, 0)
+    torch._assert_async(((known >= 0) & (known < classes * group.size)).all(), "a label is out of range")
+    places, mine = own_places(known, classes, group)
+    weights = _weights(labels, weight, ignore_index, scores.dtype)
+    losses = losses_of(scores, places, weights * mine, group)
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    total = weights.sum()
+    return losses.sum() / (total if batch is None else batch.total(total))
+
+
+def _cross_entropies(scores: Tensor, places: Tensor, own: Tensor, group: ShardedAxis) -> Tensor:
     losses: Tensor = _CrossEntropy.apply(scores, places, own, group)  # type: ignore[no-untyped-call]
-    return _reduced(losses, weights, reduction, batch)
+    return losses
+
+
+def _likelihoods(logarithms: Tensor, places: Tensor, own: Tensor, group: ShardedAxis) -> Tensor:
+    picked = logarithms.gather(1, places.unsqueeze(1)).squeeze(1)
+    return -(picked * own).masked_fill(own == 0, 0)
+
+
+def cross_entropy_part(scores: Tensor, *labels: Any, **settings: Any) -> Tensor:
+    return _loss_part(_cross_entropies, precise(scores), *labels, **settings)
+
+
+nll_part = partial(_loss_part, _likelihoods)
 
 
 def cross_entropy_and_logarithms_part(
@@ -157,22 +184,6 @@ def cross_entropy_and_logarithms_part(
     """The same, and this rank's part of the logarithms of probabilities."""
     logarithms = log_softmax_part(scores, 1, group)
     return nll_part(logarithms, *labels, group=group, **settings), logarithms
-
-
-def nll_part(
-    logarithms: Tensor,
-    labels: Tensor,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    *,
-    group: ShardedAxis,
-    batch: ShardedAxis | None = None,
-) -> Tensor:
-    """This rank's share of the negative log-likelihood: that of the labels among its classes."""
-    places, own, weights = _weighed(logarithms, labels, weight, ignore_index, group)
-    picked = logarithms.gather(1, places.unsqueeze(1)).squeeze(1)
-    return _reduced(-(picked * own).masked_fill(own == 0, 0), weights, reduction, batch)
 
 
 def _share(
@@ -199,32 +210,10 @@ def cross_entropy_and_logarithms_share(scores: Tensor, *labels: Any, **settings:
     return nll_share(logarithms, *labels, **settings), logarithms
 
 
-def _weighed(
-    scores: Tensor, labels: Tensor, weight: Tensor | None, ignore_index: int, group: ShardedAxis
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each label is in this rank's part, its weight there, 0 for those of other ranks, and its weight."""
-    classes = scores.shape[1]
-    known = labels.masked_fill(labels == ignore_index, 0)
-    torch._assert_async(((known >= 0) & (known < classes * group.size)).all(), "a label is out of range")
-    places, mine = own_places(known, classes, group)
-    weights = _weights(labels, weight, ignore_index, scores.dtype)
-    return places, weights * mine, weights
-
-
 def _weights(labels: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """Weight of each label: its class weight, or one; zero where it is ignored."""
     counts = labels != ignore_index
     return counts.to(dtype) if weight is None else weight.to(dtype)[labels.masked_fill(~counts, 0)] * counts
-
-
-def _reduced(losses: Tensor, weights: Tensor, reduction: str, batch: ShardedAxis | None) -> Tensor:
-    """Losses of this rank's labels as the reduction has them; a mean is over the weights of all labels."""
-    if reduction == "none":
-        return losses
-    if reduction == "sum":
-        return losses.sum()
-    total = weights.sum()
-    return losses.sum() / (total if batch is None else batch.total(total))
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -262,7 +251,6 @@ def layer_norm_part(
 
 
 def rms_norm_part(x: Tensor, dims: tuple[int, ...], scale: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
-    """This rank's part of a root-mean-square normalisation over `dims`."""
     x = precise(x)
     data = wide(x)
     squares = summed(data.square().sum(dims, keepdim=True), group)
@@ -280,7 +268,6 @@ def skip_layer_norm_part(
     epsilon: float,
     group: ShardedAxis,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """This rank's part of the layer normalisation of `x + skip + bias`, its mean and 1 / deviation, and the sum."""
     total = x + skip if bias is None else x + skip + bias
     return *layer_norm_part(total, (-1,), scale, shift, epsilon, group), total
 
@@ -288,7 +275,6 @@ def skip_layer_norm_part(
 def skip_rms_norm_part(
     x: Tensor, skip: Tensor, scale: Tensor, bias: Tensor | None, epsilon: float, group: ShardedAxis
 ) -> tuple[Tensor, None, None, Tensor]:
-    """This rank's part of the root-mean-square normalisation of `x + skip + bias`, and the sum."""
     total = x + skip if bias is None else x + skip + bias
     return rms_norm_part(total, (-1,), scale, epsilon, group), None, None, total
 
@@ -313,7 +299,6 @@ def batch_norm_part(
 
 
 def instance_norm_part(x: Tensor, scale: Tensor, bias: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
-    """This rank's part of every channel normalised by itself."""
     return _by_channel(
         _standardized(x, tuple(range(2, x.dim())), lambda variance: torch.rsqrt(variance + epsilon), group)[0],
         scale,
@@ -322,7 +307,6 @@ def instance_norm_part(x: Tensor, scale: Tensor, bias: Tensor, epsilon: float, g
 
 
 def group_norm_part(x: Tensor, groups: int, scale: Tensor, bias: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
-    """This rank's part of `groups` groups of channels, each normalised by itself."""
     x = precise(x)
     apart = x.reshape(x.shape[0], groups, -1)
     return _by_channel(
@@ -404,12 +388,10 @@ def norm_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tenso
 
 
 def log_sum_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tensor:
-    """The logarithm of the sum over `dims` of all ranks' parts."""
     return summed(wide(x).sum(dims, keepdim), group).log().to(x.dtype)
 
 
 def log_sum_exp_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tensor:
-    """The logarithm of the sum of exponentials over `dims` of all ranks' parts."""
     data = wide(x)
     largest = group.largest(data.amax(dims, keepdim=True))
     largest = torch.where(largest.isinf(), torch.zeros_like(largest), largest)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopipe.backends.torch.runtime.checkpoint import Checkpointer, HostCopies
-from autopipe.backends.torch.runtime.checkpoint_state import OptimizerState, TrainingState
+from autopipe.backends.torch.runtime.checkpoint import Checkpointer
+from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.gradients import make_optimizer
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
@@ -72,9 +72,9 @@ def save_all_steps(folder: Path, rank: int, world_size: int, store: str, says: C
     parameters = {shard.parameter: torch.ones(shard.shape, requires_grad=True) for shard in manifest.shards[rank]}
     optimizer = make_optimizer(ADAMW, list(parameters.values()))
     assert optimizer is not None
-    state = TrainingState(manifest, rank, parameters, OptimizerState(manifest, rank, parameters, optimizer), cpu)
+    state = TrainingState(manifest, rank, parameters, optimizer, cpu)
     control_group = ControlGroup(rank, world_size, 60.0, Heartbeat())
-    checkpointer = Checkpointer(folder, manifest, state, control_group, HostCopies(cpu), Heartbeat())
+    checkpointer = Checkpointer(folder, manifest, state, control_group)
 
     def digest() -> str:
         return digest_of(*(parameters[index].detach().numpy().tobytes() for index in (0, 1)))

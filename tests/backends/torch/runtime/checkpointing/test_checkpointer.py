@@ -18,8 +18,8 @@ from safetensors import safe_open
 
 from autopipe.backends.torch.checkpoint import format as shard_file
 from autopipe.backends.torch.checkpoint.format import MANIFEST, committed_steps, rank_file, read_checkpoint, text_of
-from autopipe.backends.torch.runtime.checkpoint import Checkpointer, HostCopies
-from autopipe.backends.torch.runtime.checkpoint_state import OptimizerState, TrainingState
+from autopipe.backends.torch.runtime.checkpoint import Checkpointer
+from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.gradients import make_optimizer
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
@@ -63,11 +63,8 @@ class Training:
         self.parameters = {0: torch.randn(4, 3, requires_grad=True), 1: torch.randn(4, 3)}
         self.optimizer = make_optimizer(settings, [self.parameters[0]])
         cpu = torch.device("cpu")
-        kept = OptimizerState(manifest, 0, self.parameters, self.optimizer)
-        state = TrainingState(manifest, 0, self.parameters, kept, cpu)
-        self.saved = Checkpointer(
-            folder, manifest, state, ControlGroup(0, 1, 60.0, Heartbeat()), HostCopies(cpu), Heartbeat()
-        )
+        state = TrainingState(manifest, 0, self.parameters, self.optimizer, cpu)
+        self.saved = Checkpointer(folder, manifest, state, ControlGroup(0, 1, 60.0, Heartbeat()))
 
     def step(self) -> float:
         loss = ((self.parameters[0] - torch.rand(4, 3)) ** 2).sum()
