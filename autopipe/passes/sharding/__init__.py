@@ -1,1 +1,5 @@
-"""The search for splits inside a stage: configurations of nodes, what they cost, tables of a min-sum problem."""
+"""Splits inside a stage: PaSE's configurations of nodes, what they cost, the min-sum problem, and Megatron's regions.
+
+`configurations` and `node_costs` price nodes, `reshard_tables` changes of layout, `tables` makes the model, `search`
+fits its answers into memory; `regions` cuts layers by hand's rules. May import ir, analysis, cost and solvers.
+"""

@@ -1,18 +1,16 @@
 """The configurations of a node: every executable way to share its iteration space among a group (PaSE, section II).
 
-The layouts in which a node's configurations read its operands and leave its results.
-
-Where the axes of a space lie in a group's mesh under each of many configurations.
-
-Different things told apart by small numbers, and which of them each one is.
+And the layouts in which they read its operands and leave its results, for all configurations at once: different things
+are told apart by small numbers, and arrays say which of them each configuration has.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -40,14 +38,14 @@ def configurations(space: Space, group: int, outermost: str | None = None) -> tu
     mixed = mixed_dimensions(space)
     if mixed:
         extents = {axis.name: axis.extent for axis in axes}
-        found = (splits for splits in found if _are_blocks(mixed, extents, splits))
+
+        def are_blocks(splits: Splits) -> bool:
+            """True if each device has one block of the dimensions that several axes make up."""
+            degrees = {split.axis: split.degree for split in splits}
+            return all(is_one_block(dimension, extents, degrees) for dimension in mixed)
+
+        found = filter(are_blocks, found)
     return tuple(sorted(found, key=len))
-
-
-def _are_blocks(mixed: Sequence[Dimension], extents: Mapping[str, int], splits: Splits) -> bool:
-    """True if each device has one block of the dimensions that several axes make up."""
-    degrees = {split.axis: split.degree for split in splits}
-    return all(is_one_block(dimension, extents, degrees) for dimension in mixed)
 
 
 def _shared_out(axes: Sequence[Axis], group: int) -> list[Splits]:
@@ -144,8 +142,8 @@ class MeshPositions:
         firsts, of = combined(columns, self.configurations)
         ways = []
         for row in firsts.tolist():
-            lying = ((name, places.known[places.of[row]]) for name, places in own.items())
-            split = [(name, axis) for name, axis in lying if axis is not None]
+            pairs = ((name, places.known[places.of[row]]) for name, places in own.items())
+            split = [(name, axis) for name, axis in pairs if axis is not None]
             ways.append(dict(sorted(split, key=lambda each: -each[1].stride)))
         return ways, of
 
@@ -192,14 +190,14 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayoutTable:
-    """The forms of nodes on `group` devices.
+    """The layouts of nodes' tensors on `group` devices.
 
     But for windows how a tensor is cut does not depend on its extents: those cut alike are worked out once. Equal
     configurations are to be the same object.
     """
 
     group: int
-    _lying: dict[int, tuple[tuple[Splits, ...], MeshPositions]] = field(default_factory=dict)
+    _positions: dict[int, tuple[tuple[Splits, ...], MeshPositions]] = field(default_factory=dict)
     """Configurations, held so that their place stays their own, and where axes lie in them."""
     _known: dict[Hashable, TensorLayouts] = field(default_factory=dict)
 
@@ -209,9 +207,9 @@ class LayoutTable:
         """How a node wants its operand at `position`."""
         shape, dimensions = graph.type_of(node.inputs[position]).shape, space.operands[position] or ()
         windows = space.windows_of(position)
-        alike = id(configurations), dimensions, windows, shape if windows else ()
-        lying = self.mesh_positions_of(configurations)
-        return self._form(alike, shape, lying, lambda: _parts(lying, dimensions, shape, windows))
+        cut = id(configurations), dimensions, windows, shape if windows else ()
+        positions = self.mesh_positions_of(configurations)
+        return self._layouts(cut, shape, positions, lambda: _parts(positions, dimensions, shape, windows))
 
     def result(
         self, graph: Graph, node: Node, position: int, space: Space, configurations: tuple[Splits, ...]
@@ -219,58 +217,54 @@ class LayoutTable:
         """How a node leaves its result at `position`, shares of sums and means included."""
         shape, dimensions = graph.type_of(node.outputs[position]).shape, space.results[position] or ()
         kinds = tuple((axis.name, axis.kind) for axis in space.axes)
-        lying = self.mesh_positions_of(configurations)
+        positions = self.mesh_positions_of(configurations)
 
         def parts() -> list[_Part]:
             present = {name for dimension in dimensions for name in dimension}
             reduced = [name for name, _ in kinds if name not in present]
-            shares = _part(lying, reduced, lambda axes: result_under(space, (), (), axes))
-            return [*_parts(lying, dimensions, shape), shares]
+            shares = _part(positions, reduced, lambda axes: result_under(space, (), (), axes))
+            return [*_parts(positions, dimensions, shape), shares]
 
-        return self._form((id(configurations), dimensions, kinds), shape, lying, parts)
+        return self._layouts((id(configurations), dimensions, kinds), shape, positions, parts)
 
     def mesh_positions_of(self, configurations: tuple[Splits, ...]) -> MeshPositions:
         """Where axes lie in each of `configurations`."""
-        if id(configurations) not in self._lying:
-            self._lying[id(configurations)] = configurations, mesh_positions(configurations, self.group)
-        return self._lying[id(configurations)][1]
+        if id(configurations) not in self._positions:
+            self._positions[id(configurations)] = configurations, mesh_positions(configurations, self.group)
+        return self._positions[id(configurations)][1]
 
-    def _form(
-        self, alike: Hashable, shape: tuple[int, ...], lying: MeshPositions, parts: Callable[[], list[_Part]]
+    def _layouts(
+        self, cut: Hashable, shape: tuple[int, ...], positions: MeshPositions, parts: Callable[[], list[_Part]]
     ) -> TensorLayouts:
-        """The layouts of a tensor of `shape`; tensors that are cut `alike` are worked out once."""
-        key = alike, shape
+        """The layouts of a tensor of `shape`; tensors with one `cut` are worked out once."""
+        key = cut, shape
         if key not in self._known:
-            if alike not in self._known:
-                self._known[alike] = _together(shape, parts(), lying.configurations)
-            form = self._known[alike]
-            if form.layouts[0].shape != shape:
-                layouts = (Layout(shape, each.cuts, each.sums, each.means) for each in form.layouts)
-                more = math.prod(shape), max(1, math.prod(form.layouts[0].shape))
-                form = TensorLayouts(tuple(layouts), form.of, form.elements * more[0] // more[1])
-            self._known[key] = form
+            if cut not in self._known:
+                self._known[cut] = _together(shape, parts(), positions.configurations)
+            found = self._known[cut]
+            if found.layouts[0].shape != shape:
+                layouts = (Layout(shape, each.cuts, each.sums, each.means) for each in found.layouts)
+                more = math.prod(shape), max(1, math.prod(found.layouts[0].shape))
+                found = TensorLayouts(tuple(layouts), found.of, found.elements * more[0] // more[1])
+            self._known[key] = found
         return self._known[key]
 
 
 def _parts(
-    lying: MeshPositions, dimensions: tuple[Dimension, ...], shape: tuple[int, ...], windows: Sequence[Windowed] = ()
+    positions: MeshPositions, dimensions: Sequence[Dimension], shape: Sequence[int], windows: Sequence[Windowed] = ()
 ) -> list[_Part]:
     """How each dimension is cut."""
     found = []
     for place, (dimension, extent) in enumerate(zip(dimensions, shape, strict=True)):
         own = tuple(replace(each, dimension=0) for each in windows if each.dimension == place)
         names = [*dimension, *(each.axis for each in own)]
-        found.append(_part(lying, names, _one_dimension(dimension, extent, own)))
+        found.append(_part(positions, names, partial(operand_under, (dimension,), (extent,), windows=own)))
     return found
 
 
-def _one_dimension(dimension: Dimension, extent: int, windows: Sequence[Windowed]) -> Callable[[Axes], Layout]:
-    return lambda axes: operand_under((dimension,), (extent,), axes, windows)
-
-
-def _part(lying: MeshPositions, names: Iterable[str], make: Callable[[Axes], Layout]) -> _Part:
+def _part(positions: MeshPositions, names: Iterable[str], make: Callable[[Axes], Layout]) -> _Part:
     """The layouts that `make` gives, which depend on where the axes `names` lie."""
-    cases, case_of = lying.cases(names)
+    cases, case_of = positions.cases(names)
     layouts, of = numbered(map(make, cases))
     return _Part(layouts, of[case_of])
 
@@ -292,14 +286,9 @@ def _together(shape: tuple[int, ...], parts: Sequence[_Part], configurations: in
         ]
     if any(each.windows for part in parts for each in part.layouts):
         rows = zip(*cut, strict=True)
-        layouts = [_windowed(layout, row) for layout, row in zip(layouts, rows, strict=True)]
+        for number, row in enumerate(rows):
+            windows = tuple(each.windows[0] if each.windows else None for each in row)
+            if any(windows):
+                fill = next((each.fill for each in row if each.fill), 0.0)
+                layouts[number] = Layout(shape, layouts[number].cuts, windows=windows, fill=fill)
     return TensorLayouts(tuple(layouts), of, elements)
-
-
-def _windowed(layout: Layout, dimensions: Sequence[Layout]) -> Layout:
-    """The layout read through the windows of its dimensions."""
-    windows = tuple(each.windows[0] if each.windows else None for each in dimensions)
-    if not any(windows):
-        return layout
-    fill = next((each.fill for each in dimensions if each.fill), 0.0)
-    return Layout(layout.shape, layout.cuts, windows=windows, fill=fill)

@@ -1,10 +1,6 @@
-"""Nodes that cost the same: a model of equal layers has few kinds, and each is worked out once.
+"""Cost of each configuration of a node by itself: computing, exchanging statistics, holding its own parameters.
 
-Inputs of a stage's tables: its nodes, the readers of each value, and the values gradients flow through.
-
-Cost of each configuration of a node by itself: computing, exchanging statistics, holding its own parameters.
-
-Cost a step, and memory, of holding a parameter in a layout.
+This is PaSE's t_l. Nodes that cost the same are one class: models of equal layers have few, each worked out once.
 """
 
 from __future__ import annotations
@@ -36,12 +32,12 @@ from autopipe.passes.sharding.configurations import (
     configurations,
     distinct,
 )
-from autopipe.passes.sharding.reshard_tables import Changes, Floats
+from autopipe.passes.sharding.reshard_tables import Floats, ReshardTable
 
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
-    """Under which terms a stage runs its nodes."""
+    """How a stage runs its nodes."""
 
     allowed: dict[int, tuple[Splits, ...]] = field(default_factory=dict)
     """The configurations of nodes that may not have all."""
@@ -55,8 +51,7 @@ class StageOptions:
     """True if forward is run again for backward."""
 
 
-NO_TERMS = StageOptions()
-"""None but those of the problem."""
+NO_OPTIONS = StageOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +83,7 @@ class StageContext:
     problem: Problem
     nodes: tuple[int, ...]
     devices: tuple[int, ...]
-    terms: StageOptions
+    options: StageOptions
     uses: tuple[OpInstance, ...]
     sample_axes: tuple[str | None, ...]
     gradient: frozenset[str]
@@ -100,7 +95,6 @@ class StageContext:
 
     @property
     def graph(self) -> Graph:
-        """The problem's graph."""
         return self.problem.graph
 
     def own_parameters(self, node: int) -> dict[int, str]:
@@ -113,51 +107,42 @@ class StageContext:
 
     def is_shared_parameter(self, name: str) -> bool:
         """True if the layout of a parameter is a variable of its own."""
-        return len(self.readers[name]) > 1 or name in self.terms.whole
+        return len(self.readers[name]) > 1 or name in self.options.whole
 
 
 def stage_context(
-    problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], terms: StageOptions
+    problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], options: StageOptions
 ) -> StageContext:
-    """The ground of `nodes`, ascending, on `devices`."""
-    samples = sample_axes(problem.graph)
-    everything = kept_values(problem.graph, samples.uses, problem.precision) if problem.train else ()
-    kept, kept_again = _first_kept(everything, nodes) if problem.train else ({}, ())
+    """The facts of `nodes`, ascending, on `devices`."""
+    graph, samples = problem.graph, sample_axes(problem.graph)
+    readers: dict[str, dict[tuple[int, tuple[Dimension, ...]], ValueReader]] = {}
+    for node in nodes:
+        operands = samples.uses[node].space.operands
+        for position, (name, words) in enumerate(zip(graph.nodes[node].inputs, operands, strict=True)):
+            if name:
+                readers.setdefault(name, {}).setdefault((node, words or ()), ValueReader(node, position))
+    # Tensors that each node is the first to keep, and those that others keep again.
+    saved = kept_values(graph, samples.uses, problem.precision) if problem.train else ()
+    seen: dict[tuple[str, int], tuple[int, SavedTensor]] = {}
+    kept: dict[int, tuple[SavedTensor, ...]] = {}
+    kept_again = []
+    for node in nodes if problem.train else ():
+        kept[node] = tuple(each for each in saved[node] if each.key not in seen)
+        kept_again += [SharedSave(*seen[each.key], node, each) for each in saved[node] if each.key in seen]
+        seen.update((each.key, (node, each)) for each in kept[node])
     return StageContext(
         problem=problem,
         nodes=tuple(nodes),
         devices=devices,
-        terms=terms,
+        options=options,
         uses=samples.uses,
         sample_axes=samples.axes,
-        gradient=differentiable_values(problem.graph) if problem.train else frozenset(),
-        readers=_readers(problem.graph, samples.uses, nodes),
+        gradient=differentiable_values(graph) if problem.train else frozenset(),
+        readers={name: tuple(each.values()) for name, each in readers.items()},
         kept=kept,
-        kept_again=kept_again,
-        widths=element_bytes(problem.graph, samples.uses, problem.precision),
+        kept_again=tuple(kept_again),
+        widths=element_bytes(graph, samples.uses, problem.precision),
     )
-
-
-def _readers(graph: Graph, uses: tuple[OpInstance, ...], nodes: Sequence[int]) -> dict[str, tuple[ValueReader, ...]]:
-    found: dict[str, dict[tuple[int, tuple[Dimension, ...]], ValueReader]] = {}
-    for node in nodes:
-        for position, (name, words) in enumerate(zip(graph.nodes[node].inputs, uses[node].space.operands, strict=True)):
-            if name:
-                found.setdefault(name, {}).setdefault((node, words or ()), ValueReader(node, position))
-    return {name: tuple(each.values()) for name, each in found.items()}
-
-
-def _first_kept(
-    kept: tuple[tuple[SavedTensor, ...], ...], nodes: Sequence[int]
-) -> tuple[dict[int, tuple[SavedTensor, ...]], tuple[SharedSave, ...]]:
-    """Tensors that each node is the first to keep, and those that others keep again."""
-    seen: dict[tuple[str, int], tuple[int, SavedTensor]] = {}
-    found, again = {}, []
-    for node in nodes:
-        found[node] = tuple(each for each in kept[node] if each.key not in seen)
-        again += [SharedSave(*seen[each.key], node, each) for each in kept[node] if each.key in seen]
-        seen.update((each.key, (node, each)) for each in found[node])
-    return found, tuple(again)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,17 +152,17 @@ class Computing:
     problem: Problem
     devices: tuple[int, ...]
     _by_degree: dict[int, tuple[Floats, Floats]] = field(default_factory=dict)
-    _told: dict[tuple[int, int], tuple[Sequence[Splits], Floats]] = field(default_factory=dict)
+    _statistics: dict[tuple[int, int], tuple[Sequence[Splits], Floats]] = field(default_factory=dict)
     """By use and configurations, which are held so that their place stays their own."""
 
     def seconds(
-        self, node: int, use: OpInstance, configurations: Sequence[Splits], lying: MeshPositions
+        self, node: int, use: OpInstance, configurations: Sequence[Splits], positions: MeshPositions
     ) -> tuple[Floats, Floats]:
         """One micro-batch's forward and backward of a node in each configuration, statistics included."""
-        degrees, of = distinct(lying.degree)
+        degrees, of = distinct(positions.degree)
         found = np.array([self._computed(node, degree) for degree in degrees.tolist()])[of]
         if use.row.statistics is not no_statistics and any(axis.kind.is_joint for axis in use.space.axes):
-            found += self._statistics(node, use, configurations)
+            found += self._exchanged(node, use, configurations)
         return found[:, 0], found[:, 1]
 
     def _computed(self, node: int, degree: int) -> tuple[float, float]:
@@ -191,32 +176,32 @@ class Computing:
         forward, backward = self._by_degree[degree]
         return float(forward[node]), float(backward[node])
 
-    def _statistics(self, node: int, use: OpInstance, configurations: Sequence[Splits]) -> Floats:
-        """Forward and backward of what the devices tell one another in each configuration."""
+    def _exchanged(self, node: int, use: OpInstance, configurations: Sequence[Splits]) -> Floats:
+        """Forward and backward of what the devices exchange of statistics in each configuration."""
         key = id(use), id(configurations)
-        if key not in self._told:
+        if key not in self._statistics:
             joint = {axis.name for axis in use.space.axes if axis.kind.is_joint}
             signature = signature_of(self.problem.graph, self.problem.graph.nodes[node])
             found = np.zeros((len(configurations), 2))
             for row, splits in enumerate(configurations):
                 if any(split.axis in joint for split in splits):
                     degrees = {split.axis: split.degree for split in splits}
-                    told = statistics_seconds(self.problem.cluster, self.devices, use, signature, degrees)
-                    found[row] = told.forward_s, told.backward_s
-            self._told[key] = configurations, found
-        return self._told[key][1]
+                    seconds = statistics_seconds(self.problem.cluster, self.devices, use, signature, degrees)
+                    found[row] = seconds.forward_s, seconds.backward_s
+            self._statistics[key] = configurations, found
+        return self._statistics[key][1]
 
 
-def kept_bytes(kept: Sequence[SavedTensor], lying: MeshPositions) -> Integers:
+def kept_bytes(kept: Sequence[SavedTensor], positions: MeshPositions) -> Integers:
     """Bytes on one device that backward keeps of a micro-batch, for each configuration of the node that keeps them.
 
     `SavedTensor.local_bytes` for all of them at once.
     """
-    found = np.zeros(lying.configurations, dtype=np.int64)
+    found = np.zeros(positions.configurations, dtype=np.int64)
     for each in kept:
-        size = each.bytes // lying.degrees(axis for dimension in each.dimensions for axis in dimension)
+        size = each.bytes // positions.degrees(axis for dimension in each.dimensions for axis in dimension)
         for window, extent in each.windows:
-            degree = lying.degrees([window.axis])
+            degree = positions.degrees([window.axis])
             spans = np.array([window.span(window.count // parts) for parts in degree.tolist()], dtype=np.int64)
             size = np.where(degree > 1, size * spans // extent, size)
         found += size
@@ -254,7 +239,11 @@ class Parameters:
         states = [by_parts[count] for count in parts]
         gradients = np.array([state.gradient_bytes for state in states], dtype=float)
         updated = np.array([state.updated_bytes for state in states], dtype=float)
-        added, update = _per_byte(self.problem, self.devices)
+        # Seconds a step of adding up a byte of gradients and of an update by it, on the slowest device, but for the
+        # update's one launch.
+        kinds = {self.problem.cluster.devices[device] for device in self.devices}
+        added = max(accumulate_per_byte(device) for device in kinds) * (self.problem.micro_batches - 1)
+        update = max(update_line(device, self.problem.optimizer.states).per_byte_s for device in kinds)
         return Holding(
             gradient_s=gradients * np.array([self._rate(layout) for layout in layouts]),
             update_s=gradients * added + updated * update,
@@ -266,74 +255,67 @@ class Parameters:
         cutting = frozenset(axis for axes in layout.cuts for axis in axes)
         if cutting not in self._rates:
             places = np.arange(len(self.devices))
-            alike = np.ones(len(places), dtype=bool)
+            same = np.ones(len(places), dtype=bool)
             for axis in cutting:
-                alike &= places // axis.stride % axis.degree == 0
-            group = [self.devices[place] for place in np.flatnonzero(alike).tolist()]
+                same &= places // axis.stride % axis.degree == 0
+            group = [self.devices[place] for place in np.flatnonzero(same).tolist()]
             ways = exchange_of_gradients(self.problem, group).ways
             self._rates[cutting] = min(way.per_byte_s for way in ways)
         return self._rates[cutting]
-
-
-def _per_byte(problem: Problem, devices: tuple[int, ...]) -> tuple[float, float]:
-    """Seconds a step of adding up a byte of gradients and of an update by it, on the slowest device, but for the
-    update's one launch."""
-    kinds = {problem.cluster.devices[device] for device in devices}
-    added = max(accumulate_per_byte(device) for device in kinds) * (problem.micro_batches - 1)
-    states = problem.optimizer.states
-    return added, max(update_line(device, states).per_byte_s for device in kinds)
 
 
 @dataclass(eq=False, slots=True)
 class NodeClass:
     """Nodes equal in all that their costs depend on; `node` is the first of them."""
 
-    ground: StageContext
+    stage: StageContext
     node: int
     configurations: tuple[Splits, ...]
-    forms: LayoutTable
-    """Of all kinds together."""
-    _forms: dict[tuple[str, int], TensorLayouts] = field(default_factory=dict)
+    layouts: LayoutTable
+    """Of all classes together."""
+    _operands: dict[int, TensorLayouts] = field(default_factory=dict)
+    _results: dict[int, TensorLayouts] = field(default_factory=dict)
 
     @property
     def mesh_positions(self) -> MeshPositions:
         """Where axes lie in its configurations."""
-        return self.forms.mesh_positions_of(self.configurations)
+        return self.layouts.mesh_positions_of(self.configurations)
 
     def reads(self, position: int) -> TensorLayouts:
         """How its configurations want an operand."""
-        return self._form("operand", position)
+        if position not in self._operands:
+            graph, space = self.stage.graph, self.stage.uses[self.node].space
+            found = self.layouts.operand(graph, graph.nodes[self.node], position, space, self.configurations)
+            self._operands[position] = found
+        return self._operands[position]
 
     def leaves(self, position: int) -> TensorLayouts:
         """How its configurations leave a result."""
-        return self._form("result", position)
-
-    def _form(self, what: str, position: int) -> TensorLayouts:
-        if (what, position) not in self._forms:
-            graph, space = self.ground.graph, self.ground.uses[self.node].space
-            make = self.forms.operand if what == "operand" else self.forms.result
-            self._forms[what, position] = make(graph, graph.nodes[self.node], position, space, self.configurations)
-        return self._forms[what, position]
+        if position not in self._results:
+            graph, space = self.stage.graph, self.stage.uses[self.node].space
+            found = self.layouts.result(graph, graph.nodes[self.node], position, space, self.configurations)
+            self._results[position] = found
+        return self._results[position]
 
 
-def node_classes(ground: StageContext) -> tuple[NodeClass, ...]:
-    """The kind of each of the ground's nodes."""
+def node_classes(stage: StageContext) -> tuple[NodeClass, ...]:
+    """The class of each of the stage's nodes."""
     known: dict[Hashable, NodeClass] = {}
     spaces: dict[Hashable, tuple[Splits, ...]] = {}
-    forms = LayoutTable(len(ground.devices))
+    layouts = LayoutTable(len(stage.devices))
     found = []
-    for node in ground.nodes:
-        key = _key(ground, node)
+    for node in stage.nodes:
+        key = _key(stage, node)
         if key not in known:
-            known[key] = NodeClass(ground, node, _configurations(ground, node, spaces), forms)
+            known[key] = NodeClass(stage, node, _configurations(stage, node, spaces), layouts)
         found.append(known[key])
     return tuple(found)
 
 
-def _configurations(ground: StageContext, node: int, known: dict[Hashable, tuple[Splits, ...]]) -> tuple[Splits, ...]:
-    if node in ground.terms.allowed:
-        return ground.terms.allowed[node]
-    space, outermost, group = ground.uses[node].space, ground.sample_axes[node], len(ground.devices)
+def _configurations(stage: StageContext, node: int, known: dict[Hashable, tuple[Splits, ...]]) -> tuple[Splits, ...]:
+    if node in stage.options.allowed:
+        return stage.options.allowed[node]
+    space, outermost, group = stage.uses[node].space, stage.sample_axes[node], len(stage.devices)
     # Extents matter by the degrees that divide them; where several axes make up a dimension, also by what is left.
     axes = tuple((axis.name, axis.kind, math.gcd(axis.extent, group)) for axis in space.axes)
     tensors = (*space.operands, *space.results)
@@ -344,32 +326,32 @@ def _configurations(ground: StageContext, node: int, known: dict[Hashable, tuple
     return known[key]
 
 
-def _key(ground: StageContext, node: int) -> Hashable:
+def _key(stage: StageContext, node: int) -> Hashable:
     """Key of all that the costs of a node depend on."""
-    graph = ground.graph
+    graph = stage.graph
     parameters = (
         (position, found.trainable)
-        for position, name in ground.own_parameters(node).items()
+        for position, name in stage.own_parameters(node).items()
         if (found := graph.parameter(name)) is not None
     )
     return (
-        id(ground.uses[node]),
-        ground.problem.work[node],
-        ground.sample_axes[node],
-        ground.terms.allowed.get(node),
+        id(stage.uses[node]),
+        stage.problem.work[node],
+        stage.sample_axes[node],
+        stage.options.allowed.get(node),
         tuple(parameters),
-        tuple((each.bytes, each.dimensions) for each in ground.kept.get(node, ())),
-        tuple((_is_reduced_alone(ground, name), name in ground.gradient) for name in graph.nodes[node].outputs),
+        tuple((each.bytes, each.dimensions) for each in stage.kept.get(node, ())),
+        tuple((_is_reduced_alone(stage, name), name in stage.gradient) for name in graph.nodes[node].outputs),
     )
 
 
-def _is_reduced_alone(ground: StageContext, name: str) -> bool:
+def _is_reduced_alone(stage: StageContext, name: str) -> bool:
     """True if shares of a value are added up though no node of the stage reads it."""
     return (
         bool(name)
-        and name not in ground.readers
+        and name not in stage.readers
         and not (
-            name in ground.terms.given and name not in ground.graph.consumers() and not ground.graph.type_of(name).shape
+            name in stage.options.given and name not in stage.graph.consumers() and not stage.graph.type_of(name).shape
         )
     )
 
@@ -388,50 +370,48 @@ class Costs:
     """Bytes on a device."""
 
 
-def node_class_costs(kind: NodeClass, computing: Computing, parameters: Parameters, changes: Changes) -> Costs:
+def node_class_costs(kind: NodeClass, computing: Computing, parameters: Parameters, reshard: ReshardTable) -> Costs:
     """Costs of a node's configurations, each by itself."""
-    ground, node = kind.ground, kind.node
-    terms, problem = ground.terms, ground.problem
-    forward, backward = computing.seconds(node, ground.uses[node], kind.configurations, kind.mesh_positions)
-    seconds = forward * (1 + terms.recompute) + backward if problem.train else forward
-    for position, name in enumerate(ground.graph.nodes[node].outputs):
-        if _is_reduced_alone(ground, name):
+    stage, node = kind.stage, kind.node
+    options, problem = stage.options, stage.problem
+    forward, backward = computing.seconds(node, stage.uses[node], kind.configurations, kind.mesh_positions)
+    seconds = forward * (1 + options.recompute) + backward if problem.train else forward
+    for position, name in enumerate(stage.graph.nodes[node].outputs):
+        if _is_reduced_alone(stage, name):
             left = kind.leaves(position)
-            size = ground.graph.type_of(name).bytes
-            seconds = seconds + changes.to_copies(left.layouts, size)[left.of] * times_run(ground, name)
+            size = stage.graph.type_of(name).bytes
+            seconds = seconds + reshard.to_copies(left.layouts, size)[left.of] * times_run(stage, name)
     seconds = seconds * problem.micro_batches
     gradients = np.zeros_like(seconds)
     memory = np.zeros(len(seconds), dtype=np.int64)
-    for position, name in ground.own_parameters(node).items():
-        form = kind.reads(position)
-        held = parameters.holding(name, form.layouts)
-        gradients += held.gradient_s[form.of]
-        seconds = seconds + held.update_s[form.of]
-        memory += held.bytes[form.of]
+    for position, name in stage.own_parameters(node).items():
+        wanted = kind.reads(position)
+        held = parameters.holding(name, wanted.layouts)
+        gradients += held.gradient_s[wanted.of]
+        seconds = seconds + held.update_s[wanted.of]
+        memory += held.bytes[wanted.of]
     if problem.train:
         # What recomputation brings back is that of one micro-batch at a time.
-        micro_batches = 1 if terms.recompute else terms.in_flight
-        memory += micro_batches * kept_bytes(ground.kept[node], kind.mesh_positions)
+        micro_batches = 1 if options.recompute else options.in_flight
+        memory += micro_batches * kept_bytes(stage.kept[node], kind.mesh_positions)
     return Costs(seconds + gradients, gradients, backward if problem.train else np.zeros_like(seconds), memory)
 
 
-def times_run(ground: StageContext, value: str) -> int:
+def times_run(stage: StageContext, value: str) -> int:
     """How often a micro-batch makes a change of layout of a value: forward, again for backward, and its transpose."""
-    return 1 + ground.terms.recompute + (value in ground.gradient)
+    return 1 + stage.options.recompute + (value in stage.gradient)
 
 
 def passing_bytes(kind: NodeClass) -> NDArray[np.int64]:
     """For each configuration the bytes of gradients of what a node reads and writes (`memory.gradient_workspace`)."""
-    ground, node = kind.ground, kind.ground.graph.nodes[kind.node]
+    stage, node = kind.stage, kind.stage.graph.nodes[kind.node]
     found = np.zeros(len(kind.configurations), dtype=np.int64)
-    if not ground.problem.train or ground.uses[kind.node].row.kind == "view":
+    if not stage.problem.train or stage.uses[kind.node].row.kind == "view":
         return found
-    read = {
-        name: kind.reads(place) for place, name in enumerate(node.inputs) if ground.graph.producer(name) is not None
-    }
+    read = {name: kind.reads(place) for place, name in enumerate(node.inputs) if stage.graph.producer(name) is not None}
     written = {name: kind.leaves(place) for place, name in enumerate(node.outputs) if name}
-    for name, form in (*read.items(), *written.items()):
-        found += (form.elements * ground.widths[name])[form.of]
+    for name, each in (*read.items(), *written.items()):
+        found += (each.elements * stage.widths[name])[each.of]
     return found
 
 

@@ -1,20 +1,8 @@
-"""Where a cut leads: the nodes that stay cut when one of them is, until partial sums end it.
+"""Where a cut leads: the nodes that stay cut when one of them is, until partial sums end it; and constraints on splits.
 
 A product cut by its columns leaves its result cut; what follows stays cut (an activation, the heads of an attention,
 the classes of a loss) until a product sums over the cut axis or a loss over its classes. That is how transformers are
 split over devices by hand (Shoeybi et al., "Megatron-LM", 2019, section 3), found from iteration spaces alone.
-
-A network whose samples are shared out first: each node's other cuts are inside a share of its samples.
-
-A graph with what splits are read from: iteration spaces, readers, and which values are weights.
-
-Effects of constraints before splits are searched: the stage of a node, and a check that its group can split it.
-
-True if a placement does what constraints ask for, for strategies that do not look at them as they decide.
-
-Layers within groups of neighbouring devices, samples among the groups: tensor parallelism as it is done by hand.
-
-In which order the stages of a chain go over devices, or over groups of them.
 """
 
 from __future__ import annotations
@@ -114,90 +102,59 @@ def seed_axis(network: Network, node: int, degree: int, tables: Set[str]) -> str
             continue
         if axis.kind is AxisKind.JOINT and use.row.kind == "memory" and inputs[0] in tables:
             return axis.name
-        if use.row.kind in _PRODUCTS and axis.kind is AxisKind.PARALLEL and _is_column(network, node, axis.name):
-            return axis.name
+        if use.row.kind in _PRODUCTS and axis.kind is AxisKind.PARALLEL:
+            # A column indexes the product's weight and none of the values that it is applied to.
+            pairs = zip(inputs, use.space.operands, strict=True)
+            indexed = [name for name, words in pairs if name and _place(words, axis.name) >= 0]
+            if any(map(network.weights.get, indexed)) and all(name in network.weights for name in indexed):
+                return axis.name
     return None
-
-
-def _is_column(network: Network, node: int, axis: str) -> bool:
-    """True if an axis indexes a product's weight and none of the values it is applied to."""
-    use, inputs = network.uses[node], network.graph.nodes[node].inputs
-    indexed = [
-        name for name, words in zip(inputs, use.space.operands, strict=True) if name and _place(words, axis) >= 0
-    ]
-    return any(network.weights.get(name) for name in indexed) and all(name in network.weights for name in indexed)
 
 
 def grow(network: Network, seed: int, axis: str, degree: int, members: Set[int], fixed: dict[int, str]) -> Region:
     """The region that begins with a node cut along an axis, among `members`.
 
-    Nodes of `fixed` are cut already: a region may end there, where it fits.
+    Nodes of `fixed` are cut already: a region may end there, where it fits. Normalisations, which would exchange
+    statistics of their parts, are left whole.
     """
-    growing = _Growing(network, degree, members, fixed, Region({seed: axis}), [seed])
-    while growing.waiting:
-        growing.follow(heapq.heappop(growing.waiting))
-    return growing.region
+    graph, region, waiting = network.graph, Region({seed: axis}), [seed]
+    cut: dict[str, int] = {}  # The dimension in which each value is cut.
 
-
-@dataclass(slots=True)
-class _Growing:
-    """A region, its nodes whose results are still to be followed, and the dimension in which each value is cut."""
-
-    network: Network
-    degree: int
-    members: Set[int]
-    fixed: dict[int, str]
-    region: Region
-    waiting: list[int]
-    cut: dict[str, int] = field(default_factory=dict)
-
-    def follow(self, node: int) -> None:
-        """Cut what reads the node's results."""
-        network, axis = self.network, self.region.axes[node]
-        space = network.uses[node].space
-        for name, words in zip(network.graph.nodes[node].outputs, space.results, strict=True):
-            if not name:
-                continue
-            place = _place(words, axis)
-            if place < 0:
-                self.region.ends.add(self._end(node, axis))
-                continue
-            self.cut[name] = place
-            readers = network.readers.get(name, ())
-            if name in network.graph.outputs or not self.members >= set(readers):
-                self.region.leaves.add(name)
-            for reader in readers:
-                if reader in self.members:
-                    self._carry(reader)
-
-    def _carry(self, reader: int) -> None:
+    def carry(reader: int) -> None:
         """Cut a reader of cut values along the axis that they have in common, where there is one."""
-        region, fixed = self.region, self.fixed
-        axis = self._common_axis(reader)
-        if axis is None or self._is_agreed(reader, axis) or not self.network.splits_on(reader, axis, self.degree):
+        space = network.uses[reader].space
+        pairs = zip(graph.nodes[reader].inputs, space.operands, strict=True)
+        axes = {_outer(space, words, cut[name]) for name, words in pairs if name in cut}
+        common = axes.pop() if len(axes) == 1 else None
+        agreed = common is not None and space.axis(common).kind is AxisKind.AGREED
+        if common is None or agreed or not network.splits_on(reader, common, degree):
             region.open = True
         elif reader in fixed:
-            region.open |= fixed[reader] != axis
+            region.open |= fixed[reader] != common
         elif reader not in region.axes:
-            region.axes[reader] = axis
-            heapq.heappush(self.waiting, reader)
-        elif region.axes[reader] != axis:
+            region.axes[reader] = common
+            heapq.heappush(waiting, reader)
+        elif region.axes[reader] != common:
             region.open = True
 
-    def _end(self, node: int, axis: str) -> AxisKind:
-        """How a node that its result does not show cut ends the region: products add up, with a bias or without."""
-        use = self.network.uses[node]
-        return AxisKind.SUM if use.row.kind in _PRODUCTS else use.space.axis(axis).kind
-
-    def _is_agreed(self, node: int, axis: str) -> bool:
-        """True if a node would tell statistics of its part: normalisations are left whole."""
-        return self.network.uses[node].space.axis(axis).kind is AxisKind.AGREED
-
-    def _common_axis(self, reader: int) -> str | None:
-        space, inputs = self.network.uses[reader].space, self.network.graph.nodes[reader].inputs
-        pairs = zip(inputs, space.operands, strict=True)
-        axes = {_outer(space, words, self.cut[name]) for name, words in pairs if name in self.cut}
-        return axes.pop() if len(axes) == 1 else None
+    while waiting:
+        node = heapq.heappop(waiting)
+        use, own = network.uses[node], region.axes[node]
+        for name, words in zip(graph.nodes[node].outputs, use.space.results, strict=True):
+            if not name:
+                continue
+            place = _place(words, own)
+            if place < 0:  # Its result does not show the cut: products add up, with a bias or without.
+                region.ends.add(AxisKind.SUM if use.row.kind in _PRODUCTS else use.space.axis(own).kind)
+                continue
+            cut[name] = place
+            readers = network.readers.get(name, ())
+            if name in graph.outputs or not members >= set(readers):
+                region.leaves.add(name)
+            for reader in readers:
+                if reader in members:
+                    carry(reader)
+    return region
 
 
 def _outer(space: Space, words: tuple[tuple[str, ...], ...] | None, place: int) -> str | None:
@@ -366,32 +323,32 @@ def settled_stages(
     there are not, and for a stage that has other devices than are asked for.
     """
     found: dict[int, int] = {}
-    for wish in resolved:
-        stages = [wish.constraint.stage] if wish.constraint.stage is not None else []
-        if wish.devices is not None:
-            mine = [stage for stage, group in enumerate(groups) if set(group) == set(wish.devices)]
+    for each in resolved:
+        stages = [each.constraint.stage] if each.constraint.stage is not None else []
+        if each.devices is not None:
+            mine = [stage for stage, group in enumerate(groups) if set(group) == set(each.devices)]
             if not mine:
                 raise ConfigurationError(
-                    f"{wish} asks for devices {list(wish.devices)}, which no stage has",
+                    f"{each} asks for devices {list(each.devices)}, which no stage has",
                     hint=f"the stages have devices {', '.join(str(list(group)) for group in groups)}",
                 )
             stages += mine
         for stage in stages:
             if stage >= len(groups) or stage != stages[0]:
                 raise ConfigurationError(
-                    f"{wish} asks for stage {stage}, and {strategy} makes {len(groups)}"
+                    f"{each} asks for stage {stage}, and {strategy} makes {len(groups)}"
                     if stage >= len(groups)
-                    else f"{wish} asks for stage {stages[0]} and for the devices of stage {stage}",
+                    else f"{each} asks for stage {stages[0]} and for the devices of stage {stage}",
                     hint="ask for more stages: --stages" if stage >= len(groups) else "give it one of the two",
                 )
-            found.update(dict.fromkeys(wish.nodes, stage))
+            found.update(dict.fromkeys(each.nodes, stage))
     return found
 
 
-def check_degrees(problem: Problem, wished: Mapping[int, Splits], placement: Placement) -> None:
-    """Raise ConfigurationError for a node that cannot be split as `wished` over the devices of its stage."""
+def check_degrees(problem: Problem, fixed: Mapping[int, Splits], placement: Placement) -> None:
+    """Raise ConfigurationError for a node that cannot be split as `fixed` says over the devices of its stage."""
     stage_of = placement.stage_of()
-    for node, splits in wished.items():
+    for node, splits in fixed.items():
         group = len(placement.stages[stage_of[node]].devices)
         if group % math.prod(split.degree for split in splits):
             raise ConfigurationError(
@@ -411,37 +368,33 @@ def check_constraints_met(problem: Problem, placement: Placement, strategy: str)
         return
     stage_of = placement.stage_of()
     samples = sample_axes(problem.graph)
-    for wish in resolved:
-        for node in wish.nodes:
+    for each in resolved:
+        for node in each.nodes:
             number = stage_of[node]
-            reason = _difference(wish, node, number, placement.stages[number], samples)
+            reason = _difference(each, node, number, placement.stages[number], samples)
             if reason:
                 raise ConfigurationError(
-                    f"{wish} asks for {reason}",
+                    f"{each} asks for {reason}",
                     hint=f"{strategy} decides for itself; strategy manual follows any constraint",
                     where=repr(problem.graph.nodes[node].name),
                 )
 
 
-def _difference(wish: ResolvedConstraint, node: int, number: int, stage: Stage, samples: SampleAxes) -> str:
+def _difference(each: ResolvedConstraint, node: int, number: int, stage: Stage, samples: SampleAxes) -> str:
     """Difference between what a constraint asks for and what a node gets; empty where there is none."""
-    wanted = wish.constraint
+    wanted = each.constraint
     if wanted.stage not in (None, number):
         return f"stage {wanted.stage}, and this node is in stage {number}"
-    if wish.devices is not None and set(wish.devices) != set(stage.devices):
-        return f"devices {list(wish.devices)}, and this node is on {list(stage.devices)}"
+    if each.devices is not None and set(each.devices) != set(stage.devices):
+        return f"devices {list(each.devices)}, and this node is on {list(stage.devices)}"
     if wanted.split is None:
         return ""
-    asked = [
+    splits = [
         (samples.axes[node] if axis == BATCH_AXIS else axis, degree) for axis, degree in wanted.split if degree > 1
     ]
     has = {axis.name for axis in samples.uses[node].space.axes}
-    if any(axis not in has for axis, _ in asked):
-        return ""
     given = [(split.axis, split.degree) for split in stage.splits_of(node)]
-    return "" if asked == given else f"split {_text(wanted.split)}, and this node is split {_text(given)}"
-
-
-def _text(splits: object) -> str:
-    assert isinstance(splits, (list, tuple))
-    return " ".join(f"{axis}:{degree}" for axis, degree in splits) or "not at all"
+    if splits == given or any(axis not in has for axis, _ in splits):
+        return ""
+    texts = [" ".join(f"{axis}:{degree}" for axis, degree in pairs) or "not at all" for pairs in (wanted.split, given)]
+    return f"split {texts[0]}, and this node is split {texts[1]}"

@@ -1,25 +1,9 @@
-"""Volume that the device lacking most lacks of a tensor, for all pairs of two sets of layouts: `ir/layout.py` as
-tables.
+"""Cost of every change between two sets of layouts, as tables: PaSE's t_x, `analysis/resharding` for all pairs at once.
 
-How shares are added up on the way from each of some layouts to each of others: `reductions` as tables.
-
-What is scattered along a dimension follows from how both layouts cut it and from who holds shares. Of these there are
-few, so pairs of layouts are told apart by numbers, and what adds shares up is worked out once for those that are alike.
-
-Cost of every change between two sets of layouts: `cost/relayout.py` as tables. The part of a tensor that a device
-lacks depends on how both layouts cut it, not on its extents (but for windows). So a change of layout costs seconds at
-once and seconds a byte of the whole tensor, and tensors cut alike share one table.
-
-Values that several nodes read: each is a variable of its own, the layout in which its readers find it.
-
-So a change of layout that several readers share is paid once. A value goes from the layout in which its node leaves it
-to the hub's, and from there to each reader's.
-
-Cost of adding up partial sums: collectives one after the other, for tensors of any size.
-
-Overlap of what devices hold and need along one dimension, for all ways to cut it.
-
-From what a node leaves to what its readers want: shares are added up on the way, as lowering does it.
+The part of a tensor that a device lacks depends on how both layouts cut it, not on its extents (but for windows). So a
+change of layout costs seconds at once and seconds a byte of the whole tensor, and tensors cut alike share one table.
+How a dimension is cut does not depend on the others, and of ways to cut one there are few: pairs of layouts are told
+apart by numbers, and what they have in common is worked out once.
 """
 
 from __future__ import annotations
@@ -48,86 +32,23 @@ from autopipe.passes.analysis.resharding import is_chain, is_cut_further, scatte
 from autopipe.passes.cost.communication import FREE, Cost, moving_lines, reduction_cost
 from autopipe.passes.sharding.configurations import Integers, TensorLayouts, distinct, numbered
 
+Floats = NDArray[np.float64]
+_Truths = NDArray[np.bool_]
+
 Way = tuple[MeshAxes, WindowedBlocks | None]
 """How a dimension is cut, and through which windows its blocks are read, if through any."""
-
-_Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Overlap:
-    """Along one dimension of `extent` cells what each position needs and has of it, for each pair of ways to cut it."""
-
-    extent: int
-    need: _Floats
-    """[ways of targets, positions] cells."""
-    common: _Floats
-    """[ways of sources, ways of targets, positions] cells."""
-    least: _Floats
-    """[ways of sources, ways of targets]: the fewest cells that a position has."""
-    lacks: NDArray[np.bool_]
-    """[ways of sources, ways of targets]: whether a position lacks any."""
-    regular: NDArray[np.bool_]
-    """[ways of sources, ways of targets]: whether all positions need as much and have all or nothing of some part."""
-
-
-@lru_cache(maxsize=1024)
-def overlap_between(held: tuple[Way, ...], wanted: tuple[Way, ...], extent: int, group: int) -> Overlap:
-    """For `group` positions, of which nothing may be written to: many tensors are cut alike along some dimension.
-
-    Windows count in the `extent` elements of the dimension, even blocks (extent 0) in the fewest cells that do.
-    """
-    cells = extent or math.lcm(*(degree_of(axes) for axes, _ in (*held, *wanted)))
-    have_from, have_to = _ranges(held, group, cells)
-    need_from, need_to = _ranges(wanted, group, cells)
-    need = np.maximum(need_to - need_from, 0.0)
-    ends = np.minimum(have_to[:, None], need_to[None])
-    common = np.maximum(ends - np.maximum(have_from[:, None], need_from[None]), 0.0)
-    most = common.max(axis=2, keepdims=True)
-    regular = np.all((common == 0) | (common == most), axis=2) & np.all(need == need[:, :1], axis=1)
-    return Overlap(cells, need, common, common.min(axis=2), np.any(need > common, axis=2), regular)
-
-
-def _ranges(ways: Sequence[Way], group: int, extent: int) -> tuple[_Floats, _Floats]:
-    """Where the block of each position begins and ends within the dimension, [ways, positions]."""
-    starts, stops = np.zeros((len(ways), group)), np.zeros((len(ways), group))
-    positions = np.arange(group)
-    for number, (axes, window) in enumerate(ways):
-        even = extent // degree_of(axes)
-        block = window or WindowedBlocks(even, 0, even)
-        starts[number] = place_along(axes, positions) * block.step + block.offset
-        stops[number] = starts[number] + block.length
-    return np.maximum(starts, 0), np.minimum(stops, extent)
-
-
-_Integers = NDArray[np.int64]
-
-_AT_ONCE = 2048
-"""Changes of layout whose positions are all asked at once: few enough to stay in a processor's cache."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MissingVolume:
-    """Volume that devices lack, [sources, targets]."""
-
-    share: NDArray[np.float64]
-    """Of the device that lacks most, as a share of the whole tensor."""
-    dimensions: _Integers
-    """The number of dimensions along which a device lacks something."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DimensionCuts:
     """The few ways in which layouts cut one dimension, and which of them each layout has."""
 
-    axes: list[MeshAxes]
-    windows: list[WindowedBlocks | None]
-    of: _Integers
+    ways: list[Way]
+    of: Integers
 
-    def by_neighbours(self, size: int) -> DimensionCuts:
-        """The same with each `size` neighbouring devices counted as one."""
-        found = [cut_by_neighbours(*way, size) for way in zip(self.axes, self.windows, strict=True)]
-        return DimensionCuts([axes for axes, _ in found], [window for _, window in found], self.of)
+    @property
+    def axes(self) -> list[MeshAxes]:
+        return [axes for axes, _ in self.ways]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,7 +62,11 @@ class DimensionPair:
 
     def by_neighbours(self, size: int) -> DimensionPair:
         """The same with each `size` neighbouring devices counted as one (`ir/layout.py`)."""
-        return replace(self, held=self.held.by_neighbours(size), wanted=self.wanted.by_neighbours(size))
+        held, wanted = (
+            replace(each, ways=[cut_by_neighbours(*way, size) for way in each.ways])
+            for each in (self.held, self.wanted)
+        )
+        return replace(self, held=held, wanted=wanted)
 
     def spread(self, table: NDArray[Any]) -> NDArray[Any]:
         """A table of ways, [of sources, of targets], as one of layouts."""
@@ -149,34 +74,87 @@ class DimensionPair:
         return found
 
 
-def pairs_by_dimension(sources: Sequence[Layout], targets: Sequence[Layout]) -> list[DimensionPair]:
+def _pairs_by_dimension(sources: Sequence[Layout], targets: Sequence[Layout]) -> list[DimensionPair]:
     """Dimensions that some layout cuts."""
+
+    def cuts(layouts: Sequence[Layout], place: int) -> DimensionCuts:
+        return DimensionCuts(
+            *numbered((each.cuts[place], each.windows[place] if each.windows else None) for each in layouts)
+        )
+
     found = (
-        DimensionPair(place, _places(sources, place), _places(targets, place), extent)
+        DimensionPair(place, cuts(sources, place), cuts(targets, place), extent)
         for place, extent in enumerate(targets[0].shape)
     )
     return [pair for pair in found if pair.held.axes != [()] or pair.wanted.axes != [()]]
 
 
-def _places(layouts: Sequence[Layout], dimension: int) -> DimensionCuts:
-    known: dict[tuple[MeshAxes, WindowedBlocks | None], int] = {}
-    of = []
-    for layout in layouts:
-        key = layout.cuts[dimension], layout.windows[dimension] if layout.windows else None
-        of.append(known.setdefault(key, len(known)))
-    return DimensionCuts([axes for axes, _ in known], [window for _, window in known], np.array(of, dtype=np.int64))
+@dataclass(frozen=True, slots=True, eq=False)
+class _Overlap:
+    """Along one dimension of `extent` cells what each position needs and has of it, for each pair of ways to cut it."""
+
+    extent: int
+    need: Floats
+    """[ways of targets, positions] cells."""
+    common: Floats
+    """[ways of sources, ways of targets, positions] cells."""
+    least: Floats
+    """[ways of sources, ways of targets]: the fewest cells that a position has."""
+    lacks: _Truths
+    """[ways of sources, ways of targets]: true where a position lacks any."""
+    regular: _Truths
+    """[ways of sources, ways of targets]: true where all positions need as much and have all or nothing of some part."""
 
 
-def missing_volume(pairs: Sequence[DimensionPair], shape: tuple[int, int], group: int) -> MissingVolume:
-    """For each of [sources, targets] what `group` positions need under the target and do not have under the source.
+@lru_cache(maxsize=1024)
+def _overlap_between(held: tuple[Way, ...], wanted: tuple[Way, ...], extent: int, group: int) -> _Overlap:
+    """For `group` positions, of which nothing may be written to: many tensors are cut alike along some dimension.
 
-    Along one dimension blocks mostly either contain one another or do not meet. Where that is so for all dimensions,
-    the position that has least has the product of what the dimensions' worst positions have; elsewhere all are asked.
+    Windows count in the `extent` elements of the dimension, even blocks (extent 0) in the fewest cells that do.
+    """
+    cells = extent or math.lcm(*(degree_of(axes) for axes, _ in (*held, *wanted)))
+    positions = np.arange(group)
+
+    def ranges(ways: tuple[Way, ...]) -> tuple[Floats, Floats]:
+        """Where the block of each position begins and ends within the dimension, [ways, positions]."""
+        starts, stops = np.zeros((len(ways), group)), np.zeros((len(ways), group))
+        for number, (axes, window) in enumerate(ways):
+            even = cells // degree_of(axes)
+            block = window or WindowedBlocks(even, 0, even)
+            starts[number] = place_along(axes, positions) * block.step + block.offset
+            stops[number] = starts[number] + block.length
+        return np.maximum(starts, 0), np.minimum(stops, cells)
+
+    have_from, have_to = ranges(held)
+    need_from, need_to = ranges(wanted)
+    need = np.maximum(need_to - need_from, 0.0)
+    ends = np.minimum(have_to[:, None], need_to[None])
+    common = np.maximum(ends - np.maximum(have_from[:, None], need_from[None]), 0.0)
+    most = common.max(axis=2, keepdims=True)
+    regular = np.all((common == 0) | (common == most), axis=2) & np.all(need == need[:, :1], axis=1)
+    return _Overlap(cells, need, common, common.min(axis=2), np.any(need > common, axis=2), regular)
+
+
+_AT_ONCE = 2048
+"""Changes of layout whose positions are all looked at together: few enough to stay in a processor's cache."""
+
+
+def _missing_volume(pairs: Sequence[DimensionPair], shape: tuple[int, int], group: int) -> tuple[Floats, Integers]:
+    """Volume that `group` positions need under the target and do not have under the source, [sources, targets].
+
+    Of the device that lacks most, as a share of the whole tensor; and the number of dimensions along which a device
+    lacks something. Along one dimension blocks mostly either contain one another or do not meet. Where that is so for
+    all dimensions, the position that has least has the product of what the dimensions' worst positions have; elsewhere
+    all are looked at.
     """
     least, regular = np.ones(shape), np.ones(shape, dtype=bool)
     need, dimensions = np.ones(shape[1]), np.zeros(shape, dtype=np.int64)
-    overlaps = [_overlap_of(pair, group) for pair in pairs]
-    for pair, overlap in zip(pairs, overlaps, strict=True):
+    overlaps = []
+    for pair in pairs:
+        windows = any(window for _, window in pair.wanted.ways)
+        ways = tuple(pair.held.ways), tuple(pair.wanted.ways)
+        overlap = _overlap_between(*ways, pair.extent if windows else 0, group)
+        overlaps.append(overlap)
         least *= pair.spread(overlap.least)
         if not overlap.regular.all():
             regular &= pair.spread(overlap.regular)
@@ -194,70 +172,30 @@ def missing_volume(pairs: Sequence[DimensionPair], shape: tuple[int, int], group
         for pair, overlap in zip(pairs, overlaps, strict=True):
             had *= overlap.common[pair.held.of[row], pair.wanted.of[column]]
         share[row, column] = (needed[column] - had).max(axis=1) / cells
-    return MissingVolume(share, dimensions)
-
-
-def _overlap_of(pair: DimensionPair, group: int) -> Overlap:
-    windows = any(pair.wanted.windows)
-    held, wanted = (tuple(zip(each.axes, each.windows, strict=True)) for each in (pair.held, pair.wanted))
-    return overlap_between(held, wanted, pair.extent if windows else 0, group)
-
-
-Floats = NDArray[np.float64]
-_Truths = NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReshardTable:
-    """Seconds of changes of layout on a group of `devices`; tables are made once for all tensors cut alike."""
-
-    cluster: Cluster
-    devices: tuple[int, ...]
-    _known: dict[Hashable, tuple[Floats, Floats]] = field(default_factory=dict)
-
-    def seconds(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float) -> Floats:
-        """Seconds from each of `sources`, which hold no shares of sums, to each of `targets`; [sources, targets].
-
-        The tensor has `size_bytes` in all. Each entry is the sum of `relayout_seconds` over `steps_between`.
-        """
-        windows = tuple(layout.windows for layout in targets)
-        shape = targets[0].shape if any(windows) else ()
-        key = tuple(layout.cuts for layout in sources), tuple(layout.cuts for layout in targets), windows, shape
-        if key not in self._known:
-            self._known[key] = self._affine(sources, targets)
-        fixed, per_byte = self._known[key]
-        return fixed + per_byte * size_bytes
-
-    def _affine(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> tuple[Floats, Floats]:
-        """Seconds at once and a byte of the tensor, for each pair."""
-        shape = len(sources), len(targets)
-        pairs = pairs_by_dimension(sources, targets)
-        fixed, per_byte = np.zeros(shape), np.zeros(shape)
-        apart = _gathers_apart(pairs, shape, len(self.devices))
-        apart &= np.array([not layout.windows for layout in targets])
-        for size, line in moving_lines(self.cluster, self.devices):
-            lack = missing_volume([pair.by_neighbours(size) for pair in pairs], shape, len(self.devices) // size)
-            fixed += np.where(apart, lack.dimensions, lack.share > 0) * line.fixed_s
-            per_byte += lack.share * line.per_byte_s
-        return fixed, per_byte
+    return share, dimensions
 
 
 def _gathers_apart(pairs: Sequence[DimensionPair], shape: tuple[int, int], group: int) -> _Truths:
     """Which of [sources, targets] are made by cutting and then gathering one dimension after the other.
 
-    See `steps_between`.
+    As `steps_between` finds them: each dimension is cut further or gathered; all axes begin and end at strides of which
+    each divides the next; and no axis that is left is one that a target cuts another dimension by.
     """
     divisors = tuple(count for count in range(1, group + 1) if group % count == 0)
-    apart = _nested(pairs, shape, divisors)
-    leaving = np.zeros(shape, dtype=np.int64)
+    apart = np.ones(shape, dtype=bool)
+    ends, leaving = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     wanted_marks = np.zeros(shape[1], dtype=np.int64)
     for pair in pairs:
         cut, gathered = _cut_further(tuple(pair.held.axes), tuple(pair.wanted.axes))
         has, wants = (np.array([_marks(axes, divisors) for axes in each.axes]) for each in (pair.held, pair.wanted))
-        left = np.where(gathered, has[:, None] & ~wants[None], 0)
+        begins = [np.array([_bounds(axes, divisors) for axes in each.axes]) for each in (pair.held, pair.wanted)]
+        ends |= pair.spread(begins[0][:, None] | begins[1][None])
         apart &= pair.spread(cut | gathered)
-        leaving |= pair.spread(left)
+        leaving |= pair.spread(np.where(gathered, has[:, None] & ~wants[None], 0))
         wanted_marks |= wants[pair.wanted.of]
+    known, places = np.unique(ends, return_inverse=True)
+    nests = [is_chain([count for place, count in enumerate(divisors) if mark >> place & 1]) for mark in known.tolist()]
+    apart &= np.array(nests, dtype=bool)[places.reshape(ends.shape)]
     found: _Truths = np.logical_and(apart, leaving & wanted_marks == 0)
     return found
 
@@ -280,18 +218,6 @@ def _marks(axes: MeshAxes, divisors: tuple[int, ...]) -> int:
     )
 
 
-def _nested(pairs: Sequence[DimensionPair], shape: tuple[int, int], divisors: tuple[int, ...]) -> _Truths:
-    """Which pairs' axes begin and end at strides of which each divides the next."""
-    together = np.zeros(shape, dtype=np.int64)
-    for pair in pairs:
-        held, wanted = (np.array([_bounds(axes, divisors) for axes in each.axes]) for each in (pair.held, pair.wanted))
-        together |= pair.spread(held[:, None] | wanted[None])
-    known, places = np.unique(together, return_inverse=True)
-    nests = [is_chain([count for place, count in enumerate(divisors) if mark >> place & 1]) for mark in known.tolist()]
-    found: _Truths = np.array(nests, dtype=bool)[places.reshape(together.shape)]
-    return found
-
-
 @lru_cache(maxsize=1 << 16)
 def _bounds(axes: MeshAxes, divisors: tuple[int, ...]) -> int:
     """A bit for each divisor of the group at which an axis begins or ends."""
@@ -307,16 +233,16 @@ Addition = tuple[tuple[str, MeshAxes, int], ...]
 class SumReduction:
     """Cost of several reductions: step after step, each the cheapest of its ways."""
 
-    parts: _Floats
+    parts: Floats
     """[steps, additions] into how many the tensor is cut before."""
-    fixed_s: _Floats
+    fixed_s: Floats
     """[steps, additions, ways]"""
-    per_byte_s: _Floats
+    per_byte_s: Floats
     """[steps, additions, ways]"""
 
-    def seconds(self, size_bytes: float) -> _Floats:
+    def seconds(self, size_bytes: float) -> Floats:
         """For a tensor of `size_bytes` in all."""
-        found: _Floats = np.zeros(self.parts.shape[1])
+        found: Floats = np.zeros(self.parts.shape[1])
         if size_bytes > 0:
             for parts, fixed, per_byte in zip(self.parts, self.fixed_s, self.per_byte_s, strict=True):
                 found += (fixed + per_byte * (size_bytes / parts)[:, None]).min(axis=1)
@@ -324,39 +250,7 @@ class SumReduction:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Collectives:
-    """Costs of collectives along the axes of the mesh of `devices`, worked out once each."""
-
-    cluster: Cluster
-    devices: tuple[int, ...]
-    _known: dict[tuple[str, MeshAxes], Cost] = field(default_factory=dict)
-
-    def adding(self, additions: Sequence[Addition]) -> SumReduction:
-        """Cost of each of `additions`."""
-        steps = max(map(len, additions))
-        keys = dict.fromkeys((kind, over) for each in additions for kind, over, _ in each)
-        costs = [FREE, *map(self._cost, keys)]
-        numbers = {key: number for number, key in enumerate(keys, 1)}
-        which = np.zeros((steps, len(additions)), dtype=np.int64)
-        parts = np.ones(which.shape)
-        for column, each in enumerate(additions):
-            for row, (kind, over, count) in enumerate(each):
-                which[row, column], parts[row, column] = numbers[kind, over], count
-        figures = np.zeros((2, len(costs), max(len(cost.ways) for cost in costs)))
-        figures[0] = np.inf
-        for number, cost in enumerate(costs):
-            for place, way in enumerate(cost.ways):
-                figures[:, number, place] = way.fixed_s, way.per_byte_s
-        return SumReduction(parts, figures[0][which], figures[1][which])
-
-    def _cost(self, key: tuple[str, MeshAxes]) -> Cost:
-        if key not in self._known:
-            self._known[key] = reduction_cost(self.cluster, self.devices, *key)
-        return self._known[key]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReductionPaths:
+class _Paths:
     """How each source comes to each target: what adds up its shares, and what is held after that."""
 
     additions: list[Addition]
@@ -377,14 +271,16 @@ class _Scattered:
     """Which of them, [sources, ways of targets]."""
 
 
-def reduction_paths(sources: Sequence[Layout], targets: Sequence[Layout]) -> ReductionPaths:
+def _reduction_paths(sources: Sequence[Layout], targets: Sequence[Layout]) -> _Paths:
     """How the shares of each of `sources` are added up on the way to each of `targets`, which are even and hold none.
 
-    A target's axes cut one dimension each, so what is scattered along one does not depend on the others.
+    A target's axes cut one dimension each, so what is scattered along one does not depend on the others. Pairs are
+    numbered by what is scattered along each dimension (digits of a mixed-radix number), then by the source; each
+    addition and each layout that is held after it is made once.
     """
     shares, shares_of = numbered(source.partial_over for source in sources)
     parts, parts_of = numbered(source.parts for source in sources)
-    scattered = [_scattered(pair, shares, shares_of) for pair in pairs_by_dimension(sources, targets)]
+    scattered = [_scattered(pair, shares, shares_of) for pair in _pairs_by_dimension(sources, targets)]
     codes = np.zeros((len(sources), len(targets)), dtype=np.int64)
     for each in scattered:
         codes = codes * len(each.insides) + each.of[:, each.pair.wanted.of]
@@ -403,16 +299,17 @@ def reduction_paths(sources: Sequence[Layout], targets: Sequence[Layout]) -> Red
         for of, count, *own in np.stack([shares_of[row], parts_of[row], *digits])[:, one_each].T.tolist()
     ]
     held, held_of = _held(targets[0].shape, scattered, row, digits)
-    return ReductionPaths(additions, held, adding_of[case_of], held_of[case_of])
+    return _Paths(additions, held, adding_of[case_of], held_of[case_of])
 
 
 def _scattered(pair: DimensionPair, shares: Sequence[MeshAxes], shares_of: Integers) -> _Scattered:
     insides: dict[MeshAxes, int] = {(): 0}
     cases, case_of = distinct(pair.held.of * len(shares) + shares_of)
-    table = np.zeros((len(cases), len(pair.wanted.axes)), dtype=np.int64)
+    held, wanted = pair.held.axes, pair.wanted.axes
+    table = np.zeros((len(cases), len(wanted)), dtype=np.int64)
     for place, (now, over) in enumerate(zip(*(each.tolist() for each in np.divmod(cases, len(shares))), strict=True)):
         if shares[over]:
-            found = (scattered_along(pair.held.axes[now], wanted, shares[over]) for wanted in pair.wanted.axes)
+            found = (scattered_along(held[now], axes, shares[over]) for axes in wanted)
             table[place] = [insides.setdefault(axes, len(insides)) for axes in found]
     return _Scattered(pair, list(insides), table[case_of])
 
@@ -438,8 +335,9 @@ def _held(
     for each, digit in zip(scattered, digits, strict=True):
         pairs, pair_of = distinct(each.pair.held.of[row] * len(each.insides) + digit)
         before, inside = (found.tolist() for found in np.divmod(pairs, len(each.insides)))
+        held = each.pair.held.axes
         cuts, cut_of = numbered(
-            merged(each.pair.held.axes[now] + each.insides[more]) for now, more in zip(before, inside, strict=True)
+            merged(held[now] + each.insides[more]) for now, more in zip(before, inside, strict=True)
         )
         codes = codes * len(cuts) + cut_of[pair_of]
         ways.append(cuts)
@@ -455,46 +353,100 @@ def _held(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Changes:
-    """Seconds of changes of layout, with what has to be added up before."""
+class ReshardTable:
+    """Seconds of changes of layout on a group of `devices`; tables are made once for all tensors cut alike."""
 
-    moves: ReshardTable
-    collectives: Collectives
-    _ways: dict[Hashable, tuple[ReductionPaths, SumReduction]] = field(default_factory=dict)
+    cluster: Cluster
+    devices: tuple[int, ...]
+    _moves: dict[Hashable, tuple[Floats, Floats]] = field(default_factory=dict)
+    _paths: dict[Hashable, tuple[_Paths, SumReduction]] = field(default_factory=dict)
+    _collectives: dict[tuple[str, MeshAxes], Cost] = field(default_factory=dict)
+
+    def seconds(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float) -> Floats:
+        """Seconds from each of `sources`, which hold no shares of sums, to each of `targets`; [sources, targets].
+
+        The tensor has `size_bytes` in all. Each entry is the sum of `relayout_seconds` over `steps_between`.
+        """
+        windows = tuple(layout.windows for layout in targets)
+        shape = targets[0].shape if any(windows) else ()
+        key = tuple(layout.cuts for layout in sources), tuple(layout.cuts for layout in targets), windows, shape
+        if key not in self._moves:
+            self._moves[key] = self._affine(sources, targets)
+        fixed, per_byte = self._moves[key]
+        return fixed + per_byte * size_bytes
+
+    def _affine(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> tuple[Floats, Floats]:
+        """Seconds at once and a byte of the tensor, for each pair."""
+        shape = len(sources), len(targets)
+        pairs = _pairs_by_dimension(sources, targets)
+        fixed, per_byte = np.zeros(shape), np.zeros(shape)
+        apart = _gathers_apart(pairs, shape, len(self.devices))
+        apart &= np.array([not layout.windows for layout in targets])
+        for size, line in moving_lines(self.cluster, self.devices):
+            by_size = [pair.by_neighbours(size) for pair in pairs]
+            share, dimensions = _missing_volume(by_size, shape, len(self.devices) // size)
+            fixed += np.where(apart, dimensions, share > 0) * line.fixed_s
+            per_byte += share * line.per_byte_s
+        return fixed, per_byte
 
     def to_reader(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float) -> Floats:
         """From each of `sources`, shares of sums among them, to each of `targets`, which nobody but it wants.
 
-        Shares are scattered where the target cuts further. Of a tensor of `size_bytes`; [sources, targets].
+        Shares are scattered where the target cuts further, as lowering does it. Of a tensor of `size_bytes`; [sources,
+        targets].
         """
         if not any(source.is_partial for source in sources):
-            return self.moves.seconds(sources, targets, size_bytes)
+            return self.seconds(sources, targets, size_bytes)
         evens = [target.even() for target in targets]
         key = tuple([(each.cuts, each.sums, each.means) for each in sources]), tuple([each.cuts for each in evens])
-        if key not in self._ways:
-            found = reduction_paths(sources, evens)
-            self._ways[key] = found, self.collectives.adding(found.additions)
-        ways, adding = self._ways[key]
-        moving = self.moves.seconds(ways.held, targets, size_bytes)
-        return adding.seconds(size_bytes)[ways.addition_of] + np.take_along_axis(moving, ways.held_of, axis=0)
+        if key not in self._paths:
+            found = _reduction_paths(sources, evens)
+            self._paths[key] = found, self._adding(found.additions)
+        paths, adding = self._paths[key]
+        moving = self.seconds(paths.held, targets, size_bytes)
+        return adding.seconds(size_bytes)[paths.addition_of] + np.take_along_axis(moving, paths.held_of, axis=0)
 
     def to_all(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float) -> Floats:
         """The same where others want the value, too: shares are added up to copies first."""
-        moving = self.moves.seconds([each.reduced() for each in sources], targets, size_bytes)
+        moving = self.seconds([each.reduced() for each in sources], targets, size_bytes)
         return self.to_copies(sources, size_bytes)[:, None] + moving
 
     def to_copies(self, sources: Sequence[Layout], size_bytes: float) -> Floats:
         """Cost of adding up the partial sums of each of `sources`, cut as they are."""
-        return self.collectives.adding([_all_reduced(each) for each in sources]).seconds(size_bytes)
+        additions: list[Addition] = [
+            (("all_reduce", each.partial_over, each.parts),) if each.is_partial else () for each in sources
+        ]
+        return self._adding(additions).seconds(size_bytes)
 
-
-def _all_reduced(layout: Layout) -> Addition:
-    return (("all_reduce", layout.partial_over, layout.parts),) if layout.is_partial else ()
+    def _adding(self, additions: Sequence[Addition]) -> SumReduction:
+        """Cost of each of `additions`: collectives one after the other, for tensors of any size."""
+        steps = max(map(len, additions))
+        keys = dict.fromkeys((kind, over) for each in additions for kind, over, _ in each)
+        for key in keys:
+            if key not in self._collectives:
+                self._collectives[key] = reduction_cost(self.cluster, self.devices, *key)
+        costs = [FREE, *(self._collectives[key] for key in keys)]
+        numbers = {key: number for number, key in enumerate(keys, 1)}
+        which = np.zeros((steps, len(additions)), dtype=np.int64)
+        parts = np.ones(which.shape)
+        for column, each in enumerate(additions):
+            for row, (kind, over, count) in enumerate(each):
+                which[row, column], parts[row, column] = numbers[kind, over], count
+        figures = np.zeros((2, len(costs), max(len(cost.ways) for cost in costs)))
+        figures[0] = np.inf
+        for number, cost in enumerate(costs):
+            for place, way in enumerate(cost.ways):
+                figures[:, number, place] = way.fixed_s, way.per_byte_s
+        return SumReduction(parts, figures[0][which], figures[1][which])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedValue:
-    """A variable for a value: its layouts, and what they cost with the source's and the readers' configurations."""
+    """A variable for a value that several nodes read: the layout in which they find it, and what layouts cost.
+
+    So a change of layout that several readers share is paid once: a value goes from the layout in which its node leaves
+    it to the variable's, and from there to each reader's.
+    """
 
     layouts: tuple[Layout, ...]
     from_source: Floats
@@ -509,9 +461,9 @@ class SharedValue:
 
 
 def shared_value(
-    source: TensorLayouts, readers: Sequence[TensorLayouts], size_bytes: float, changes: Changes, given: bool
+    source: TensorLayouts, readers: Sequence[TensorLayouts], size_bytes: float, table: ReshardTable, given: bool
 ) -> SharedValue:
-    """The hub of a computed value of `size_bytes`; `given` says whether others want it besides `readers`.
+    """The variable of a computed value of `size_bytes`; `given` says whether others want it besides `readers`.
 
     Lowering scatters shares of sums only to what all readers want alike: hence a second set of the layouts wanted by
     all, which cost less to come to and cannot be left.
@@ -522,16 +474,16 @@ def shared_value(
     if not given and any(layout.is_partial for layout in source.layouts):
         evens = [{layout.even() for layout in reader.layouts} for reader in readers]
         bound = [layout for layout in free if all(layout in even for even in evens)]
-    into = [changes.to_all(source.layouts, free, size_bytes)]
+    into = [table.to_all(source.layouts, free, size_bytes)]
     if bound:
-        into.append(changes.to_reader(source.layouts, bound, size_bytes))
+        into.append(table.to_reader(source.layouts, bound, size_bytes))
     out: dict[int, Floats] = {}
     for reader in readers:
         if id(reader) in out:
             continue
-        moving = [changes.moves.seconds(free, reader.layouts, size_bytes)]
+        moving = [table.seconds(free, reader.layouts, size_bytes)]
         if bound:
-            of_equal = changes.moves.seconds(bound, reader.layouts, size_bytes)
+            of_equal = table.seconds(bound, reader.layouts, size_bytes)
             moving.append(of_equal + _only_equal(bound, [layout.even() for layout in reader.layouts]))
         out[id(reader)] = np.concatenate(moving)[:, reader.of]
     to_readers = tuple(out[id(reader)] for reader in readers)
@@ -539,7 +491,7 @@ def shared_value(
 
 
 def shared_parameter(readers: Sequence[TensorLayouts], shape: tuple[int, ...], only_whole: bool) -> SharedValue:
-    """The hub of a parameter: held in the one layout that all its readers want, or whole and cut for free."""
+    """The variable of a parameter: held in the one layout that all its readers want, or whole and cut for free."""
     whole = replicated(shape)
     wanted = dict.fromkeys(layout for reader in readers for layout in reader.layouts)
     common = [each for each in wanted if each != whole and all(each in reader.layouts for reader in readers)]

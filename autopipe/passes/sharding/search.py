@@ -2,13 +2,12 @@
 
 Each stage is searched by itself, on the tables of its configurations; its memory is counted as lowering will use it,
 and bounds on the bytes that come and go are tightened until the answer fits.
-`Exact` shares a time limit among searches.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,8 +51,8 @@ class FittedPlacement:
     worst: int
 
 
-def fit_stage(
-    problem: Problem, placement: Placement, index: int, tables: Tables, solver: Solver, overlap: bool = False
+def _fit_stage(
+    problem: Problem, placement: Placement, index: int, tables: Tables, solver: Solver, overlap: bool
 ) -> FittedPlacement:
     """`placement` with the best splits of stage `index` that its devices hold.
 
@@ -61,13 +60,17 @@ def fit_stage(
     configurations that need more are forbidden, and what remains is for the sum of what stays. Raises InfeasibleError,
     with the least excess that was met, where nothing fits.
     """
+
+    def measured(answer: Assignment) -> FittedPlacement:
+        proof = SplitProof(float(answer.cost), float(answer.bound), answer.proven)
+        return _with_splits(problem, placement, index, tables.splits(answer.choice), proof)
+
     fastest = solver(tables, None)
-    found = _measured(problem, placement, index, tables, fastest)
-    tried = [found]
+    trials = [measured(fastest)]
     room = min(map(problem.memory_of, placement.stages[index].devices))
     before = room
-    for most in _bounds_on_passing(tables, fastest, room) if found.excess > 0 else ():
-        if tried[-1].excess <= 0 and before - most < _APART * room:
+    for most in _bounds_on_passing(tables, fastest, room) if trials[0].excess > 0 else ():
+        if trials[-1].excess <= 0 and before - most < _APART * room:
             break
         before = most
         # What the model does not know: values that several nodes keep in different blocks, buffers of messages.
@@ -78,20 +81,19 @@ def fit_stage(
                 answer = solver(bounded, room - most - unknown)
             except InfeasibleError:
                 break
-            found = _measured(problem, placement, index, tables, answer)
-            tried.append(found)
-            if found.excess <= 0 or not answer.fits:
+            trials.append(measured(answer))
+            if trials[-1].excess <= 0 or not answer.fits:
                 break
-            unknown += found.excess
-    fitting = [each for each in tried if each.excess <= 0]
+            unknown += trials[-1].excess
+    fitting = [each for each in trials if each.excess <= 0]
     if fitting:
         count = problem.batch_size // placement.stages[index].micro_batch_size
         best = min(fitting, key=lambda each: step_seconds(each.cost, count, overlap))
         # Under a bound on what comes and goes an answer is proven for that bound alone.
-        bound = tried[0].proof.lower_bound
-        optimal = best is tried[0] and best.proof.optimal
+        bound = trials[0].proof.lower_bound
+        optimal = best is trials[0] and best.proof.optimal
         return replace(best, proof=SplitProof(best.proof.cost, bound, optimal))
-    least = min(tried, key=lambda each: each.excess)
+    least = min(trials, key=lambda each: each.excess)
     need = problem.memory_of(least.worst) + least.excess
     raise out_of_memory(problem, [index], len(placement.stages), least.worst, need, least=True)
 
@@ -108,17 +110,10 @@ def _bounds_on_passing(tables: Tables, answer: Assignment, room: int) -> list[in
     return found
 
 
-def _measured(
-    problem: Problem, placement: Placement, index: int, tables: Tables, answer: Assignment
-) -> FittedPlacement:
-    """The placement with an answer's splits, and what it takes whatever the model said."""
-    proof = SplitProof(float(answer.cost), float(answer.bound), answer.proven)
-    return _with_splits(problem, placement, index, tables.splits(answer.choice), proof)
-
-
 def _with_splits(
     problem: Problem, placement: Placement, index: int, splits: tuple[tuple[int, Splits], ...], proof: SplitProof
 ) -> FittedPlacement:
+    """The placement with these splits of a stage, and what it takes whatever the model said."""
     stages = list(placement.stages)
     stages[index] = replace(stages[index], splits=splits)
     found = replace(placement, stages=tuple(stages))
@@ -128,8 +123,8 @@ def _with_splits(
     return FittedPlacement(found, proof, costs[index], excess, worst)
 
 
-def or_by_samples(
-    problem: Problem, graph: Graph, fitted: FittedPlacement, index: int, overlap: bool = False
+def _or_by_samples(
+    problem: Problem, graph: Graph, fitted: FittedPlacement, index: int, overlap: bool
 ) -> FittedPlacement:
     """The same, or the stage with nothing but its samples shared, where that is faster and fits.
 
@@ -158,7 +153,7 @@ class SplitProblem:
 
     problem: Problem
     plans: tuple[StageNodes, ...]
-    terms: tuple[StageOptions, ...]
+    options: tuple[StageOptions, ...]
 
     def split(
         self, placement: Placement, index: int, solver: Solver, overlap: bool = False, own: Problem | None = None
@@ -169,49 +164,27 @@ class SplitProblem:
         `own` is the problem on the stage's micro-batches, where that is known. Raises InfeasibleError, with the least
         excess, where nothing fits into memory, and what `solver` raises.
         """
-        stage, terms = placement.stages[index], self.terms[index]
+        stage, options = placement.stages[index], self.options[index]
         own = own or resized(self.problem, stage.micro_batch_size)
-        tables = make_tables(own, [node for node, _ in self.plans[index].nodes], stage.devices, terms)
-        best = fit_stage(self.problem, placement, index, tables, solver, overlap)
-        if any(node in terms.allowed for node in stage.nodes):
+        tables = make_tables(own, [node for node, _ in self.plans[index].nodes], stage.devices, options)
+        best = _fit_stage(self.problem, placement, index, tables, solver, overlap)
+        if any(node in options.allowed for node in stage.nodes):
             return best
-        return or_by_samples(self.problem, own.graph, best, index, overlap)
+        return _or_by_samples(self.problem, own.graph, best, index, overlap)
 
 
 def split_problem(problem: Problem, placement: Placement, fixed: Mapping[int, Splits]) -> SplitProblem:
     """The insides of `placement`'s stages, with the splits of `fixed` nodes as they are there."""
-    wanted = (problem.loss,) if problem.train and problem.loss is not None else problem.graph.outputs
-    plans = assign_nodes(problem.graph, placement, wanted)
-    return SplitProblem(problem, plans, _terms(problem, placement, plans, fixed))
-
-
-def split_stages(
-    problem: Problem, placement: Placement, fixed: Mapping[int, Splits], solver: Solver, overlap: bool = False
-) -> Placement:
-    """`placement` with every stage split so, and what is proven of that.
-
-    Raises InfeasibleError where memory does not hold any placement, with the least excess, and what `solver` raises.
-    """
-    inside = split_problem(problem, placement, fixed)
-    proofs = []
-    for index in range(len(placement.stages)):
-        best = inside.split(placement, index, solver, overlap)
-        placement = best.placement
-        proofs.append(best.proof)
-    return replace(placement, proof=_together(proofs))
-
-
-def _terms(
-    problem: Problem, placement: Placement, plans: Sequence[StageNodes], fixed: Mapping[int, Splits]
-) -> tuple[StageOptions, ...]:
     graph = problem.graph
+    wanted = (problem.loss,) if problem.train and problem.loss is not None else graph.outputs
+    plans = assign_nodes(graph, placement, wanted)
     computed = [{node for node, _ in plan.nodes} for plan in plans]
     whole: Splits = ()
     # What several stages compute for themselves is cheap; splits of one group mean nothing on another.
     shared = {node: (whole,) for node in recomputed_nodes(graph) if sum(node in each for each in computed) > 1}
     read = [{name for node in each for name in graph.nodes[node].inputs if graph.parameter(name)} for each in computed]
     torn = frozenset(name for names in read for name in names if sum(name in each for each in read) > 1)
-    return tuple(
+    options = (
         StageOptions(
             allowed={**shared, **{node: (splits,) for node, splits in fixed.items()}},
             given=frozenset(plan.outputs),
@@ -221,12 +194,24 @@ def _terms(
         )
         for stage, plan, kept in zip(placement.stages, plans, in_flight(problem, placement), strict=True)
     )
+    return SplitProblem(problem, plans, tuple(options))
 
 
-def _together(proofs: Sequence[SplitProof]) -> SplitProof:
-    """The proof of all stages: what they cost together."""
-    cost, bound = (sum(figures) for figures in zip(*((each.cost, each.lower_bound) for each in proofs), strict=True))
-    return SplitProof(cost, bound, all(each.optimal for each in proofs))
+def split_stages(
+    problem: Problem, placement: Placement, fixed: Mapping[int, Splits], solver: Solver, overlap: bool = False
+) -> Placement:
+    """`placement` with every stage split so, and what is proven of that: what all stages cost together.
+
+    Raises InfeasibleError where memory does not hold any placement, with the least excess, and what `solver` raises.
+    """
+    inside = split_problem(problem, placement, fixed)
+    proofs = []
+    for index in range(len(placement.stages)):
+        best = inside.split(placement, index, solver, overlap)
+        placement = best.placement
+        proofs.append(best.proof)
+    cost, bound = sum(each.cost for each in proofs), sum(each.lower_bound for each in proofs)
+    return replace(placement, proof=SplitProof(cost, bound, all(each.optimal for each in proofs)))
 
 
 _PATIENCE_S = 2.0

@@ -4,7 +4,7 @@
     answer = solve(tables.model)
     splits = tables.splits(answer.choice)
 
-Variables of the model are the nodes, in order, then one for each value that several nodes read (see `hubs.py`). Equal
+Variables of the model are the nodes, in order, then one for each value that several nodes read (`SharedValue`). Equal
 nodes and equal pairs share their arrays.
 """
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from autopipe.ir.problem import Problem
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.node_costs import (
-    NO_TERMS,
+    NO_OPTIONS,
     Computing,
     Costs,
     NodeClass,
@@ -36,8 +36,6 @@ from autopipe.passes.sharding.node_costs import (
     times_run,
 )
 from autopipe.passes.sharding.reshard_tables import (
-    Changes,
-    Collectives,
     Floats,
     ReshardTable,
     SharedValue,
@@ -49,7 +47,7 @@ from autopipe.passes.solvers.min_sum import Edge, MinSum
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """The model of a stage's nodes on a group of devices; variable i of it is `nodes[i]`, further ones are hubs."""
+    """The model of a stage's nodes on a group of devices; variable i of it is `nodes[i]`, further ones are values."""
 
     nodes: tuple[int, ...]
     configurations: tuple[tuple[Splits, ...], ...]
@@ -87,22 +85,21 @@ class Tables:
 
 
 def make_tables(
-    problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], terms: StageOptions = NO_TERMS
+    problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], options: StageOptions = NO_OPTIONS
 ) -> Tables:
     """The model of `nodes` (ascending, all of them computed) on `devices`.
 
     Raises ConfigurationError where a device states no figure for a class of operators.
     """
-    ground = stage_context(problem, nodes, devices, terms)
-    kinds = node_classes(ground)
-    changes = Changes(ReshardTable(problem.cluster, devices), Collectives(problem.cluster, devices))
-    parameters = Parameters(problem, devices)
-    builder = _Builder(ground, dict(zip(ground.nodes, kinds, strict=True)), changes, parameters)
+    stage = stage_context(problem, nodes, devices, options)
+    kinds = dict(zip(stage.nodes, node_classes(stage), strict=True))
+    builder = _Builder(stage, kinds, ReshardTable(problem.cluster, devices), Parameters(problem, devices))
     builder.add_nodes()
-    for name in ground.readers:
-        if ground.graph.parameter(name) is not None:
-            builder.add_parameter(name)
-        elif ground.graph.producer(name) in builder.places:
+    for name in stage.readers:
+        if stage.graph.parameter(name) is not None:
+            if stage.is_shared_parameter(name):
+                builder.add_parameter(name)
+        elif stage.graph.producer(name) in builder.places:
             builder.add_value(name)
     return builder.tables()
 
@@ -111,9 +108,9 @@ def make_tables(
 class _Builder:
     """A model in the making; `shared` are arrays that equal nodes and edges have in common."""
 
-    ground: StageContext
+    stage: StageContext
     kinds: dict[int, NodeClass]
-    changes: Changes
+    reshard: ReshardTable
     parameters: Parameters
     places: dict[int, int] = field(default_factory=dict)
     costs: list[Costs] = field(default_factory=list)
@@ -121,62 +118,57 @@ class _Builder:
     shared: dict[Hashable, Any] = field(default_factory=dict)
 
     def add_nodes(self) -> None:
-        """A variable for each node."""
-        computing = Computing(self.ground.problem, self.ground.devices)
+        computing = Computing(self.stage.problem, self.stage.devices)
         for node, kind in self.kinds.items():
             self.places[node] = len(self.costs)
-            self.costs.append(
-                self._once(
-                    ("node", id(kind)), partial(node_class_costs, kind, computing, self.parameters, self.changes)
-                )
-            )
+            make = partial(node_class_costs, kind, computing, self.parameters, self.reshard)
+            self.costs.append(self._once(("node", id(kind)), make))
 
     def add_parameter(self, name: str) -> None:
         """A variable for a parameter whose layout is not one node's choice."""
-        ground = self.ground
-        if not ground.is_shared_parameter(name):
-            return
-        shape = ground.graph.type_of(name).shape
-        forms = [self.kinds[each.node].reads(each.position) for each in ground.readers[name]]
-        hub = shared_parameter(forms, shape, only_whole=name in ground.terms.whole)
-        held = self.parameters.holding(name, hub.layouts)
-        costs = Costs(held.update_s + held.gradient_s, held.gradient_s, np.zeros(len(hub.layouts)), held.bytes)
-        place = self._add_variable(costs)
-        self._add_readers(place, name, hub)
+        shape = self.stage.graph.type_of(name).shape
+        wanted = [self.kinds[each.node].reads(each.position) for each in self.stage.readers[name]]
+        value = shared_parameter(wanted, shape, only_whole=name in self.stage.options.whole)
+        held = self.parameters.holding(name, value.layouts)
+        backward = np.zeros(len(value.layouts))
+        self._add_shared(name, value, Costs(held.update_s + held.gradient_s, held.gradient_s, backward, held.bytes))
 
     def add_value(self, name: str) -> None:
         """The edges of a computed value to its readers: one edge, or those of a variable between them."""
-        ground, readers = self.ground, self.ground.readers[name]
-        source = ground.graph.producer(name)
+        stage, readers = self.stage, self.stage.readers[name]
+        source = stage.graph.producer(name)
         assert source is not None, name
-        position = ground.graph.nodes[source].outputs.index(name)
-        size, given = ground.graph.type_of(name).bytes, name in ground.terms.given
-        times = times_run(ground, name) * ground.problem.micro_batches
+        position = stage.graph.nodes[source].outputs.index(name)
+        size, given = stage.graph.type_of(name).bytes, name in stage.options.given
+        times = times_run(stage, name) * stage.problem.micro_batches
         ends = tuple((id(self.kinds[each.node]), each.position) for each in readers)
         key = ("value", id(self.kinds[source]), position, ends, size, given, times)
         left = self.kinds[source].leaves(position)
         wanted = [self.kinds[each.node].reads(each.position) for each in readers]
         if len(readers) == 1:
-            change = self.changes.to_all if given else self.changes.to_reader
+            change = self.reshard.to_all if given else self.reshard.to_reader
             (only,) = wanted
             matrix = self._once(key, lambda: change(left.layouts, only.layouts, size)[left.of][:, only.of] * times)
             self._add_edge(self.places[source], self.places[readers[0].node], matrix)
             return
-        hub = self._once(key, lambda: shared_value(left, wanted, size, self.changes, given).times(times))
-        place = self._add_variable(self._once(("free", len(hub.layouts)), partial(_free, len(hub.layouts))))
-        self._add_edge(self.places[source], place, hub.from_source)
-        self._add_readers(place, name, hub)
+        value = self._once(key, lambda: shared_value(left, wanted, size, self.reshard, given).times(times))
+        count = len(value.layouts)
+        nothing = np.zeros(count)
+        free = self._once(("free", count), lambda: Costs(nothing, nothing, nothing, np.zeros(count, dtype=np.int64)))
+        self._add_edge(self.places[source], len(self.costs), value.from_source)
+        self._add_shared(name, value, free)
 
     def tables(self) -> Tables:
         """The collected tables."""
-        seconds = tuple(each.seconds for each in self.costs)
-        model = MinSum(seconds, tuple(self.edges), tuple(each.memory for each in self.costs))
-        configurations = tuple(kind.configurations for kind in self.kinds.values())
         passing = (self._once(("passing", id(kind)), partial(passing_bytes, kind)) for kind in self.kinds.values())
         return Tables(
-            nodes=self.ground.nodes,
-            configurations=configurations,
-            model=model,
+            nodes=self.stage.nodes,
+            configurations=tuple(kind.configurations for kind in self.kinds.values()),
+            model=MinSum(
+                tuple(each.seconds for each in self.costs),
+                tuple(self.edges),
+                tuple(each.memory for each in self.costs),
+            ),
             gradients=tuple(each.gradients for each in self.costs),
             backwards=tuple(each.backward for each in self.costs),
             passing=tuple(passing),
@@ -184,9 +176,9 @@ class _Builder:
         )
 
     def _kept_again(self) -> Iterator[Edge]:
-        ground = self.ground
-        micro_batches = 1 if ground.terms.recompute else ground.terms.in_flight
-        for each in ground.kept_again:
+        stage = self.stage
+        micro_batches = 1 if stage.options.recompute else stage.options.in_flight
+        for each in stage.kept_again:
             first, other = self.kinds[each.first], self.kinds[each.node]
             key = ("kept", id(first), each.by_first.dimensions, id(other), each.by_node.dimensions, each.by_node.bytes)
             memory = self._once(key, partial(more_bytes, first, each.by_first, other, each.by_node))
@@ -195,12 +187,11 @@ class _Builder:
                 memory = self._once(("times", *key), partial(np.multiply, memory, micro_batches))
                 yield Edge(self.places[each.first], self.places[each.node], nothing, memory)
 
-    def _add_variable(self, costs: Costs) -> int:
+    def _add_shared(self, name: str, value: SharedValue, costs: Costs) -> None:
+        """A variable, and its edges to all readers."""
+        place = len(self.costs)
         self.costs.append(costs)
-        return len(self.costs) - 1
-
-    def _add_readers(self, place: int, name: str, hub: SharedValue) -> None:
-        for reader, matrix in zip(self.ground.readers[name], hub.to_readers, strict=True):
+        for reader, matrix in zip(self.stage.readers[name], value.to_readers, strict=True):
             self._add_edge(place, self.places[reader.node], matrix)
 
     def _add_edge(self, source: int, target: int, matrix: Floats) -> None:
@@ -212,9 +203,3 @@ class _Builder:
         if key not in self.shared:
             self.shared[key] = make()
         return self.shared[key]
-
-
-def _free(count: int) -> Costs:
-    """A variable of `count` choices that cost nothing by themselves."""
-    nothing = np.zeros(count)
-    return Costs(nothing, nothing, nothing, np.zeros(count, dtype=np.int64))

@@ -159,7 +159,7 @@ class IntraStageSearch:
 
     def _searched(self, inside: SplitProblem, placement: Placement, index: int) -> tuple[Stage, SplitProof]:
         """A stage as the solver finds it best without regard to memory."""
-        stage, terms = placement.stages[index], inside.terms[index]
+        stage, terms = placement.stages[index], inside.options[index]
         nodes = [node for node, _ in inside.plans[index].nodes]
         key = self.contents.key(nodes, stage.devices, terms)
         if key not in self._found:
@@ -198,7 +198,7 @@ class IntraStageSearch:
         inside = split_problem(self.problem, plain.placement, wished)
         keys = [
             self.contents.key([node for node, _ in plan.nodes], stage.devices, terms)
-            for plan, stage, terms in zip(inside.plans, plain.placement.stages, inside.terms, strict=True)
+            for plan, stage, terms in zip(inside.plans, plain.placement.stages, inside.options, strict=True)
         ]
         rounds: Counter[Hashable] = Counter()
         while not plain.fits:
@@ -222,7 +222,7 @@ class IntraStageSearch:
     def _check_least(self, inside: SplitProblem, plain: CostedPlacement, index: int) -> None:
         """Raise InfeasibleError where a stage needs more than there is however each node is split by itself."""
         nodes = [node for node, _ in inside.plans[index].nodes]
-        tables = make_tables(self.problem, nodes, plain.placement.stages[index].devices, inside.terms[index])
+        tables = make_tables(self.problem, nodes, plain.placement.stages[index].devices, inside.options[index])
         stays = sum(int(each.min()) for each in tables.model.memory or ())
         least = stays + max(int(each.min()) for each in tables.passing)
         device = plain.excess[index][1]

@@ -85,8 +85,8 @@ def test_equal_layers_on_other_devices_are_searched_again() -> None:
     inside = split_problem(both, Placement(stages), {})
     contents = NodeContents.of(both)
     groups = [(0, 1), (2, 3), (4, 5)]
-    keys = [contents.key(nodes[i], groups[i], inside.terms[i + 1]) for i in range(3)]
-    keys.append(contents.key(nodes[2], (0, 1), inside.terms[3]))
+    keys = [contents.key(nodes[i], groups[i], inside.options[i + 1]) for i in range(3)]
+    keys.append(contents.key(nodes[2], (0, 1), inside.options[3]))
     assert keys[0] == keys[1] == keys[3] != keys[2]
 
 

@@ -12,7 +12,7 @@ from autopipe.ir.layout import Layout, MeshAxis, WindowedBlocks, merged, mesh_of
 from autopipe.ir.placement import Split
 from autopipe.passes.analysis.resharding import reductions, steps_between
 from autopipe.passes.cost.communication import moving_seconds, relayout_seconds
-from autopipe.passes.sharding.reshard_tables import Changes, Collectives, ReshardTable
+from autopipe.passes.sharding.reshard_tables import ReshardTable
 from tests.passes.cost.graphs import cluster
 
 CLUSTERS = (cluster(4), cluster(8, 4), cluster(6, 2), cluster(12, 6), cluster(7))
@@ -54,8 +54,7 @@ def test_a_table_has_what_each_change_costs(data: st.DataObject) -> None:
     sources = data.draw(st.lists(layouts(devices.size, shape, True), min_size=1, max_size=6, unique=True))
     targets = data.draw(st.lists(layouts(devices.size, shape, False), min_size=1, max_size=6, unique=True))
     everyone = tuple(range(devices.size))
-    changes = Changes(ReshardTable(devices, everyone), Collectives(devices, everyone))
-    found = changes.to_reader(sources, targets, 4 * shape[0] * shape[1])
+    found = ReshardTable(devices, everyone).to_reader(sources, targets, 4 * shape[0] * shape[1])
     wanted = [[seconds_by_steps(devices, source, target) for target in targets] for source in sources]
     np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-15)
 
