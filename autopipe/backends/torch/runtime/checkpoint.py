@@ -19,22 +19,7 @@ from typing import Any
 
 import torch
 
-from autopipe.backends.torch.checkpoint import format as folders
-from autopipe.backends.torch.checkpoint.format import (
-    Block,
-    Checkpoint,
-    Content,
-    StoredFile,
-    StoredGenerator,
-    StoredParameter,
-    StoredTensor,
-    document_of,
-    merged,
-    parsed,
-    read_checkpoint,
-    text_of,
-    write_shard,
-)
+from autopipe.backends.torch.checkpoint import format as files
 from autopipe.backends.torch.checkpoint.read import FolderLock, Reader, verify_file
 from autopipe.backends.torch.runtime.checkpoint_state import (
     SavedBlock,
@@ -104,12 +89,12 @@ class HostCopies:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def contents(self) -> list[Content]:
+    def contents(self) -> list[files.Content]:
         """Wait for the copies, and give them as what a file holds."""
         if self._copied is not None:
             self._copied.synchronize()
         return [
-            Content(key, _dtype_name(each), tuple(each.shape), each.reshape(-1).view(torch.uint8).numpy().data)
+            files.Content(key, _dtype_name(each), tuple(each.shape), each.reshape(-1).view(torch.uint8).numpy().data)
             for key, each in self._buffers.items()
         ]
 
@@ -123,7 +108,7 @@ _DIGITS = 12
 """Of a digest, enough to tell two apart."""
 
 
-def check_identity(checkpoint: Checkpoint, manifest: Manifest, path: Path) -> None:
+def check_identity(checkpoint: files.Checkpoint, manifest: Manifest, path: Path) -> None:
     """Raise ConfigurationError, with the first difference, unless the checkpoint is of the program's model."""
     difference = next(_differences(checkpoint, manifest), None)
     if difference is not None:
@@ -131,7 +116,7 @@ def check_identity(checkpoint: Checkpoint, manifest: Manifest, path: Path) -> No
         raise ConfigurationError(f"the checkpoint is of another {difference}", hint=hint, where=str(path))
 
 
-def _differences(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
+def _differences(checkpoint: files.Checkpoint, manifest: Manifest) -> Iterator[str]:
     saved = {each.name: each.value for each in checkpoint.parameters}
     for index in sorted({shard.parameter for shards in manifest.shards for shard in shards}):
         entry = manifest.parameters[index]
@@ -157,12 +142,12 @@ def _kind(optimizer: dict[str, Any]) -> str:
     return f"{name} with momentum" if name == "sgd" and optimizer["momentum"] else name
 
 
-def _stored(key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: Box) -> StoredTensor:
-    return StoredTensor(_dtype_name(tensor), shape, (Block(box, 0, 0, key),))
+def _stored(key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: Box) -> files.StoredTensor:
+    return files.StoredTensor(_dtype_name(tensor), shape, (files.Block(box, 0, 0, key),))
 
 
-def located(part: Checkpoint, file: StoredFile, offsets: Mapping[str, int]) -> Checkpoint:
-    def found(tensor: StoredTensor) -> StoredTensor:
+def located(part: files.Checkpoint, file: files.StoredFile, offsets: Mapping[str, int]) -> files.Checkpoint:
+    def found(tensor: files.StoredTensor) -> files.StoredTensor:
         return replace(tensor, blocks=tuple(replace(block, offset=offsets[block.key]) for block in tensor.blocks))
 
     return replace(
@@ -209,7 +194,7 @@ class Checkpointer:
         self.wait()
         self._background.start(partial(self._write, self._take_snapshot(position, seed)))
 
-    def _take_snapshot(self, position: Position, seed: int) -> Checkpoint:
+    def _take_snapshot(self, position: Position, seed: int) -> files.Checkpoint:
         """Start to copy what the rank writes. Returns its manifest, which lacks file and offsets."""
         manifest, blocks = self._manifest, list(self._state.blocks(self._pieces))
         states = self._state.generators()
@@ -217,7 +202,7 @@ class Checkpointer:
             {block.key: block.tensor for block in blocks}
             | {f"random.{device}": tensor for device, tensor in states.items()}
         )
-        return Checkpoint(
+        return files.Checkpoint(
             model=str(manifest.model),
             model_digest=manifest.model_digest,
             plan=manifest.plan,
@@ -229,7 +214,7 @@ class Checkpointer:
             files=(),
             parameters=tuple(self._parameters(blocks)),
             random=tuple(
-                StoredGenerator(
+                files.StoredGenerator(
                     self._control_group.rank,
                     device,
                     _stored(f"random.{device}", tensor, tuple(tensor.shape), Box((0,), tuple(tensor.shape))),
@@ -238,8 +223,8 @@ class Checkpointer:
             ),
         )
 
-    def _parameters(self, blocks: Iterable[SavedBlock]) -> Iterator[StoredParameter]:
-        by_parameter: dict[int, dict[str, StoredTensor]] = {}
+    def _parameters(self, blocks: Iterable[SavedBlock]) -> Iterator[files.StoredParameter]:
+        by_parameter: dict[int, dict[str, files.StoredTensor]] = {}
         for block in blocks:
             index = block.piece.parameter
             part = _stored(block.key, block.tensor, self._manifest.parameters[index].shape, block.piece.box)
@@ -250,7 +235,7 @@ class Checkpointer:
         for index, tensors in by_parameter.items():
             entry, value = self._manifest.parameters[index], tensors.pop("")
             counters = self._state.counters(index)
-            yield StoredParameter(entry.name, entry.trainable, value, tuple(tensors.items()), counters)
+            yield files.StoredParameter(entry.name, entry.trainable, value, tuple(tensors.items()), counters)
 
     def wait(self) -> None:
         """Wait until what is being saved is committed. Raises LaunchError where it could not be."""
@@ -270,7 +255,7 @@ class Checkpointer:
         if self._lock is not None:
             self._lock.release()
 
-    def _write(self, part: Checkpoint) -> None:
+    def _write(self, part: files.Checkpoint) -> None:
         """On a thread of its own: files of all ranks, then the commit."""
         together, rank = partial(self._control_group.run_collectively, "checkpoint"), self._control_group.rank
         temporary = self._folder / together(partial(self._begin, part.step))[0]
@@ -287,25 +272,25 @@ class Checkpointer:
         if self._lock is None:
             return ""
         if self._lock.held:
-            folders.remove_leftovers(self._folder)
-        temporary = folders.temporary_path(self._folder, step, f"{os.getpid()}-{secrets.token_hex(4)}")
-        with folders.writing(temporary):
+            files.remove_leftovers(self._folder)
+        temporary = files.temporary_path(self._folder, step, f"{os.getpid()}-{secrets.token_hex(4)}")
+        with files.writing(temporary):
             temporary.mkdir()
         return temporary.name
 
-    def _write_part(self, part: Checkpoint, temporary: Path) -> dict[str, Any]:
+    def _write_part(self, part: files.Checkpoint, temporary: Path) -> dict[str, Any]:
         if not temporary.is_dir():
             hint = "all nodes must share it"
             raise LaunchError("rank 0's checkpoint folder is not here", hint=hint, where=str(temporary))
-        path = temporary / folders.rank_file(self._control_group.rank)
-        return document_of(located(part, *write_shard(path, self._copies.contents())))
+        path = temporary / files.rank_file(self._control_group.rank)
+        return files.document_of(located(part, *files.write_shard(path, self._copies.contents())))
 
     def _commit(self, temporary: Path, parts: list[dict[str, Any]]) -> None:
         if self._control_group.rank == 0:
-            folders.commit(temporary, text_of(merged([parsed(each) for each in parts])))
-            folders.prune(self._folder)
+            files.commit(temporary, files.text_of(files.merged([files.parsed(each) for each in parts])))
+            files.prune(self._folder)
 
-    def restore(self) -> Checkpoint | None:
+    def restore(self) -> files.Checkpoint | None:
         """Put the newest committed state in place. Returns its manifest, None where there is none.
 
         Raises ConfigurationError for a checkpoint of another model, LaunchError for a damaged one.
@@ -323,8 +308,8 @@ class Checkpointer:
         step, _ = newest[0]
         if not step:
             return None
-        path = folders.checkpoint_path(self._folder, step)
-        checkpoint = read_checkpoint(path)
+        path = files.checkpoint_path(self._folder, step)
+        checkpoint = files.read_checkpoint(path)
         check_identity(checkpoint, self._manifest, path)
 
         def verify() -> None:
@@ -337,14 +322,14 @@ class Checkpointer:
 
     def _newest(self) -> tuple[int, str]:
         """The newest checkpoint's step, 0 where there is none, and the digest of its manifest."""
-        step = max(folders.committed_steps(self._folder), default=0)
+        step = max(files.committed_steps(self._folder), default=0)
         try:
-            manifest = (folders.checkpoint_path(self._folder, step) / folders.MANIFEST).read_bytes()
+            manifest = (files.checkpoint_path(self._folder, step) / files.MANIFEST).read_bytes()
         except OSError:
             manifest = b""  # To read it will say what is wrong.
         return step, hashlib.sha256(manifest).hexdigest()
 
-    def _put_in_place(self, reader: Reader, checkpoint: Checkpoint) -> None:
+    def _put_in_place(self, reader: Reader, checkpoint: files.Checkpoint) -> None:
         """This rank's blocks, and where its random numbers go on: as they would have under the same plan."""
         self._state.restore(reader, {each.name: each for each in checkpoint.parameters})
         manifest, rank = self._manifest, self._control_group.rank

@@ -231,24 +231,22 @@ def _exchanged(tensor: torch.Tensor, group: Group, origin: int, dimension: int) 
 
 
 def _combined(tensor: torch.Tensor, group: Group, how: dist.ReduceOp.RedOpType) -> torch.Tensor:
-    if is_summed_at_once(tensor, group.process_group):
-        with group.heartbeat.waiting():
-            return start_sum(tensor, group.process_group, how).wait()
-    total = tensor.clone(memory_format=torch.contiguous_format)
     with group.heartbeat.waiting():
+        if is_summed_at_once(tensor, group.process_group):
+            return start_sum(tensor, group.process_group, how).wait()
+        total = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, how, group=group.process_group)
     return total
 
 
 def _gathered(tensor: torch.Tensor, group: Group, dimension: int) -> torch.Tensor:
     group.traffic["all_gather"] += tensor.nbytes * group.size
-    if goes_at_once(tensor, group.process_group):
-        with group.heartbeat.waiting():
-            rows = everyones(tensor, group.process_group)
-        return torch.cat([rows[place] for place in group.order], dimension)
-    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size)]
     with group.heartbeat.waiting():
-        dist.all_gather(parts, tensor.contiguous(), group=group.process_group)
+        if goes_at_once(tensor, group.process_group):
+            parts = list(everyones(tensor, group.process_group))
+        else:
+            parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size)]
+            dist.all_gather(parts, tensor.contiguous(), group=group.process_group)
     return torch.cat([parts[place] for place in group.order], dimension)
 
 
@@ -258,10 +256,9 @@ def _scattered(tensor: torch.Tensor, group: Group, dimension: int) -> torch.Tens
         return group.slice(_combined(tensor, group, dist.ReduceOp.SUM), dimension).contiguous()
     parts = tensor.chunk(group.size, dimension)
     by_rank = [parts[group.order.index(place)].contiguous() for place in range(group.size)]
-    if goes_at_once(tensor, group.process_group):
-        with group.heartbeat.waiting():
-            return start_sum_of_rows(torch.stack(by_rank), group.process_group).wait()
-    shard = torch.empty_like(by_rank[0])
     with group.heartbeat.waiting():
+        if goes_at_once(tensor, group.process_group):
+            return start_sum_of_rows(torch.stack(by_rank), group.process_group).wait()
+        shard = torch.empty_like(by_rank[0])
         dist.reduce_scatter(shard, by_rank, group=group.process_group)
     return shard

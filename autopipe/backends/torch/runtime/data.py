@@ -22,7 +22,7 @@ from typing import IO
 import numpy as np
 
 from autopipe.backends.torch.runtime.manifest import Bounds, InputEntry, Manifest
-from autopipe.backends.torch.runtime.philox import integers, normal, words
+from autopipe.backends.torch.runtime.philox import box_muller_normal, integers, words
 from autopipe.ir.errors import ConfigurationError
 
 Slices = tuple[tuple[int, int], ...]
@@ -206,19 +206,14 @@ class RandomSource(Source):
 
     def _draw(self, entry: InputEntry, start: int, shape: tuple[int, ...], axis: int | None) -> np.ndarray:
         """Numbers from place `start` of the input's stream on, samples first where there are any."""
-        stream, count = (_DATA_STREAM, self._index[entry.name]), math.prod(shape)
-        if entry.below is None:
-            found = normal(self._seed, stream, start, count).reshape(shape)
-        else:
-            found = integers(self._seed, stream, start, count, entry.below).reshape(shape)
-        if entry.drawn:
-            drawn = words(self._seed, stream, start, count).reshape(shape)
-            for bounds in entry.drawn:
-                block = _region(bounds, axis)
-                if axis is not None:
-                    block = (slice(None), *block[:axis], *block[axis + 1 :])
-                least = max(0, bounds.least) if bounds.below > 0 else bounds.least
-                found[block] = (drawn[block] % np.uint64(bounds.below - least)).astype(np.int64) + least
+        drawn = words(self._seed, (_DATA_STREAM, self._index[entry.name]), start, math.prod(shape)).reshape(shape)
+        found = box_muller_normal(drawn) if entry.below is None else integers(drawn, entry.below)
+        for bounds in entry.drawn:
+            block = _region(bounds, axis)
+            if axis is not None:
+                block = (slice(None), *block[:axis], *block[axis + 1 :])
+            least = max(0, bounds.least) if bounds.below > 0 else bounds.least
+            found[block] = integers(drawn[block], bounds.below - least) + least
         return found.astype(_numpy_dtype(entry))
 
 

@@ -106,17 +106,9 @@ def words(seed: int, stream: tuple[int, ...], start: int, count: int) -> Words:
     return WordReader(key_of(seed, stream)).read(start, count)
 
 
-def uniform(seed: int, stream: tuple[int, ...], start: int, count: int) -> np.ndarray:
-    return as_uniform(words(seed, stream, start, count))
-
-
-def normal(seed: int, stream: tuple[int, ...], start: int, count: int) -> np.ndarray:
-    """Standard normal numbers, float64."""
-    return box_muller_normal(words(seed, stream, start, count))
-
-
-def integers(seed: int, stream: tuple[int, ...], start: int, count: int, below: int) -> np.ndarray:
-    return (words(seed, stream, start, count) % np.uint64(below)).astype(np.int64)
+def integers(drawn: Words, below: int) -> npt.NDArray[np.int64]:
+    """A whole number in [0, below) for each word."""
+    return (drawn % np.uint64(below)).astype(np.int64)
 
 
 def as_uniform(drawn: Words) -> npt.NDArray[np.float64]:

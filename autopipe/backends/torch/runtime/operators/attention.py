@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -78,12 +79,7 @@ def _allowed(
         rules.append(ahead <= behind)
     if lengths is not None:
         rules.append(columns < lengths.reshape(-1, 1, 1, 1))
-    if not rules:
-        return None
-    allowed = rules[0]
-    for rule in rules[1:]:
-        allowed = allowed & rule
-    return allowed
+    return reduce(torch.bitwise_and, rules) if rules else None
 
 
 def _bias(query: Tensor, key: Tensor, mask: Tensor | None, allowed: Tensor | None) -> Tensor | None:
