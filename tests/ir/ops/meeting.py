@@ -94,6 +94,11 @@ class Member:
         """The largest over the group."""
         return self._exchanged("all_reduce", tensor).amax(0)
 
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over the group, which every member goes on with: what comes back to all of them is added up too."""
+        found: Tensor = _AllReduce.apply(tensor, self)  # type: ignore[no-untyped-call]
+        return found
+
     def all_gather(self, tensor: Tensor, dimension: int) -> Tensor:
         """The members' parts joined along a dimension; its backward adds up and shares out."""
         found: Tensor = _AllGather.apply(tensor, self, dimension)  # type: ignore[no-untyped-call]
@@ -103,6 +108,17 @@ class Member:
         size = tensor.nbytes * (self.size if kind == "all_gather" else 1)
         self.log.append(Told(kind, size, torch._C._current_autograd_node() is not None))
         return self.meetings.of(self.ranks).exchanged(self.position, tensor)
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, member: Member) -> Tensor:
+        context.member = member
+        return member.total(tensor)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return context.member.total(gradients[0]), None
 
 
 class _AllGather(torch.autograd.Function):

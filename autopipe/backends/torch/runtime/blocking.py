@@ -30,7 +30,6 @@ class ChannelEnd:
     target_stage: int
     target_rank: int
     gradient: bool
-    """True if gradients come back."""
     source_turn: MicroBatchSlice = EVERY
     target_turn: MicroBatchSlice = EVERY
 

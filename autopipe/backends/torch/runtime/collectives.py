@@ -160,10 +160,9 @@ Blocks = tuple[tuple[Slices, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """Blocks that a rank sends to and receives from each position, of its own tensors before and after."""
+    """Blocks that a rank sends to and receives from each position, of its own tensors before (`origin`) and after."""
 
     origin: tuple[int, ...]
-    """Shape before."""
     shape: tuple[int, ...]
     sent: Blocks
     received: Blocks

@@ -345,7 +345,6 @@ class FunctionSource(Source):
         self._epoch = 1
         self._batch: Mapping[str, np.ndarray] = {}
         self._count = manifest.batch_size
-        """Samples of the batch."""
 
     def has(self, step: int) -> bool:
         return self._manifest.train or self._advance(step)

@@ -35,7 +35,6 @@ class Options:
     checkpoint_every: int = 0
     resume: bool = False
     trace: Path | None = None
-    """Folder for each rank's measured spans."""
     record: Path | None = None
     """Folder for each rank's losses and gradients of the first step, or outputs; for verification."""
     perturb: float = 0.0
@@ -43,7 +42,6 @@ class Options:
     report: Path | None = None
     """File for one JSON line a step, written by rank 0."""
     outputs: Path | None = None
-    """`.npz` file for the outputs of inference."""
     blocking: bool = False
     """Wait for every message where it is sent or received, instead of where it is used."""
     dry_run: bool = False

@@ -35,11 +35,9 @@ class Timeouts:
     """Seconds that a rank may take in each phase, without getting further or giving a sign of life."""
 
     start_s: float = 1800.0
-    """Joining the others and loading."""
     step_s: float = 600.0
     """One task of a step; the first one may compile kernels."""
     checkpoint_s: float = 7200.0
-    """Writing or reading a checkpoint."""
 
     def of(self, task: str) -> float:
         return {"start": self.start_s, "step": self.step_s, "checkpoint": self.checkpoint_s}[phase_of(task)]
@@ -53,11 +51,9 @@ class HeartbeatRecord:
     """A record in the heartbeat file; times are those of the machine's monotonic clock, in seconds."""
 
     at: float
-    """The last sign of life."""
     since: float
     """Since when the rank does what it does."""
     waits: bool
-    """True if the rank waits for other ranks."""
     task: str
 
 

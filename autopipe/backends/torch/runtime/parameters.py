@@ -39,7 +39,6 @@ class ContiguousRanges:
     strides: tuple[int, ...]
     """Elements of the tensor from one run to the next, along each of those dimensions."""
     count: int
-    """Number of runs; 0 for an empty block."""
 
     def places(self, start: int, stop: int) -> Places:
         """Where runs [start, stop) begin in the tensor, int64, ascending."""

@@ -21,7 +21,6 @@ from autopipe.ir.layout import MeshAxis, place_along
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 """Four tensors of whole numbers in [0, 2³²), int64, that can be broadcast to one shape."""
 Axes = tuple[tuple[int, int], ...]
-"""Axes of a mesh, outer to inner, as degree and stride."""
 
 _STEP_STREAM = 2
 _LOW = 0xFFFFFFFF

@@ -66,7 +66,6 @@ class Rank:
         self._samples = 0
         """Taken by this run; those that only fill a batch up are not counted."""
         self._repeated = False
-        """True if it was said that data is taken again."""
         self.parameters: dict[int, torch.Tensor] = {}
         self.memory_tracker: MemoryTracker | None = None
         self._modules: dict[int, tuple[ModuleType, Arguments]] = {}

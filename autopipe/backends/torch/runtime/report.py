@@ -37,7 +37,6 @@ class StepReport:
     peak_memory_bytes: tuple[int, ...]
     """So far, by rank."""
     communication_bytes: dict[str, int]
-    """Bytes moved by all ranks' exchanges, by kind (`ir/program.py`)."""
 
     def line(self) -> str:
         loss = "" if self.loss is None else f"loss {self.loss:.6f}  "
@@ -69,7 +68,6 @@ class _Figures(NamedTuple):
 
 
 _WIDTH = len(_Figures._fields) + len(KINDS)
-"""Numbers of a step that ranks exchange."""
 
 
 class Reporter:

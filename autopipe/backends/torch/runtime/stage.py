@@ -202,7 +202,6 @@ class ForwardState:
     """Tensors that a forward leaves for its backward."""
 
     arguments: Tensors
-    """Arguments whose gradients are needed."""
     results: tuple[OutputEdge, ...]
     """Their numbers are kept by nobody but those operators that need them."""
     gradients: dict[int, list[Block]] = field(default_factory=dict)

@@ -13,7 +13,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from autopipe.backends.torch.runtime.failures import Failure, failure_of
 from autopipe.backends.torch.runtime.heartbeat import DEFAULTS, Heartbeat, Timeouts
 from autopipe.backends.torch.runtime.host import (
     give_way,
@@ -32,7 +33,7 @@ from autopipe.backends.torch.runtime.host import (
 )
 from autopipe.backends.torch.runtime.manifest import ChannelEntry
 from autopipe.backends.torch.runtime.signed_store import KEY, SignedStore, Signer
-from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
+from autopipe.ir.errors import AutopipeError, LaunchError
 
 Form = tuple[torch.dtype, tuple[int, ...]]
 """A tensor's type and shape."""
@@ -281,16 +282,11 @@ class ControlGroup:
         try:
             outcome = {"done": act()}
         except AutopipeError as error:
-            words = {"message": error.message, "hint": error.hint, "where": error.where}
-            outcome = {"failed": words | {"exit_code": error.exit_code}}
+            outcome = {"failed": asdict(failure_of(error, self.rank, task))}
         outcomes = [json.loads(each) for each in self.gather(json.dumps(outcome).encode())]
-        for rank, each in enumerate(outcomes):
+        for each in outcomes:
             if "failed" in each:
-                failed = each["failed"]
-                if failed["exit_code"] == ConfigurationError.exit_code:
-                    raise ConfigurationError(failed["message"], failed["hint"], failed["where"])
-                where = f"rank {rank}, task {task}" + (f": {failed['where']}" if failed["where"] else "")
-                raise LaunchError(failed["message"], failed["hint"], where)
+                raise Failure(**each["failed"]).error()
         return [each["done"] for each in outcomes]
 
     def close(self) -> None:

@@ -267,7 +267,6 @@ class AutogradWeightGradient:
     operands: list[GradientEdge]
     parameters: list[torch.Tensor]
     arrived: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
-    """The gradient of the result, once backward has come to it."""
 
     def compute(self) -> None:
         for gradients in self.arrived:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -132,16 +132,15 @@ def average_pool(
     x: Tensor, kernel: Extents, strides: Extents, dilations: Extents, pads: Extents, counted: Extents
 ) -> Tensor:
     """Mean of each window of x padded by `pads`; of those pads only what lies within `counted` is counted."""
+
+    def means(padded: Tensor) -> Tensor:
+        if set(dilations) == {1}:
+            return _AVERAGE[len(kernel)](padded, kernel, strides)
+        return _windows(padded, kernel, strides, dilations).mean(tuple(range(-len(kernel), 0)))
+
     ones = F.pad(torch.ones((1, 1, *x.shape[2:]), dtype=x.dtype, device=x.device), counted, value=1.0)
     rest = tuple(pad - known for pad, known in zip(pads, counted, strict=True))
-    settings = (kernel, strides, dilations)
-    return _window_means(F.pad(x, pads), *settings) / _window_means(F.pad(ones, rest), *settings)
-
-
-def _window_means(padded: Tensor, kernel: Extents, strides: Extents, dilations: Extents) -> Tensor:
-    if set(dilations) == {1}:
-        return _AVERAGE[len(kernel)](padded, kernel, strides)
-    return _windows(padded, kernel, strides, dilations).mean(tuple(range(-len(kernel), 0)))
+    return means(F.pad(x, pads)) / means(F.pad(ones, rest))
 
 
 def lp_pool(x: Tensor, kernel: Extents, strides: Extents, dilations: Extents, pads: Extents, power: int) -> Tensor:
@@ -277,49 +276,44 @@ def roi_align(
     `samples` a bin and axis, or as many as the bin has pixels where 0. He et al., "Mask R-CNN", 2017; the largest is
     taken over the four weighted neighbours of every sample, as ONNX defines.
     """
-    found = [
-        _region(images[int(owner)], region, size, samples, half_pixel, largest)
-        for region, owner in zip(regions * scale - (0.5 if half_pixel else 0.0), owners, strict=True)
-    ]
+    found = []
+    for region, owner in zip(regions * scale - (0.5 if half_pixel else 0.0), owners, strict=True):
+        image = images[int(owner)]
+        left, top, right, bottom = region.tolist()
+        smallest = -math.inf if half_pixel else 1.0
+        rows = _samples(top, max(bottom - top, smallest), size[0], samples, image.shape[1], image)
+        columns = _samples(left, max(right - left, smallest), size[1], samples, image.shape[2], image)
+        inside = (rows.inside[:, None] & columns.inside).to(image.dtype)
+        parts = [
+            image[:, y[:, None], x] * (wy[:, None] * wx * inside)
+            for y, wy in ((rows.low, 1 - rows.weight), (rows.high, rows.weight))
+            for x, wx in ((columns.low, 1 - columns.weight), (columns.high, columns.weight))
+        ]
+        merged: Tensor = torch.stack(parts).amax(0) if largest else torch.stack(parts).sum(0)
+        binned = merged.reshape(-1, size[0], rows.each, size[1], columns.each)
+        found.append(binned.amax((2, 4)) if largest else binned.mean((2, 4)))
     return torch.stack(found) if found else images.new_zeros((0, images.shape[1], *size))
 
 
-def _region(
-    image: Tensor, region: Tensor, size: tuple[int, int], samples: int, half_pixel: bool, largest: bool
-) -> Tensor:
-    """[c, *size] of one region of one image [c, h, w]."""
-    left, top, right, bottom = region.tolist()
-    smallest = -math.inf if half_pixel else 1.0
-    height, width = max(bottom - top, smallest), max(right - left, smallest)
-    rows, row_counts = _samples(top, height, size[0], samples, image)
-    columns, column_counts = _samples(left, width, size[1], samples, image)
-    low_y, high_y, weight_y, inside_y = _neighbours(rows, image.shape[1])
-    low_x, high_x, weight_x, inside_x = _neighbours(columns, image.shape[2])
-    inside = (inside_y[:, None] & inside_x).to(image.dtype)
-    parts = [
-        image[:, y[:, None], x] * (wy[:, None] * wx * inside)
-        for y, wy in ((low_y, 1 - weight_y), (high_y, weight_y))
-        for x, wx in ((low_x, 1 - weight_x), (high_x, weight_x))
-    ]
-    bins = (size[0], row_counts, size[1], column_counts)
-    merged: Tensor = torch.stack(parts).amax(0) if largest else torch.stack(parts).sum(0)
-    binned = merged.reshape(-1, *bins)
-    return binned.amax((2, 4)) if largest else binned.mean((2, 4))
+class _Samples(NamedTuple):
+    """Samples along one axis: the pixels before and behind each, the weight of the one behind, and if it is inside."""
+
+    low: Tensor
+    high: Tensor
+    weight: Tensor
+    inside: Tensor
+    each: int
 
 
-def _samples(start: float, extent: float, bins: int, samples: int, like: Tensor) -> tuple[Tensor, int]:
-    """Where the samples of all bins lie along one axis, and how many a bin has."""
+def _samples(start: float, extent: float, bins: int, samples: int, pixels: int, like: Tensor) -> _Samples:
+    """Samples of all bins of [start, start + extent), `each` in a bin."""
     count = samples or max(math.ceil(extent / bins), 1)
-    places = torch.arange(bins * count, device=like.device, dtype=like.dtype)
-    return start + (places + 0.5) * (extent / bins / count), count
-
-
-def _neighbours(places: Tensor, extent: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The pixels before and behind each place, the weight of the one behind, and whether the place is in the image."""
-    inside = (places >= -1.0) & (places <= extent)
-    clamped = places.clamp(0, extent - 1)
+    numbers = torch.arange(bins * count, device=like.device, dtype=like.dtype)
+    places = start + (numbers + 0.5) * (extent / bins / count)
+    clamped = places.clamp(0, pixels - 1)
     low = clamped.floor().long()
-    return low, (low + 1).clamp(max=extent - 1), clamped - low, inside
+    inside = (places >= -1.0) & (places <= pixels)
+    return _Samples(low, (low + 1).clamp(max=pixels - 1), clamped - low, inside, count)
 
 
 def dft(data: Tensor, dim: int, *, length: int | None = None, inverse: bool = False, onesided: bool = False) -> Tensor:

@@ -24,7 +24,6 @@ Cell = Callable[[Tensor, list[Tensor], Tensor], list[Tensor]]
 """From a step's input, as all gates have it, the states before it and all units' outputs before it, to the states after
 it, the output first."""
 CellFactory = Callable[["Layer", int, list[Activation]], Cell]
-"""The cell of one direction, given by number, with its gates' activations."""
 
 
 class Settings(TypedDict, total=False):

@@ -24,37 +24,21 @@ from torch import Tensor
 
 
 class ShardedAxis(Protocol):
-    """A group as these operators see it (`collectives.Group`): sums and largest elements over it have no gradient."""
+    """A group as these operators see it (`collectives.Group`): `total` and `largest` have no gradient."""
 
     size: int
     position: int
 
     def total(self, tensor: Tensor) -> Tensor: ...
     def largest(self, tensor: Tensor) -> Tensor: ...
+    def all_reduce(self, tensor: Tensor) -> Tensor: ...
     def all_gather(self, tensor: Tensor, dimension: int) -> Tensor: ...
-
-
-def summed(tensor: Tensor, group: ShardedAxis) -> Tensor:
-    """The sum over the group, which every rank goes on with: what comes back to all of them is added up as well."""
-    total: Tensor = _Sum.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return total
 
 
 def once(tensor: Tensor, group: ShardedAxis) -> Tensor:
     """`tensor` on the first rank of the group and zeros on the others: what is added once to shares of a sum."""
     everywhere = torch.ones((), dtype=torch.bool, device=tensor.device)
     return tensor if group.position == 0 else tensor.masked_fill(everywhere, 0)
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, group: ShardedAxis) -> Tensor:
-        context.group = group
-        return group.total(tensor)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return context.group.total(gradients[0]), None
 
 
 def own_places(places: Tensor, extent: int, group: ShardedAxis) -> tuple[Tensor, Tensor]:
@@ -253,7 +237,7 @@ def layer_norm_part(
 def rms_norm_part(x: Tensor, dims: tuple[int, ...], scale: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
     x = precise(x)
     data = wide(x)
-    squares = summed(data.square().sum(dims, keepdim=True), group)
+    squares = group.all_reduce(data.square().sum(dims, keepdim=True))
     return (data * torch.rsqrt(squares / (math.prod(x.shape[dim] for dim in dims) * group.size) + epsilon)).to(
         x.dtype
     ) * scale
@@ -325,9 +309,9 @@ def normalize_part(x: Tensor, p: int, dim: int, group: ShardedAxis) -> Tensor:
     """This rank's part of x over its p-norm along `dim`; p is 1 or 2."""
     data = wide(x)
     if p == 1:
-        norm = summed(data.abs().sum(dim, keepdim=True), group).clamp_min(1e-12)
+        norm = group.all_reduce(data.abs().sum(dim, keepdim=True)).clamp_min(1e-12)
     else:
-        norm = summed(data.square().sum(dim, keepdim=True), group).clamp_min(1e-24).sqrt()
+        norm = group.all_reduce(data.square().sum(dim, keepdim=True)).clamp_min(1e-24).sqrt()
     return (data / norm).to(x.dtype)
 
 
@@ -381,21 +365,21 @@ def extreme_part(x: Tensor, dims: Dims, keepdim: bool, largest: bool, group: Sha
 
 def norm_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tensor:
     """The 2-norm over `dims` of all ranks' parts; that of zeros has no gradient."""
-    squares = summed(wide(x).square().sum(dims, keepdim=True), group)
+    squares = group.all_reduce(wide(x).square().sum(dims, keepdim=True))
     tiny = torch.finfo(squares.dtype).tiny
     norm = torch.where(squares > 0, squares.clamp_min(tiny).sqrt(), torch.zeros_like(squares))
     return norm.to(x.dtype) if keepdim else norm.to(x.dtype).squeeze(dims)
 
 
 def log_sum_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tensor:
-    return summed(wide(x).sum(dims, keepdim), group).log().to(x.dtype)
+    return group.all_reduce(wide(x).sum(dims, keepdim)).log().to(x.dtype)
 
 
 def log_sum_exp_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tensor:
     data = wide(x)
     largest = group.largest(data.amax(dims, keepdim=True))
     largest = torch.where(largest.isinf(), torch.zeros_like(largest), largest)
-    total = summed((data - largest).exp().sum(dims, keepdim=True), group).log() + largest
+    total = group.all_reduce((data - largest).exp().sum(dims, keepdim=True)).log() + largest
     return total.to(x.dtype) if keepdim else total.to(x.dtype).squeeze(dims)
 
 
