@@ -45,9 +45,12 @@ from autopipe.passes.registry import Scheduler
 from autopipe.passes.runner import NullObserver, Runner
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.published.base import GPipe
-from autopipe.passes.schedule.published.bidirectional import Chimera
 from autopipe.passes.schedule.published.blocks import SHAPES, schedule_blocks, shape
-from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward, OneForwardOneBackwardPlus
+from autopipe.passes.schedule.published.one_f_one_b import (
+    Chimera,
+    OneForwardOneBackward,
+    OneForwardOneBackwardPlus,
+)
 from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.schedule.tessel.model import SearchOptions, turn_of
 from autopipe.passes.schedule.tessel.scheduler import Tessel

@@ -31,9 +31,9 @@ def search_whole(graph: BlockGraph, units: int, options: SearchOptions | None = 
     budget = Budget(options or SearchOptions())
     roomy = reserved(graph, units)
     known = construct(roomy, period_bound(roomy), serial_order(graph, units, budget.limit(0.2)), budget)
-    found = shortest(graph, unroll(graph, known, units), budget.limit(1.0), budget.report)
-    optimal = makespan(graph, found.starts) == found.bound
-    schedule = BlockSchedule(graph, found.starts, None, found.bound, optimal, None, budget.used)
+    starts, bound, _ = shortest(graph, unroll(graph, known, units), budget.limit(1.0), budget.report)
+    optimal = makespan(graph, starts) == bound
+    schedule = BlockSchedule(graph, starts, None, bound, optimal, None, budget.used)
     check_blocks(schedule)
     return schedule
 

@@ -73,10 +73,10 @@ STRATEGIES = {
 SCHEDULERS = {
     "1f1b": "autopipe.passes.schedule.published.one_f_one_b:OneForwardOneBackward",
     "1f1b_plus": "autopipe.passes.schedule.published.one_f_one_b:OneForwardOneBackwardPlus",
-    "chimera": "autopipe.passes.schedule.published.bidirectional:Chimera",
+    "chimera": "autopipe.passes.schedule.published.one_f_one_b:Chimera",
     "csv": "autopipe.passes.schedule.csv_order:CsvOrder",
-    "dualpipe": "autopipe.passes.schedule.published.bidirectional:DualPipe",
-    "dualpipe_v": "autopipe.passes.schedule.published.bidirectional:DualPipeV",
+    "dualpipe": "autopipe.passes.schedule.published.zero_bubble:DualPipe",
+    "dualpipe_v": "autopipe.passes.schedule.published.zero_bubble:DualPipeV",
     "gpipe": "autopipe.passes.schedule.published.base:GPipe",
     "hanayo": "autopipe.passes.schedule.published.one_f_one_b:Hanayo",
     "interleaved_1f1b": "autopipe.passes.schedule.published.one_f_one_b:InterleavedOneForwardOneBackward",

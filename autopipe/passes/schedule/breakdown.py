@@ -46,7 +46,6 @@ class StageParts:
 
 
 def stage_parts(problem: Problem, placement: Placement, prediction: Prediction) -> tuple[StageParts, ...]:
-    """The parts of each stage's tasks, in order."""
     works = stage_work(problem, placement)
     # How often each node is computed for a sample, by pipeline.
     copies: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))

@@ -76,8 +76,6 @@ class _State:
         """Stages whose next task waits for nothing but devices."""
 
     def start_ready(self) -> list[Task]:
-        """Start what can start now, and return it."""
-
         def preference(task: Task) -> tuple[bool, int, int]:
             return task.phase is Phase.FORWARD, task.micro_batch * self.samples[task.stage], -task.stage
 
@@ -156,7 +154,6 @@ def _find_repetend(order: Sequence[Task]) -> Repetend:
 
 
 def require_equal_micro_batches(scheduler: str, problem: Problem, placement: Placement) -> None:
-    """Raise InfeasibleError unless all stages run the problem's micro-batches."""
     for index, stage in enumerate(placement.stages):
         if stage.micro_batch_size != problem.micro_batch_size:
             raise InfeasibleError(

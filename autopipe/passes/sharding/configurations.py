@@ -106,12 +106,8 @@ Axes = dict[str, MeshAxis]
 """Axes of the mesh, outer to inner, by the axes of a space that lie along them."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Places:
-    """Where one axis lies: the different places, the first of them nowhere, and which each configuration has."""
-
-    known: list[MeshAxis | None]
-    of: Integers
+_Places = tuple[list[MeshAxis | None], Integers]
+"""Where one axis lies: the different places, the first of them nowhere, and which each configuration has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,23 +122,22 @@ class MeshPositions:
         found = np.ones(self.configurations, dtype=np.int64)
         for name in axes:
             if name in self._places:
-                places = self._places[name]
-                found *= np.array([1 if each is None else each.degree for each in places.known])[places.of]
+                places, of = self._places[name]
+                found *= np.array([1 if each is None else each.degree for each in places])[of]
         return found
 
     @property
     def degree(self) -> Integers:
-        """Into how many parts a whole space is cut, [configurations]."""
         return self.degrees(self._places)
 
     def cases(self, names: Iterable[str]) -> tuple[list[Axes], Integers]:
         """The different ways in which axes of these names lie, and which of them each configuration has."""
         own = {name: self._places[name] for name in names if name in self._places}
-        columns = ((len(places.known), places.of) for places in own.values())
+        columns = ((len(places), place_of) for places, place_of in own.values())
         firsts, of = combined(columns, self.configurations)
         ways = []
         for row in firsts.tolist():
-            pairs = ((name, places.known[places.of[row]]) for name, places in own.items())
+            pairs = ((name, places[place_of[row]]) for name, (places, place_of) in own.items())
             split = [(name, axis) for name, axis in pairs if axis is not None]
             ways.append(dict(sorted(split, key=lambda each: -each[1].stride)))
         return ways, of
@@ -158,12 +153,12 @@ def mesh_positions(configurations: Sequence[Splits], group: int) -> MeshPosition
             stride //= split.degree
             rows[split.axis].append(row)
             marks[split.axis].append(split.degree * (group + 1) + stride)
-    found = {}
+    found: dict[str, _Places] = {}
     for name, where in rows.items():
         of = np.zeros(len(configurations), dtype=np.int64)
         known, numbers = distinct(np.array(marks[name], dtype=np.int64))
         of[where] = numbers + 1
-        found[name] = _Places([None, *(MeshAxis(*divmod(mark, group + 1)) for mark in known.tolist())], of)
+        found[name] = [None, *(MeshAxis(*divmod(mark, group + 1)) for mark in known.tolist())], of
     return MeshPositions(len(configurations), found)
 
 
@@ -177,15 +172,11 @@ class TensorLayouts:
     """Of one device's block of each layout."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """The different layouts of one dimension alone, or of no dimension with shares; and which each configuration has.
+_Part = tuple[list[Layout], Integers]
+"""The different layouts of one dimension alone, or of no dimension with shares; and which each configuration has.
 
-    How a dimension is cut does not depend on the others, so that a tensor's layouts are put together from few parts.
-    """
-
-    layouts: list[Layout]
-    of: Integers
+How a dimension is cut does not depend on the others, so that a tensor's layouts are put together from few parts.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,7 +195,6 @@ class LayoutTable:
     def operand(
         self, graph: Graph, node: Node, position: int, space: Space, configurations: tuple[Splits, ...]
     ) -> TensorLayouts:
-        """How a node wants its operand at `position`."""
         shape, dimensions = graph.type_of(node.inputs[position]).shape, space.operands[position] or ()
         windows = space.windows_of(position)
         cut = id(configurations), dimensions, windows, shape if windows else ()
@@ -228,7 +218,6 @@ class LayoutTable:
         return self._layouts((id(configurations), dimensions, kinds), shape, positions, parts)
 
     def mesh_positions_of(self, configurations: tuple[Splits, ...]) -> MeshPositions:
-        """Where axes lie in each of `configurations`."""
         if id(configurations) not in self._positions:
             self._positions[id(configurations)] = configurations, mesh_positions(configurations, self.group)
         return self._positions[id(configurations)][1]
@@ -253,7 +242,6 @@ class LayoutTable:
 def _parts(
     positions: MeshPositions, dimensions: Sequence[Dimension], shape: Sequence[int], windows: Sequence[Windowed] = ()
 ) -> list[_Part]:
-    """How each dimension is cut."""
     found = []
     for place, (dimension, extent) in enumerate(zip(dimensions, shape, strict=True)):
         own = tuple(replace(each, dimension=0) for each in windows if each.dimension == place)
@@ -266,16 +254,16 @@ def _part(positions: MeshPositions, names: Iterable[str], make: Callable[[Axes],
     """The layouts that `make` gives, which depend on where the axes `names` lie."""
     cases, case_of = positions.cases(names)
     layouts, of = numbered(map(make, cases))
-    return _Part(layouts, of[case_of])
+    return layouts, of[case_of]
 
 
 def _together(shape: tuple[int, ...], parts: Sequence[_Part], configurations: int) -> TensorLayouts:
     """The layouts of a tensor whose dimensions, and then whose shares if it has any, are `parts`."""
-    firsts, of = combined(((len(part.layouts), part.of) for part in parts), configurations)
+    firsts, of = combined(((len(known), part_of) for known, part_of in parts), configurations)
     elements = np.ones(len(firsts), dtype=np.int64)
-    for part in parts:
-        elements *= np.array([each.local_elements for each in part.layouts], dtype=np.int64)[part.of[firsts]]
-    columns = [[part.layouts[number] for number in part.of[firsts].tolist()] for part in parts]
+    for known, part_of in parts:
+        elements *= np.array([each.local_elements for each in known], dtype=np.int64)[part_of[firsts]]
+    columns = [[known[number] for number in part_of[firsts].tolist()] for known, part_of in parts]
     cut, shared = columns[: len(shape)], columns[len(shape) :]
     ways = zip(*([each.cuts[0] for each in column] for column in cut), strict=True) if cut else [()] * len(firsts)
     layouts = [Layout(shape, cuts) for cuts in ways]
@@ -284,7 +272,7 @@ def _together(shape: tuple[int, ...], parts: Sequence[_Part], configurations: in
             Layout(shape, layout.cuts, share.sums, share.means) if share.is_partial else layout
             for layout, share in zip(layouts, shares, strict=True)
         ]
-    if any(each.windows for part in parts for each in part.layouts):
+    if any(each.windows for known, _ in parts for each in known):
         rows = zip(*cut, strict=True)
         for number, row in enumerate(rows):
             windows = tuple(each.windows[0] if each.windows else None for each in row)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +38,6 @@ from autopipe.passes.sharding.reshard_tables import Floats, ReshardTable
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
-    """How a stage runs its nodes."""
-
     allowed: dict[int, tuple[Splits, ...]] = field(default_factory=dict)
     """The configurations of nodes that may not have all."""
     given: frozenset[str] = frozenset()
@@ -106,14 +105,12 @@ class StageContext:
         return {position: name for name, position in found.items()}
 
     def is_shared_parameter(self, name: str) -> bool:
-        """True if the layout of a parameter is a variable of its own."""
         return len(self.readers[name]) > 1 or name in self.options.whole
 
 
 def stage_context(
     problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], options: StageOptions
 ) -> StageContext:
-    """The facts of `nodes`, ascending, on `devices`."""
     graph, samples = problem.graph, sample_axes(problem.graph)
     readers: dict[str, dict[tuple[int, tuple[Dimension, ...]], ValueReader]] = {}
     for node in nodes:
@@ -145,15 +142,27 @@ def stage_context(
     )
 
 
+class Holding(NamedTuple):
+    """A parameter on one device of a group, for each of several layouts."""
+
+    gradient_s: Floats
+    """Seconds, once a step, to exchange gradients among the devices with the same block."""
+    update_s: Floats
+    """Seconds a step to add micro-batches' gradients to one another and to update."""
+    bytes: NDArray[np.int64]
+    """Parameter, gradient and optimizer's state."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Computing:
-    """Seconds of the nodes of a problem on the slowest device of a group, by the share that it computes."""
+class Prices:
+    """Seconds of nodes on the slowest device of a group, by the share that it computes; and the cost of parameters."""
 
     problem: Problem
     devices: tuple[int, ...]
     _by_degree: dict[int, tuple[Floats, Floats]] = field(default_factory=dict)
     _statistics: dict[tuple[int, int], tuple[Sequence[Splits], Floats]] = field(default_factory=dict)
     """By use and configurations, which are held so that their place stays their own."""
+    _rates: dict[frozenset[MeshAxis], float] = field(default_factory=dict)
 
     def seconds(
         self, node: int, use: OpInstance, configurations: Sequence[Splits], positions: MeshPositions
@@ -191,43 +200,6 @@ class Computing:
             self._statistics[key] = configurations, found
         return self._statistics[key][1]
 
-
-def kept_bytes(kept: Sequence[SavedTensor], positions: MeshPositions) -> Integers:
-    """Bytes on one device that backward keeps of a micro-batch, for each configuration of the node that keeps them.
-
-    `SavedTensor.local_bytes` for all of them at once.
-    """
-    found = np.zeros(positions.configurations, dtype=np.int64)
-    for each in kept:
-        size = each.bytes // positions.degrees(axis for dimension in each.dimensions for axis in dimension)
-        for window, extent in each.windows:
-            degree = positions.degrees([window.axis])
-            spans = np.array([window.span(window.count // parts) for parts in degree.tolist()], dtype=np.int64)
-            size = np.where(degree > 1, size * spans // extent, size)
-        found += size
-    return found
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Holding:
-    """A parameter on one device of a group, for each of several layouts."""
-
-    gradient_s: Floats
-    """Seconds, once a step, to exchange gradients among the devices with the same block."""
-    update_s: Floats
-    """Seconds a step to add micro-batches' gradients to one another and to update."""
-    bytes: NDArray[np.int64]
-    """Parameter, gradient and optimizer's state."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Parameters:
-    """Costs of a problem's parameters on a group of devices."""
-
-    problem: Problem
-    devices: tuple[int, ...]
-    _rates: dict[frozenset[MeshAxis], float] = field(default_factory=dict)
-
     def holding(self, name: str, layouts: Sequence[Layout]) -> Holding:
         """Cost of parameter `name` in each of `layouts`.
 
@@ -264,6 +236,22 @@ class Parameters:
         return self._rates[cutting]
 
 
+def kept_bytes(kept: Sequence[SavedTensor], positions: MeshPositions) -> Integers:
+    """Bytes on one device that backward keeps of a micro-batch, for each configuration of the node that keeps them.
+
+    `SavedTensor.local_bytes` for all of them at once.
+    """
+    found = np.zeros(positions.configurations, dtype=np.int64)
+    for each in kept:
+        size = each.bytes // positions.degrees(axis for dimension in each.dimensions for axis in dimension)
+        for window, extent in each.windows:
+            degree = positions.degrees([window.axis])
+            spans = np.array([window.span(window.count // parts) for parts in degree.tolist()], dtype=np.int64)
+            size = np.where(degree > 1, size * spans // extent, size)
+        found += size
+    return found
+
+
 @dataclass(eq=False, slots=True)
 class NodeClass:
     """Nodes equal in all that their costs depend on; `node` is the first of them."""
@@ -278,11 +266,9 @@ class NodeClass:
 
     @property
     def mesh_positions(self) -> MeshPositions:
-        """Where axes lie in its configurations."""
         return self.layouts.mesh_positions_of(self.configurations)
 
     def reads(self, position: int) -> TensorLayouts:
-        """How its configurations want an operand."""
         if position not in self._operands:
             graph, space = self.stage.graph, self.stage.uses[self.node].space
             found = self.layouts.operand(graph, graph.nodes[self.node], position, space, self.configurations)
@@ -290,7 +276,6 @@ class NodeClass:
         return self._operands[position]
 
     def leaves(self, position: int) -> TensorLayouts:
-        """How its configurations leave a result."""
         if position not in self._results:
             graph, space = self.stage.graph, self.stage.uses[self.node].space
             found = self.layouts.result(graph, graph.nodes[self.node], position, space, self.configurations)
@@ -299,7 +284,6 @@ class NodeClass:
 
 
 def node_classes(stage: StageContext) -> tuple[NodeClass, ...]:
-    """The class of each of the stage's nodes."""
     known: dict[Hashable, NodeClass] = {}
     spaces: dict[Hashable, tuple[Splits, ...]] = {}
     layouts = LayoutTable(len(stage.devices))
@@ -327,7 +311,6 @@ def _configurations(stage: StageContext, node: int, known: dict[Hashable, tuple[
 
 
 def _key(stage: StageContext, node: int) -> Hashable:
-    """Key of all that the costs of a node depend on."""
     graph = stage.graph
     parameters = (
         (position, found.trainable)
@@ -358,8 +341,6 @@ def _is_reduced_alone(stage: StageContext, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:
-    """Cost of each configuration of a variable."""
-
     seconds: Floats
     """Of a step."""
     gradients: Floats
@@ -370,11 +351,11 @@ class Costs:
     """Bytes on a device."""
 
 
-def node_class_costs(kind: NodeClass, computing: Computing, parameters: Parameters, reshard: ReshardTable) -> Costs:
+def node_class_costs(kind: NodeClass, prices: Prices, reshard: ReshardTable) -> Costs:
     """Costs of a node's configurations, each by itself."""
     stage, node = kind.stage, kind.node
     options, problem = stage.options, stage.problem
-    forward, backward = computing.seconds(node, stage.uses[node], kind.configurations, kind.mesh_positions)
+    forward, backward = prices.seconds(node, stage.uses[node], kind.configurations, kind.mesh_positions)
     seconds = forward * (1 + options.recompute) + backward if problem.train else forward
     for position, name in enumerate(stage.graph.nodes[node].outputs):
         if _is_reduced_alone(stage, name):
@@ -386,7 +367,7 @@ def node_class_costs(kind: NodeClass, computing: Computing, parameters: Paramete
     memory = np.zeros(len(seconds), dtype=np.int64)
     for position, name in stage.own_parameters(node).items():
         wanted = kind.reads(position)
-        held = parameters.holding(name, wanted.layouts)
+        held = prices.holding(name, wanted.layouts)
         gradients += held.gradient_s[wanted.of]
         seconds = seconds + held.update_s[wanted.of]
         memory += held.bytes[wanted.of]

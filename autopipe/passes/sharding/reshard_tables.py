@@ -103,7 +103,7 @@ class _Overlap:
     lacks: _Truths
     """[ways of sources, ways of targets]: true where a position lacks any."""
     regular: _Truths
-    """[ways of sources, ways of targets]: true where all positions need as much and have all or nothing of some part."""
+    """[ways of sources, ways of targets]: true where all need as much and have all or nothing of some part."""
 
 
 @lru_cache(maxsize=1024)
@@ -241,7 +241,6 @@ class SumReduction:
     """[steps, additions, ways]"""
 
     def seconds(self, size_bytes: float) -> Floats:
-        """For a tensor of `size_bytes` in all."""
         found: Floats = np.zeros(self.parts.shape[1])
         if size_bytes > 0:
             for parts, fixed, per_byte in zip(self.parts, self.fixed_s, self.per_byte_s, strict=True):
@@ -455,7 +454,6 @@ class SharedValue:
     """For each reader [layouts, its configurations]; inf where they do not go together. Equal readers share them."""
 
     def times(self, factor: float) -> SharedValue:
-        """The same `factor` times."""
         made = {id(each): each * factor for each in self.to_readers}
         return SharedValue(self.layouts, self.from_source * factor, tuple(made[id(each)] for each in self.to_readers))
 
@@ -505,7 +503,6 @@ def shared_parameter(readers: Sequence[TensorLayouts], shape: tuple[int, ...], o
 
 
 def _only_equal(layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Floats:
-    """0 where both are the same, else inf."""
     rows = {layout: row for row, layout in enumerate(layouts)}
     found = np.full((len(layouts), len(wanted)), np.inf)
     for column, layout in enumerate(wanted):

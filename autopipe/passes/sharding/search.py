@@ -233,7 +233,6 @@ class Exact:
         return self.solved(tables.model, limit)
 
     def solved(self, model: MinSum, limit: float | None) -> Assignment:
-        """The same of a model."""
         left = None if self._end is None else max(0.01, self._end - time.monotonic())
         if limit is None:
             return solve(model, None, left)

@@ -22,10 +22,9 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.node_costs import (
     NO_OPTIONS,
-    Computing,
     Costs,
     NodeClass,
-    Parameters,
+    Prices,
     StageContext,
     StageOptions,
     more_bytes,
@@ -93,7 +92,7 @@ def make_tables(
     """
     stage = stage_context(problem, nodes, devices, options)
     kinds = dict(zip(stage.nodes, node_classes(stage), strict=True))
-    builder = _Builder(stage, kinds, ReshardTable(problem.cluster, devices), Parameters(problem, devices))
+    builder = _Builder(stage, kinds, ReshardTable(problem.cluster, devices), Prices(problem, devices))
     builder.add_nodes()
     for name in stage.readers:
         if stage.graph.parameter(name) is not None:
@@ -111,17 +110,16 @@ class _Builder:
     stage: StageContext
     kinds: dict[int, NodeClass]
     reshard: ReshardTable
-    parameters: Parameters
+    prices: Prices
     places: dict[int, int] = field(default_factory=dict)
     costs: list[Costs] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     shared: dict[Hashable, Any] = field(default_factory=dict)
 
     def add_nodes(self) -> None:
-        computing = Computing(self.stage.problem, self.stage.devices)
         for node, kind in self.kinds.items():
             self.places[node] = len(self.costs)
-            make = partial(node_class_costs, kind, computing, self.parameters, self.reshard)
+            make = partial(node_class_costs, kind, self.prices, self.reshard)
             self.costs.append(self._once(("node", id(kind)), make))
 
     def add_parameter(self, name: str) -> None:
@@ -129,7 +127,7 @@ class _Builder:
         shape = self.stage.graph.type_of(name).shape
         wanted = [self.kinds[each.node].reads(each.position) for each in self.stage.readers[name]]
         value = shared_parameter(wanted, shape, only_whole=name in self.stage.options.whole)
-        held = self.parameters.holding(name, value.layouts)
+        held = self.prices.holding(name, value.layouts)
         backward = np.zeros(len(value.layouts))
         self._add_shared(name, value, Costs(held.update_s + held.gradient_s, held.gradient_s, backward, held.bytes))
 
@@ -159,7 +157,6 @@ class _Builder:
         self._add_shared(name, value, free)
 
     def tables(self) -> Tables:
-        """The collected tables."""
         passing = (self._once(("passing", id(kind)), partial(passing_bytes, kind)) for kind in self.kinds.values())
         return Tables(
             nodes=self.stage.nodes,
@@ -188,14 +185,12 @@ class _Builder:
                 yield Edge(self.places[each.first], self.places[each.node], nothing, memory)
 
     def _add_shared(self, name: str, value: SharedValue, costs: Costs) -> None:
-        """A variable, and its edges to all readers."""
         place = len(self.costs)
         self.costs.append(costs)
         for reader, matrix in zip(self.stage.readers[name], value.to_readers, strict=True):
             self._add_edge(place, self.places[reader.node], matrix)
 
     def _add_edge(self, source: int, target: int, matrix: Floats) -> None:
-        """An edge, if it costs anything."""
         if matrix.any():
             self.edges.append(Edge(source, target, matrix))
 

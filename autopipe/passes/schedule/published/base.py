@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar, TypeVar
@@ -58,6 +58,9 @@ def order_gpipe(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks
 
 LaneStages = tuple[tuple[int, ...], ...]
 """The stages of each lane, ascending; lanes in the order in which the first pipeline reaches them."""
+
+Form = Callable[[str, StageGraph], LaneStages]
+"""The lanes of a placement, for a schedule's name. Raises InfeasibleError where stages are not placed so."""
 
 _MOST = 16
 """Stages whose lanes a message tells."""
@@ -169,6 +172,7 @@ class Published(ABC):
     """
 
     name: ClassVar[str]
+    form: ClassVar[Form]
 
     def requires(self, problem: Problem, placement: Placement) -> None:
         require_equal_micro_batches(self.name, problem, placement)
@@ -189,9 +193,9 @@ class Published(ABC):
                 lists[device] = order
         return Schedule(micro_batches, tuple(lists), find_repetends(lists))
 
-    @abstractmethod
     def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
         """The placement's lanes. Raises InfeasibleError, saying what is wanted, where it is not for this schedule."""
+        return type(self).form(self.name, graph)
 
     @abstractmethod
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
@@ -234,7 +238,6 @@ def one_in_turn(forwards: Sequence[Task], backwards: Sequence[Task], warm_up: in
 
 
 def by_lane(lanes: LaneStages, slots: Iterable[tuple[int, Task]]) -> list[list[Task]]:
-    """Tasks by slot, on the lane of their stage."""
     lane_of = {stage: place for place, stages in enumerate(lanes) for stage in stages}
     orders: list[list[Task]] = [[] for _ in lanes]
     for _, task in sorted(slots, key=lambda each: each[0]):

@@ -145,7 +145,6 @@ Slots = Iterator[tuple[int, int, int]]
 
 
 def block_schedule_names() -> tuple[str, ...]:
-    """Names of the schedules that blocks can follow, sorted."""
     return tuple(sorted(_SLOTS))
 
 
@@ -225,7 +224,6 @@ def _chimera(graph: BlockGraph, units: int) -> Slots:
 
 
 def _refuse_shared(graph: BlockGraph, schedule: str) -> None:
-    """Raise InfeasibleError, naming the first, where blocks are on several devices."""
     shared = next((block.name for block in graph.blocks if len(block.devices) > 1), None)
     if shared is not None:
         reason = f"schedule {schedule} runs blocks of one device each"

@@ -1,4 +1,4 @@
-"""1F1B and its kin: 1F1B+, kFkB, interleaved 1F1B, the breadth-first loop and Hanayo's waves."""
+"""1F1B and its kin: 1F1B+, kFkB, interleaved 1F1B, the breadth-first loop, Chimera and Hanayo's waves."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from autopipe.passes.cost.memory import stages_in_flight
 from autopipe.passes.schedule.orders import Ticks, find_repetends, merge_orders, require_equal_micro_batches
 from autopipe.passes.schedule.predict import task_ticks
 from autopipe.passes.schedule.published.base import (
+    Form,
     LaneStages,
     Published,
     by_lane,
     first_slot,
     on_grid,
     one_in_turn,
+    opposite,
     order_gpipe,
     round_robin,
     there_and_back,
@@ -153,7 +155,6 @@ class KForwardsKBackwards:
         return order_kfkb(graph, problem.micro_batches, ks, problem.train, task_ticks(problem, placement))
 
     def ks(self, stages: int) -> tuple[int, ...]:
-        """The k of each stage."""
         return (self.k,) * stages if isinstance(self.k, int) else self.k
 
 
@@ -236,9 +237,7 @@ class LoopedBreadthFirst(Published):
     """
 
     name: ClassVar[str] = "looped_bfs"
-
-    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
-        return round_robin(self.name, graph)
+    form: ClassVar[Form] = staticmethod(round_robin)
 
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         """Forwards stage by stage, then backwards in the opposite order of stages."""
@@ -247,6 +246,25 @@ class LoopedBreadthFirst(Published):
             + [Task(s, Phase.BACKWARD, m) for s in reversed(stages) for m in range(micro_batches)]
             for stages in lanes
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class Chimera(Published):
+    """1F1B in both directions; each pipeline takes groups of half as many micro-batches as there are devices.
+
+    Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines" (2021),
+    sections III-A and III-C, direct concatenation. With m micro-batches on p devices and F = B the bubble is p - 2
+    slots of 2m + p - 2; a device keeps p/2 + 1 to p activations, and parameters twice.
+    """
+
+    name: ClassVar[str] = "chimera"
+    form: ClassVar[Form] = staticmethod(opposite)
+
+    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        down, up = [stages[0] for stages in lanes], [stages[1] for stages in reversed(lanes)]
+        half = len(lanes) // 2
+        slots = (*on_grid(down, range(0, micro_batches, 2), half), *on_grid(up, range(1, micro_batches, 2), half))
+        return by_lane(lanes, slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +278,7 @@ class Hanayo(Published):
     """
 
     name: ClassVar[str] = "hanayo"
-
-    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
-        return waves(self.name, graph)
+    form: ClassVar[Form] = staticmethod(waves)
 
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         return by_lane(lanes, on_grid(range(len(lanes) * len(lanes[0])), range(micro_batches), len(lanes)))

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules (ZB-H1, ZB-H2, ZB-V) and V schedules of controllable memory (V-Half, V-Min).
+"""Zero-bubble schedules (ZB-H1, ZB-H2, ZB-V), V schedules of controllable memory (V-Half, V-Min), DualPipe, DualPipeV.
 
 A backward is split into I, the gradients of inputs, which other devices wait for, and W, those of weights, which fill
 what would be bubbles: B and W in the papers, where F = B = W.
@@ -11,14 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.schedule import Phase, StageGraph, Task
 from autopipe.passes.schedule.published.base import (
+    Form,
     LaneStages,
     Published,
     fill_weights,
     one_each,
     one_in_turn,
     one_wave,
+    opposite,
     spell,
 )
 
@@ -32,9 +35,7 @@ class ZeroBubbleH1(Published):
     """
 
     name: ClassVar[str] = "zb_h1"
-
-    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
-        return one_each(self.name, graph)
+    form: ClassVar[Form] = staticmethod(one_each)
 
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         """1F1B's order of F and I, which keeps p activations, with W in its gaps."""
@@ -51,9 +52,7 @@ class ZeroBubbleH2(Published):
     """
 
     name: ClassVar[str] = "zb_h2"
-
-    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
-        return one_each(self.name, graph)
+    form: ClassVar[Form] = staticmethod(one_each)
 
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         """Twice as many F before the first I as in 1F1B, with W in the gaps."""
@@ -81,9 +80,7 @@ class ZeroBubbleV(Published):
     """
 
     name: ClassVar[str] = "zb_v"
-
-    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
-        return one_wave(self.name, graph)
+    form: ClassVar[Form] = staticmethod(one_wave)
 
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         """The published order of F and I, with W in its gaps."""
@@ -113,9 +110,7 @@ class _RepeatedPattern(Published):
     """
 
     __slots__ = ()
-
-    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
-        return one_wave(self.name, graph)
+    form: ClassVar[Form] = staticmethod(one_wave)
 
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         orders = []
@@ -185,3 +180,82 @@ class VMin(_RepeatedPattern):
     @staticmethod
     def room(p: int) -> int:
         return 2 * ((p + 4) // 3)
+
+
+@dataclass(frozen=True, slots=True)
+class DualPipe(Published):
+    """Each device runs forwards of one direction beside backwards of the other.
+
+    DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 3.2.1. On p devices the bubble is
+    (p/2 - 1)(F&B + B - 3W), with F&B the time of a forward and a backward that overlap; p + 1 activations are kept, and
+    parameters twice. Here the two run one after the other, the forward first.
+    """
+
+    name: ClassVar[str] = "dualpipe"
+
+    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
+        """Lanes of two opposite pipelines, and as many micro-batches for each as keep the middle busy."""
+        lanes = opposite(self.name, graph)
+        if micro_batches % 2 or micro_batches < 2 * len(lanes):
+            raise InfeasibleError(
+                f"schedule {self.name} on {len(lanes)} devices runs an even number of micro-batches, "
+                f"{2 * len(lanes)} or more, but there are {micro_batches}",
+                hint="take chimera, or more micro-batches",
+            )
+        return lanes
+
+    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """The same on both ends; on each the direction that begins there comes first."""
+        directions = range(0, micro_batches, 2), range(1, micro_batches, 2)
+        half = len(lanes) // 2
+        words = [tuple(_dual_words(place, half, micro_batches // 2)) for place in range(half)]
+        near = [spell(*each, directions) for each in zip(words, lanes[:half], strict=True)]
+        far = [
+            spell(each, stages[::-1], directions[::-1]) for each, stages in zip(words[::-1], lanes[half:], strict=True)
+        ]
+        return near + far
+
+
+def _dual_words(place: int, depth: int, micro_batches: int) -> Iterator[str]:
+    """Tasks of the device `place` steps from one end, of `depth` devices up to the middle, in the eight phases of
+    DeepSeek-AI's figure 5. 0 is the direction that begins at this end; `micro_batches` are those of one direction.
+    """
+    inner = depth - 1 - place
+    yield from ("F0",) * (2 * inner)
+    yield from ("F0", "F1") * (place + 1)
+    yield from ("I1", "W", "F1") * inner
+    yield from ("F0", "B1", "F1", "B0") * (micro_batches - 2 * depth + place + 1)
+    yield from ("B1", "F1", "B0") * inner
+    yield from (("B", "I")[index > place] + "10"[index % 2] for index in range(2 * (place + 1)))
+    yield from ("W", "I0") * inner
+    yield from ("W",) * (place + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class DualPipeV(Published):
+    """DualPipe's half of the devices, with one pipeline that goes down and comes up as the two directions.
+
+    DeepSeek-AI, DualPipe (2025), after Sea AI Lab's idea to cut it in half. With P = 2p stages on p devices the bubble
+    is (p - 1)(F&B + B - 3W), and 2p + 1 activations of stages are kept: DualPipe's formulas for P.
+    """
+
+    name: ClassVar[str] = "dualpipe_v"
+
+    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
+        """Lanes of a V, and enough micro-batches to keep it busy."""
+        lanes = one_wave(self.name, graph)
+        if micro_batches < 2 * len(lanes):
+            raise InfeasibleError(
+                f"schedule {self.name} on {len(lanes)} devices runs {2 * len(lanes)} micro-batches or more, "
+                f"but there are {micro_batches}",
+                hint="take zb_v, or more micro-batches",
+            )
+        return lanes
+
+    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """DualPipe's order, the two directions being a device's two stages."""
+        every = range(micro_batches)
+        return [
+            spell(_dual_words(place, len(lanes), micro_batches), stages, (every, every))
+            for place, stages in enumerate(lanes)
+        ]

@@ -28,8 +28,6 @@ _BETWEEN_REPORTS_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """Options of a search."""
-
     time_limit: float = 10.0
     """Seconds in all.
 
@@ -59,7 +57,6 @@ class Budget:
 
     @property
     def used(self) -> float:
-        """Seconds since the search began."""
         return time.perf_counter() - self.start
 
     @property
@@ -96,7 +93,6 @@ def tails(graph: BlockGraph) -> tuple[int, ...]:
 
 
 def unit_bound(graph: BlockGraph) -> int:
-    """No unit takes less from its first start to its last end."""
     return max(head + block.time for head, block in zip(heads(graph), graph.blocks, strict=True))
 
 
@@ -256,7 +252,6 @@ class LeastRoom:
     """True if there is an order at all that the other devices have room for."""
 
     def exceeds(self, room: int) -> bool:
-        """True if it is proven that this room does not do."""
         return self.proven and (not self.exists or self.peak > room)
 
 
@@ -320,7 +315,6 @@ class PeriodicStarts:
 
     @property
     def phases(self) -> tuple[int, ...]:
-        """Start of each block within its period."""
         return tuple(start % self.period for start in self.starts)
 
     def latency(self, graph: BlockGraph) -> int:
@@ -357,7 +351,6 @@ def is_valid(graph: BlockGraph, cyclic: PeriodicStarts) -> bool:
 
 
 def sharing_pairs(graph: BlockGraph) -> list[tuple[int, int]]:
-    """Pairs of blocks that share a device, each once."""
     return sorted({pair for members in graph.members for pair in combinations(members, 2)})
 
 
@@ -395,7 +388,6 @@ def in_order(graph: BlockGraph, units: int, order: Iterable[tuple[int, int]]) ->
 
 
 def makespan(graph: BlockGraph, starts: Starts) -> int:
-    """End of the last block."""
     return BlockSchedule(graph, starts).makespan
 
 
@@ -405,7 +397,6 @@ def peaks(graph: BlockGraph, starts: Starts) -> tuple[int, ...]:
 
 
 def fits(graph: BlockGraph, starts: Starts) -> bool:
-    """True if memory suffices on all devices."""
     rooms = zip(peaks(graph, starts), graph.memory, strict=True)
     return all(room is None or peak <= room for peak, room in rooms)
 

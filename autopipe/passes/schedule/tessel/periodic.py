@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CyclicModel:
-    """Variables of a steady state."""
-
     model: CpModel
     period: IntVar
     phases: list[IntVar]
@@ -46,7 +44,6 @@ class CyclicModel:
     """True if the first of a pair that shares a device has the smaller phase."""
 
     def starts(self, index: int, period: int) -> LinearExprT:
-        """Start of a block for a period that is known."""
         return self.phases[index] + period * self.stages[index]
 
 
@@ -186,7 +183,6 @@ class SteadyState:
 
 
 def with_period(graph: BlockGraph, period: int, limit: Limit, in_flight: int | None = None) -> SteadyState:
-    """Any steady state of this period."""
     made = model_cyclic(graph, period, period, in_flight)
     _anchor(graph, made)
     return _run(graph, made, limit)
@@ -486,7 +482,6 @@ def _best_of(placing: _Placing, period: int, ways: Sequence[_Way]) -> PeriodicSt
 
 
 def _ways(orders: Sequence[tuple[int, ...]]) -> list[_Way]:
-    """All ways with these orders, each once."""
     return list(product(dict.fromkeys(orders), (False, True), (False, True)))
 
 

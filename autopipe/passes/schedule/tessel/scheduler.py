@@ -63,7 +63,6 @@ class Tessel:
     name: ClassVar[str] = "tessel"
 
     def requires(self, problem: Problem, placement: Placement) -> None:
-        """Raise ConfigurationError for no time."""
         if not self.time_limit > 0:
             hint = "give a number of seconds above 0"
             raise ConfigurationError(f"time_limit is {self.time_limit:g}", hint=hint, where="schedule")
@@ -74,42 +73,57 @@ class Tessel:
 
     def run_with(self, problem: Problem, placement: Placement, prediction: Prediction) -> Schedule:
         """The schedule where stages take what a prediction says, the cost model's or another."""
-        task = _Task(problem, StageGraph.of(problem, placement), prediction)
-        bound = lower_bound(problem, placement, task.prediction)
-        best: _Answer | None = None
-        for answer, worth in self._answers(task, placement):
-            best = _better(answer, best, worth)
+        stages = StageGraph.of(problem, placement)
+        bound = lower_bound(problem, placement, prediction)
+        best: _Candidate | None = None
+        for candidate, worth in self._candidates(problem, placement, stages, prediction):
+            best = _better(candidate, best, worth)
             if not best.excess and best.step <= bound * (1 + SAME):
                 break
         if best is None:
             raise InfeasibleError("no order of the stages' tasks keeps to the memory of all devices")
-        return _proven(best, bound, least_end(task.stages, task.prediction))
+        return _proven(best, bound, least_end(stages, prediction))
 
-    def _answers(self, task: _Task, placement: Placement) -> Iterator[tuple[_Answer, float]]:
-        """Answers, each with the share of the step that it must save to be worth its while."""
-        for name, schedule in _published(task.problem, placement):
-            yield task.answer(name, schedule), 0.0
-        for split, worth in ((False, 0.0), (True, _WORTH)) if task.problem.train else ((False, 0.0),):
-            found = self._searched(task, split, links=False)
+    def _candidates(
+        self, problem: Problem, placement: Placement, stages: StageGraph, prediction: Prediction
+    ) -> Iterator[tuple[_Candidate, float]]:
+        """Schedules, each with the share of the step that it must save to be worth its while.
+
+        Published ones first; with equal micro-batches kFkB's order is 1F1B's.
+        """
+        published: tuple[Scheduler, ...] = (OneForwardOneBackward(), GPipe())
+        for scheduler in (KForwardsKBackwards(),) if stages.turns else published:
+            yield _candidate(problem, stages, prediction, scheduler.name, scheduler.run(problem, placement)), 0.0
+        for split, worth in ((False, 0.0), (True, _WORTH)) if problem.train else ((False, 0.0),):
+            found = self._searched(problem, stages, prediction, split, links=False)
             if found is not None:
                 yield found, worth
             if found is not None and found.messages_wait:
-                found = self._searched(task, split, links=True)
+                found = self._searched(problem, stages, prediction, split, links=True)
                 if found is not None:
                     yield found, worth
 
-    def _searched(self, task: _Task, split: bool, links: bool) -> _Answer | None:
+    def _searched(
+        self, problem: Problem, stages: StageGraph, prediction: Prediction, split: bool, links: bool
+    ) -> _Candidate | None:
         """The searched order; None where memory does not suffice for a single unit."""
-        problem, stages, prediction = task.problem, task.stages, task.prediction
         units = -(-problem.micro_batches // stages.pipeline_count)
         tick = busiest_seconds(stages, prediction) / _TICKS
         blocks = stage_blocks(stages, prediction, problem.train, tick, split=split)
         if links:
             blocks = with_links(blocks, stages, prediction.messages)
-        blocks = with_memory(blocks, prediction.stages, task.free, units)
+        static = static_memory(stages.devices, stages.stage_devices, prediction.stages)
+        free = [problem.memory_of(device) - used for device, used in enumerate(static)]
+        blocks = with_memory(blocks, prediction.stages, free, units)
+        # Each way to cut tasks is searched without links and perhaps with them: each search has a share of the time.
+        limit, patience = self.time_limit, _PATIENCE
+        if problem.time_limit is not None:
+            limit, patience = min(self.time_limit, problem.time_limit), 1.0
+        limit /= 4 if problem.train else 2
+        options = SearchOptions(limit, problem.seed, patience=patience, unrolled=_MOST_TASKS)
         try:
             require_room(blocks.graph, units)
-            found = search(blocks.graph, units, self._options(problem))
+            found = search(blocks.graph, units, options)
         except InfeasibleError:
             return None
         schedule = stage_schedule(blocks, found, stages, problem.micro_batches)
@@ -121,14 +135,7 @@ class Tessel:
         all_orders = (split or not problem.train) and not costs and problem.micro_batches % stages.pipeline_count == 0
         proof = _proof(self.name, blocks, found, all_orders, load)
         schedule = replace(schedule, period=schedule.period if found.repetend else None, proof=proof)
-        return task.answer(self.name, schedule, found.makespan * tick)
-
-    def _options(self, problem: Problem) -> SearchOptions:
-        """A search's share of the time: each way to cut tasks is searched without links and perhaps with them."""
-        searches, seed = 4 if problem.train else 2, problem.seed
-        if problem.time_limit is None:
-            return SearchOptions(self.time_limit / searches, seed, patience=_PATIENCE, unrolled=_MOST_TASKS)
-        return SearchOptions(min(self.time_limit, problem.time_limit) / searches, seed, unrolled=_MOST_TASKS)
+        return _candidate(problem, stages, prediction, self.name, schedule, found.makespan * tick)
 
 
 def _proof(name: str, blocks: StageBlocks, found: BlockSchedule, all_orders: bool, load: int) -> Proof:
@@ -147,9 +154,7 @@ def _proof(name: str, blocks: StageBlocks, found: BlockSchedule, all_orders: boo
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    """A schedule and what it is judged by."""
-
+class _Candidate:
     name: str
     schedule: Schedule
     step: float
@@ -160,39 +165,24 @@ class _Answer:
     """True if the step is longer than the search expected, since messages wait for one another on their links."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """A task to be scheduled."""
-
-    problem: Problem
-    stages: StageGraph
-    prediction: Prediction
-
-    @property
-    def free(self) -> list[int]:
-        """Bytes on each device beside what is there all through a step."""
-        static = static_memory(self.stages.devices, self.stages.stage_devices, self.prediction.stages)
-        return [self.problem.memory_of(device) - used for device, used in enumerate(static)]
-
-    def answer(self, name: str, schedule: Schedule, tasks_s: float = math.inf) -> _Answer:
-        """The schedule, judged by the step that it makes; a proof is void where tasks are not done in `tasks_s`."""
-        step = simulate(schedule, self.stages.stage_devices, self.prediction)
-        wait = max(span.end for span in step.spans) > tasks_s * (1 + SAME)
-        if wait:
-            schedule = replace(schedule, period=None, proof=None)
-        excess = [max(0, peak - self.problem.memory_of(device)) for device, peak in enumerate(step.peak_memory)]
-        return _Answer(name, schedule, step.end, max(step.peak_memory), sum(excess), wait)
+def _candidate(
+    problem: Problem,
+    stages: StageGraph,
+    prediction: Prediction,
+    name: str,
+    schedule: Schedule,
+    tasks_s: float = math.inf,
+) -> _Candidate:
+    """The schedule, judged by the step that it makes; a proof is void where tasks are not done in `tasks_s`."""
+    step = simulate(schedule, stages.stage_devices, prediction)
+    wait = max(span.end for span in step.spans) > tasks_s * (1 + SAME)
+    if wait:
+        schedule = replace(schedule, period=None, proof=None)
+    excess = [max(0, peak - problem.memory_of(device)) for device, peak in enumerate(step.peak_memory)]
+    return _Candidate(name, schedule, step.end, max(step.peak_memory), sum(excess), wait)
 
 
-def _published(problem: Problem, placement: Placement) -> Iterator[tuple[str, Schedule]]:
-    """The orders of published schedules; with equal micro-batches kFkB's is 1F1B's."""
-    unequal = bool(StageGraph.of(problem, placement).turns)
-    schedulers: tuple[Scheduler, ...] = (KForwardsKBackwards(),) if unequal else (OneForwardOneBackward(), GPipe())
-    for scheduler in schedulers:
-        yield scheduler.name, scheduler.run(problem, placement)
-
-
-def _better(new: _Answer, old: _Answer | None, worth: float = 0.0) -> _Answer:
+def _better(new: _Candidate, old: _Candidate | None, worth: float) -> _Candidate:
     """The one that fits memory better, is shorter by more than the share `worth`, needs less memory; else the new."""
     if old is None or new.excess < old.excess:
         return new
@@ -201,12 +191,12 @@ def _better(new: _Answer, old: _Answer | None, worth: float = 0.0) -> _Answer:
     return new if new.step < old.step * (1 - SAME) or new.peak <= old.peak else old
 
 
-def _proven(answer: _Answer, bound: float, end: float) -> Schedule:
+def _proven(best: _Candidate, bound: float, end: float) -> Schedule:
     """The schedule with what is known of it: without a steady state, of the step with the seconds `end` after tasks."""
-    proof = answer.schedule.proof or Proof(answer.name, 0.0, optimal=False)
-    if answer.schedule.period is None:
+    proof = best.schedule.proof or Proof(best.name, 0.0, optimal=False)
+    if best.schedule.period is None:
         least = max(proof.lower_bound + end, bound)
-        rounding = 0.0 if answer.step <= bound * (1 + SAME) else proof.rounding
-        optimal = answer.step * (1 - rounding) <= least * (1 + SAME)
+        rounding = 0.0 if best.step <= bound * (1 + SAME) else proof.rounding
+        optimal = best.step * (1 - rounding) <= least * (1 + SAME)
         proof = replace(proof, lower_bound=least, optimal=optimal, rounding=rounding)
-    return replace(answer.schedule, proof=proof)
+    return replace(best.schedule, proof=proof)

@@ -134,20 +134,16 @@ def _ask(graph: BlockGraph, budget: Budget, share: float, question: Callable[[Li
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class FullSolve:
-    """The shortest schedule found, and the least makespan that may yet be possible."""
+def shortest(
+    graph: BlockGraph, known: Starts, limit: Limit, on_solution: OnSolution | None = None
+) -> tuple[Starts, int, float]:
+    """The schedule of least makespan for the units of `known`, which it is no longer than: all in one problem.
 
-    starts: Starts
-    bound: int
-    work: float
-
-
-def shortest(graph: BlockGraph, known: Starts, limit: Limit, on_solution: OnSolution | None = None) -> FullSolve:
-    """The schedule of least makespan for the units of `known`, which it is no longer than: all in one problem."""
+    With the least makespan that may yet be possible, and the solver's work.
+    """
     horizon, low = makespan(graph, known), makespan_bound(graph, len(known))
     if low >= horizon:
-        return FullSolve(known, horizon, 0.0)
+        return known, horizon, 0.0
     first, last = heads(graph), tails(graph)
     windows = {
         (unit, index): StartWindow(first[index], horizon - block.time - last[index], known[unit][index])
@@ -162,10 +158,10 @@ def shortest(graph: BlockGraph, known: Starts, limit: Limit, on_solution: OnSolu
     answer = solve(made.model, made.variables, limit, on_solution)
     bound = max(low, answer.bound or 0)
     if not answer.found:
-        return FullSolve(known, bound if answer.status is Status.UNKNOWN else horizon, answer.work)
+        return known, bound if answer.status is Status.UNKNOWN else horizon, answer.work
     count = len(graph.blocks)
     found = compact(graph, [answer.values[at : at + count] for at in range(0, len(answer.values), count)])
-    return FullSolve(min(known, found, key=lambda each: makespan(graph, each)), bound, answer.work)
+    return min(known, found, key=lambda each: makespan(graph, each)), bound, answer.work
 
 
 _FEW_BLOCKS = 64
@@ -215,11 +211,11 @@ def _shortened(schedule: BlockSchedule, cyclic: PeriodicStarts, budget: Budget) 
     if schedule.makespan > bound and budget.left >= 0 and early and single:
         schedule = _list_schedule(schedule, few or all_early, early) or schedule
     if schedule.makespan > bound and budget.left >= 0 and few:
-        whole = shortest(graph, schedule.starts, budget.limit(0.8))
-        budget.work += whole.work
-        length = makespan(graph, whole.starts)
+        starts, least, work = shortest(graph, schedule.starts, budget.limit(0.8))
+        budget.work += work
+        length = makespan(graph, starts)
         if length < schedule.makespan:
-            return BlockSchedule(graph, whole.starts, None, whole.bound, length == whole.bound)
+            return BlockSchedule(graph, starts, None, least, length == least)
     return schedule
 
 
@@ -249,7 +245,6 @@ def _list_schedule(known: BlockSchedule, few: bool, early: int) -> BlockSchedule
 
 
 def _settles(starts: Starts, early: int, group: int) -> bool:
-    """True if a steady state of `group` units together begins after `early` units."""
     middle = len(starts) // 2
     return early + group < middle and turn_of(starts, group, early, middle) is not None
 
@@ -338,7 +333,6 @@ class _ListState:
         return all(0 <= starts[other] <= now - wait for other, wait in self.graph.waits[index])
 
     def _has_room(self, unit: int, index: int) -> bool:
-        """True if memory and the number of units in flight allow it."""
         for device in self.graph.blocks[index].devices:
             room = self.graph.memory[device]
             if room is not None and self.used[device] + self.graph.blocks[index].memory > room:
