@@ -29,7 +29,7 @@ from autopipe.cli.profile_session import Profiling, processor
 from autopipe.cli.request import request_of
 from autopipe.configs import zoo
 from autopipe.configs.load import load_configuration
-from autopipe.ir.cost_file import costs_text, read_costs
+from autopipe.ir.measured_costs import costs_text, read_costs
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.measured_costs import Costs, DeviceCosts, merged
 from autopipe.ir.plan import Choice

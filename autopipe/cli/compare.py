@@ -59,7 +59,7 @@ def compare(output: Output, plans: tuple[Path, ...], html: Path | None) -> None:
     """
     from autopipe.cli.drawing.report import report_page
     from autopipe.cli.output import check_writable, write_texts
-    from autopipe.ir.plan_file import summary_form
+    from autopipe.ir.codec import encode
 
     if html is not None:
         check_writable(html)
@@ -74,7 +74,7 @@ def compare(output: Output, plans: tuple[Path, ...], html: Path | None) -> None:
             "model": each.plan.model,
             "mode": each.plan.mode,
             "batch_size": each.plan.batch_size,
-            "summary": summary_form(each.plan.summary),
+            "summary": encode(each.plan.summary),
             "breakdown": each.plan.breakdown,
             "speedup": speedup(found[0].plan, each.plan),
             "differences": contrast.form(),

@@ -12,10 +12,11 @@ from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
 from autopipe.cli.request import chosen_scheduler, chosen_strategy
 from autopipe.configs.cluster import build_cluster, cluster_names, cluster_preset, is_cluster, read_cluster
-from autopipe.configs.configuration import Configuration, dump
+from autopipe.configs.configuration import Configuration
 from autopipe.configs.load import dump_configuration, load_configuration, resolve_cluster
 from autopipe.configs.yaml_source import format_bytes
 from autopipe.ir.cluster import Cluster, Device, Link
+from autopipe.ir.codec import encode
 
 
 @click.group()
@@ -41,7 +42,7 @@ def show(output: Output, configuration: Configuration) -> None:
       autopipe config show --config train.yaml --gpus 8 > effective.yaml
     """
     _checked(configuration)
-    output.result(dump(configuration), dump_configuration(configuration).rstrip())
+    output.result(encode(configuration), dump_configuration(configuration).rstrip())
 
 
 @config.command()
@@ -78,7 +79,7 @@ def clusters(output: Output) -> None:
         description = cluster_preset(name)
         cluster = build_cluster(description, None)
         least = min(device.memory_bytes for device in cluster.kinds)
-        entries.append({"preset": name, **dump(description), "memory_bytes": least})
+        entries.append({"preset": name, **encode(description), "memory_bytes": least})
         label, first = name, 0
         for size, levels in [(group.size, group.levels) for group in cluster.groups] or [(cluster.size, ())]:
             device = cluster.devices[first]

@@ -38,9 +38,9 @@ from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_plan
 from autopipe.cli.plan_text import distance_lines, over_text, strategy_text, weighed_screen
 from autopipe.cli.request import request_of
 from autopipe.configs.load import load_configuration
+from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.plan import Alternative, Choice, Plan
-from autopipe.ir.plan_file import alternatives_form, summary_form
 from autopipe.passes.explain import (
     DeviceReport,
     Edge,
@@ -330,12 +330,12 @@ class PlanExplanation:
         """The same for a program."""
         plan = self.planned.plan
         following = next_best(plan.alternatives)
-        forms = alternatives_form(plan.alternatives)
+        forms = [encode(each) for each in plan.alternatives]
         commands = [alternative_command(self.folder, self.planned, each) for each in plan.alternatives]
         told = [{**form, "command": command} for form, command in zip(forms, commands, strict=True)]
         return {
             "plan": self.folder,
-            "summary": summary_form(plan.summary),
+            "summary": encode(plan.summary),
             "breakdown": plan.breakdown,
             "alternatives": told,
             "next_best": None if following is None else told[plan.alternatives.index(following)],

@@ -27,10 +27,11 @@ from autopipe.cli.plan_folder import check_editable
 from autopipe.cli.plan_text import distance_lines, trained_lines, weighed_screen
 from autopipe.configs.configuration import Configuration
 from autopipe.configs.load import load_configuration
+from autopipe.ir.codec import encode
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import SplitProof
 from autopipe.ir.plan import CostCoverage, Plan, Summary
-from autopipe.ir.plan_file import plan_digest, read_plan, summary_form
+from autopipe.ir.plan_file import plan_digest, read_plan
 from autopipe.passes.annotations import annotated, write_annotated
 from autopipe.passes.pipeline import PlanResult, Request
 from autopipe.passes.placement.given import Given
@@ -113,7 +114,7 @@ def plan(
         else:
             planned = make_plan(request, watcher)
     # What shows a plan is loaded once there is one.
-    from autopipe.ir.plan_file import alternatives_form, summary_form
+    from autopipe.ir.codec import encode
 
     left_out = annotate_model(planned, annotate) if annotate is not None else ()
     write_plan_folder(target, planned, configuration)
@@ -127,11 +128,11 @@ def plan(
         "plan": target,
         "annotated": annotate,
         "mode": planned.plan.mode,
-        "summary": summary_form(planned.plan.summary),
+        "summary": encode(planned.plan.summary),
         "period_s": schedule.period,
         "proof": schedule.proof,
         "breakdown": planned.plan.breakdown,
-        "alternatives": alternatives_form(planned.plan.alternatives),
+        "alternatives": [encode(each) for each in planned.plan.alternatives],
         **({} if price is None else {"from": price.form()}),
     }
     written = (f"annotated model in {annotate}",) if annotate is not None else ()
@@ -234,7 +235,7 @@ class PlanDelta:
 
     def form(self) -> dict[str, object]:
         """The same for a program."""
-        before = summary_form(self.former.plan.summary)
+        before = encode(self.former.plan.summary)
         return {"plan": self.former.folder, "same": self.same, "worse": self.slowdown > 1, "before": before}
 
     def _verdict(self) -> str:

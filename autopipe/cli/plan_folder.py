@@ -15,8 +15,9 @@ from typing import Any, cast
 import yaml
 
 from autopipe.cli.request import effective, request_of
-from autopipe.configs.configuration import Configuration, dump
+from autopipe.configs.configuration import Configuration
 from autopipe.configs.load import dump_configuration, load_configuration
+from autopipe.ir.codec import encode
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
@@ -38,7 +39,7 @@ _FLOWING = ("devices", "split")
 
 def placement_text(graph: Graph, placement: Placement) -> str:
     """The placement as a YAML file that, loaded as a configuration, gives exactly this placement of `graph`."""
-    forms = cast("list[dict[str, Any]]", dump(written(graph, placement))["placement"])
+    forms = cast("list[dict[str, Any]]", encode(written(graph, placement))["placement"])
     stages = [_stage(form, placement.pipelines) for form in forms]
     document = {"strategy": {"name": Given.name, "placement": stages}}
     text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=False)

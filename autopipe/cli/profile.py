@@ -73,8 +73,7 @@ def profile(
     """
     from autopipe.cli.output import check_writable, write_texts
     from autopipe.cli.profile_programs import parsed_sizes
-    from autopipe.ir.cost_file import costs_text, read_costs
-    from autopipe.ir.measured_costs import Costs, merged
+    from autopipe.ir.measured_costs import Costs, costs_text, merged, read_costs
 
     refused: tuple[str, ...] = ()
     if merge:

@@ -13,9 +13,8 @@ from typing import Any, Literal, cast
 from autopipe.configs.configuration import Choice, Configuration, Loss, build
 from autopipe.configs.load import resolve_cluster
 from autopipe.configs.yaml_source import Entry, Place
-from autopipe.ir.cost_file import read_costs
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.measured_costs import Costs
+from autopipe.ir.measured_costs import Costs, read_costs
 from autopipe.ir.problem import Mode
 from autopipe.passes.cost.measured import measured_cluster
 from autopipe.passes.frontend import CrossEntropy

@@ -57,7 +57,7 @@ def schedule(
     """
     from autopipe.cli.output import check_writable, write_texts
     from autopipe.cli.show import block_screen, block_title
-    from autopipe.ir.schedule_file import block_schedule_form
+    from autopipe.ir.block_schedule import block_schedule_form
 
     if not (math.isfinite(time_limit) and time_limit > 0):
         raise ConfigurationError(f"--time-limit is {time_limit:g}", hint="give a number of seconds above 0")

@@ -25,12 +25,11 @@ from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
 from autopipe.cli.plan import prediction_line, schedule_line, stage_table, traffic_line
 from autopipe.cli.plan_folder import open_plan, open_prediction
-from autopipe.ir.block_schedule import BlockSchedule, check_blocks
+from autopipe.ir.block_schedule import BlockSchedule, block_schedule_form, check_blocks, read_block_schedule
+from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.plan import Plan
-from autopipe.ir.plan_file import summary_form
 from autopipe.ir.schedule import StageGraph
-from autopipe.ir.schedule_file import block_schedule_form, read_block_schedule
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.pipeline import PlanResult
 from autopipe.passes.registry import scheduler_class, scheduler_names
@@ -238,7 +237,7 @@ class PlanView:
             "plan": self.folder,
             "model": plan.model,
             "mode": plan.mode,
-            "summary": summary_form(plan.summary),
+            "summary": encode(plan.summary),
             "static_memory_bytes": self.timeline.static_memory,
             "stages": [
                 {

@@ -11,8 +11,9 @@ from rich.table import Table
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
 from autopipe.configs import zoo as models
-from autopipe.configs.schema import describe, field_docs, keys
+from autopipe.configs.schema import field_docs
 from autopipe.configs.zoo.settings import ZooModel, parse_words
+from autopipe.ir.codec import describe, keys
 
 
 @click.group()

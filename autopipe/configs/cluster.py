@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from autopipe.configs.schema import Above, AtLeast, AtMost, convert, nearest
+from autopipe.configs.schema import convert
 from autopipe.configs.yaml_source import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, read_file
 from autopipe.ir.cluster import Cluster, Device, Group, Level, Link
+from autopipe.ir.codec import Above, AtLeast, AtMost, nearest
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 
 Latency = Annotated[float, SECONDS, AtLeast(0)]

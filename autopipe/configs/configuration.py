@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,25 +21,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import yaml
 
 from autopipe.configs.cluster import ClusterDescription, DeviceCount, cluster_preset
-from autopipe.configs.schema import (
-    Above,
-    AtLeast,
-    AtMost,
-    Dataclass,
-    FilePath,
-    Origin,
-    Rest,
-    Shape,
-    convert,
-    find,
-    is_mapping,
-    keys,
-    pair_value,
-    rest_field,
-    unwrap,
-)
-from autopipe.configs.yaml_source import BYTES, SECONDS, Entry, Place, Unit, quote, read_setting, read_text, read_word
+from autopipe.configs.schema import convert
+from autopipe.configs.yaml_source import BYTES, SECONDS, Entry, Place, read_setting, read_text, read_word
 from autopipe.ir import problem
+from autopipe.ir.codec import Above, AtLeast, AtMost, FilePath, Origin, Rest, Shape, encode, keys, quote, unwrap
 from autopipe.ir.errors import ConfigurationError
 
 
@@ -53,7 +37,7 @@ class Choice:
     name: str
     """Its name."""
 
-    options: Annotated[tuple[tuple[str, Entry], ...], Rest()] = field(default=())
+    options: Annotated[tuple[tuple[str, Entry], ...], Rest(Entry.plain)] = field(default=())
     """The options of the one that is named, under their own names."""
 
     place: Annotated[Place, Origin("name")] = field(default=Place("the defaults"), compare=False)
@@ -366,50 +350,6 @@ def _place(document: Entry, *path: str | int) -> str:
     return str(entry.place)
 
 
-def dump_value(value: object, hint: Any) -> object:
-    """A value of the type `hint` as lists, dicts and scalars that `convert_value` reads back."""
-    base, marks = unwrap(hint)
-    if typing.get_origin(base) in (typing.Union, types.UnionType):
-        member = next(member for member in typing.get_args(base) if _holds(value, member))
-        return dump_value(value, member)
-    if is_mapping(base):
-        pairs = typing.cast("tuple[tuple[str, object], ...]", value)
-        return {name: dump_value(item, pair_value(base)) for name, item in pairs}
-    if isinstance(value, tuple):
-        members = typing.get_args(base)
-        repeated = members[-1] is Ellipsis
-        return [dump_value(item, members[0] if repeated else members[index]) for index, item in enumerate(value)]
-    if dataclasses.is_dataclass(value):
-        return dump(typing.cast(Dataclass, value))
-    unit = find(marks, Unit)
-    if unit is not None and unit.whole and isinstance(value, int):
-        return unit.format(value)
-    return value
-
-
-def dump(value: Dataclass) -> dict[str, object]:
-    """A dataclass as a mapping that `convert` reads back."""
-    schema = type(value)
-    found = {key.name: dump_value(getattr(value, key.name), key.hint) for key in keys(schema)}
-    rest = rest_field(schema)
-    if rest is not None:
-        found.update({name: entry.plain() for name, entry in getattr(value, rest)})
-    return found
-
-
-def _holds(value: object, hint: Any) -> bool:
-    """True if a value made by `convert_value` came from this member of a union."""
-    base, _ = unwrap(hint)
-    origin = typing.get_origin(base)
-    if base is type(None):
-        return value is None
-    if origin is Literal:
-        return any(value == option and type(value) is type(option) for option in typing.get_args(base))
-    if origin is tuple:
-        return isinstance(value, tuple)
-    return isinstance(value, base) and not (isinstance(value, bool) and base is not bool)
-
-
 Setting = tuple[tuple[str, ...], Entry]
 """A path of keys and what is set there."""
 
@@ -453,7 +393,7 @@ def override(documents: Sequence[Entry], given: Sequence[Setting]) -> Entry:
     over = Entry({}, documents[0].place)
     for path, entry in given:
         over = _lay(over, _nest(path, entry), None)
-    merged = read_text(yaml.safe_dump(dump(Configuration())), "the defaults")
+    merged = read_text(yaml.safe_dump(encode(Configuration())), "the defaults")
     for document in (*documents, over):
         merged = _lay(merged, document, Configuration)
     return merged

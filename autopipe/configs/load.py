@@ -9,10 +9,11 @@ from pathlib import Path
 import yaml
 
 from autopipe.configs.cluster import ClusterDescription, build_cluster, cluster_preset, read_cluster, with_presets
-from autopipe.configs.configuration import ClusterChoice, Configuration, Setting, check, dump, override, settings
+from autopipe.configs.configuration import ClusterChoice, Configuration, Setting, check, override, settings
 from autopipe.configs.schema import convert
 from autopipe.configs.yaml_source import Entry, Place, read_file, read_text
 from autopipe.ir.cluster import Cluster
+from autopipe.ir.codec import encode
 
 
 def load_configuration(
@@ -38,7 +39,7 @@ def parse_configuration(text: str, source: str) -> Configuration:
 
 def dump_configuration(configuration: Configuration) -> str:
     """The configuration as a YAML file that, loaded, gives the same configuration."""
-    text: str = yaml.safe_dump(dump(configuration), sort_keys=False, width=120, allow_unicode=False)
+    text: str = yaml.safe_dump(encode(configuration), sort_keys=False, width=120, allow_unicode=False)
     return text
 
 

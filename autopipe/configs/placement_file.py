@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from autopipe.configs.schema import AtLeast, AtMost, Origin, convert, nearest
-from autopipe.configs.yaml_source import Place, quote, read_file
+from autopipe.configs.schema import convert
+from autopipe.configs.yaml_source import Place, read_file
 from autopipe.ir.block_schedule import Block, BlockGraph
+from autopipe.ir.codec import AtLeast, AtMost, Origin, nearest, quote
 from autopipe.ir.errors import ConfigurationError
 
 MOST_DEVICES = 4096

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import types
 import typing
 from collections.abc import Iterator
 from typing import Any
 
 from autopipe.configs.cluster import ClusterDescription
-from autopipe.configs.configuration import Configuration, dump_value
+from autopipe.configs.configuration import Configuration
 from autopipe.configs.placement_file import PlacementDescription
-from autopipe.configs.schema import Dataclass, Key, describe, field_docs, keys, rest_field, unwrap
+from autopipe.configs.schema import field_docs
+from autopipe.ir.codec import Dataclass, Key, Rest, describe, encode_as, is_union, keys, marked_field, unwrap
 
 _INTRODUCTION = """\
 # Configuration reference
@@ -58,9 +58,8 @@ def _walk(schema: type[Dataclass], prefix: str, instance: object) -> Iterator[tu
             if inner is not ClusterDescription:
                 above = default if isinstance(default, inner) else None
                 yield from _walk(inner, f"{prefix}{key.name}{suffix}.", above)
-    rest = rest_field(schema)
-    if rest is not None:
-        yield f"{prefix}…", Key("…", str, dataclasses.MISSING, ""), docs.get(rest, "")
+    if rest := marked_field(schema, Rest):
+        yield f"{prefix}…", Key("…", str, dataclasses.MISSING), docs.get(rest[0], "")
 
 
 def _inner(hint: Any) -> Iterator[tuple[type[Dataclass], str]]:
@@ -69,7 +68,7 @@ def _inner(hint: Any) -> Iterator[tuple[type[Dataclass], str]]:
     origin = typing.get_origin(base)
     if dataclasses.is_dataclass(base):
         yield typing.cast("type[Dataclass]", base), ""
-    elif origin in (typing.Union, types.UnionType):
+    elif is_union(base):
         for member in typing.get_args(base):
             yield from _inner(member)
     elif origin is tuple:
@@ -89,7 +88,7 @@ def _default(key: Key) -> str:
         return "needed"
     if any(isinstance(key.default, inner) for inner, _ in _inner(key.hint)):
         return ""
-    return f"`{json.dumps(dump_value(key.default, key.hint))}`"
+    return f"`{json.dumps(encode_as(key.default, key.hint))}`"
 
 
 if __name__ == "__main__":

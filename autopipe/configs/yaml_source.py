@@ -15,9 +15,11 @@ import re
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from autopipe.ir.codec import Spelling, quote
 from autopipe.ir.errors import ConfigurationError
 
 MOST_BYTES = 2**23
@@ -253,11 +255,6 @@ def _at(start: Place, mark: yaml.Mark | None) -> Place:
     return Place(start.source, mark.line + 1, start.folder)
 
 
-def quote(text: str) -> str:
-    """A user's text for an error message: in quotes, on one line, not too long."""
-    return repr(text if len(text) <= 60 else text[:57] + "...")
-
-
 _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
 _FRACTIONS = {"": Fraction(1), "m": Fraction(1, 10**3), "u": Fraction(1, 10**6), "n": Fraction(1, 10**9)}
@@ -265,7 +262,7 @@ _WRITTEN = re.compile(r"\s*(\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})\s*([a-zA-Z/]*)\s
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(Spelling):
     """A unit with the prefixes that may stand before it."""
 
     symbol: str
@@ -281,7 +278,7 @@ class Unit:
     """True if a quantity is a whole number of units."""
 
     def parse(self, text: str) -> float | None:
-        """The quantity in plain units, or None where `text` is none of this unit; a bare number counts plain units."""
+        """The quantity in plain units; a bare number counts plain units."""
         written = _WRITTEN.fullmatch(text)
         if written is None:
             return None
@@ -295,6 +292,12 @@ class Unit:
         if not self.whole:
             return float(value)
         return int(value) if value.denominator == 1 else None
+
+    def spell(self, value: Any) -> object:
+        return self.format(value) if self.whole and isinstance(value, int) else value
+
+    def describe(self, words: str) -> str:
+        return f"{self.noun} such as {self.example}, or {words} of {self.symbol}"
 
     def format(self, value: float) -> str:
         """The shortest exact way to write a whole quantity with a prefix; otherwise the plain number."""

@@ -2,21 +2,29 @@
 
 A placement of one unit gives blocks; units run the same blocks independently. A block takes whole time on one device,
 or on several at once, and changes the memory in use on each of them when it starts (Lin et al., "Tessel" (HPCA 2024),
-section III). Times and memory are whole numbers in units of the caller's choice.
-
-True if a schedule of blocks can run: devices one at a time, dependencies, memory. Shares nothing with any search.
+section III). Times and memory are whole numbers in units of the caller's choice. `check_blocks` shares nothing with any
+search. `schedule.json` holds such a schedule; a plan's has the same form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Annotated
 
+from autopipe.ir.codec import AtLeast, AtMost, Count, Index, JsonRecord, Sparse, decode, encode_as, read_record
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 
+SCHEDULE_FORMAT = "autopipe.schedule/1"
 _MOST_NAMES = 8
 """Blocks of a circle that are named."""
+_MOST = 2**53
+"""Largest whole number that is read: a larger one is not exact in every reader of JSON."""
+Whole = Annotated[int, AtLeast(0), AtMost(_MOST)]
+Change = Annotated[int, AtLeast(-_MOST), AtMost(_MOST)]
+Devices = Annotated[int, AtLeast(1), AtMost(4096)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +32,13 @@ class Block:
     """One piece of a unit's work."""
 
     name: str
-    devices: tuple[int, ...]
-    time: int
-    memory: int = 0
+    devices: tuple[Index, ...]
+    time: Change
+    memory: Change = 0
     """Added to the memory in use on each of its devices when it starts; negative where it frees."""
-    after: tuple[int, ...] = ()
+    after: tuple[Index, ...] = ()
     """Indices of the blocks of the same unit that must have ended before it starts."""
-    delays: tuple[int, ...] = ()
+    delays: Annotated[tuple[Whole, ...], Sparse()] = ()
     """Time from the end of each of `after` to the earliest start (a message under way); () for none."""
 
     def delay(self, position: int) -> int:
@@ -42,11 +50,11 @@ class Block:
 class BlockGraph:
     """The blocks of one unit, and what the devices have room for."""
 
-    devices: int
+    devices: Devices
     blocks: tuple[Block, ...]
-    memory: tuple[int | None, ...]
+    memory: tuple[Whole | None, ...]
     """Room on each device; None for no limit."""
-    micro_batches_per_unit: int = 1
+    micro_batches_per_unit: Annotated[int, AtLeast(1), Sparse()] = 1
 
     def verify(self) -> None:
         """Raise ConfigurationError where blocks have no device, one out of range, no time, or wait in a circle."""
@@ -144,8 +152,8 @@ class BlockRepetend:
     Tessel's micro-batch index of the block.
     """
 
-    starts: tuple[int, ...]
-    offsets: tuple[int, ...]
+    starts: tuple[Index, ...]
+    offsets: tuple[Index, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,3 +264,115 @@ def _check_device(schedule: BlockSchedule, device: int, tasks: tuple[tuple[int, 
 
 def _named(schedule: BlockSchedule, unit: int, index: int) -> str:
     return f"{schedule.graph.blocks[index].name!r} of unit {unit}"
+
+
+def block_form(
+    name: str, devices: Sequence[int], time: float, memory: int, after: Sequence[int], delays: Sequence[float] = ()
+) -> dict[str, object]:
+    """A block; `after` are indices into the list of blocks, `delays` stands there only where there are any."""
+    form: dict[str, object] = {
+        "name": name,
+        "devices": list(devices),
+        "time": time,
+        "memory": memory,
+        "after": list(after),
+    }
+    return {**form, "delays": list(delays)} if any(delays) else form
+
+
+def order_form(tasks: Iterable[tuple[int, int, float]]) -> list[dict[str, object]]:
+    """A device's order, from the block, the unit and the start of each of its tasks."""
+    return [{"block": block, "unit": unit, "start": start} for block, unit, start in tasks]
+
+
+def block_schedule_form(schedule: BlockSchedule) -> dict[str, object]:
+    """The schedule as lists, dicts and scalars; a block on several devices stands in the order of each."""
+    graph = schedule.graph
+    return {
+        "format": SCHEDULE_FORMAT,
+        "devices": graph.devices,
+        "units": schedule.units,
+        "micro_batches_per_unit": graph.micro_batches_per_unit,
+        "memory": list(graph.memory),
+        "makespan": schedule.makespan,
+        "period": schedule.period,
+        "lower_bound": schedule.lower_bound,
+        "optimal": schedule.optimal,
+        "gap": schedule.gap,
+        "steady_bubble_rate": schedule.steady_bubble_rate,
+        "peak_memory": list(schedule.peak_memory),
+        "repetend": encode_as(schedule.repetend, BlockRepetend | None),
+        "search_time_s": schedule.search_time_s,
+        "blocks": [
+            block_form(each.name, each.devices, each.time, each.memory, each.after, each.delays)
+            for each in graph.blocks
+        ],
+        "tasks": [order_form((block, unit, start) for start, unit, block in order) for order in schedule.tasks],
+    }
+
+
+def read_block_schedule(path: Path) -> BlockSchedule:
+    """The schedule in `path`, which can run. Raises ConfigurationError with file and key."""
+    record = read_record(path, SCHEDULE_FORMAT)
+    if record.has("repetends"):
+        hint = "give the folder of the plan that it belongs to"
+        raise record.error("the file is the schedule of a plan, not of blocks", hint)
+    if not record.has("memory"):
+        devices = record.get("devices", Devices)
+        record.value["memory"] = (None,) * devices
+    graph = decode(record, BlockGraph)
+    try:
+        graph.verify()
+    except ConfigurationError as error:
+        raise ConfigurationError(error.message, error.hint, f"{path}: {error.where}") from error
+    repetend = record.get("repetend", BlockRepetend | None)
+    for name in ("starts", "offsets") if repetend else ():
+        if len(getattr(repetend, name)) != len(graph.blocks):
+            record.at("repetend").at(name).refuse(f"one number for each of {len(graph.blocks)} blocks")
+    schedule = BlockSchedule(
+        graph=graph,
+        starts=_starts_of(record, graph),
+        period=record.get("period", Whole | None),
+        lower_bound=record.get("lower_bound", Whole),
+        optimal=record.get("optimal", bool),
+        repetend=repetend,
+        search_time_s=record.get("search_time_s", float),
+    )
+    try:
+        check_blocks(schedule)
+    except InfeasibleError as error:
+        place = f"{path}: {error.where}" if error.where else str(path)
+        raise ConfigurationError(error.message, "the tasks do not fit the blocks; search anew", place) from error
+    if record.get("makespan", Whole) != schedule.makespan:
+        record.at("makespan").refuse(f"the end of the last task, {schedule.makespan}")
+    return schedule
+
+
+def _starts_of(record: JsonRecord, graph: BlockGraph) -> tuple[tuple[int, ...], ...]:
+    """The start of each block of each unit: each stands once in the order of each of its devices, at one time."""
+    units, orders = record.get("units", Count), list(record.at("tasks").items())
+    if len(orders) != graph.devices:
+        record.at("tasks").refuse(f"one list for each of {graph.devices} devices")
+    found: dict[tuple[int, int, int], int] = {}
+    for device, order in enumerate(orders):
+        for task in order.items():
+            unit, index = task.get("unit", Index), task.get("block", Index)
+            if unit >= units:
+                task.at("unit").refuse(f"one of {units} units")
+            if index >= len(graph.blocks) or device not in graph.blocks[index].devices:
+                task.at("block").refuse(f"the index of a block on device {device}")
+            if (unit, index, device) in found:
+                task.refuse("each block of a unit once")
+            found[unit, index, device] = task.get("start", Whole)
+    # Units may be many more than the tasks there are: the first that does not run all its blocks ends this.
+    for unit in range(units):
+        for index, block in enumerate(graph.blocks):
+            starts = {found.get((unit, index, device)) for device in block.devices}
+            if len(starts) > 1 or None in starts:
+                what = "does not run" if starts == {None} else "does not start at one time on all its devices"
+                message = f"block {block.name!r} of unit {unit} {what}"
+                hint = "the tasks do not fit the blocks; search anew"
+                raise ConfigurationError(message, hint, f"{record.file}: tasks")
+    return tuple(
+        tuple(found[unit, index, block.devices[0]] for index, block in enumerate(graph.blocks)) for unit in range(units)
+    )

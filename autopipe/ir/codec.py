@@ -1,89 +1,667 @@
-"""JSON documents: written compactly, read strictly; what is missing or of the wrong type is refused with its key."""
+"""One codec between values and documents (JSON, YAML): dataclasses are written and read by their annotations.
+
+Fields are keys, in order of declaration, or those that a class names in `written`. Types: `bool`, `int`, `float`,
+`str`, `Literal`, enumerations, `tuple[X, ...]` and `tuple[X, Y]` (lists), `tuple[tuple[str, X], ...]` (a mapping),
+`dict` (as it stands), dataclasses, and unions of these and `None`, each with marks or without: `Annotated[int,
+AtLeast(1)]`. Documents are untrusted: what is missing or does not fit is refused in one line with its place and key.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import enum
+import functools
 import json
 import math
-from collections.abc import Iterator
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol, Self, TypeVar
 
 from autopipe.ir.errors import ConfigurationError
 
 
+class Dataclass(Protocol):
+    """Any dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+Shape = TypeVar("Shape", bound=Dataclass)
+Mark = TypeVar("Mark")
+
+
 @dataclass(frozen=True, slots=True)
-class JsonRecord:
-    """A value of a JSON document and where it stands: `placement.stages[2]` of a file."""
+class Bound:
+    """Mark of a number that is within a bound."""
 
-    value: object
-    file: str
-    path: str = ""
+    bound: float
+    words: ClassVar[str]
+    """In an error: "it must be at least 1"."""
+    preposition: ClassVar[str]
+    """In a description: "a whole number from 1"."""
 
-    def at(self, key: str) -> JsonRecord:
-        """The value under `key` of an object."""
-        if not isinstance(self.value, dict):
-            self.refuse("an object")
-        if key not in self.value:
-            raise ConfigurationError(f"{self._key(key)} is missing", hint="write the file anew", where=self.file)
-        return JsonRecord(self.value[key], self.file, self._key(key))
+    def holds(self, value: float) -> bool:
+        """True if a number is within the bound."""
+        raise NotImplementedError
+
+
+class AtLeast(Bound):
+    """Mark of a number that is not below the bound."""
+
+    __slots__ = ()
+    words, preposition = "at least", "from"
+
+    def holds(self, value: float) -> bool:
+        return value >= self.bound
+
+
+class Above(Bound):
+    """Mark of a number that is greater than the bound."""
+
+    __slots__ = ()
+    words, preposition = "above", "above"
+
+    def holds(self, value: float) -> bool:
+        return value > self.bound
+
+
+class AtMost(Bound):
+    """Mark of a number that is not above the bound."""
+
+    __slots__ = ()
+    words, preposition = "at most", "up to"
+
+    def holds(self, value: float) -> bool:
+        return value <= self.bound
+
+
+class Spelling:
+    """Mark of a number that a person writes as text, with a unit."""
+
+    __slots__ = ()
+
+    def parse(self, text: str) -> float | None:
+        """The number, None where `text` spells none."""
+        raise NotImplementedError
+
+    def spell(self, value: Any) -> object:
+        """The inverse of `parse`."""
+        raise NotImplementedError
+
+    def describe(self, words: str) -> str:
+        """The expected value, where `words` describe a bare number."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class FilePath:
+    """Mark of a path, relative to the file it is written in; it holds a `.` or a `/`, to be told from a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """Mark of a value for which a test holds; `words` describe such values."""
+
+    test: Callable[[Any], object]
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """Mark of a field whose key is not its name; a dot stands between the keys of nested mappings."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """Mark of a field that stands in the document only where it is not its default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Mark of a dataclass whose keys stand among those of the one that holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Mark of a dataclass that is written as a list of its fields, without the last where those have defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """Mark of a value with a form of its own."""
+
+    write: Callable[[Any], object]
+    read: Callable[[Record], object]
+    words: str = "a list"
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Mark of a field of pairs that holds all keys no other field claims, as they stand; `plain` writes a value."""
+
+    plain: Callable[[Any], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Mark of a field that no key sets: it is told where the key `key` was written."""
+
+    key: str
+
+
+Index = Annotated[int, AtLeast(0)]
+Count = Annotated[int, AtLeast(1)]
+Amount = Annotated[float, AtLeast(0)]
+Filled = Fits(bool, "at least one")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key a dataclass takes."""
+
+    name: str
+    """Of the field."""
+    hint: Any
+    """Its type, with marks."""
+    default: object
+    """Its value where it is not given; `dataclasses.MISSING` where it must be."""
+    flag: str = ""
+    """The command-line flag that sets it, if any."""
+    path: tuple[str, ...] = ()
+    """Keys of nested mappings that lead to it."""
+    sparse: bool = False
+    flat: bool = False
+
+    @property
+    def required(self) -> bool:
+        """True if it has no default."""
+        return self.default is dataclasses.MISSING
+
+
+@functools.cache
+def keys(schema: type[Dataclass]) -> tuple[Key, ...]:
+    """The keys that `schema` takes, in order, without fields marked `Rest` or `Origin`."""
+    hints = typing.get_type_hints(schema, include_extras=True)
+    found = {}
+    for field in dataclasses.fields(schema):
+        marks = unwrap(hints[field.name])[1]
+        if not field.init or any(isinstance(mark, Rest | Origin) for mark in marks):
+            continue
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        at = find(marks, At)
+        found[field.name] = Key(
+            field.name,
+            hints[field.name],
+            default,
+            field.metadata.get("flag", ""),
+            tuple(at.key.split(".")) if at else (field.name,),
+            find(marks, Sparse) is not None,
+            find(marks, Flat) is not None,
+        )
+    return tuple(found[name] for name in getattr(schema, "written", found))
+
+
+def unwrap(hint: Any) -> tuple[Any, tuple[object, ...]]:
+    """A type without its marks, and the marks."""
+    if typing.get_origin(hint) is Annotated:
+        base, *marks = typing.get_args(hint)
+        return base, tuple(marks)
+    return hint, ()
+
+
+def find(marks: tuple[object, ...], kind: type[Mark]) -> Mark | None:
+    """The mark of this kind, if there is one."""
+    return next((mark for mark in marks if isinstance(mark, kind)), None)
+
+
+def is_union(base: Any) -> bool:
+    """True if a type is a union."""
+    return typing.get_origin(base) in (typing.Union, types.UnionType)
+
+
+def is_mapping(base: Any) -> bool:
+    """True if a type is a tuple of named values."""
+    pair, *more = typing.get_args(base) or (None,)
+    is_pair = typing.get_origin(pair) is tuple and typing.get_args(pair)[0] is str
+    return typing.get_origin(base) is tuple and more == [Ellipsis] and is_pair and ... not in typing.get_args(pair)
+
+
+def pair_value(base: Any) -> Any:
+    """The type of the values of a tuple of named values."""
+    return typing.get_args(typing.get_args(base)[0])[1]
+
+
+def marked_field(schema: type[Dataclass], kind: type[Mark]) -> tuple[str, Mark] | None:
+    """The field that carries a mark of this kind, and the mark, if there is one."""
+    hints = typing.get_type_hints(schema, include_extras=True)
+    marks = ((field.name, find(unwrap(hints[field.name])[1], kind)) for field in dataclasses.fields(schema))
+    return next(((name, mark) for name, mark in marks if mark is not None), None)
+
+
+def describe(hint: Any) -> str:
+    """A type in a reader's words, such as "a whole number from 1 or `auto`"."""
+    base, marks = unwrap(hint)
+    for mark in marks:
+        if isinstance(mark, Coded | Fits):
+            return mark.words
+    origin, members = typing.get_origin(base), typing.get_args(base)
+    if is_union(base):
+        return " or ".join(map(describe, members))
+    if origin is Literal:
+        return " or ".join(f"`{option}`" for option in members)
+    if is_mapping(base):
+        return f"a mapping of {describe(pair_value(base))}"
+    if origin is tuple and members[-1] is Ellipsis:
+        return f"a list of {describe(members[0])}"
+    if origin is tuple:
+        return f"a list of {len(members)}: " + ", ".join(map(describe, members))
+    if dataclasses.is_dataclass(base):
+        names = ", ".join(".".join(key.path) for key in keys(typing.cast("type[Dataclass]", base)))
+        return f"a list: {names}" if find(marks, Row) else f"a mapping with {names}"
+    if find(marks, FilePath):
+        return "a path (text)"
+    plain = {str: "text", bool: "`true` or `false`", int: "a whole number", float: "a number", type(None): "`null`"}
+    words = plain.get(base, "a mapping" if origin is dict else str(base))
+    if spelling := find(marks, Spelling):
+        return spelling.describe(words)
+    return " ".join([words, *(f"{mark.preposition} {mark.bound}" for mark in marks if isinstance(mark, Bound))])
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint: the known name most like `name`, or all of them."""
+    names = list(known)
+    match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if match:
+        return f"did you mean {match[0]!r}?"
+    return f"known: {', '.join(names)}" if names else "none are known here"
+
+
+class Record:
+    """A value of a document and where it stands; each format has its own subclass, and its own words for errors."""
+
+    __slots__ = ("key", "parent", "value")
+
+    def __init__(self, value: Any, parent: Record | None = None, key: str | int = "") -> None:
+        self.value = value
+        """A scalar, a list or tuple, or a dict; those hold values of the format."""
+        self.parent, self.key = parent, key
+
+    @property
+    def path(self) -> str:
+        """The keys that lead here: `placement.stages[2]`."""
+        above = self.parent.path if self.parent else ""
+        if isinstance(self.key, int):
+            return f"{above}[{self.key}]"
+        return f"{above}.{self.key}" if above and self.key else above or self.key
+
+    @property
+    def text(self) -> str | None:
+        """A scalar as text, None where it stands for none."""
+        return self.value if isinstance(self.value, str) else None
+
+    @property
+    def display(self) -> str:
+        """The value in an error message, on one line, not too long."""
+        raise NotImplementedError
+
+    def child(self, value: Any, key: str | int) -> Self:
+        """A value inside this one."""
+        raise NotImplementedError
+
+    def error(self, message: str, hint: str = "") -> ConfigurationError:
+        """An error at this place."""
+        raise NotImplementedError
+
+    def refusal(self, expected: str) -> ConfigurationError:
+        """The error for a value that is not `expected`."""
+        raise NotImplementedError
+
+    def refuse(self, expected: str) -> NoReturn:
+        """Raise ConfigurationError for a value that is not `expected`."""
+        raise self.refusal(expected)
+
+    def lacks(self, key: str, hint: Any) -> ConfigurationError:
+        """The error for a key of type `hint` that is not there."""
+        raise NotImplementedError
+
+    def refusal_by_all(self, union: Any, refusals: list[ConfigurationError]) -> ConfigurationError:
+        """The error for a value that several members of a union might have taken, and refused."""
+        return self.refusal(describe(union))
+
+    def scalar(self, base: type, marks: tuple[object, ...]) -> Any:
+        """A text or a number, as it stands."""
+        return self.value
+
+    def is_optional(self, key: Key) -> bool:
+        """True if a dataclass is read without this key."""
+        return key.sparse
+
+    def rest(self, schema: type[Dataclass], more: list[str]) -> dict[str, object]:
+        """Values of fields that no key sets, given the keys that are `more` than those of a dataclass."""
+        return {}
+
+    def complete(self, schema: type[Dataclass], values: dict[str, object]) -> None:
+        """Look at the values of a dataclass by field."""
 
     def has(self, key: str) -> bool:
         """True if an object has a value under `key`."""
         return isinstance(self.value, dict) and key in self.value
 
-    def items(self) -> Iterator[JsonRecord]:
+    def at(self, key: str, hint: Any = object) -> Self:
+        """The value under `key` of an object."""
+        if not isinstance(self.value, dict):
+            self.refuse("an object")
+        if key not in self.value:
+            raise self.lacks(key, hint)
+        return self.child(self.value[key], key)
+
+    def get(self, key: str, hint: Any) -> Any:
+        """The value under `key` of an object as a value of type `hint`."""
+        return decode(self.at(key, hint), hint)
+
+    def items(self) -> Iterator[Self]:
         """The members of a list."""
-        if not isinstance(self.value, list):
+        if not isinstance(self.value, list | tuple):
             self.refuse("a list")
         for index, value in enumerate(self.value):
-            yield JsonRecord(value, self.file, f"{self.path}[{index}]")
+            yield self.child(value, index)
 
-    def members(self) -> Iterator[tuple[str, JsonRecord]]:
+    def members(self) -> Iterator[tuple[str, Self]]:
         """The entries of an object."""
         if not isinstance(self.value, dict):
             self.refuse("an object")
         for key, value in self.value.items():
-            yield key, JsonRecord(value, self.file, self._key(key))
+            yield key, self.child(value, key)
 
-    def text(self) -> str:
-        """A text."""
-        if not isinstance(self.value, str):
-            self.refuse("a text")
-        return self.value
 
-    def integer(self, least: int = 0) -> int:
-        """A whole number of at least `least`."""
-        if not isinstance(self.value, int) or isinstance(self.value, bool) or self.value < least:
-            self.refuse(f"a whole number, at least {least}")
-        return self.value
+def decode(record: Record, hint: Any, **more: object) -> Any:
+    """The record as a value of type `hint`, a dataclass with the fields `more`. Raises ConfigurationError."""
+    return _read_dataclass(hint, record, **more) if more else _reader(hint)(record)
 
-    def number(self) -> float:
-        """A finite number."""
-        if not isinstance(self.value, int | float) or isinstance(self.value, bool) or not math.isfinite(self.value):
-            self.refuse("a number")
-        return float(self.value)
 
-    def boolean(self) -> bool:
-        """True or false."""
-        if not isinstance(self.value, bool):
-            self.refuse("true or false")
-        return self.value
+@functools.cache
+def _reader(hint: Any) -> Callable[[Record], Any]:
+    """The function that reads a type: worked out once, since large documents hold few types."""
+    base, marks = unwrap(hint)
+    if coded := find(marks, Coded):
+        return coded.read
+    if is_union(base):
+        return functools.partial(_read_union, base, marks)
+    if fits := find(marks, Fits):
+        inner = tuple(mark for mark in marks if mark is not fits)
+        return functools.partial(_read_fitting, Annotated[base, *inner] if inner else base, fits)
+    origin = typing.get_origin(base)
+    if dataclasses.is_dataclass(base):
+        return functools.partial(_read_row if find(marks, Row) else _read_dataclass, typing.cast(Any, base))
+    if origin is Literal:
+        return functools.partial(_read_literal, base)
+    if origin is tuple:
+        return functools.partial(_read_mapping if is_mapping(base) else _read_tuple, base)
+    if isinstance(base, type) and issubclass(base, enum.Enum):
+        return lambda record: base(_read_literal(Literal[tuple(each.value for each in base)], record))
+    if base is Any:
+        return lambda record: record.value
+    bounds = tuple(mark for mark in marks if isinstance(mark, Bound))
+    return functools.partial(_read_scalar, hint, origin or base, marks, bounds)
 
-    def integers(self) -> tuple[int, ...]:
-        """A list of whole numbers, at least 0 each."""
-        return tuple(item.integer() for item in self.items())
 
-    def refuse(self, expected: str) -> NoReturn:
-        """Raise ConfigurationError for a value that is not `expected`."""
-        shown = json.dumps(self.value, default=str)
-        shown = shown if len(shown) <= 40 else shown[:37] + "..."
-        raise ConfigurationError(
-            f"{self.path or 'the document'} is {shown}", hint=f"expected {expected}", where=self.file
-        )
+def _read_fitting(hint: Any, fits: Fits, record: Record) -> object:
+    value = decode(record, hint)
+    if not fits.test(value):
+        record.refuse(fits.words)
+    return value
 
-    def _key(self, key: str) -> str:
-        return f"{self.path}.{key}" if self.path else key
+
+def _read_union(union: Any, marks: tuple[object, ...], record: Record) -> object:
+    fitting = [member for member in typing.get_args(union) if accepts(record, member)]
+    if not fitting:
+        record.refuse(describe(union))
+    refusals = []
+    for member in fitting:
+        try:
+            return decode(record, member)
+        except ConfigurationError as error:
+            refusals.append(error)  # the next member may take it
+    raise refusals[0] if len(refusals) == 1 else record.refusal_by_all(union, refusals)
+
+
+def _read_literal(literal: Any, record: Record) -> object:
+    if not accepts(record, literal):
+        record.refuse(describe(literal))
+    options = typing.get_args(literal)
+    value = record.text if isinstance(options[0], str) else record.value
+    for option in options:
+        if value == option and type(value) is type(option):
+            return option
+    message = f"{record.path}: {quote(str(value))} is none of {', '.join(map(str, options))}"
+    raise record.error(message, nearest(str(value), map(str, options)))
+
+
+def _read_mapping(base: Any, record: Record) -> tuple[object, ...]:
+    if not accepts(record, base):
+        record.refuse(describe(base))
+    if not isinstance(record.value, dict):
+        return _read_tuple(base, record)
+    read = _reader(pair_value(base))
+    return tuple((name, read(item)) for name, item in record.members())
+
+
+def _read_tuple(base: Any, record: Record) -> tuple[object, ...]:
+    if not accepts(record, base):
+        record.refuse(describe(base))
+    members = typing.get_args(base)
+    if members[-1] is Ellipsis:
+        return tuple(map(_reader(members[0]), record.items()))
+    if len(record.value) != len(members):
+        raise record.error(f"{record.path}: {len(record.value)} items where {len(members)} are expected")
+    return tuple(decode(item, member) for item, member in zip(record.items(), members, strict=True))
+
+
+def _read_row(schema: type[Shape], record: Record) -> Shape:
+    values: dict[str, object] = {}
+    cells = list(record.items())
+    for key in keys(schema):
+        inner = keys(unwrap(key.hint)[0]) if key.flat else (key,)
+        if len(cells) < len(inner):
+            break
+        taken = {each.name: decode(cell, each.hint) for each, cell in zip(inner, cells, strict=False)}
+        values[key.name] = unwrap(key.hint)[0](**taken) if key.flat else taken[key.name]
+        cells = cells[len(inner) :]
+    if cells or any(key.required and key.name not in values for key in keys(schema)):
+        record.refuse(describe(Annotated[schema, Row()]))
+    return schema(**values)
+
+
+def _read_dataclass(schema: type[Shape], record: Record, **more: object) -> Shape:
+    if not isinstance(record.value, dict):
+        record.refuse(describe(schema) if record.path else "a mapping")
+    claimed = {key.path[0] for key in keys(schema)}
+    values = record.rest(schema, [name for name in record.value if name not in claimed])
+    missing: list[ConfigurationError] = []  # What is there is looked at first.
+    for key in keys(schema):
+        place = record
+        for step in () if key.flat else key.path:
+            if not place.has(step):
+                missing += [] if record.is_optional(key) else [place.lacks(step, key.hint)]
+                break
+            place = place.at(step)
+        else:
+            values[key.name] = _reader(key.hint)(place)
+    if missing:
+        raise missing[0]
+    record.complete(schema, values)
+    return schema(**values, **more)
+
+
+def _read_scalar(hint: Any, base: type, marks: tuple[object, ...], bounds: tuple[Bound, ...], record: Record) -> object:
+    if not accepts(record, hint):
+        record.refuse(describe(hint))
+    value = record.scalar(base, marks)
+    if base is float and type(value) is int:
+        if abs(value) > sys.float_info.max:
+            record.refuse(describe(hint))
+        value = float(value)
+    if base is float and not math.isfinite(value):
+        record.refuse(describe(hint))
+    for mark in bounds:
+        if not mark.holds(value):
+            raise record.error(f"{record.path} is {record.display}", f"it must be {mark.words} {mark.bound}")
+    return value
+
+
+def accepts(record: Record, hint: Any) -> bool:
+    """True if a record of this kind can be of this type at all, whatever it holds."""
+    base, marks = unwrap(hint)
+    value = record.value
+    origin = typing.get_origin(base)
+    if is_union(base):
+        return any(accepts(record, member) for member in typing.get_args(base))
+    if base is type(None):
+        return value is None
+    if dataclasses.is_dataclass(base) or origin is dict:
+        return isinstance(value, list | tuple if find(marks, Row) else dict)
+    if origin is tuple:
+        return isinstance(value, list | tuple) or (isinstance(value, dict) and is_mapping(base))
+    if base is str or (origin is Literal and isinstance(typing.get_args(base)[0], str)):
+        return record.text is not None
+    if origin is Literal:
+        return type(value) is type(typing.get_args(base)[0])
+    if base is bool:
+        return isinstance(value, bool)
+    if isinstance(value, str):
+        return find(marks, Spelling) is not None
+    return isinstance(value, int | float if base is float else int) and not isinstance(value, bool)
+
+
+def encode(value: Dataclass, only: Iterable[str] | None = None) -> dict[str, Any]:
+    """A dataclass as lists, dicts and scalars that `decode` reads."""
+    document: dict[str, Any] = _writer(type(value))(value)
+    return document if only is None else {name: document[name] for name in only}
+
+
+def encode_as(value: object, hint: Any) -> Any:
+    """A value of type `hint` as lists, dicts and scalars that `decode` reads."""
+    return _writer(hint)(value)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@functools.cache
+def _writer(hint: Any) -> Callable[[Any], Any]:
+    """The function that writes a type: worked out once."""
+    base, marks = unwrap(hint)
+    origin, members = typing.get_origin(base), typing.get_args(base)
+    if coded := find(marks, Coded):
+        return coded.write
+    if spelling := find(marks, Spelling):
+        return spelling.spell
+    if is_union(base):
+        if all(_writer(member) is _same for member in members):
+            return _same
+        return lambda value: _writer(next(member for member in members if _holds(value, member)))(value)
+    if is_mapping(base):
+        inner = _writer(pair_value(base))
+        return lambda pairs: {name: inner(value) for name, value in pairs}
+    if origin is tuple and members[-1] is Ellipsis:
+        inner = _writer(members[0])
+        return list if inner is _same else lambda values: [inner(value) for value in values]
+    if origin is tuple:
+        return lambda values: [_writer(member)(value) for member, value in zip(members, values, strict=True)]
+    if isinstance(base, type) and issubclass(base, enum.Enum):
+        return lambda value: value.value
+    if dataclasses.is_dataclass(base):
+        return functools.partial(_write_row if find(marks, Row) else _write_dataclass, typing.cast(Any, base))
+    return _same
+
+
+def _write_dataclass(schema: type[Dataclass], value: object) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, write in _fields(schema):
+        member = getattr(value, key.name)
+        if key.sparse and member == key.default:
+            continue
+        if key.flat:
+            found.update(write(member))
+        elif len(key.path) == 1:
+            found[key.path[0]] = write(member)
+        else:
+            inner = found
+            for step in key.path[:-1]:
+                inner = inner.setdefault(step, {})
+            inner[key.path[-1]] = write(member)
+    if rest := _rest(schema):
+        found.update((name, rest[1].plain(item)) for name, item in getattr(value, rest[0]))
+    return found
+
+
+@functools.cache
+def _rest(schema: type[Dataclass]) -> tuple[str, Rest] | None:
+    return marked_field(schema, Rest)
+
+
+@functools.cache
+def _fields(schema: type[Dataclass]) -> tuple[tuple[Key, Callable[[Any], Any]], ...]:
+    return tuple((key, _writer(key.hint)) for key in keys(schema))
+
+
+def _write_row(schema: type[Dataclass], value: object) -> list[object]:
+    cells: list[object] = []
+    for key, write in _fields(schema):
+        member = write(getattr(value, key.name))
+        cells.extend(member.values() if key.flat else [member])
+    return cells
+
+
+def _holds(value: object, hint: Any) -> bool:
+    """True if a value that was read came from this member of a union."""
+    base, _ = unwrap(hint)
+    origin = typing.get_origin(base)
+    if base is type(None):
+        return value is None
+    if origin is Literal:
+        return any(value == option and type(value) is type(option) for option in typing.get_args(base))
+    return isinstance(value, origin or base) and not (isinstance(value, bool) and base is not bool)
+
+
+def quote(text: str) -> str:
+    """A user's text for an error message: in quotes, on one line, not too long."""
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+class JsonRecord(Record):
+    """A value of the JSON document in `file`."""
+
+    __slots__ = ("file",)
+
+    def __init__(self, value: Any, file: str, parent: JsonRecord | None = None, key: str | int = "") -> None:
+        self.value, self.file, self.parent, self.key = value, file, parent, key
+
+    @property
+    def display(self) -> str:
+        text = json.dumps(self.value, default=str)
+        return text if len(text) <= 40 else text[:37] + "..."
+
+    def child(self, value: Any, key: str | int) -> JsonRecord:
+        return JsonRecord(value, self.file, self, key)
+
+    def error(self, message: str, hint: str = "") -> ConfigurationError:
+        return ConfigurationError(message, hint=hint, where=self.file)
+
+    def refusal(self, expected: str) -> ConfigurationError:
+        return self.error(f"{self.path or 'the document'} is {self.display}", f"expected {expected}")
+
+    def lacks(self, key: str, hint: Any) -> ConfigurationError:
+        return self.error(f"{self.child(None, key).path} is missing", "write the file anew")
 
 
 def read_record(path: Path, form: str) -> JsonRecord:
@@ -99,12 +677,14 @@ def read_record(path: Path, form: str) -> JsonRecord:
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"not JSON: {error}", where=where) from error
     record = JsonRecord(document, where)
-    found = record.at("format").text()
+    found = record.get("format", str)
     if found != form:
-        raise ConfigurationError(
-            f"the format is {found!r}", hint=f"this autopipe reads {form!r}; write the file anew", where=where
-        )
+        raise record.error(f"the format is {found!r}", f"this autopipe reads {form!r}; write the file anew")
     return record
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")
 
 
 def record_text(form: dict[str, object]) -> str:
@@ -119,7 +699,3 @@ def _value_text(value: object) -> str:
         return json.dumps(value, allow_nan=False)
     texts = {key: json.dumps(entry, allow_nan=False) for key, entry in {id(each): each for each in value}.items()}
     return "[" + ", ".join(texts[id(each)] for each in value) + "]"
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number")

@@ -20,10 +20,11 @@ import hashlib
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from autopipe.ir.codec import AtLeast
 from autopipe.ir.errors import ModelError
 from autopipe.ir.memo import GRAPHS, remembered
 
@@ -72,7 +73,8 @@ _ITEMSIZE = {
 _FLOATING = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64})
 
 
-Attribute = int | float | str | tuple[int, ...] | tuple[float, ...] | tuple[str, ...]
+Whole = Annotated[int, AtLeast(-(2**63))]
+Attribute = Whole | float | str | tuple[Whole, ...] | tuple[float, ...] | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

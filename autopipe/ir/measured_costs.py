@@ -1,20 +1,38 @@
 """Measured costs of devices: seconds by operator and local shapes, by exchange and size, and of tasks besides
-operators. `autopipe profile` makes it, `plan --costs` uses it.
+operators. `autopipe profile` writes a file of them, `plan --costs` uses it: JSON, an operation or an exchange a line.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import Annotated, ClassVar, TypeVar
 
-from autopipe.ir.graph import Attribute, Value
+from autopipe.ir.codec import (
+    Amount,
+    At,
+    AtLeast,
+    AtMost,
+    Coded,
+    Count,
+    Filled,
+    Fits,
+    Flat,
+    Index,
+    Sparse,
+    decode,
+    encode,
+    read_record,
+)
+from autopipe.ir.graph import Attribute, DType, Value
 from autopipe.ir.ops import qualified_name
 from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-
 
 MESSAGES = ("send", "post", "follow")
 """Measurements of messages between ranks: on their way, the CPU time of one end, and of each further message along with
@@ -22,14 +40,19 @@ it.
 """
 EXCHANGES = (*MESSAGES, *COLLECTIVES)
 """Measurements between ranks: messages, and collectives by the size of their group."""
+FORMAT = "autopipe.costs/1"
+_TYPE = re.compile(rf"(?:(?:{'|'.join(each.value for each in DType)})\[(?:\d{{1,15}}(?:,\d{{1,15}})*)?\])?")
+Attributes = tuple[tuple[str, Attribute], ...]
+_SORTED = Coded(dict, lambda record: tuple(sorted(decode(record, Attributes))))
+TypeText = Annotated[str, Fits(_TYPE.fullmatch, 'a type such as "float32[8,64]"')]
 
 
 @dataclass(frozen=True, slots=True)
 class Affine:
     """`fixed_s + per_byte_s * bytes` seconds."""
 
-    fixed_s: float
-    per_byte_s: float
+    fixed_s: Amount
+    per_byte_s: Amount
 
     def __add__(self, other: Affine) -> Affine:
         return Affine(self.fixed_s + other.fixed_s, self.per_byte_s + other.per_byte_s)
@@ -38,7 +61,7 @@ class Affine:
         return Affine(self.fixed_s * factor, self.per_byte_s * factor)
 
     def seconds(self, size_bytes: float) -> float:
-        """Seconds for `size_bytes` bytes."""
+        """Amount for `size_bytes` bytes."""
         return self.fixed_s + self.per_byte_s * size_bytes
 
 
@@ -46,10 +69,10 @@ class Affine:
 class Timing:
     """The median of several runs."""
 
-    seconds: float
-    spread: float
+    seconds: Annotated[float, At("s"), AtLeast(0)]
+    spread: Amount
     """Distance between the quartiles, as a share of the median."""
-    repetitions: int
+    repetitions: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +84,10 @@ class Operation:
     """
 
     operator: str
-    attributes: tuple[tuple[str, Attribute], ...]
-    operands: tuple[str, ...]
-    results: tuple[str, ...]
-    gradients: tuple[int, ...]
+    attributes: Annotated[Attributes, _SORTED]
+    operands: tuple[TypeText, ...]
+    results: tuple[TypeText, ...]
+    gradients: tuple[Index, ...]
     precision: str
 
 
@@ -88,12 +111,12 @@ def _type_text(value: Value | None) -> str:
 class OperationCost:
     """Measured time of an operator, with the roofline's figures, by which other operators are judged."""
 
-    operation: Operation
+    operation: Annotated[Operation, Flat()]
     kind: str
-    """Class of the operator, as `ir.ops.row.Operator.kind`."""
-    flops: tuple[float, float]
+    """Class of the operator, as `ir.ops.operator.Operator.kind`."""
+    flops: tuple[Amount, Amount]
     """Of forward and of backward."""
-    moved_bytes: tuple[float, float]
+    moved_bytes: Annotated[tuple[Amount, Amount], At("bytes")]
     """Read and written by forward and by backward."""
     forward: Timing
     backward: Timing | None
@@ -127,34 +150,45 @@ class Sample:
 class TensorCosts:
     """Cost of an operation on tensors one by one: a time for each and a time for each byte."""
 
-    per_tensor_s: float
-    per_byte_s: float
+    per_tensor_s: Amount
+    per_byte_s: Amount
 
     def seconds(self, tensors: int, size_bytes: float) -> float:
-        """Seconds for `tensors` tensors of `size_bytes` bytes together."""
+        """Amount for `tensors` tensors of `size_bytes` bytes together."""
         return self.per_tensor_s * tensors + self.per_byte_s * size_bytes
+
+
+_UPDATES = Fits(lambda updates: len(updates) == 3, "3 entries: an optimizer without states, with one, with two")
 
 
 @dataclass(frozen=True, slots=True)
 class TaskCosts:
     """Cost of a rank's step besides its operators."""
 
-    forward_s: float
+    forward_s: Amount
     """Of one stage's forward of one micro-batch: finding the arguments, handing over the results."""
-    backward_s: float
+    backward_s: Amount
     """Of its backward: starting autograd, handing back the gradients."""
-    waiting_s: float
+    waiting_s: Amount
     """Of an operator whose parameters' gradients wait for the second half of a split backward: how much longer it takes
     for that, in the forward and both halves together."""
-    update_s: float
+    update_s: Amount
     """Of an optimizer's update, besides what it does to tensors."""
     accumulate: TensorCosts
     """Adding a micro-batch's gradients to those before, by bytes of gradients."""
     bucket: TensorCosts
     """Putting gradients into a bucket whose sums other ranks take part in, and having those back, besides the
     exchange."""
-    updates: tuple[TensorCosts, ...]
+    updates: Annotated[tuple[TensorCosts, ...], _UPDATES]
     """An optimizer's update, by bytes of parameters: without states, with one (momentum), with two (AdamW)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedBytes:
+    """A measured time of an exchange of a number of bytes."""
+
+    bytes: Index
+    timing: Annotated[Timing, Flat()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,23 +199,23 @@ class ExchangeCost:
     a reduce-scatter, an all-to-all; of what each holds after an all-gather.
     """
 
-    kind: str
-    """One of `EXCHANGES`."""
-    ranks: int
-    fit: Affine
-    samples: tuple[tuple[int, Timing], ...]
-    """Measured times by bytes."""
+    kind: Annotated[str, Fits(EXCHANGES.__contains__, " or ".join(EXCHANGES))]
+    ranks: Annotated[int, AtLeast(2), AtMost(2**20)]
+    fit: Annotated[Affine, Flat()]
+    samples: tuple[TimedBytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCosts:
     """All that was measured on one kind of device."""
 
+    written: ClassVar = ("device", "measured", "tasks", "exchanges", "operations")
+
     device: str
     measured: tuple[str, ...]
     """How, a line for each run of the profiler: what ran where."""
     operations: tuple[OperationCost, ...] = ()
-    tasks: TaskCosts | None = None
+    tasks: Annotated[TaskCosts | None, Sparse()] = None
     exchanges: tuple[ExchangeCost, ...] = ()
 
 
@@ -189,7 +223,7 @@ class DeviceCosts:
 class Costs:
     """The measured costs of several kinds of devices, each with a name of its own."""
 
-    devices: tuple[DeviceCosts, ...]
+    devices: Annotated[tuple[DeviceCosts, ...], Filled]
 
     def of(self, device: str) -> DeviceCosts | None:
         """Costs measured on the device called `device`; on the only one where there is but one."""
@@ -222,3 +256,33 @@ def _joined(first: DeviceCosts, second: DeviceCosts) -> DeviceCosts:
 
 def _latest(entries: tuple[_Entry, ...], key: Callable[[_Entry], object]) -> tuple[_Entry, ...]:
     return tuple({key(each): each for each in entries}.values())
+
+
+def costs_text(costs: Costs) -> str:
+    """The file's text."""
+    devices = ",\n".join(map(_device_text, costs.devices))
+    return f'{{"format": {json.dumps(FORMAT)},\n "devices": [\n{devices}\n]}}\n'
+
+
+def _device_text(costs: DeviceCosts) -> str:
+    parts = []
+    for key, value in encode(costs).items():
+        if key in ("exchanges", "operations") and value:
+            lines = ",\n  ".join(json.dumps(each, allow_nan=False) for each in value)
+            parts.append(f'"{key}": [\n  {lines}]')
+        else:
+            parts.append(f'"{key}": {json.dumps(value, allow_nan=False)}')
+    return "{" + ",\n ".join(parts) + "}"
+
+
+def read_costs(path: Path) -> Costs:
+    """The costs in `path`. Raises ConfigurationError with file and key for what is no such file."""
+    record = read_record(path, FORMAT)
+    costs: Costs = decode(record, Costs)
+    if len({each.device for each in costs.devices}) < len(costs.devices):
+        record.at("devices").refuse("devices of different names")
+    for device, found in zip(record.at("devices").items(), costs.devices, strict=True):
+        for place, each in zip(device.at("operations").items(), found.operations, strict=True):
+            if any(index >= len(each.operation.operands) for index in each.operation.gradients):
+                place.at("gradients").refuse(f"places of {len(each.operation.operands)} operands")
+    return costs

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Annotated, ClassVar
 
+from autopipe.ir.codec import Coded, Count, Filled, Index, Record, Row, Sparse, decode, encode_as
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.memo import GRAPHS, remembered
@@ -16,10 +19,51 @@ class Split:
     """One axis of a node's iteration space cut into `degree` equal parts."""
 
     axis: str
-    degree: int
+    degree: Count
 
     def __str__(self) -> str:
         return f"{self.axis}:{self.degree}"
+
+
+Splits = tuple[Annotated[Split, Row()], ...]
+_MOST_NODES = 10_000_000
+
+
+def node_ranges(nodes: Iterable[int]) -> list[list[int]]:
+    """Ascending indices as half-open ranges: 0 1 2 5 → [0, 3] [5, 6]."""
+    ranges: list[list[int]] = []
+    for node in nodes:
+        if ranges and ranges[-1][1] == node:
+            ranges[-1][1] = node + 1
+        else:
+            ranges.append([node, node + 1])
+    return ranges
+
+
+def _read_nodes(record: Record) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(map(_read_range, record.items())))
+
+
+def _read_range(record: Record) -> range:
+    ends = tuple(decode(each, Index) for each in record.items())
+    if len(ends) != 2 or not ends[0] < ends[1] <= _MOST_NODES:
+        record.refuse("a range of nodes: first, one after the last")
+    return range(*ends)
+
+
+def _write_splits(splits: tuple[tuple[int, Splits], ...]) -> list[dict[str, object]]:
+    """Nodes that are split in the same way stand together."""
+    equal: dict[Splits, list[int]] = {}
+    for node, split in splits:
+        equal.setdefault(split, []).append(node)
+    return [{"split": encode_as(split, Splits), "nodes": node_ranges(sorted(nodes))} for split, nodes in equal.items()]
+
+
+def _read_splits(record: Record) -> tuple[tuple[int, Splits], ...]:
+    found: dict[int, Splits] = {}
+    for each in record.items():
+        found.update(dict.fromkeys(_read_nodes(each.at("nodes")), each.get("split", Splits)))
+    return tuple(sorted(found.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +76,14 @@ class Stage:
     runs forward again. `pipeline` says which of the placement's pipelines the stage belongs to.
     """
 
-    nodes: tuple[int, ...]
-    devices: tuple[int, ...]
-    micro_batch_size: int
-    splits: tuple[tuple[int, tuple[Split, ...]], ...] = ()
+    written: ClassVar = ("devices", "micro_batch_size", "recompute", "pipeline", "nodes", "splits")
+
+    nodes: Annotated[tuple[int, ...], Coded(node_ranges, _read_nodes)]
+    devices: Annotated[tuple[Index, ...], Filled]
+    micro_batch_size: Count
+    splits: Annotated[tuple[tuple[int, Splits], ...], Coded(_write_splits, _read_splits)] = ()
     recompute: bool = False
-    pipeline: int = 0
+    pipeline: Index = 0
     _splits: dict[int, tuple[Split, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -74,10 +120,12 @@ class Placement:
     directions), each holds all nodes, and micro-batch m runs on pipeline m mod `pipelines`.
     """
 
-    stages: tuple[Stage, ...]
+    written: ClassVar = ("stages", "notes")
+
+    stages: Annotated[tuple[Stage, ...], Filled]
     proof: SplitProof | None = field(default=None, compare=False)
     """Proof of the splits, where they were searched."""
-    notes: tuple[str, ...] = field(default=(), compare=False)
+    notes: Annotated[tuple[str, ...], Sparse()] = field(default=(), compare=False)
     """Remarks of the strategy on the model, a line each."""
 
     @property
@@ -175,14 +223,3 @@ def _crossing(graph: Graph, stage_of: dict[int, int], recomputed: frozenset[int]
 def stage_edges(graph: Graph, placement: Placement) -> tuple[tuple[int, int], ...]:
     """The edges of the stage graph, sorted, each once."""
     return tuple(sorted({(source, target) for _, source, target in crossing_values(graph, placement)}))
-
-
-def node_ranges(nodes: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending indices as half-open ranges: 0 1 2 5 → (0, 3) (5, 6)."""
-    ranges: list[tuple[int, int]] = []
-    for node in nodes:
-        if ranges and ranges[-1][1] == node:
-            ranges[-1] = (ranges[-1][0], node + 1)
-        else:
-            ranges.append((node, node + 1))
-    return tuple(ranges)

@@ -11,7 +11,9 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
+from autopipe.ir.codec import At, Count, Fits, Index, Sparse
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.schedule import Schedule
 from autopipe.ir.timeline import Prediction
@@ -26,7 +28,7 @@ class Choice:
     """The strategy's options that are not its defaults, as a configuration spells them."""
     schedule: str | None = None
     """None where no schedule was looked at."""
-    micro_batches: int | None = None
+    micro_batches: Count | None = None
     """None where they are left to the strategy, or to what it wants."""
     recompute: str = "none"
     shard: bool = False
@@ -38,19 +40,19 @@ class Alternative:
     """A choice and what came of it."""
 
     choice: Choice
-    step_time_s: float | None = None
+    step_time_s: Annotated[float | None, Sparse()] = None
     """Of the simulated step; None where there is none."""
-    lower_bound_s: float | None = None
+    lower_bound_s: Annotated[float | None, Sparse()] = None
     """No schedule of its placement takes less; None where there is no placement."""
-    micro_batches: int | None = None
+    micro_batches: Annotated[Index | None, Sparse()] = None
     """Micro-batches of its placement."""
-    stages: int | None = None
-    bubble_rate: float | None = None
-    peak_memory_bytes: int | None = None
+    stages: Annotated[Index | None, Sparse()] = None
+    bubble_rate: Annotated[float | None, Sparse()] = None
+    peak_memory_bytes: Annotated[Index | None, Sparse()] = None
     """The most on any device."""
-    refused: str | None = None
+    refused: Annotated[str | None, Sparse()] = None
     """Why there is no step: in one line."""
-    same_as: str | None = None
+    same_as: Annotated[str | None, Sparse()] = None
     """The strategy that came to the same placement before; the step is that one's."""
 
     @property
@@ -131,9 +133,9 @@ class Breakdown:
 class CostCoverage:
     """For how many nodes a plan went by measured costs."""
 
-    measured: int
+    measured: Index
     """Nodes whose own operation was measured."""
-    judged: int
+    judged: Index
     """Nodes that take what the roofline says, times how much longer than that the measured ones took."""
 
 
@@ -143,16 +145,16 @@ class Summary:
 
     strategy: str
     schedule: str
-    devices: int
-    stages: int
-    micro_batches: int
-    micro_batch_size: int
-    depth: int
+    devices: Count
+    stages: Count
+    micro_batches: Count
+    micro_batch_size: Count
+    depth: Count
     """Stages on the longest path of the stage graph."""
     step_time_s: float
     samples_per_s: float
     bubble_rate: float
-    peak_memory_bytes: tuple[int, ...]
+    peak_memory_bytes: tuple[Index, ...]
     search_time_s: tuple[tuple[str, float], ...]
     """Wall-clock seconds by pass."""
     lower_bound_s: float
@@ -163,13 +165,13 @@ class Summary:
     """
     gap: float | None
     """Share of the period, or the step, that lies above what is proven; 0 where it is optimal."""
-    communication_bytes: tuple[tuple[str, int], ...] | None
+    communication_bytes: tuple[tuple[str, Index], ...] | None
     """Bytes that a step's exchanges move over all devices, by kind (`ir/program.py`); None where the placement cannot
     be executed.
     """
     splits: SplitProof | None = None
     """Proof of the splits, where they were searched."""
-    costs: CostCoverage | None = None
+    costs: Annotated[CostCoverage | None, Sparse()] = None
     """How far measured costs went, where the plan was made with some."""
 
 
@@ -177,21 +179,27 @@ class Summary:
 class Plan:
     """A placement and a schedule for one graph. `graph_digest` says for which."""
 
+    written: ClassVar = (
+        "model", "graph_digest", "mode", "batch_size", "summary", "memory_limits", "device_names", "placement",
+        "prediction", "breakdown", "alternatives",
+    )  # fmt: skip
+    """All but the schedule, which has a file of its own."""
+
     model: str
     """Path of the ONNX file."""
     graph_digest: str
-    mode: str
-    batch_size: int
+    mode: Annotated[str, Fits(("train", "infer").__contains__, "train or infer")]
+    batch_size: Count
     placement: Placement
     schedule: Schedule
     summary: Summary
-    prediction: Prediction = field(default_factory=Prediction)
+    prediction: Annotated[Prediction, At("predictions")] = field(default_factory=Prediction)
     """Prediction that the summary was simulated from."""
-    memory_limits: tuple[int, ...] = ()
+    memory_limits: tuple[Index, ...] = ()
     """Bytes that may be used on each device."""
-    device_names: tuple[str, ...] = ()
+    device_names: Annotated[tuple[str, ...], Sparse()] = ()
     """The name of each device's kind, in a cluster of groups of devices."""
-    alternatives: tuple[Alternative, ...] = ()
+    alternatives: Annotated[tuple[Alternative, ...], Sparse()] = ()
     """Candidates of the search and their results; () where the strategy was named."""
     breakdown: Breakdown | None = None
     """Breakdown of the step."""

@@ -16,8 +16,9 @@ import re
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
+from autopipe.ir.codec import Count, Index, Row
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, stage_edges
 from autopipe.ir.problem import Problem
@@ -64,14 +65,17 @@ class Task:
 class Repetend:
     """The part of a device's list that repeats, each time with all micro-batch indices one `stride` further."""
 
-    start: int
+    start: Index
     """Index of its first task in the device's list."""
-    length: int
+    length: Index
     """Tasks of one repetition; 0 where the device has none."""
-    count: int
+    count: Index
     """How often it stands in the list."""
-    stride: int = 1
+    stride: Index = 1
     """Micro-batches, of the stages' own, that one repetition advances by."""
+
+
+Repetends = tuple[Annotated[Repetend, Row()], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ class Schedule:
 
     micro_batches: int
     tasks: tuple[tuple[Task, ...], ...]
-    repetends: tuple[Repetend, ...] | None = None
+    repetends: Repetends | None = None
     period: float | None = None
     proof: Proof | None = None
 
@@ -416,8 +420,8 @@ def _check_complete(
 class MicroBatchSlice:
     """Every `of`-th micro-batch of a stage, from number `index` on: those of which a channel carries something."""
 
-    index: int = 0
-    of: int = 1
+    index: Index = 0
+    of: Count = 1
 
     def has(self, micro_batch: int) -> bool:
         """True if it is one of them."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
+from autopipe.ir.codec import Flat, Index, Row
 from autopipe.ir.schedule import Lanes, MicroBatchSlice, Phase, Task
 
 
@@ -128,14 +130,14 @@ class StagePrediction:
     """Seconds, once a step, in which gradients are summed over devices."""
     update_s: float = 0.0
     """Seconds of the optimizer's step."""
-    parameter_bytes: int = 0
-    static_bytes: int = 0
+    parameter_bytes: Index = 0
+    static_bytes: Index = 0
     """Bytes there all through a step: parameters, gradients, optimizer state, message buffers."""
-    kept_bytes: int = 0
+    kept_bytes: Index = 0
     """Bytes held from the start of a forward to the end of its backward."""
-    weight_kept_bytes: int = 0
+    weight_kept_bytes: Index = 0
     """Bytes that a split backward's second half needs: held from the end of the first to its own end."""
-    transient_bytes: int = 0
+    transient_bytes: Index = 0
     """Bytes that come and go within a backward or, without training, a forward."""
 
     def seconds(self, phase: Phase) -> float:
@@ -161,16 +163,16 @@ class Message:
     the source and those of one slice of the target have in common: the number of the message is the same for both.
     """
 
-    source_stage: int
-    target_stage: int
-    source: int
-    target: int
-    forward_bytes: int
-    backward_bytes: int
+    source_stage: Index
+    target_stage: Index
+    source: Index
+    target: Index
+    forward_bytes: Index
+    backward_bytes: Index
     forward_s: float
     backward_s: float
-    source_turn: MicroBatchSlice = _EVERY
-    target_turn: MicroBatchSlice = _EVERY
+    source_turn: Annotated[MicroBatchSlice, Flat()] = _EVERY
+    target_turn: Annotated[MicroBatchSlice, Flat()] = _EVERY
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ class Prediction:
     """Stages in order, and the messages of one micro-batch: of the largest, where stages have different ones."""
 
     stages: tuple[StagePrediction, ...] = ()
-    messages: tuple[Message, ...] = ()
+    messages: tuple[Annotated[Message, Row()], ...] = ()
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from autopipe.cli.request import request_of
 from autopipe.configs.load import load_configuration
-from autopipe.ir.cost_file import costs_text
 from autopipe.ir.errors import LaunchError
-from autopipe.ir.measured_costs import Costs, DeviceCosts
+from autopipe.ir.measured_costs import Costs, DeviceCosts, costs_text
 from benchmarks import weighed_plans
 from benchmarks.weighed_plans import Comparison, Outcome, candidates_of, spearman, write_page
 from benchmarks.worker_pool import ProgramRun

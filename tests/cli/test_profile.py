@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autopipe.configs.zoo import build, configure
-from autopipe.ir.cost_file import read_costs
+from autopipe.ir.measured_costs import read_costs
 from tests.cli.command_line import CommandLine
 
 SETTINGS = {"hidden": "16", "vocabulary": "32", "sequence": "4", "loss": "true"}

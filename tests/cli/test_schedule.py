@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.ir.schedule_file import read_block_schedule
+from autopipe.ir.block_schedule import read_block_schedule
 from autopipe.passes.schedule.published.blocks import shape
 from tests.cli.command_line import CommandLine
 

@@ -10,7 +10,7 @@ import pytest
 from autopipe.cli.main import main
 from autopipe.cli.plan_folder import open_prediction
 from autopipe.configs.zoo import build, configure
-from autopipe.ir.schedule_file import block_schedule_form
+from autopipe.ir.block_schedule import block_schedule_form
 from autopipe.passes.registry import scheduler_names
 from tests.cli.drawing.examples import split_embedding
 

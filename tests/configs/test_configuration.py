@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from autopipe.configs import configuration as c
 from autopipe.configs.configuration import Choice
 from autopipe.configs.load import dump_configuration, load_configuration, parse_configuration
-from autopipe.configs.schema import keys
 from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir import problem
+from autopipe.ir.codec import keys
 from autopipe.ir.errors import ConfigurationError
 
 EVERYTHING = """\

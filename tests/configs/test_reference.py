@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autopipe.configs.configuration import Configuration, flags
 from autopipe.configs.reference import reference
-from autopipe.configs.schema import keys
+from autopipe.ir.codec import keys
 
 
 def test_every_key_and_flag_is_explained() -> None:

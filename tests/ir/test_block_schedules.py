@@ -10,10 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.ir.block_schedule import Block, BlockGraph, BlockRepetend, BlockSchedule, check_blocks
+from autopipe.ir.block_schedule import (
+    Block,
+    BlockGraph,
+    BlockRepetend,
+    BlockSchedule,
+    block_schedule_form,
+    check_blocks,
+    read_block_schedule,
+)
 from autopipe.ir.codec import record_text
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.ir.schedule_file import block_schedule_form, read_block_schedule
 
 # Two devices; a unit runs F0 (0), T (both) after 2 under way, B0 (0): 1, 1, 3 long.
 GRAPH = BlockGraph(

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.ir.cost_file import costs_text, read_costs
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.measured_costs import (
     EXCHANGES,
@@ -23,8 +22,11 @@ from autopipe.ir.measured_costs import (
     OperationCost,
     TaskCosts,
     TensorCosts,
+    TimedBytes,
     Timing,
+    costs_text,
     merged,
+    read_costs,
 )
 
 SECONDS = st.floats(0, 1e3)
@@ -54,7 +56,7 @@ EXCHANGE_COSTS = st.builds(
     st.sampled_from(EXCHANGES),
     st.integers(2, 64),
     LINES,
-    st.lists(st.tuples(st.integers(0, 2**40), TIMINGS), max_size=2).map(tuple),
+    st.lists(st.builds(TimedBytes, st.integers(0, 2**40), TIMINGS), max_size=2).map(tuple),
 )
 TASKS = st.builds(TaskCosts, SECONDS, SECONDS, SECONDS, SECONDS, TENSORS, TENSORS, st.tuples(TENSORS, TENSORS, TENSORS))
 DEVICES = st.builds(
@@ -128,8 +130,8 @@ OPERATION = ("devices", 0, "operations", 0)
         (broken(*OPERATION, "gradients", to=[1]), "expected places of 1 operands"),
         (broken(*OPERATION, "attributes", to={"a": None}), "attributes.a is null"),
         (broken(*OPERATION, "attributes", to={"a": [1, "b"]}), "attributes.a is"),
-        (broken(*OPERATION, "flops", to=[1]), "expected two numbers"),
-        (broken(*OPERATION, "forward", "s", to=-1), "expected a number, at least 0"),
+        (broken(*OPERATION, "flops", to=[1]), "flops: 1 items where 2 are expected"),
+        (broken(*OPERATION, "forward", "s", to=-1), "s is -1 (it must be at least 0)"),
         (broken(*OPERATION, "forward", "s", to="1"), "forward.s is"),
         (broken(*OPERATION, "forward", "repetitions", to=0), "forward.repetitions is 0"),
     ],

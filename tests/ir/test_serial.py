@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.ir.codec import JsonRecord
+from autopipe.ir.codec import JsonRecord, decode, encode
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Placement, Split, SplitProof, Stage
 from autopipe.ir.plan import Breakdown, Plan, Summary
-from autopipe.ir.plan_file import placement_form, placement_of, plan_digest, read_plan, write_plan
+from autopipe.ir.plan_file import plan_digest, read_plan, write_plan
 from autopipe.ir.program import KINDS
 from autopipe.ir.schedule import Repetend, Schedule, Task
 from autopipe.ir.timeline import Message, Prediction, Span, StagePrediction, Timeline
@@ -233,18 +233,18 @@ splits = st.lists(st.builds(Split, st.sampled_from("bmnk"), st.integers(1, 8)), 
 def test_any_stage_is_read_as_it_was_written(indices, devices, one, other, recompute, pipeline):
     chosen = tuple((node, one if node % 3 else other) for node in indices)
     placement = Placement((Stage(indices, tuple(devices), 2, chosen, recompute, pipeline),))
-    form = json.loads(json.dumps(placement_form(placement)))
-    assert placement_of(JsonRecord(form, "plan.json")) == placement
+    form = json.loads(json.dumps(encode(placement)))
+    assert decode(JsonRecord(form, "plan.json"), Placement) == placement
 
 
 def test_notes_are_read_as_they_were_written_and_stand_only_where_there_are_some():
     placement = Placement((Stage((0,), (0,), 2),), notes=("one", "two"))
-    form = json.loads(json.dumps(placement_form(placement)))
-    assert placement_of(JsonRecord(form, "plan.json")).notes == ("one", "two")
-    assert "notes" not in placement_form(Placement(placement.stages))
+    form = json.loads(json.dumps(encode(placement)))
+    assert decode(JsonRecord(form, "plan.json"), Placement).notes == ("one", "two")
+    assert "notes" not in encode(Placement(placement.stages))
 
 
 def test_a_long_run_of_nodes_takes_little_space():
     split = (Split("b", 8),)
     stage = Stage(tuple(range(15_000)), tuple(range(64)), 8, tuple((node, split) for node in range(15_000)))
-    assert len(json.dumps(placement_form(Placement((stage,))))) < 1000
+    assert len(json.dumps(encode(Placement((stage,))))) < 1000

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopipe.cli.drawing.picture import Picture
-from autopipe.ir.codec import JsonRecord
+from autopipe.ir.codec import Index, JsonRecord
 from autopipe.ir.errors import ConfigurationError
 
 
@@ -37,7 +37,7 @@ def read_measured(path: Path) -> tuple[MeasuredTask, ...]:
     except (ValueError, RecursionError) as error:
         hint = "launch --trace FILE writes one"
         raise ConfigurationError("the file is no trace: it is not JSON", hint, str(path)) from error
-    found = tuple(_task(event) for event in record.at("traceEvents").items() if event.at("ph").text() == "X")
+    found = tuple(_task(event) for event in record.at("traceEvents").items() if event.get("ph", str) == "X")
     if not found:
         raise ConfigurationError("the trace holds no tasks", hint="launch --trace FILE writes them", where=str(path))
     return found
@@ -45,11 +45,11 @@ def read_measured(path: Path) -> tuple[MeasuredTask, ...]:
 
 def _task(event: JsonRecord) -> MeasuredTask:
     return MeasuredTask(
-        rank=event.at("tid").integer(),
-        step=event.at("args").at("step").integer(),
-        name=event.at("name").text(),
-        start=event.at("ts").number(),
-        duration=event.at("dur").number(),
+        rank=event.get("tid", Index),
+        step=event.at("args").get("step", Index),
+        name=event.get("name", str),
+        start=event.get("ts", float),
+        duration=event.get("dur", float),
     )
 
 

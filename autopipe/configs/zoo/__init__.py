@@ -14,10 +14,9 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from autopipe.configs.schema import nearest
-from autopipe.configs.yaml_source import quote
 from autopipe.configs.zoo import settings as zoo_settings
 from autopipe.configs.zoo.settings import Setting, ZooModel
+from autopipe.ir.codec import nearest, quote
 from autopipe.ir.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, TypeVar
 
-from autopipe.configs.schema import AtLeast, AtMost, convert, keys, nearest, unknown_key
-from autopipe.configs.yaml_source import Entry, Place, quote, read_setting
+from autopipe.configs.schema import convert, unknown_key
+from autopipe.configs.yaml_source import Entry, Place, read_setting
+from autopipe.ir.codec import AtLeast, AtMost, keys, nearest, quote
 from autopipe.ir.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from autopipe.configs.schema import AtLeast
 from autopipe.configs.zoo.builder import (
     ZEROS,
     GraphBuilder,
@@ -28,6 +27,7 @@ from autopipe.configs.zoo.builder import (
     pooled,
 )
 from autopipe.configs.zoo.settings import Count, Setting, ZooModel
+from autopipe.ir.codec import AtLeast
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -1,17 +1,9 @@
-"""An answer as it is kept between runs, and the plan that is made of it again.
+"""Answers of earlier runs, kept so that they need not be searched again, and the plan that is made of one.
 
-What is kept is what was decided. All else is worked out anew from the model, and has to come to the same step.
-
-A folder of JSON documents that outlives a run: what was found once need not be searched again.
-
-Documents are read by name, written whole or not at all, and hold data alone: nothing that can be run. Any number of
-runs may share the folder. One that cannot be read or written is one that is not there.
-
-Decision of a strategy, in a form that processes exchange.
-
-Key of a cached plan: a digest of all that it follows from.
-
-A schedule that was found, in a form that processes exchange and that is kept between runs.
+An answer holds what was decided; all else is worked out anew from the model, and has to come to the same step. A folder
+of JSON documents, shared by any number of runs, keeps answers by a digest of all that they follow from. Documents are
+written whole or not at all; one that cannot be read or written is one that is not there. Processes of a search exchange
+decisions and schedules in the same form.
 """
 
 from __future__ import annotations
@@ -25,22 +17,14 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 import autopipe
-from autopipe.ir.codec import JsonRecord, read_record, record_text
+from autopipe.ir.codec import Coded, Count, Flat, Index, JsonRecord, Record, decode, encode, read_record, record_text
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InternalError, OutOfMemoryError
-from autopipe.ir.placement import Placement
+from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.plan import Alternative
-from autopipe.ir.plan_file import (
-    alternatives_form,
-    alternatives_of,
-    placement_form,
-    placement_of,
-    split_proof_form,
-    split_proof_of,
-)
-from autopipe.ir.schedule import Schedule, Task
-from autopipe.ir.schedule_file import proof_form, proof_of, repetend_of, repetends_form
+from autopipe.ir.schedule import Proof, Repetends, Schedule, Task
 from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.atomic_file import replacing
 from autopipe.passes.auto.candidates import Candidate
@@ -50,34 +34,27 @@ from autopipe.passes.pipeline import PlanResult, Request, assemble_plan, place_a
 from autopipe.passes.registry import scheduler_class, scheduler_names, strategy_class, strategy_names
 from autopipe.passes.runner import Runner
 
+FORMAT = "autopipe.answer/1"
 _REFUSALS = {each.__name__: each for each in (*REFUSALS, OutOfMemoryError, InternalError)}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PlacementDecision:
     """A placement and the division of the batch that it is for."""
 
     placement: Placement
-    batching: Batching
+    batching: Annotated[Batching, Flat()]
+    splits: SplitProof | None
+    """The placement's proof, which is no part of a plan's file."""
 
+    @staticmethod
+    def of(placement: Placement, batching: Batching) -> PlacementDecision:
+        return PlacementDecision(placement, batching, placement.proof)
 
-def encode_decision(decided: PlacementDecision) -> dict[str, object]:
-    """The decision as lists, dicts and scalars."""
-    placement, batching = decided.placement, decided.batching
-    return {
-        "placement": placement_form(placement),
-        "splits": split_proof_form(placement.proof),
-        "batch_size": batching.batch_size,
-        "micro_batches": batching.micro_batches,
-        "sizes": list(batching.sizes),
-    }
-
-
-def decode_decision(record: JsonRecord) -> PlacementDecision:
-    """The decision that `encode_decision` gave. Raises ConfigurationError."""
-    placement = dataclasses.replace(placement_of(record.at("placement")), proof=split_proof_of(record.at("splits")))
-    counts = record.at("batch_size").integer(1), record.at("micro_batches").integer(1)
-    return PlacementDecision(placement, Batching(*counts, record.at("sizes").integers()))
+    @property
+    def proven(self) -> Placement:
+        """The placement with its proof."""
+        return dataclasses.replace(self.placement, proof=self.splits)
 
 
 def refused_form(error: AutopipeError) -> dict[str, object]:
@@ -87,59 +64,63 @@ def refused_form(error: AutopipeError) -> dict[str, object]:
 
 def refused_of(record: JsonRecord) -> AutopipeError:
     """The error that `refused_form` told."""
-    kind = _REFUSALS.get(record.at("refused").text(), AutopipeError)
-    return kind(*(record.at(name).text() for name in ("message", "hint", "where")))
+    kind = _REFUSALS.get(record.get("refused", str), AutopipeError)
+    return kind(*(record.get(name, str) for name in ("message", "hint", "where")))
 
 
-def schedule_form(found: Schedule) -> dict[str, object]:
+def schedule_form(found: Schedule) -> dict[str, Any]:
     """The schedule as lists, dicts and scalars: the orders that differ, and which of them each device follows."""
     orders = {order: index for index, order in enumerate(dict.fromkeys(found.tasks))}
-    return {
-        "micro_batches": found.micro_batches,
-        "orders": [" ".join(map(str, order)) for order in orders],
-        "devices": [orders[order] for order in found.tasks],
-        "repetends": repetends_form(found.repetends),
-        "period": found.period,
-        "proof": proof_form(found.proof),
-    }
+    texts = tuple(" ".join(map(str, order)) for order in orders)
+    devices = tuple(orders[order] for order in found.tasks)
+    return encode(_Orders(found.micro_batches, texts, devices, found.repetends or (), found.period, found.proof))
 
 
-def schedule_of(record: JsonRecord) -> Schedule:
+def schedule_of(record: Record) -> Schedule:
     """The schedule that `schedule_form` gave.
 
     Raises ConfigurationError, and Python's own errors for tasks that are none.
     """
-    orders = [tuple(map(Task.parse, each.text().split())) for each in record.at("orders").items()]
-    devices = record.at("devices").integers()
-    if max(devices, default=0) >= len(orders):
+    found: _Orders = decode(record, _Orders)
+    orders = [tuple(map(Task.parse, each.split())) for each in found.orders]
+    if max(found.devices, default=0) >= len(orders):
         record.refuse("an order for each device")
-    period = record.at("period")
-    return Schedule(
-        record.at("micro_batches").integer(1),
-        tuple(orders[index] for index in devices),
-        tuple(map(repetend_of, record.at("repetends").items())) or None,
-        None if period.value is None else period.number(),
-        proof_of(record.at("proof")),
-    )
+    tasks = tuple(orders[index] for index in found.devices)
+    return Schedule(found.micro_batches, tasks, found.repetends or None, found.period, found.proof)
 
 
-FORMAT = "autopipe.answer/1"
+@dataclass(frozen=True, slots=True)
+class _Orders:
+    """A schedule as it is written."""
+
+    micro_batches: Count
+    orders: tuple[str, ...]
+    devices: tuple[Index, ...]
+    repetends: Repetends
+    period: float | None
+    proof: Proof | None
 
 
-def answer_form(found: PlanResult) -> dict[str, object]:
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A plan's decisions, of which `chosen` was the best of `alternatives`."""
+
+    graph_digest: str
+    chosen: Alternative
+    decided: PlacementDecision
+    step_time_s: float
+    schedule: Annotated[Schedule, Coded(schedule_form, schedule_of)]
+    alternatives: tuple[Alternative, ...]
+
+
+def answer_form(found: PlanResult) -> dict[str, Any]:
     """Decisions as lists, dicts and scalars. `found.plan.alternatives` has the choice that was best."""
     plan = found.plan
     chosen = min(plan.alternatives, key=lambda each: math.inf if each.step_time_s is None else each.step_time_s)
     batching = Batching(plan.batch_size, plan.summary.micro_batches, found.problem.micro_batch_sizes)
-    return {
-        "format": FORMAT,
-        "graph_digest": plan.graph_digest,
-        "chosen": alternatives_form((chosen,)),
-        "decided": encode_decision(PlacementDecision(plan.placement, batching)),
-        "step_time_s": plan.summary.step_time_s,
-        "schedule": schedule_form(plan.schedule),
-        "alternatives": alternatives_form(plan.alternatives),
-    }
+    decided = PlacementDecision.of(plan.placement, batching)
+    answer = Answer(plan.graph_digest, chosen, decided, plan.summary.step_time_s, plan.schedule, plan.alternatives)
+    return {"format": FORMAT, **encode(answer)}
 
 
 def answer_of(record: JsonRecord, request: Request, runner: Runner) -> PlanResult:
@@ -148,20 +129,18 @@ def answer_of(record: JsonRecord, request: Request, runner: Runner) -> PlanResul
     Raises AutopipeError where what is kept cannot be read, or does not give the plan that it is said to; numbers that
     make no sense may raise Python's own errors.
     """
-    (chosen,) = alternatives_of(record.at("chosen"))
-    decided = decode_decision(record.at("decided"))
-    candidate = _candidate_of(chosen)
-    settled = candidate.settled(dataclasses.replace(request, batch_size=decided.batching.batch_size))
-    placed = place_as(settled, decided.batching, decided.placement, runner)
-    if placed.problem.graph.digest() != record.at("graph_digest").text():
+    kept: Answer = decode(record, Answer)
+    candidate = _candidate_of(kept.chosen)
+    settled = candidate.settled(dataclasses.replace(request, batch_size=kept.decided.batching.batch_size))
+    placed = place_as(settled, kept.decided.batching, kept.decided.proven, runner)
+    if placed.problem.graph.digest() != kept.graph_digest:
         raise ConfigurationError("the graph is not the one that was planned", where=record.file)
-    scheduler = request.scheduler or scheduler_class(chosen.choice.schedule or "")()
-    scheduled = verify_and_simulate(placed, schedule_of(record.at("schedule")), runner)
-    if scheduled.timeline.end != record.at("step_time_s").number():
+    scheduler = request.scheduler or scheduler_class(kept.chosen.choice.schedule or "")()
+    scheduled = verify_and_simulate(placed, kept.schedule, runner)
+    if scheduled.timeline.end != kept.step_time_s:
         raise ConfigurationError("the step is not the one that was planned", where=record.file)
     found = assemble_plan(settled, candidate.strategy, scheduler, placed, scheduled, runner)
-    rows = alternatives_of(record.at("alternatives"))
-    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, alternatives=rows))
+    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, alternatives=kept.alternatives))
 
 
 def _candidate_of(chosen: Alternative) -> Candidate:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from autopipe.ir.codec import JsonRecord
+from autopipe.ir.codec import JsonRecord, decode, encode
 from autopipe.ir.errors import REFUSALS, AutopipeError, InternalError
 from autopipe.ir.plan import Alternative
 from autopipe.passes.auto.candidates import (
@@ -28,8 +28,6 @@ from autopipe.passes.auto.candidates import (
 )
 from autopipe.passes.auto.plan_cache import (
     PlacementDecision,
-    decode_decision,
-    encode_decision,
     refused_form,
     refused_of,
     schedule_form,
@@ -206,7 +204,7 @@ class PlanSearch:
         except AutopipeError as error:
             return refused_form(error)
         batching = Batching(problem.batch_size, problem.micro_batches, problem.micro_batch_sizes)
-        return encode_decision(PlacementDecision(placement, batching))
+        return encode(PlacementDecision.of(placement, batching))
 
     def try_all(self, candidates: Iterable[Candidate]) -> None:
         """Place each candidate and simulate its step under the first schedule that takes it."""
@@ -289,8 +287,8 @@ class PlanSearch:
         record = self.runner.run(name, lambda: self._awaited(key))
         if record is None:
             return place(asked, candidate.strategy, self.runner)
-        decided = decode_decision(record)
-        return place_as(asked, decided.batching, decided.placement, self.runner)
+        decided: PlacementDecision = decode(record, PlacementDecision)
+        return place_as(asked, decided.batching, decided.proven, self.runner)
 
     def _awaited(self, key: str) -> JsonRecord | None:
         """Result of another process; None where it failed. Raises the refusal that it found."""

@@ -18,7 +18,7 @@ def document(number: int, size: int = 0) -> dict[str, object]:
 
 def number_of(store: Store, name: str) -> int | None:
     record = store.read(name, FORM)
-    return None if record is None else record.at("number").integer()
+    return None if record is None else record.get("number", int)
 
 
 def test_what_is_written_is_read(tmp_path):

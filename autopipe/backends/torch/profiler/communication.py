@@ -18,7 +18,7 @@ import numpy as np
 from autopipe.backends.torch.launcher import LaunchConfig, launch_program, rank_environment
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.ir.measured_costs import Affine, ExchangeCost, Timing
+from autopipe.ir.measured_costs import Affine, ExchangeCost, TimedBytes, Timing
 
 
 def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost, ...]:
@@ -42,7 +42,10 @@ def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[Exchange
     for row in rows:
         timing = Timing(row["seconds"], row["spread"], row["repetitions"])
         samples.setdefault((row["kind"], row["ranks"]), []).append((row["bytes"], timing))
-    return tuple(ExchangeCost(kind, size, fit_line(each), tuple(each)) for (kind, size), each in samples.items())
+    return tuple(
+        ExchangeCost(kind, size, fit_line(each), tuple(TimedBytes(*one) for one in each))
+        for (kind, size), each in samples.items()
+    )
 
 
 def fit_line(samples: Sequence[tuple[int, Timing]]) -> Affine:
