@@ -46,13 +46,10 @@ class Bound:
     """In a description: "a whole number from 1"."""
 
     def holds(self, value: float) -> bool:
-        """True if a number is within the bound."""
         raise NotImplementedError
 
 
 class AtLeast(Bound):
-    """Mark of a number that is not below the bound."""
-
     __slots__ = ()
     words, preposition = "at least", "from"
 
@@ -61,8 +58,6 @@ class AtLeast(Bound):
 
 
 class Above(Bound):
-    """Mark of a number that is greater than the bound."""
-
     __slots__ = ()
     words, preposition = "above", "above"
 
@@ -71,8 +66,6 @@ class Above(Bound):
 
 
 class AtMost(Bound):
-    """Mark of a number that is not above the bound."""
-
     __slots__ = ()
     words, preposition = "at most", "up to"
 
@@ -487,6 +480,8 @@ def _read_dataclass(schema: type[Shape], record: Record, **more: object) -> Shap
     values = record.rest(schema, [name for name in record.value if name not in claimed])
     missing: list[ConfigurationError] = []  # What is there is looked at first.
     for key in keys(schema):
+        if key.flat and missing:
+            break
         place = record
         for step in () if key.flat else key.path:
             if not place.has(step):
@@ -541,10 +536,9 @@ def accepts(record: Record, hint: Any) -> bool:
     return isinstance(value, int | float if base is float else int) and not isinstance(value, bool)
 
 
-def encode(value: Dataclass, only: Iterable[str] | None = None) -> dict[str, Any]:
+def encode(value: Dataclass) -> dict[str, Any]:
     """A dataclass as lists, dicts and scalars that `decode` reads."""
-    document: dict[str, Any] = _writer(type(value))(value)
-    return document if only is None else {name: document[name] for name in only}
+    return _write_dataclass(type(value), value)
 
 
 def encode_as(value: object, hint: Any) -> Any:
