@@ -15,7 +15,7 @@ import torch
 
 from autopipe.backends.torch.checkpoint.format import StoredParameter, StoredTensor
 from autopipe.backends.torch.checkpoint.read import Reader
-from autopipe.backends.torch.runtime.gradients import OptimizerShard, buckets_of_rank
+from autopipe.backends.torch.runtime.gradients import OptimizerShard, buckets_of_rank, is_reduced
 from autopipe.backends.torch.runtime.manifest import Manifest, ShardEntry
 from autopipe.ir.graph import DType
 from autopipe.ir.layout import Box
@@ -63,7 +63,7 @@ def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
     blocks = [
         (parameter, box, ranks, box.elements * _element_bytes(manifest, parameter))
         for (parameter, box), ranks in holders.items()
-        if not (manifest.optimizer["shard"] and _is_reduced(manifest, parameter, ranks))
+        if not (manifest.optimizer["shard"] and is_reduced(manifest, parameter, ranks))
     ]
     piece_bytes = max(_LEAST_BYTES, sum(size for *_, size in blocks) // (manifest.world_size * _PIECES))
     shared_pieces = []
@@ -76,12 +76,6 @@ def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
         load[rank] += size
         found[rank].append(piece)
     return tuple(tuple(sorted(each, key=lambda piece: (piece.parameter, piece.number))) for each in found)
-
-
-def _is_reduced(manifest: Manifest, parameter: int, ranks: list[int]) -> bool:
-    """True if the gradients of a block that `ranks` hold are added up, so that its optimizer's state may be shared."""
-    entry = manifest.parameters[parameter]
-    return len(ranks) > 1 and entry.trainable and DType(entry.dtype).is_floating
 
 
 def _element_bytes(manifest: Manifest, parameter: int) -> int:

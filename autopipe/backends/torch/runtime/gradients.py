@@ -7,7 +7,7 @@ section 5.1). Updates are element by element, so a share is any part of a bucket
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -183,14 +183,20 @@ class GradientReduction:
         return found
 
 
+def is_reduced(manifest: Manifest, parameter: int, ranks: Sequence[int]) -> bool:
+    """True if the gradients of a block that `ranks` hold are added up, so that its optimizer's state may be shared."""
+    entry = manifest.parameters[parameter]
+    return len(ranks) > 1 and entry.trainable and DType(entry.dtype).is_floating
+
+
 def buckets_of_rank(manifest: Manifest, rank: int) -> tuple[Bucket, ...]:
     """Buckets of the trained blocks that the rank holds together with others, in the order of their exchanges."""
     found = []
     for shard in manifest.shards[rank]:
-        entry = manifest.parameters[shard.parameter]
-        dtype = DType(entry.dtype)
-        if len(shard.ranks) > 1 and entry.trainable and dtype.is_floating:
-            found.append(Block(shard.parameter, shard.elements, entry.dtype, dtype.itemsize, shard.ranks, shard.home))
+        if is_reduced(manifest, shard.parameter, shard.ranks):
+            dtype = manifest.parameters[shard.parameter].dtype
+            size = DType(dtype).itemsize
+            found.append(Block(shard.parameter, shard.elements, dtype, size, shard.ranks, shard.home))
     return buckets_of(found)
 
 

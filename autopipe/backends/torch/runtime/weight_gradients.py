@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -105,60 +106,51 @@ def formula_of(function: Function, operands: Operands, settings: Settings, place
 
 _Found = tuple[tuple[torch.Tensor, ...], Add]
 """The parameter that is detached, and how its gradient is added."""
-_Make = Callable[[Weight, Operands, Settings], _Found | None]
 
 
-def _product(rows_first: bool) -> _Make:
+def _product(rows_first: bool, weight: Weight, operands: Operands, settings: Settings) -> _Found | None:
     """`x @ weight`, or `x @ weight.t()` where the weight has the rows of the result first."""
+    if settings or operands[0].dim() < 2 or operands[1].dim() != 2:
+        return None
+    parameter, flip = weight.parameter, rows_first is not weight.transposed
 
-    def make(weight: Weight, operands: Operands, settings: Settings) -> _Found | None:
-        if settings or operands[0].dim() < 2 or operands[1].dim() != 2:
-            return None
-        parameter, flip = weight.parameter, rows_first is not weight.transposed
+    def add(source: torch.Tensor, gradient: torch.Tensor) -> None:
+        left, right = source.flatten(0, -2), gradient.flatten(0, -2)
+        left, right = (right, left) if flip else (left, right)
+        if parameter.grad is None:
+            parameter.grad = left.t() @ right
+        else:
+            parameter.grad.addmm_(left.t(), right)
 
-        def add(source: torch.Tensor, gradient: torch.Tensor) -> None:
-            left, right = source.flatten(0, -2), gradient.flatten(0, -2)
-            left, right = (right, left) if flip else (left, right)
-            if parameter.grad is None:
-                parameter.grad = left.t() @ right
-            else:
-                parameter.grad.addmm_(left.t(), right)
-
-        return (operands[1].detach(),), add
-
-    return make
+    return (operands[1].detach(),), add
 
 
-def _convolution(transposed: bool) -> _Make:
+def _convolution(transposed: bool, weight: Weight, operands: Operands, settings: Settings) -> _Found | None:
     """A convolution; its bias waits with the weight, since libraries compute both gradients in one."""
+    bias: torch.Tensor | None = operands[2] if len(operands) > 2 else None
+    trained = bias if bias is not None and bias.requires_grad else None
+    if weight.transposed or len(operands) > 3 or (trained is not None and not trained.is_leaf):
+        return None
+    axes = weight.parameter.dim() - 2
+    if operands[0].dim() != axes + 2 or isinstance(settings.get("padding"), str):
+        return None
 
-    def make(weight: Weight, operands: Operands, settings: Settings) -> _Found | None:
-        bias: torch.Tensor | None = operands[2] if len(operands) > 2 else None
-        trained = bias if bias is not None and bias.requires_grad else None
-        if weight.transposed or len(operands) > 3 or (trained is not None and not trained.is_leaf):
-            return None
-        axes = weight.parameter.dim() - 2
-        if operands[0].dim() != axes + 2 or isinstance(settings.get("padding"), str):
-            return None
+    def each(name: str, neutral: int) -> list[int]:
+        value = settings.get(name, neutral)
+        return [value] * axes if isinstance(value, int) else list(value)
 
-        def each(name: str, neutral: int) -> list[int]:
-            value = settings.get(name, neutral)
-            return [value] * axes if isinstance(value, int) else list(value)
+    words = each("stride", 1), each("padding", 0), each("dilation", 1), transposed, each("output_padding", 0)
+    groups, sizes = settings.get("groups", 1), None if trained is None else list(trained.shape)
 
-        words = each("stride", 1), each("padding", 0), each("dilation", 1), transposed, each("output_padding", 0)
-        groups, sizes = settings.get("groups", 1), None if trained is None else list(trained.shape)
+    def add(source: torch.Tensor, gradient: torch.Tensor) -> None:
+        _, found, shifts = torch.ops.aten.convolution_backward(
+            gradient, source, weight.parameter, sizes, *words, groups, [False, True, trained is not None]
+        )
+        add_to(weight.parameter, found)
+        if trained is not None:
+            add_to(trained, shifts)
 
-        def add(source: torch.Tensor, gradient: torch.Tensor) -> None:
-            _, found, shifts = torch.ops.aten.convolution_backward(
-                gradient, source, weight.parameter, sizes, *words, groups, [False, True, trained is not None]
-            )
-            add_to(weight.parameter, found)
-            if trained is not None:
-                add_to(trained, shifts)
-
-        return tuple(each.detach() for each in operands[1:] if each is not None), add
-
-    return make
+    return tuple(each.detach() for each in operands[1:] if each is not None), add
 
 
 def _lookup(weight: Weight, operands: Operands, settings: Settings) -> _Found | None:
@@ -172,17 +164,13 @@ def _lookup(weight: Weight, operands: Operands, settings: Settings) -> _Found | 
     return (operands[1].detach(),), add
 
 
-_FORMULAS: dict[Function, _Make] = {
-    F.linear: _product(rows_first=True),
-    torch.matmul: _product(rows_first=False),
-    torch.mm: _product(rows_first=False),
+_FORMULAS: dict[Function, Callable[[Weight, Operands, Settings], _Found | None]] = {
+    F.linear: partial(_product, True),
+    torch.matmul: partial(_product, False),
+    torch.mm: partial(_product, False),
     F.embedding: _lookup,
-    F.conv1d: _convolution(transposed=False),
-    F.conv2d: _convolution(transposed=False),
-    F.conv3d: _convolution(transposed=False),
-    F.conv_transpose1d: _convolution(transposed=True),
-    F.conv_transpose2d: _convolution(transposed=True),
-    F.conv_transpose3d: _convolution(transposed=True),
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), partial(_convolution, False)),
+    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), partial(_convolution, True)),
 }
 
 

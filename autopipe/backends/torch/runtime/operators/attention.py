@@ -46,8 +46,9 @@ def attention(
         key, value = torch.cat((past_key, key), 2), torch.cat((past_value, value), 2)
     elif lengths is not None:
         offset = lengths.reshape(-1, 1, 1, 1) - queries + first
-    allowed = _allowed(query, key, offset, causal, window, lengths)
-    bias = _bias(query, key, mask, allowed)
+    if causal:
+        window = window[0], 0  # None behind the query.
+    bias = _visible(query, key, mask, offset, window, lengths)
     gqa = query.shape[1] != key.shape[1]
     if softcap == 0 and precision is None and capture is None:
         result = F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=gqa)
@@ -57,44 +58,40 @@ def attention(
     return result.transpose(1, 2).flatten(2) if merge else result, key, value, captured
 
 
-def _allowed(
+def _visible(
     query: Tensor,
     key: Tensor,
+    mask: Tensor | None,
     offset: int | Tensor,
-    causal: bool,
     window: tuple[int, int],
     lengths: Tensor | None,
 ) -> Tensor | None:
-    """Which keys each query may see by their places; None where all."""
-    device = query.device
-    columns = torch.arange(key.shape[2], device=device)
-    ahead = columns - (torch.arange(query.shape[2], device=device)[:, None] + offset)
+    """The keys that each query may see, by their places and the mask: truth values, or to be added; None where all.
+
+    Keys beyond the mask are not seen.
+    """
+    columns = torch.arange(key.shape[2], device=query.device)
+    distance = columns - (torch.arange(query.shape[2], device=query.device)[:, None] + offset)
     before, behind = window
     rules = []
-    if causal:
-        rules.append(ahead <= 0)
     if before >= 0:
-        rules.append(ahead >= -before)
+        rules.append(distance >= -before)
     if behind >= 0:
-        rules.append(ahead <= behind)
+        rules.append(distance <= behind)
     if lengths is not None:
         rules.append(columns < lengths.reshape(-1, 1, 1, 1))
-    return reduce(torch.bitwise_and, rules) if rules else None
-
-
-def _bias(query: Tensor, key: Tensor, mask: Tensor | None, allowed: Tensor | None) -> Tensor | None:
-    """Mask and places as one mask: of truth values, or to be added. Keys beyond the mask are not seen."""
+    allowed = reduce(torch.bitwise_and, rules) if rules else None
     if mask is None:
         return allowed
-    missing = key.shape[2] - mask.shape[-1]
-    truth = mask.dtype is torch.bool
+    missing, truth = key.shape[2] - mask.shape[-1], mask.dtype is torch.bool
     if missing > 0:
         mask = F.pad(mask, (0, missing), value=False if truth else -math.inf)
     if mask.dim() == 1:
         mask = mask[None]
-    if allowed is None:
-        return mask if truth else mask.to(query.dtype)
-    return mask & allowed if truth else mask.to(query.dtype).masked_fill(~allowed, -math.inf)
+    if not truth:
+        mask = mask.to(query.dtype)
+        return mask if allowed is None else mask.masked_fill(~allowed, -math.inf)
+    return mask if allowed is None else mask & allowed
 
 
 def _spelled_out(
