@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/gloo_collectives.py --ranks 2 4 8
 
 For each number of ranks and of bytes: median milliseconds until rank 0 has the result, and of its processor time. Both
-ways are run in turns. The runtime goes by what is shorter (`backends/torch/runtime/at_once.py`).
+ways are run in turns. The runtime goes by what is shorter (`backends/torch/runtime/transport.py`).
 """
 
 from __future__ import annotations
