@@ -36,14 +36,11 @@ _Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of which no tasks are held."""
+    """A step of which no tasks are held; all as of a `Timeline`."""
 
     end: float
-    """Seconds."""
     peak_memory: tuple[int, ...]
-    """Most bytes in use on each device."""
     static_memory: tuple[int, ...]
-    """Bytes there all through the step, a device each."""
 
 
 def check_memory(problem: Problem, placement: Placement, timeline: Timeline | Step) -> None:

@@ -143,14 +143,15 @@ def stage_context(
 
 
 class Holding(NamedTuple):
-    """A parameter on one device of a group, for each of several layouts."""
+    """A parameter on one device of a group, for each of several layouts.
+
+    Seconds a step to exchange gradients among the devices with the same block, and to add micro-batches' gradients to
+    one another and update; bytes of parameter, gradient and optimizer's state.
+    """
 
     gradient_s: Floats
-    """Seconds, once a step, to exchange gradients among the devices with the same block."""
     update_s: Floats
-    """Seconds a step to add micro-batches' gradients to one another and to update."""
     bytes: NDArray[np.int64]
-    """Parameter, gradient and optimizer's state."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -341,14 +342,15 @@ def _is_reduced_alone(stage: StageContext, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:
+    """Cost of each configuration of a variable: seconds of a step, and bytes on a device.
+
+    Of the seconds `gradients` are to exchange gradients once a step, `backward` is one micro-batch's backward.
+    """
+
     seconds: Floats
-    """Of a step."""
     gradients: Floats
-    """Of these, to exchange gradients once a step."""
     backward: Floats
-    """Of these, one micro-batch's backward."""
     memory: NDArray[np.int64]
-    """Bytes on a device."""
 
 
 def node_class_costs(kind: NodeClass, prices: Prices, reshard: ReshardTable) -> Costs:

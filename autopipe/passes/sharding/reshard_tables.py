@@ -91,7 +91,11 @@ def _pairs_by_dimension(sources: Sequence[Layout], targets: Sequence[Layout]) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Overlap:
-    """Along one dimension of `extent` cells what each position needs and has of it, for each pair of ways to cut it."""
+    """Along one dimension of `extent` cells what each position needs and has of it, for each pair of ways to cut it.
+
+    `least` is the fewest cells that a position has, `lacks` true where one lacks any, `regular` where all need as much
+    and have all or nothing of some part; of all three [ways of sources, ways of targets].
+    """
 
     extent: int
     need: Floats
@@ -99,11 +103,8 @@ class _Overlap:
     common: Floats
     """[ways of sources, ways of targets, positions] cells."""
     least: Floats
-    """[ways of sources, ways of targets]: the fewest cells that a position has."""
     lacks: _Truths
-    """[ways of sources, ways of targets]: true where a position lacks any."""
     regular: _Truths
-    """[ways of sources, ways of targets]: true where all need as much and have all or nothing of some part."""
 
 
 @lru_cache(maxsize=1024)
@@ -231,14 +232,14 @@ Addition = tuple[tuple[str, MeshAxes, int], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SumReduction:
-    """Cost of several reductions: step after step, each the cheapest of its ways."""
+    """Cost of several reductions: step after step, each the cheapest of its ways.
+
+    `parts` says into how many the tensor is cut before, [steps, additions]; seconds are [steps, additions, ways].
+    """
 
     parts: Floats
-    """[steps, additions] into how many the tensor is cut before."""
     fixed_s: Floats
-    """[steps, additions, ways]"""
     per_byte_s: Floats
-    """[steps, additions, ways]"""
 
     def seconds(self, size_bytes: float) -> Floats:
         found: Floats = np.zeros(self.parts.shape[1])
@@ -250,14 +251,12 @@ class SumReduction:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Paths:
-    """How each source comes to each target: what adds up its shares, and what is held after that."""
+    """How each source comes to each target, [sources, targets]: what adds up its shares, and what is held then."""
 
     additions: list[Addition]
     held: list[Layout]
     addition_of: Integers
-    """[sources, targets]"""
     held_of: Integers
-    """[sources, targets]"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

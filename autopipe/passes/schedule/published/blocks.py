@@ -91,14 +91,14 @@ def _chain(devices: int, splits: Sequence[int]) -> list[_Piece]:
 
 @dataclass(frozen=True, slots=True)
 class Pipe:
-    """A chain of blocks that goes over devices one by one and, in training, comes back the same way."""
+    """A chain of blocks that goes over devices one by one and, in training, comes back the same way.
+
+    Of each stage the device and, as indices into the graph's blocks, forward and backward (none without training).
+    """
 
     devices: tuple[int, ...]
-    """The device of each stage."""
     forwards: tuple[int, ...]
-    """The forward of each stage, as an index into the graph's blocks."""
     backwards: tuple[int, ...]
-    """The backward of each stage; () without training."""
     shared: tuple[tuple[int, int, bool], ...]
     """(block on several devices, block of a stage that it stands beside, True where it comes before that one)."""
 
